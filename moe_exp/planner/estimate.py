@@ -1,4 +1,4 @@
-"""Speed and cost of a run (days, GPU-hours, price), and the memory that changing one setting saves. No torch."""
+"""Speed and cost of a run (days, GPU-hours, price), and savings from changing one setting. No torch."""
 
 import bisect
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ def cost_of(
     constants = constants or load_constants()
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
     steps = config.batches.steps(num_samples)
-    # Iterations take equally long while the batch size (ramp-up) and sample length (DATA_STAGES) are constant.
+    # Iterations take equally long while batch size (ramp-up) and sample length (DATA_STAGES) are constant.
     stages, seconds, consumed = config.stages, 0.0, 0
     begins = [stage.first_sample for stage in stages[1:]]
     for step in steps:

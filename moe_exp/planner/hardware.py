@@ -1,4 +1,4 @@
-"""Hardware profiles of GPUs and CPU nodes, read from `profiles/`, where each number has a source. No torch."""
+"""Hardware profiles of GPUs and CPU nodes in `profiles/`, with a source for each number. No torch."""
 
 from dataclasses import dataclass
 from functools import cache

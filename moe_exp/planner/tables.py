@@ -295,7 +295,7 @@ class PlanPrinter:
             self.table(name, ("", "value", "source"), rows)
 
     def _memory(self, prediction: Prediction) -> None:
-        """Prints the memory of the stages, and the activations of the fullest rank by module, largest first."""
+        """Prints the memory of the stages, and the activations of the fullest rank, largest first."""
         rows, first = [], 0
 
         def shown(stage: StageMemory) -> list[str]:
@@ -347,7 +347,7 @@ class PlanPrinter:
         left: Collection[str] | None = None,
         box: Box = HEAVY_HEAD,
     ) -> None:
-        """Prints a table, without a header if `columns` is empty. `left`: columns aligned left (default: all)."""
+        """Prints a table, without a header if `columns` is empty. `left`: left-aligned columns; None: all."""
         table = Table(title=title, title_justify="left", show_header=columns != (), box=box)
         for name in columns:
             justify: Literal["left", "right"] = "left" if left is None or name in left else "right"

@@ -156,7 +156,7 @@ class _Account:
 
     @property
     def _norms_in_fp32(self) -> bool:
-        """Whether the RMSNorm is PyTorch's on a CPU, which keeps the input and the normalized input in fp32."""
+        """Whether norms are PyTorch's RMSNorm on a CPU, which keeps input and normalized input in fp32."""
         return self._on_cpu and self._config.normalization == "RMSNorm"
 
     # Attention
@@ -289,7 +289,7 @@ class _Account:
 
     @cached_property
     def _rows(self) -> float:
-        """Number of rows that the experts of a rank compute: their share of the slots of all sending ranks."""
+        """Number of rows that a rank's experts compute: their share of the slots of all sending ranks."""
         config, factor = self._config, self._config.expert_capacity_factor
         if factor is not None and config.pad_to_capacity:
             return padded_slots(config, self._tokens)
@@ -302,7 +302,7 @@ class _Account:
         return slots * (self._imbalance if factor is None else min(self._imbalance, factor))
 
     def _work(self) -> float:
-        """Temporary bytes of a layer's backward pass: gradients of its widest part and its weights, scores."""
+        """Temporary bytes of a layer's backward pass: gradients of its widest part and weights, scores."""
         config, ways = self._config, 2 if self._config.gated else 1
         mlp = experts = scores = 0.0
         if self._has_dense:

@@ -19,7 +19,7 @@ from moe_exp.planner.hardware import Hardware
 
 # in 2-byte elements: matrix units read rows of multiples of 16 bytes at full speed
 _ALIGNMENT = 8
-# Recipients of a token by dispatcher: each of its experts (all-to-all); each of their nodes, which forwards it
+# Recipients of a token by dispatcher: each of its experts (all-to-all); each of their nodes, which forward it
 # once to each of their ranks (DeepEP, HybridEP); or every rank (all-gather). None: requires EP=1.
 RECIPIENTS: dict[str, Literal["experts", "ranks", "all"] | None] = {
     "auto": "experts", "alltoall": "experts", "deepep": "ranks", "allgather": "all", "local": None,
@@ -146,7 +146,7 @@ class Group:
         return self.hardware.node_latency_seconds if self.in_node else self.hardware.network_latency_seconds
 
     def reduce_scatter(self, num_bytes: float, share: float) -> float:
-        """Returns the seconds of a reduce-scatter or all-gather of `num_bytes` at `share` of the bandwidth."""
+        """Returns the seconds of a reduce-scatter or all-gather at `share` of the bandwidth."""
         if self.size == 1:
             return 0.0
         sent = (self.size - 1) / self.size * num_bytes
@@ -181,8 +181,8 @@ class Group:
 
 
 def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Returns the seconds to dispatch (or combine) a rank's tokens of a micro-batch, including the gather over
-    expert-tensor-parallel ranks.
+    """Returns the seconds to dispatch (or combine) a rank's tokens of a micro-batch, including the gather
+    over expert-tensor-parallel ranks.
     """
     config = job.config
     if config.ep * config.etp == 1:

@@ -53,6 +53,6 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
 
 def attended_tokens(config: Config) -> int:
-    """Returns the keys per query, before the causal mask: those of its sample or, with DOCUMENT_MASK, document."""
+    """Returns the keys per query before the causal mask: its sample, or its document with DOCUMENT_MASK."""
     in_document = config.document_mask and config.document_tokens
     return min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len

@@ -57,15 +57,14 @@ class PlannedJob:
     precision: (
         Precision  # compute type; bf16_fp32grad, which this package uses, accumulates gradients in fp32
     )
-    # the optimizer's state is replicated, sharded by DeepSpeed's ZeRO-1, or by Megatron's distributed optimizer
-    sharding: Sharding
+    sharding: Sharding  # of the optimizer state: none, DeepSpeed's ZeRO-1, Megatron's distributed optimizer
     sequence_parallel: bool  # whether tensor-parallel ranks split the activations between the products
     fused_attention: bool  # whether scores are never written to memory (flash attention)
     learned_positions: bool = False  # whether the embedding has a row per position
     # software period of a measured run, on which constants may depend; empty: this package
     software: str = ""
-    # how memory is measured: `nvidia-smi` includes context, NCCL buffers and fragmentation, `allocated` is the
-    # peak of PyTorch's allocator, `rss` is the peak resident size of a CPU process
+    # how memory is measured: `nvidia-smi` includes context, NCCL buffers and fragmentation; `allocated` is
+    # the peak of PyTorch's allocator; `rss` is the peak resident size of a CPU process
     measured_by: MeasuredBy = "nvidia-smi"
     engine: Engine = OURS  # properties of the program beyond the settings
 

@@ -50,7 +50,7 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Returns the forward seconds that are recomputed, by value of RECOMPUTE and by module of `Engine`."""
+        """Returns the forward seconds that are recomputed, by value of RECOMPUTE and module of `Engine`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts_moe - self.starts_dense
         return {
@@ -102,7 +102,7 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
         parts["shared_expert"] += activated(tokens * ways * config.shared_expert_size / config.tp)
         parts["rows"] = device.moved(slots * config.expert_hidden_size, _SLOT_BYTES)
         if device.is_recent:
-            # Megatron's all-to-all additionally sorts the rows by local expert, both ways: half as much again.
+            # Megatron's all-to-all also sorts the rows by local expert, both ways: half as much again.
             is_sorted = config.ep > 1 and config.dispatcher in ("auto", "alltoall")
             parts["rows"] *= constants.slot_bytes + (0.5 if is_sorted else 0.0)
             parts["experts"] *= 1 / constants.grouped_matrix
@@ -170,7 +170,7 @@ def _linears(job: PlannedJob, device: Device, shapes: Sequence[Shape]) -> Pass:
 
 
 def _core(job: PlannedJob, device: Device) -> Pass:
-    """Returns the time of scores and weighted values, of all queries of a rank with the keys they attend to."""
+    """Returns the time of attention scores and weighted values for all queries of a rank."""
     config, engine, constants = job.config, job.engine, device.constants
     batch, queries = config.mbsz * config.num_heads / config.tp, config.seq_len / config.cp
     keys, channels = attended_tokens(config), float(config.kv_channels)

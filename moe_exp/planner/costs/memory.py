@@ -149,9 +149,9 @@ def expected_imbalance(config: Config, spread: float) -> float:
     """Returns the rows relative to a rank's fair share that a dropless layer must have room for: 1 + spread *
     sqrt((EP - 1) / E).
 
-    The loads of all experts have a fixed sum and a standard deviation of `spread` times their mean. The sum of
-    n = E/EP of them then deviates by spread * sqrt((1 - n/E) / n) of its mean. The first iterations of the
-    reference runs (balancing loss 1.44) needed a spread of 0.5 on rank 0; it is near 0 later.
+    The loads of all experts have a fixed sum and a standard deviation of `spread` times their mean. The sum
+    of n = E/EP of them then deviates by spread * sqrt((1 - n/E) / n) of its mean. The first iterations of the
+    reference runs (balancing loss 1.44) needed a spread of 0.5 on rank 0; later it is near 0.
     """
     if not config.use_moe or config.force_routing == "balanced":
         return 1.0
@@ -163,8 +163,8 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
     a fraction of one.
 
     1F1B (Narayanan et al. 2021, arXiv:2104.04473): one for each stage from this one to the last. With the
-    interleaved schedule of v chunks on each of p ranks, Megatron runs 2 * (p - stage - 1) + (v - 1) * p chunks
-    ahead; the first stage keeps 1 + (p - 1) / (p * v) times as much as with 1F1B.
+    interleaved schedule of v chunks on each of p ranks, Megatron runs 2 * (p - stage - 1) + (v - 1) * p
+    chunks ahead; the first stage keeps 1 + (p - 1) / (p * v) times as much as with 1F1B.
     """
     stages, chunks = config.pp, config.vpp or 1
     if chunks == 1:
@@ -182,7 +182,7 @@ def _bytes_per_parameter(
     config, engine = job.config, job.engine
     if job.of_deepspeed:
         # DeepSpeed of 2022: 16-bit optimizers with or without ZeRO-1 (Rajbhandari et al. 2020,
-        # arXiv:1910.02054), and BF16_Optimizer, which keeps both fp32 and bf16 gradients of all parameters and
+        # arXiv:1910.02054), and BF16_Optimizer, which keeps fp32 and bf16 gradients of all parameters and
         # reduces them through a flat copy.
         shards = max(1, config.data_parallel_size) if job.sharding == "zero1" else 1
         weights = 2 + constants.flat_bytes

@@ -1,7 +1,7 @@
 """Exact parameter counts of a model and of each rank, and the bytes of weights and optimizer state.
 
-Only trained parameters count, not buffers such as the expert bias and rotary frequencies. All functions expect
-a config without `problems`; sizes that are not divisible are rounded down.
+Buffers such as the expert bias and rotary frequencies are not counted. All functions expect a config without
+`problems`; sizes that are not divisible are rounded down.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def count_parameters(config: Config) -> ParameterCount:
 
 
 def rank_parameters(config: Config, pp_rank: int = 0) -> RankParameters:
-    """Counts the parameters of a rank in pipeline stage `pp_rank`; all ranks of a stage have the same number."""
+    """Counts the parameters of a rank in a pipeline stage; all ranks of a stage have the same number."""
     return parameters_of_stages(config, config.stage_layers)[pp_rank]
 
 
@@ -71,8 +71,8 @@ def parameters_of_stages(
     ends = tables_of_stages(config, len(stage_layers))
     ends[0] += config.seq_len * config.hidden_size if learned_positions else 0
     ends[-1] += _norm(config, config.hidden_size)
-    # Model chunks are assigned to the stages in turn. If VPP does not divide a stage, its first chunks have one
-    # more layer; if the stages do not add up to NUM_LAYERS, the last chunk gets the rest.
+    # Model chunks are assigned to the stages in turn. If VPP does not divide a stage, its first chunks get an
+    # extra layer; if the stages do not add up to NUM_LAYERS, the last chunk gets the rest.
     num_chunks = config.vpp or 1
     parts = range(num_chunks - 1, -1, -1)
     chunk_ends = [*accumulate((layers + left) // num_chunks for left in parts for layers in stage_layers)]
@@ -89,9 +89,7 @@ def parameters_of_stages(
 
 
 def tables_of_stages(config: Config, num_stages: int) -> list[int]:
-    """Counts the parameters of embedding and output layer on a rank in each stage; tied ones count once if they
-    are on the same stage.
-    """
+    """Counts the parameters of embedding and output layer on a rank in each stage, once if tied there."""
     tables, embedding = [0] * num_stages, config.padded_vocab_size // config.tp * config.hidden_size
     tables[0] += embedding
     if num_stages > 1 or not config.tie_embeddings:
@@ -116,10 +114,10 @@ def optimizer_state_bytes(config: Config) -> float:
         sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
         muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
-    fp32 weights have no separate main copy. 8-bit moments have an fp32 scale per block of 256 values (Dettmers
-    et al. 2022, arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for
-    matrices; embedding and output layer, which use Adam, need another `embedding_moment_bytes` per parameter.
-    Norms and routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.
+    fp32 weights have no main copy. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al.
+    2022, arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices;
+    embedding and output layer, which use Adam, need another `embedding_moment_bytes` per parameter. Norms and
+    routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.
     """
     main_weight = 0 if config.dtype == "fp32" else 4
     of_adam = priced(config, "optimizer_state_dtype", {"fp32": 4.0, "bf16": 2.0})
@@ -171,9 +169,7 @@ def _norm(config: Config, size: int) -> int:
 
 
 def _mlp(config: Config, ffn: int, tp: int = 1, *, bias: bool = False, hidden: int | None = None) -> int:
-    """Parameters of a dense, shared or expert MLP on a rank. The second projection is row-parallel, so its bias
-    is on every rank.
-    """
+    """Parameters of a dense, shared or expert MLP on a rank; the second projection's bias is replicated."""
     width, hidden = (2 if config.gated else 1) * ffn // tp, hidden or config.hidden_size
     return hidden * (width + ffn // tp) + (width + hidden if bias else 0)
 
@@ -184,7 +180,7 @@ def _expert(config: Config, etp: int) -> int:
 
 
 def _attention(config: Config, tp: int) -> int:
-    """Parameters of attention on a rank; for multi-latent attention see DeepSeek-V2, arXiv:2405.04434, 2.1."""
+    """Parameters of attention on a rank; multi-latent attention: arXiv:2405.04434, section 2.1."""
     hidden, heads, channels = config.hidden_size, config.num_heads // tp, config.kv_channels
     output_bias = hidden if config.add_bias_linear else 0
     if config.multi_latent_attention:

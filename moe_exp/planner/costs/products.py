@@ -95,7 +95,7 @@ class Shape(NamedTuple):
 
 
 def products(config: Config, *, sequence_parallel: bool) -> dict[str, list[Shape]]:
-    """Returns the products of all kinds of layers and of the output layer, by part, without attention scores."""
+    """Returns the products of all kinds of layers and the output layer by part, except attention scores."""
     tokens, hidden = num_tokens(config), config.hidden_size
     experts_in_fp8, others_in_fp8 = fp8_parts(config)
     ways, tp = 2 if config.gated else 1, config.tp

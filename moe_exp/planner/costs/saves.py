@@ -110,7 +110,7 @@ def goodput_of(
     )
 
 
-# Upper bound of a checkpoint's files relative to its tensors: factor and bytes (tests/checkpoint/test_save.py).
+# Upper bound of a checkpoint's files over its tensors: factor and bytes (tests/checkpoint/test_save.py).
 _FILES_OVER_TENSORS, _FILES_BYTES = 1.02, 200_000
 # Measured bytes of a train record (metrics.jsonl, log, TensorBoard), and per MoE layer and expert in it.
 _RECORD_BYTES, _LAYER_BYTES, _EXPERT_BYTES = 3100, 850, 8
@@ -136,7 +136,7 @@ def disk_use(
     """Returns the disk space that a run needs up to TRAIN_ITERS; an upper bound if some checkpoints are kept
     for two reasons.
 
-    A checkpoint is removed only when the next one is complete (`which_to_remove`), and the one that this start
+    A checkpoint is removed only when the next one is complete (`which_to_remove`). The one that this start
     resumed from is kept.
 
     Args:

@@ -17,7 +17,7 @@ from moe_exp.planner.costs.params import RankParameters
 from moe_exp.planner.costs.products import hidden_bytes, num_tokens, priced, projections
 from moe_exp.planner.hardware import Hardware
 
-# Bytes that the optimizer step moves per parameter of the rank (gradient norm, new weights), and per parameter
+# Bytes that the optimizer step moves per parameter of a rank (gradient norm, new weights), and per parameter
 # whose optimizer state is on the rank.
 _STEP_BYTES, _STATE_BYTES = 8, 40
 
@@ -184,8 +184,8 @@ def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> 
         again += sum(repeated[name] for name in job.engine.recompute)
     compute = one.forward + one.backward + again
 
-    # All-reduce of the activations, or gather and scatter with sequence parallelism. Routed experts process the
-    # tokens of a tensor-parallel rank directly; attention, MLP and shared expert gather them.
+    # All-reduce of the activations, or gather and scatter with sequence parallelism. Attention, MLP and
+    # shared expert gather the tokens of all tensor-parallel ranks; routed experts do not.
     group = Group(config.tp, 1, hardware, config.gpus_per_node)
     share = group.ring_share(constants, constants.tensor_bandwidth)
     mlp_gathers = (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
@@ -254,9 +254,9 @@ def _muon_seconds(
 ) -> float:
     """Returns the seconds of Muon's products on the slowest stage; 0 for other optimizers.
 
-    Muon orthogonalizes each [r, c] matrix, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`): x x^T,
-    its square, their sum times x. This takes 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole matrix, even
-    with TP. Ranks with the same matrices share the work. `layers`: (dense, MoE) layers per stage.
+    Muon orthogonalizes each [r, c] matrix, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`): x
+    x^T, its square, their sum times x. This takes 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole matrix,
+    even with TP. Ranks with the same matrices share the work. `layers`: (dense, MoE) layers per stage.
     """
     if config.optimizer != "muon":
         return 0.0

@@ -47,7 +47,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Space:
-    """Values to try for each setting, in ascending order, as the search relies on larger values needing more."""
+    """Values to try for each setting, in ascending order of memory or recompute."""
 
     tp: tuple[int, ...]
     pp: tuple[int, ...]
@@ -135,7 +135,7 @@ def _over_nodes(config: Config) -> Iterator[str]:
 
 
 def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Yields the valid part of a space for a `config` without `model_problems`; counts reasons in `rejected`."""
+    """Yields the valid part of a space, for a `config` without `model_problems`; counts the `rejected`."""
     for tp, cp in product(space.tp, space.cp):
         leaves = len(space.ep) * len(space.etps(tp)) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
         splits = {pp: space.stages or stage_splits(config, pp) for pp in space.pp}

@@ -145,8 +145,8 @@ def exported_settings(
     """Yields the settings with which `moe-exp train` runs a layout: the layout's settings, and others that
     differ from the preset's `defaults`, without those of a node or host.
 
-    `overrides` (for environment variables) includes unused layout settings as empty values, to override those
-    of an earlier layout. ValueError if that would empty a setting of the preset: empty variables count as unset.
+    `overrides` (for environment variables) includes unused layout settings as empty values, to override
+    those of an earlier layout. ValueError if the preset sets one of them, as empty variables count as unset.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS unless they are given.

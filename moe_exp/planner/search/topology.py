@@ -43,7 +43,7 @@ class Candidate:
         config = self.config
         found = {
             "experts span nodes": config.use_moe and config.etp * config.ep > config.gpus_per_node,
-            "memory within error": self.prediction.is_close,
+            "memory margin within error": self.prediction.is_close,
             "pipeline never full": config.gbsz < self.filling_batch,
         }
         return [note for note, holds in found.items() if holds]
