@@ -315,7 +315,7 @@ def batch_script(name: str, case: Case, jobs: Path, options: JobOptions) -> str:
 
 
 def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
-    """Yields the names in `waiting` (name to job id) as their jobs end; ValueError if squeue keeps failing."""
+    """Yields the names in `waiting` (name to job id) as jobs end; ValueError if squeue keeps failing."""
     left, answered = dict(waiting), time.monotonic()
     while left:
         try:

@@ -189,7 +189,7 @@ class Ended:
 
     @property
     def final_loss(self) -> float | None:
-        """Mean training loss over the last 5% of its tokens, nats per token; None if missing or not finite."""
+        """Mean training loss over the last 5% of its tokens, nats per token; None if not finite."""
         return self.numbers.final_loss if math.isfinite(self.numbers.final_loss) else None
 
     @property

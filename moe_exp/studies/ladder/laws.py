@@ -166,7 +166,7 @@ class Noise:
         return np.asarray(points.means + self.of_mean(num_seeds, generator, len(num_seeds)))
 
     def of_mean(self, num_seeds: Any, generator: np.random.Generator, number: int) -> Floats:
-        """Draws `number` samples of the noise of a mean over `num_seeds` runs (a number, or one per sample)."""
+        """Draws `number` samples of the noise of a mean over `num_seeds` runs (one number, or one each)."""
         # Student's t distribution, as the deviation is estimated
         noise = generator.standard_t(self.freedom, number) if self.freedom else np.zeros(number)
         return np.asarray(noise * self.deviation / np.sqrt(num_seeds))

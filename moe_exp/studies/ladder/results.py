@@ -266,10 +266,10 @@ def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
         yield f"{results.num_left} runs remain. Repeat the command to continue."
     kind = "final validation losses" if results.is_validated else "means over the last 5% of training"
     yield (
-        f"Losses are {kind} in nats per token; ± is the standard deviation over seeds. An effective speedup of"
-        f" 2 means that {ladder.baseline} needs twice the compute for the same loss, by its fitted law."
-        " Brackets are 90% intervals (95% for parameters) from a bootstrap over seeds, without the error of the"
-        " law's form."
+        f"Losses are {kind} in nats per token; ± is the standard deviation over seeds. An effective speedup"
+        f" of 2 means that {ladder.baseline} needs twice the compute for the same loss, by its fitted law."
+        " Brackets are 90% intervals (95% for parameters) from a bootstrap over seeds, without the error of"
+        " the law's form."
     )
 
 

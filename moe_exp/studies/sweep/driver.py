@@ -78,8 +78,8 @@ class Sweep:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Sweep:
-        """Reads all settings without touching the disk; ConfigError with all invalid values. `flags`: settings
-        of the sweep and its runs by field name; None: not given.
+        """Reads all settings without touching the disk; ConfigError with all invalid values. `flags`:
+        settings of the sweep and its runs by field name; None: not given.
         """
         flags = with_file(flags, environ)
         fields = SweepSettings.model_fields

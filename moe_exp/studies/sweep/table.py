@@ -153,7 +153,7 @@ def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Returns why a layout should run out of memory, or "" if it fits. Processes share a CPU node's memory."""
+    """Returns why a layout should run out of memory, or "" if it fits. Processes share a CPU's memory."""
     if not gpu:
         return ""
     # On a GPU, context and NCCL buffers must fit as well, not only PyTorch's allocations.

@@ -22,7 +22,7 @@ def test_all_reasons_together():
     assert (said.candidate, said.fits, said.place) == (None, False, 0)
     assert {"GPUS_PER_NODE", "TP", "VPP"} <= set(names(said.problems))
     rules = " ".join(said.problems)
-    for rule in ("TP*PP*CP=39", "NUM_HEADS=112", "VOCAB_SIZE=250880", "reach over nodes"):
+    for rule in ("TP*PP*CP=39", "NUM_HEADS=112", "VOCAB_SIZE=250880", "every layer waits"):
         assert rule in rules
     assert all(" Fix: " in line for line in said.problems)
 
@@ -158,7 +158,7 @@ def test_token_budgets():
 def test_gpus_are_whole_nodes():
     assert layout_text.world_of(384, 8) == {"nnodes": 48, "gpus_per_node": 8}
     assert layout_text.world_of(4, 8) == {"nnodes": 1, "gpus_per_node": 4}
-    with pytest.raises(ValueError, match=r"^GPUS=12: .* GPUS_PER_NODE=8\. Fix: give 8 or 16"):
+    with pytest.raises(ValueError, match=r"^GPUS=12: .* GPUS_PER_NODE=8\. Fix: use 8 or 16"):
         layout_text.world_of(12, 8)
     for gpus, per_node, name in ((0, 8, "GPUS"), (-8, 8, "GPUS"), (8, 0, "GPUS_PER_NODE")):
         with pytest.raises(ValueError, match=f"^{name}=-?[08]: must be a whole number"):
