@@ -70,13 +70,12 @@ def fit(
     Left-out errors are estimated by one Gauss-Newton step from the fit to all rows. The fit is so close to
     linear that this agrees with refitting without the row (`test_calibration.py` compares the two).
 
-    Args:
-        prior: replaces the priors of `kind` and narrows their spreads.
-        start: where the search begins (default: the prior).
-        rest: source of the constants that affect no run (default: their prior).
-        noise: relative error of a good row. A smaller value reduces the weight of the priors.
-        hold: constants that are fixed at these values.
+    `prior` replaces the priors of `kind`, with narrower spreads. The search begins at `start` (default: the
+    prior). Constants that affect no run are taken from `rest` (default: their prior); those in `hold` are
+    fixed.
+    `noise` is the relative error of a good row: the smaller, the less weight priors have.
     """
+    # Factors of a single cluster are only fitted for that cluster, which has a prior.
     if prior is None and issubclass(kind, TimeConstants):
         hold = dict.fromkeys(OWN, 1.0) | dict(hold or {})
     space = _Space(kind, prior, runs, log_ratio, rest, hold or {})
@@ -223,16 +222,13 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """Returns a CSV with a prediction for each row of `measured.read_rows`. Rows without a batch size get no
-    time; rows without a number of GPUs count as running on TP*PP.
-    """
+    """Returns a CSV with a prediction per row; no time without a batch size; by default on TP*PP GPUs."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
         prediction = predict(job_of_row(row), load_hardware(row["gpu"]), constants)
-        has_batch = row.get("gbs") and data_parallel_size(row)
-        seconds = f"{prediction.time.total:.6g}" if has_batch else ""
+        seconds = f"{prediction.time.total:.6g}" if row.get("gbs") and data_parallel_size(row) else ""
         memory = f"{prediction.peak_bytes / GIBIBYTE:.6g}"
         writer.writerow((row["row_id"], memory, seconds, int(prediction.oom)))
     return text.getvalue()

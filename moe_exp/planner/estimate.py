@@ -62,9 +62,7 @@ def cost_of(
     price_per_gpu_hour: float | None = None,
     constants: Constants | None = None,
 ) -> Cost:
-    """Returns the cost of training for TRAIN_ITERS or `num_tokens`, in the currency of the price. DATA_STAGES
-    and the batch ramp-up are taken into account.
-    """
+    """Returns the cost of training for TRAIN_ITERS or `num_tokens`, in the currency of the price."""
     constants = constants or load_constants()
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
     steps = config.batches.steps(num_samples)

@@ -12,10 +12,6 @@ from moe_exp.host.files import read_json
 
 PROFILES = Path(__file__).parent / "profiles"
 DEFAULT_GPU = "A100-80GB"
-_ALIASES = {
-    "a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB",
-    "gb200": "GB200-186GB", "b300": "B300-288GB", "gb300": "GB300-288GB", "mi300x": "MI300X-192GB",
-}  # fmt: skip
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(gt=0, strict=True)]
 
@@ -67,7 +63,6 @@ class Hardware:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks are CPU processes."""
         return self.architecture == "cpu"
 
     @property
@@ -82,7 +77,6 @@ class Hardware:
 
 
 def hardware_names() -> list[str]:
-    """Returns the names of the package's profiles."""
     return list(_names(PROFILES))
 
 
@@ -99,6 +93,7 @@ def hardware_profiles() -> dict[str, Any]:
 @cache
 def profile_of(device: str) -> str:
     """Returns the profile whose words all occur in a device name such as `NVIDIA A100-SXM4-80GB`, or ""."""
+    # Drivers insert words such as SXM4 or PCIe into the name, so compare sets of words.
     words = set(device.upper().replace("-", " ").split())
     return next((name for name in hardware_names() if set(name.upper().split("-")) <= words), "")
 
@@ -106,7 +101,9 @@ def profile_of(device: str) -> str:
 def load_hardware(name: str) -> Hardware:
     """Loads a profile by name, or by the path of a JSON file in the same format; ValueError if invalid."""
     by_name = {known.lower(): known for known in hardware_names()}
-    known = _ALIASES.get(name.lower()) or by_name.get(name.lower())
+    # `h100` is short for `H100-80GB`
+    short = {lower.partition("-")[0]: known for lower, known in by_name.items()}
+    known = (short | by_name).get(name.lower())
     path = PROFILES / f"{known}.json" if known else Path(name)
     if path.suffix != ".json" or not path.exists():
         fix = f"use one of {', '.join(by_name.values())}, or the path of a JSON profile"
@@ -115,10 +112,10 @@ def load_hardware(name: str) -> Hardware:
     content = read_json(path, fix=fix)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must contain a JSON object. Fix: {fix}.")
-    values = dict(content)
-    for name, entry in content.items():
-        if isinstance(entry, dict) and "value" in entry:  # {"value": ..., "source": "..."}
-            values[name] = entry["value"]
+    # entries are values, or {"value": ..., "source": "..."}
+    values = {
+        key: one["value"] if isinstance(one, dict) and "value" in one else one for key, one in content.items()
+    }
     try:
         return _FORM.validate_python(values)
     except ValidationError as error:

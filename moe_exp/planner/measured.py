@@ -205,9 +205,7 @@ def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
 
 
 def job_of_row(row: Mapping[str, str]) -> PlannedJob:
-    """Returns the job of a row, run by Megatron-Core, or by Megatron-DeepSpeed of 2021/22 if zero_stage is a
-    plain 0 or 1.
-    """
+    """Returns the job of a row, run by Megatron-DeepSpeed if zero_stage is 0 or 1, else by Megatron-Core."""
     engine, row = _engine_of(row), _plain_row(row)
     of_deepspeed = row.get("zero_stage") in ("0", "1")
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
@@ -293,9 +291,7 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
 
 
 def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) -> Sequence[int]:
-    """Layers of each stage, by the row's layout if it has the right number of layers, else by the program's
-    rule.
-    """
+    """Layers of each stage: by the row's layout if it has all layers, else by the program's rule."""
     num_layers, pp = config.num_layers, config.pp
     layout = row.get("pipeline_layout") or ""
     if layout.startswith("E") and " " not in layout:

@@ -139,6 +139,7 @@ def predict(job: PlannedJob, hardware: Hardware, constants: Constants | None = N
     DATA_STAGES; the time is for samples of SEQ_LEN.
     """
     constants = constants or load_constants()
+    # Longer samples may need more memory, as a micro-batch has at least one of them.
     longer = {stage.seq_len for stage in job.config.stages} - {job.config.seq_len}
     jobs = [job, *(replace(job, config=at_stage(job.config, seq_len)) for seq_len in longer)]
     memory = [memory_of(one, hardware, constants.memory) for one in jobs]

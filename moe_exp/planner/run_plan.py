@@ -33,7 +33,6 @@ class RunPlan:
         return stream.getvalue().rstrip()
 
     def print(self, stream: TextIO) -> None:
-        """Prints the tables of `moe-exp plan`."""
         PlanPrinter(stream).run(self.report, self.prediction, self.cost, self.levers, self.goodput)
 
     @property
@@ -44,7 +43,6 @@ class RunPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits in the GPU's memory."""
         return not self.prediction.oom
 
     @property
@@ -72,9 +70,7 @@ def plan_run(
     price_per_gpu_hour: float | None = None,
     failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:
-    """Predicts a run; ConfigError for invalid settings. `failures`: arguments of `goodput_of`; for the others
-    see `cost_of`.
-    """
+    """Predicts a run, see `cost_of` and `goodput_of` (`failures`); ConfigError for invalid settings."""
     if problems := list(config.problems()):
         raise ConfigError(problems)
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}

@@ -117,7 +117,6 @@ def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, An
 
 
 def describe_explanation(explained: Explanation, found: Search, hardware: Hardware) -> dict[str, Any]:
-    """Returns why a layout is rejected, or how it ranks."""
     report: dict[str, Any] = {
         "asked": dict(explained.wanted),
         "valid": explained.candidate is not None,
@@ -364,7 +363,6 @@ def short_stages(stage_layers: Sequence[int]) -> str:
 
 
 def error_words(prediction: Prediction) -> str:
-    """Returns a note on the expected error of the time."""
     if prediction.is_calibrated:
         return f"(nine of ten runs left out of the fit were within {prediction.time_error:.0%})"
     if of := prediction.published:

@@ -45,7 +45,6 @@ class Timeline:
 
     @property
     def passes_end(self) -> float:
-        """Seconds until the last pass ends."""
         return max(event.end for event in self.events)
 
 
@@ -92,6 +91,7 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
 def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[Kind, int, int]]:
     """Yields (kind, chunk, micro-batch) of a stage in order: warm-up, 1F1B, remaining backward passes."""
     total, group = count * chunks, stages * chunks
+    # Megatron's number of warm-up passes, see `memory.micro_batches_in_flight`
     ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     ahead = min(ahead, total)
 
@@ -176,15 +176,12 @@ class Neighbor:
 
     @property
     def source(self) -> str:
-        """Repository and path."""
         return f"{self.row['repo']} {self.row['path']}"
 
 
 def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count: int) -> list[Neighbor]:
-    """Returns the `count` published runs nearest to these settings and this device, nearest first.
-
-    If a run was published several times, only the newest counts.
-    """
+    """Returns the `count` published runs nearest to these settings and this device, nearest first."""
+    # Rows are sorted by date and keyed by everything that matters, so newer publications replace older ones.
     found: dict[tuple[object, ...], Neighbor] = {}
     mine = [getattr(config, name) for name in _RATIOS]
     rows = csv.DictReader(PUBLIC_RUNS.read_text(encoding="utf-8").splitlines())

@@ -27,12 +27,8 @@ _WITH_WIDTH = (
 
 
 def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
-    """Returns `base` scaled to another size; ConfigError if a size is no whole number or the model invalid.
-
-    Args:
-        width: HIDDEN_SIZE; heads and the widths of dense MLPs and experts are scaled in proportion.
-        num_experts: NUM_EXPERTS (default: unchanged).
-        granularity: splits each expert into this many parts, and multiplies TOPK by it.
+    """Returns `base` with another HIDDEN_SIZE, to which heads and MLP widths are proportional; NUM_EXPERTS,
+    unless 0; and experts split into `granularity` parts, which multiplies TOPK. ConfigError if impossible.
     """
     ratio = Fraction(width, base.hidden_size)
     sizes = {name: getattr(base, name) * ratio for name in _WITH_WIDTH}
@@ -58,14 +54,13 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
 def models_of_axes(
     base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
 ) -> dict[str, dict[int, Config]]:
-    """Returns models by size along each axis: width, number of experts, and granularity (`parts`), the latter
-    two at the first width. ConfigError if there is nothing to compare.
-    """
+    """Returns models by size along each axis; ConfigError if there is only one model."""
     if base.world_size > 1:
         rule, fix = "models are trained on one rank", "set GPUS_PER_NODE=1 and NNODES=1"
         raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
     axes = {
         "width": {width: resized(base, width=width) for width in widths},
+        # The other axes use the first width, so that each axis varies one size only.
         "experts": {number: resized(base, width=widths[0], num_experts=number) for number in experts},
         "granularity": {number: resized(base, width=widths[0], granularity=number) for number in parts},
     }
@@ -133,9 +128,7 @@ class Optimum:
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
-    """Returns log2 of the best learning rate, and whether it is at the edge of `rates`. The optimum is the
-    minimum of the parabola through the lowest loss and its two neighbors, over log2 of the rate.
-    """
+    """Returns log2 of the best rate by a parabola, and whether it is at the edge of `rates`."""
     logs = np.log2(rates)
     place = int(np.argmin(losses))
     if place in (0, len(rates) - 1):
@@ -144,7 +137,8 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
     fall, rise = (losses[place] - losses[place - 1]) / below, (losses[place + 1] - losses[place]) / above
     if not (math.isfinite(rise) and math.isfinite(fall)) or rise <= fall:
         return float(logs[place]), False
-    # The parabola's derivative goes linearly from `fall` to `rise` between the two intervals' midpoints.
+    # Minimum of the parabola through the lowest loss and its neighbors: its derivative goes linearly from
+    # `fall` to `rise` between the midpoints of the two intervals.
     share = -fall / (rise - fall)
     return float(logs[place] - below / 2 + share * (below + above) / 2), False
 
@@ -167,7 +161,6 @@ def seeds(config: Config, repeats: int) -> Iterator[Config]:
 
 
 def run_key(config: Config, rate: float, seed: int) -> str:
-    """Returns the name of a run in losses.json."""
     experts = f"{config.num_experts} experts of {config.expert_ffn_size}, top-{config.topk}"
     return f"width {config.hidden_size}, {experts}, LR {rate:.6g}, seed {seed}"
 

@@ -53,12 +53,8 @@ class Activations:
 def activations_of(
     job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
-    """Returns the activations of a micro-batch.
-
-    Args:
-        on_cpu: CPU kernels keep other tensors than GPU kernels.
-        runs_kernels: see `Hardware`.
-        imbalance: rows of a rank's experts in a dropless layer, relative to their fair share.
+    """Returns the activations of a micro-batch. `on_cpu` kernels keep other tensors than those on GPUs;
+    `runs_kernels`: see `Hardware`; `imbalance`: a rank's rows relative to its fair share if dropless.
     """
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
@@ -69,9 +65,7 @@ def width_of(job: PlannedJob) -> int:
 
 
 class _Account:
-    """Sums up the tensors. A rank has `_tokens` between the products of a layer and `_all_tokens` inside them
-    (which differ with sequence parallelism).
-    """
+    """Sums up the tensors. A rank has `_all_tokens` inside a layer's products and `_tokens` elsewhere."""
 
     def __init__(self, job: PlannedJob, on_cpu: bool, runs_kernels: bool, imbalance: float):
         config = job.config
@@ -193,7 +187,6 @@ class _Account:
 
     @cached_property
     def _channels(self) -> tuple[int, int, int, int]:
-        """Channels of all queries, all keys, all values, and of the result."""
         config = self._config
         query = config.num_heads * config.kv_channels
         if config.multi_latent_attention:
@@ -228,9 +221,7 @@ class _Account:
 
     @cached_property
     def _writes_scores(self) -> bool:
-        """Whether scores are kept. PyTorch's fused CPU kernel supports neither dropout nor value heads of
-        another size.
-        """
+        """Whether scores are kept; PyTorch's fused CPU kernel lacks dropout and latent attention."""
         by_torch = bool(self._config.multi_latent_attention or self._config.attention_dropout)
         return not self._job.fused_attention or (self._on_cpu and by_torch)
 
@@ -279,7 +270,6 @@ class _Account:
         return kept
 
     def _router(self) -> float:
-        """Bytes per token that the router keeps."""
         config, width = self._config, priced(self._config, "router_dtype", {"fp32": 4, "fp64": 8})
         slots = config.num_experts if config.router_score == "relu" else config.topk
         kept = width * config.num_router_outputs + (8 + width) * slots  # scores, choice, chosen scores

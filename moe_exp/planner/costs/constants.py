@@ -9,12 +9,8 @@ from typing import Any
 
 
 def free(prior: float, spread: float, meaning: str) -> Any:
-    """Returns a dataclass field for a constant.
-
-    Args:
-        prior: expected value, above 0.
-        spread: standard deviation of its logarithm: 0.1 if it is known to within about 10%.
-        meaning: description with the unit, printed by `moe-exp plan calibrate`.
+    """Returns a dataclass field with an expected value above 0, the standard deviation of its logarithm (0.1
+    if it is known to within about 10%), and a description with the unit.
     """
     return field(default=prior, metadata={"prior": prior, "spread": spread, "meaning": meaning})
 

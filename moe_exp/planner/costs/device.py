@@ -98,6 +98,7 @@ class Device:
         `sums_over_rows`, as in a weight's gradient, both inputs are contiguous along m and n, so k may have
         any alignment.
         """
+        # Waves of tiles are a property of GPUs.
         work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.num_units)
         seconds = 2 * work * k / self.flops * (k + self.half_depth) / k
         is_aligned = n % _ALIGNMENT == 0 and (sums_over_rows or k % _ALIGNMENT == 0)
@@ -125,7 +126,6 @@ class Group:
 
     @property
     def in_node(self) -> bool:
-        """Whether all ranks are in one node or NVLink domain."""
         return self.size * self.stride <= self.hardware.link_domain(self.gpus_per_node)
 
     @property
@@ -142,7 +142,6 @@ class Group:
 
     @property
     def latency_seconds(self) -> float:
-        """Latency of a collective."""
         return self.hardware.node_latency_seconds if self.in_node else self.hardware.network_latency_seconds
 
     def reduce_scatter(self, num_bytes: float, share: float) -> float:
@@ -181,9 +180,7 @@ class Group:
 
 
 def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Returns the seconds to dispatch (or combine) a rank's tokens of a micro-batch, including the gather
-    over expert-tensor-parallel ranks.
-    """
+    """Returns the seconds to dispatch (or combine) a rank's tokens of a micro-batch, over EP and ETP."""
     config = job.config
     if config.ep * config.etp == 1:
         return 0.0
@@ -196,6 +193,7 @@ def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstan
     older = constants.tensor_bandwidth if experts.in_node else constants.data_bandwidth
     known = {name: to for name, to in RECIPIENTS.items() if to or config.ep == 1}
     recipients = priced(config, "dispatcher", known)
+    # Older devices: fitted by the shares of rings. Newer ones have constants for each kind of exchange.
     rows, seconds = slots, 0.0  # bytes that a rank's experts receive
     if recipients == "all" and (config.ep > 1 or not hardware.is_recent):
         rows, seconds = everywhere, experts.reduce_scatter(everywhere, experts.ring_share(constants, older))
@@ -229,9 +227,7 @@ def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> fl
 
 
 def places_of_token(config: Config, num_places: float) -> float:
-    """Returns the expected number of nodes or ranks that a token's experts are on, of N: N * (1 - (1 -
-    1/N)^TOPK), or fewer with group-limited routing.
-    """
+    """Returns on how many of N nodes or ranks a token's experts are: N * (1 - (1 - 1/N)^TOPK) at most."""
     places = num_places * (1 - (1 - 1 / num_places) ** config.experts_per_token)
     if config.num_router_groups:
         places = min(places, config.router_group_topk * max(1.0, num_places / config.num_router_groups))

@@ -120,9 +120,8 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
 
 
 def _host_seconds(job: PlannedJob, device: Device) -> tuple[float, float]:
-    """Returns the host seconds of a layer without and with experts. The host launches kernels one by one,
-    except for those in a CUDA graph.
-    """
+    """Returns the host seconds of a layer without and with experts, for kernel launches."""
+    # On older devices, `layer_seconds` covers kernel launches.
     if not device.is_recent:
         return 0.0, 0.0
     config, constants, graphs = job.config, device.constants, job.engine.graphs
@@ -204,12 +203,10 @@ class Part:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte."""
         return self.flops / self.num_bytes if self.num_bytes else 0.0
 
     @property
     def peak_share(self) -> float:
-        """Share of the peak that the part reaches."""
         return self.flops / self.seconds / self.peak if self.seconds else 0.0
 
 
@@ -227,6 +224,7 @@ def roofline(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> l
             peak = hardware.dense_flops.get("fp8", peak) if is_fp8 else peak
             flops += 6 * rows * columns * depth * number
             num_bytes += 3 * width * number * (rows * depth + depth * columns + rows * columns)
+        # Attention's products are not in `job.products`, as flash attention never writes the scores.
         if name == "core":
             queries = config.mbsz * config.seq_len / config.cp * config.num_heads / config.tp
             keys = config.mbsz * config.seq_len * config.num_query_groups / config.tp

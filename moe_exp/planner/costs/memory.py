@@ -75,6 +75,7 @@ def memory_of(
     kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
     weight, gradient, dense_state, expert_state, table_state = _bytes_per_parameter(job, constants)
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
+    # MoE layers per stage in proportion to expert parameters, which already follow the layout with VPP
     of_experts = max(1, sum(part.expert for part in parameters))
     num_moe = [part.expert * sum(config.moe_layers) // of_experts for part in parameters]
     in_flight = micro_batches_in_flight(config, job.num_microbatches)
@@ -106,8 +107,8 @@ def memory_of(
         wanted = (_SHARE_HELD_BY_MALLOC if on_cpu else constants.cached_share) * activations
         room = max(0.0, usable - needed)
         cached = wanted * room / (wanted + room) if room else 0.0
-        held = (weights, gradients, optimizer, activations, buffers, overhead)
-        stages.append(StageMemory(*held, cached, workspace, parts))
+        held = (weights, gradients, optimizer, activations, buffers, overhead, cached)
+        stages.append(StageMemory(*held, workspace, parts))
     return stages
 
 

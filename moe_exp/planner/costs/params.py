@@ -155,10 +155,7 @@ def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Returns the bytes of a checkpoint: weights, main weights, moments and average of the whole model.
-
-    Main weights and moments are written in fp32 regardless of their type in memory.
-    """
+    """Returns the bytes of a checkpoint, where main weights and moments are always in fp32."""
     count, weight = count_parameters(config), 4 if config.dtype == "fp32" else 2
     tables = count.embedding * embedding_moment_bytes(config)
     return count.total * (weight + 4 + 4 * num_moments(config) + average_bytes(config)) + tables
@@ -203,9 +200,7 @@ def _attention(config: Config, tp: int) -> int:
 
 
 def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
-    """Parameters of a layer on a rank, without routed experts. Norms, router and latent projections are
-    replicated over tensor-parallel ranks.
-    """
+    """Parameters of a layer on a rank without routed experts; norms and router are replicated."""
     hidden, latent = config.hidden_size, config.moe_latent_size
     common = _attention(config, tp) + 2 * _norm(config, hidden)
     if not is_moe:
@@ -217,9 +212,7 @@ def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
 
 
 def startup_report(config: Config) -> str:
-    """Returns the parameter counts that a run prints at startup, partly in Megatron's wording (1 MB is 2^20
-    bytes).
-    """
+    """Returns the parameter counts that a run prints at startup, partly in Megatron's wording."""
     count, pp_rank = count_parameters(config), most_loaded_rank(config)
     rank = rank_parameters(config, pp_rank)
     num_bytes = weight_and_optimizer_bytes(config, rank)

@@ -42,17 +42,15 @@ def fp8_kept(config: Config) -> tuple[bool, bool]:
 
 
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
-    """Returns the expert backend to plan for: EXPERT_BACKEND or, for `auto`, the likely choice of
-    `grouped_gemm.choose_backend`, assuming that Triton is installed.
-
-    The result `auto` stands for any other GPU backend, all of which need the same memory. `runs_kernels`: see
-    `Hardware`.
+    """Returns EXPERT_BACKEND or, for `auto`, the choice of `grouped_gemm.choose_backend`; `auto` stands for
+    any GPU backend but triton, all of which need the same memory.
     """
     backend = priced(config, "expert_backend", {name: name for name in PRICED_BACKENDS})
     if backend != "auto":
         return backend
     if on_cpu:
         return "loop"
+    # Assumes that Triton is installed: a plan is usually made on another machine.
     return "triton" if runs_kernels and config.dtype != "fp32" else "auto"
 
 

@@ -42,11 +42,10 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
 def lost_share(
     interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
 ) -> float:
-    """Returns the time lost to saves, restarts and repeated work, relative to that of the work (Daly 2006,
-    equation 20).
-    """
+    """Returns the time lost to saves and failures, relative to that of the work (Daly, equation 20)."""
     exponents = restart_seconds / mtbf_seconds, (interval_seconds + save_seconds) / mtbf_seconds
-    if max(exponents) > 700:  # never finishes
+    # exp would overflow; such a run practically never finishes
+    if max(exponents) > 700:
         return math.inf
     return mtbf_seconds * math.exp(exponents[0]) * math.expm1(exponents[1]) / interval_seconds - 1
 

@@ -38,7 +38,6 @@ class IterationTime:
 
     @property
     def total(self) -> float:
-        """Seconds per iteration."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
@@ -100,9 +99,7 @@ class StagePass:
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
-    """Returns the passes of each stage. The forward pass gets half of the collectives, or a third with
-    recompute, which repeats them.
-    """
+    """Returns the passes of each stage. Forward has half of the collectives, with recompute a third."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, counts = layer_times(job, device), _counts(job)
     parts = _parts_of_stages(job, device, times, counts)
@@ -147,9 +144,7 @@ def _parts_of_stages(
 
 
 def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int = 1) -> float:
-    """Returns the idle seconds per iteration, averaged over the stages; see the top of this file.
-    `num_chunks`: model chunks per rank (VPP).
-    """
+    """Returns the idle seconds per iteration, averaged over the stages; see the top of this file."""
     slowest = max(stages)
     return num_microbatches * (slowest - sum(stages) / len(stages)) + (sum(stages) - slowest) / num_chunks
 

@@ -54,7 +54,6 @@ def parse_wanted(text: str, config: Config) -> dict[str, Any]:
 
 
 def _all(parsers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """Returns all results; ConfigError with all failures."""
     values, problems = {}, []
     for name, parse in parsers.items():
         try:
@@ -149,7 +148,7 @@ def exported_settings(
     those of an earlier layout. ValueError if the preset sets one of them, as empty variables count as unset.
     """
     yield "PRESET", config.preset
-    # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS unless they are given.
+    # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.
     schedule = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
     usual = defaults.model_dump()
     usual |= {"warmup_iters": schedule.warmup_iters, "decay_iters": schedule.decay_iters}

@@ -29,7 +29,6 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds per iteration."""
         return self.prediction.time.total
 
     @property
@@ -60,7 +59,6 @@ class Search:
         return len(self.ranked) + self.rejected.total()
 
     def runner_ups(self) -> list[Candidate]:
-        """Returns the layouts within 2% of the best."""
         return [one for one in self.ranked[1:] if one.seconds <= (1 + RUNNER_UP) * self.ranked[0].seconds]
 
     def place_of(self, seconds: float) -> int:
@@ -126,9 +124,7 @@ class _Evaluation:
                 levels = levels or ({} if vpp else needed)
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
-        """Returns the first recompute index that fits, by micro-batch size. `least`: the result for VPP=none,
-        which is a lower bound.
-        """
+        """Returns the first recompute index that fits, by micro-batch size; at least that of VPP=none."""
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
         # If the previous layout did not fit, this one probably won't either: try the smallest case first.
         if sizes and not self._last_fitted and not least:
@@ -193,6 +189,7 @@ def explain(
     arguments are those of the search that returned `found`.
     """
     narrowed = {**(fixed or {}), **{name: (value,) for name, value in wanted.items()}}
+    # Searching again with the settings fixed finds the best layout that has them, not just any.
     inner = search(config, hardware, fixed=narrowed, constants=constants)
     if inner.ranked:
         candidate = inner.ranked[0]

@@ -88,6 +88,7 @@ def run_comparison(comparison: Comparison) -> int:
             ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
             print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)
             so_far = [ended.get(other.name) or read_ended(other) for other in runs]
+            # Rewritten after each run, so that an interrupted comparison has a report.
             text = result_text(comparison, so_far)
             write_atomically(folder / "report.md", text)
             write_json(folder / "results.json", as_json(comparison, so_far))
@@ -143,9 +144,7 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
-    """Measures the median seconds per iteration of each variant that is not in `known`; returns all of them.
-    ValueError with the reason if a variant fails.
-    """
+    """Adds the measured median seconds per iteration to `known`; ValueError if a variant fails."""
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace, folder = dict(known), comparison.folder / "pace"
     if not left:

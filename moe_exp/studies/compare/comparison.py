@@ -100,7 +100,6 @@ class Comparison:
         return [variant.name for variant in self.variants]
 
     def runs(self) -> list[Case]:
-        """Returns all runs in order."""
         runs = []
         # The outer loop is over seeds, so that an interrupted comparison has complete rounds of all variants.
         for number, variant in itertools.product(range(self.options.repeats), self.variants):
@@ -135,9 +134,7 @@ class Comparison:
         write_json(self.folder / "compare.json", {**options, "variants": entries})
 
     def compare_with_before(self) -> None:
-        """Raises ConfigError, with a line per setting, if the folder's runs were started with other settings.
-        Must be called before `paced`.
-        """
+        """Raises ConfigError if the folder's runs had other settings. Must be called before `paced`."""
         if not (kept := self._kept()):
             return
         fix = "restore the old value, or use another RUN_NAME"

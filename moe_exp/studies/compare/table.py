@@ -86,14 +86,11 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     base, against = by_name[comparison.reference.name], []
     for runs in by_name.values() if comparison.options.repeats > 1 else ():
         # Pairs have the same seed and therefore the same data order.
-        pairs = [
-            pair for pair in zip(runs, base, strict=True) if {one.status for one in pair} == {"finished"}
+        gaps = [
+            one.numbers.valid_loss - other.numbers.valid_loss
+            for one, other in zip(runs, base, strict=True)
+            if runs is not base and one.status == other.status == "finished"
         ]
-        gaps = (
-            []
-            if runs is base
-            else [one.numbers.valid_loss - other.numbers.valid_loss for one, other in pairs]
-        )
         against.append(_mean_text(gaps, "{:+.4f}".format, interval=True))
     rows[f"validation loss against {comparison.reference.name}"] = against
     for axis in AXES:
@@ -118,9 +115,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
-    """Compares pairs of variants seed by seed: MoE against dense, otherwise the later against the earlier. If
-    there are many variants, only pairs with the reference or a dense model are compared.
-    """
+    """Compares pairs seed by seed; with many variants, only pairs with the reference or a dense model."""
     for (name, earlier), (other, later) in combinations(by_name.items(), 2):
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
@@ -173,9 +168,7 @@ def _mean_text(
 
 
 def half_interval(deviation: float, count: int, degrees: int) -> float:
-    """Returns half the width of the 90% interval (Student's t) of a mean of `count` values, whose standard
-    `deviation` was estimated with `degrees` of freedom.
-    """
+    """Returns half the 90% interval (Student's t) of a mean of `count` values with this deviation."""
     from scipy.stats import t
 
     return float(t.ppf(0.95, degrees)) * deviation / math.sqrt(count)

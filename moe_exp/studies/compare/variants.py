@@ -130,9 +130,7 @@ def reference_of(variants: Sequence[Variant]) -> Variant:
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Returns the settings that differ between variants, with their values; None for MoE settings of a dense
-    model.
-    """
+    """Returns the settings that differ, with the variants' values; None for MoE settings of dense models."""
     found = {}
     for name in (name for name in Config.model_fields if name != "run_name"):
         is_of_experts = TRAITS[name].part == "experts"
@@ -177,9 +175,7 @@ def width_setting(config: Config) -> str:
 
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
-    """Returns the MLP width whose `measure` is closest to `target`, rounded if that remains within 0.2%; 0 if
-    the model is larger even without an MLP.
-    """
+    """Returns the MLP width whose `measure` is nearest to `target`; 0 if none is small enough."""
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
     def measured(width: int) -> float:
@@ -190,6 +186,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
     exact = (target - measured(unit)) / slope + unit
     if exact < unit / 2:
         return 0
+    # Prefer the roundest width that is close enough; the last step always gives the nearest one.
     for step in (*(width * unit for width in _ROUND_WIDTHS), unit):
         width = max(1, round(exact / step)) * step
         if abs(measured(width) / target - 1) <= _CLOSE:
@@ -198,9 +195,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Sets MLP widths to match the reference, unless a variant sets its own width or already matches.
-    ConfigError if a variant cannot be made small enough.
-    """
+    """Sets MLP widths to match the reference, unless a variant sets its own; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:

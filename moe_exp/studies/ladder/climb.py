@@ -126,6 +126,7 @@ def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Compariso
         for comparison, run in waiting:
             yield run_one(comparison, run, f"{comparison.folder.name}/{run.name}")
         return
+    # Jobs always get a limit, so that a run that hangs does not occupy its nodes forever.
     seconds = math.ceil(executor.timeout) or 86_400  # a day
     on_gpus = ladder.rungs[0].reference.config.preset != "cpu"
     options = JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)

@@ -257,9 +257,7 @@ class Speedup:
 
 
 def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str, *, seed: int = 1) -> Speedup:
-    """Returns the compute that the baseline's law needs for a variant's loss over the variant's compute, at
-    each rung. The losses are measured means; in bootstrap draws they vary like the laws.
-    """
+    """Returns the baseline's compute for the variant's mean losses, over the variant's, at each rung."""
     points, means = variants[name], variants[name].means
     noise, generator = Noise.of(variants), np.random.default_rng(seed)
     values = _ratios(fit.laws[baseline], points.compute, means)

@@ -72,6 +72,7 @@ def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Resu
     reasons = reasons or {}
     ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
     everything = [one for rung in ended for one in rung]
+    # One kind of loss for all runs: validation and training losses must not be mixed in a law.
     is_validated = all(one.validated_loss is not None for one in everything if one.status == "finished")
 
     losses, left_out = dict[str, float](), list[str]()
@@ -116,7 +117,6 @@ def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Resu
 
 
 def run_name(run: Case) -> str:
-    """Returns RUNG/RUN."""
     return f"{run.folder.path.parent.name}/{run.name}"
 
 
@@ -128,9 +128,7 @@ def prediction_file(ladder: Ladder) -> Path:
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts the losses of the last rung from the lower rungs, unless it has started. Returns a sentence
-    with the reason if there is no prediction, else an empty string.
-    """
+    """Predicts the losses of the last rung, unless it has started; returns why it cannot, or ""."""
     # After a rung has started, its losses could no longer be called predicted.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):

@@ -165,7 +165,6 @@ class Sweep:
         return found
 
     def row(self, case: Case, *, retry_failed: bool = False) -> Row:
-        """Returns the current state of a case."""
         path = self.result(case.name)
         result = Result.read(path) if path.exists() else None
         if result and retry_failed and result.status != "ok":
@@ -249,6 +248,7 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     with at_work(sweep.folder, f"SWEEP_NAME={sweep.folder.name}", "sweep", executor=executor):
         _compare(sweep)
         write_json(sweep.folder / "sweep.json", sweep.shared_settings())
+        # With retry_failed, old results would otherwise remain in the tables until the case has run.
         for case in left:
             sweep.result(case.name).unlink(missing_ok=True)
         valid = [row for row in rows if row.status != "rejected"]
@@ -299,7 +299,6 @@ def _local_cases(
 
 
 def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
-    """Writes sweep.csv, sweep.md and sweep.png atomically."""
     rows = [sweep.row(case) for case in cases]
     write_atomically(sweep.folder / "sweep.csv", table.to_csv(rows, sweep.folder.name))
     write_atomically(sweep.folder / "sweep.md", to_markdown(rows, sweep.title))

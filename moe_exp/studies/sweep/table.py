@@ -119,7 +119,6 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """Measured seconds per iteration."""
         return self.result.seconds if self.result else None
 
     @property
@@ -129,7 +128,6 @@ class Row:
 
     @property
     def tflops(self) -> float | None:
-        """TFLOP/s per GPU."""
         seconds, config = self.seconds, self.case.config
         return flops_per_iteration(config) / seconds / config.world_size / 1e12 if seconds else None
 
@@ -237,9 +235,7 @@ def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Draws measured seconds per iteration by layout, and measured over predicted time and memory, as PNG.
-    Returns False if no row has a time.
-    """
+    """Draws measured and predicted time and memory as PNG; returns False if no row has a time."""
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if row.seconds is not None]
