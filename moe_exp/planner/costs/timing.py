@@ -152,8 +152,9 @@ def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int =
 def _counts(job: PlannedJob) -> list[tuple[int, int]]:
     """Returns the number of (dense, MoE) layers in each stage."""
     is_moe, counts, first = job.config.moe_layers, [], 0
-    vpp = job.config.vpp or 1
-    if vpp > 1 and len(set(is_moe)) > 1:  # chunks alternate between stages, so this is close enough
+    if (job.config.vpp or 1) > 1 and len(
+        set(is_moe)
+    ) > 1:  # chunks alternate between stages, so this is close enough
         share = sum(is_moe) / len(is_moe)
         return [(layers - round(layers * share), round(layers * share)) for layers in job.stage_layers]
     for layers in job.stage_layers:

@@ -89,15 +89,11 @@ def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Resu
         elif one.status in ("failed", "oom", "timeout"):
             left_out.append(f"{name} {one.status}")
 
-    points = {
-        name: Points(
-            np.array([ladder.flops(rung)[name] for rung in range(len(ladder.rungs))]),
-            np.array(
-                [[losses[run_name(one.run)] for one in rung if one.run.variant == name] for rung in ended]
-            ),
-        )
-        for name in ladder.names
-    }
+    points = {}
+    for name in ladder.names:
+        own = [[losses[run_name(one.run)] for one in rung if one.run.variant == name] for rung in ended]
+        flops = [ladder.flops(rung)[name] for rung in range(len(ladder.rungs))]
+        points[name] = Points(np.array(flops), np.array(own))
     problem = fit_problem(points, ladder.definition.asymptote)
     fit = None if problem else fit_laws(points, asymptote=ladder.definition.asymptote, is_shared=ladder.grows)
     missing = [problem] if problem else []
@@ -242,12 +238,10 @@ def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
         yield "\n".join(f"- {_trend_text(name, one, ladder)}" for name, one in results.speedups.items())
         laws, is_given = [], ladder.definition.asymptote is not None
         for name in ladder.names:
-            of = results.fit.parameters(name)
-            floor = (
-                f"{of['asymptote'].value:g} (given)" if is_given else interval_text(of["asymptote"], digits=3)
-            )
-            rest = f"A {interval_text(of['coefficient'])}, α {interval_text(of['exponent'], digits=4)}"
-            laws.append(f"- L({name}) = E + A C^-α: E {floor}, {rest}")
+            floor, factor, exponent = results.fit.parameters(name).values()
+            shown = f"{floor.value:g} (given)" if is_given else interval_text(floor, digits=3)
+            rest = f"A {interval_text(factor)}, α {interval_text(exponent, digits=4)}"
+            laws.append(f"- L({name}) = E + A C^-α: E {shown}, {rest}")
         yield "\n".join(laws)
     if results.predicted:
         errors, lines = results.predicted.errors(results.points), list[str]()

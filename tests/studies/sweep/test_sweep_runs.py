@@ -147,7 +147,7 @@ def test_time_out_and_interrupt_leave_no_process(sweeps):
     first, second = sweeps.rows().values()
     assert (first["status"], first["sec_per_it"], second["status"]) == ("timeout", "", "left")
     assert first["reason"].startswith("exceeded CASE_TIMEOUT=3 s; last line of its log: ")
-    assert ": 2 cases of 100000 iterations, 1 of them warm-up: 1 timeout, 1 to run" in sweeps.dry_run(
+    assert ": 2 cases of 100000 iterations, including 1 warm-up: 1 timeout, 1 to run" in sweeps.dry_run(
         **{**settings, "SWEEP_WARMUP": 1}
     )
     assert ": 2 to run" in sweeps.dry_run("--retry-failed", **settings)
@@ -205,7 +205,7 @@ def test_without_sbatch_and_with_one_that_refuses(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("PATH", f"{cluster.programs}:{path}")
     assert main(["sweep"]) == 1
     error = capsys.readouterr().err
-    assert "invalid partition specified: gpu. Fix: change SBATCH=--partition=gpu" in error
+    assert "invalid partition specified: gpu. Fix: correct the options SBATCH=--partition=gpu" in error
 
 
 @pytest.mark.slow
