@@ -67,8 +67,8 @@ def fit(
 ) -> Fit[T]:
     """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
-    Left-out errors are estimated by one Gauss-Newton step from the fit to all rows. The fit is so close to
-    linear that this agrees with refitting without the row (`test_calibration.py` compares the two).
+    Left-out errors are estimated by one Gauss-Newton step from the fit to all rows, which is close enough to
+    refitting without the row (`test_calibration.py` compares the two).
 
     `prior` replaces the priors of `kind`, with narrower spreads. The search begins at `start` (default: the
     prior). Constants that affect no run are taken from `rest` (default: their prior); those in `hold` are

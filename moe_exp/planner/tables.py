@@ -158,8 +158,8 @@ class PlanPrinter:
         of_rank = f"{counted(count['most_loaded_rank'])} at most (stage {count['most_loaded_stage']})"
         rows = {
             "parameters": f"{counted(count['total'])}, {counted(count['active_per_token'])} active per token",
-            "parameters of a rank": of_rank,
-            "layers of the stages": short_stages(report["stage_layers"]),
+            "parameters per rank": of_rank,
+            "layers per stage": short_stages(report["stage_layers"]),
             **report["counted_as"],
             "memory": _verdict(prediction),
             "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
@@ -168,7 +168,7 @@ class PlanPrinter:
             "whole run": _whole(cost),
             **(_goodput_rows(goodput) if goodput else {}),
             "checkpoint": bytes_text(report["checkpoint_bytes"]),
-            "batch that fills the pipe": f"{report['filling_batch']:,} samples",
+            "batch to fill the pipeline": f"{report['filling_batch']:,} samples",
             "notes": ", ".join(report["notes"]),
         }
         self._rows(title, rows)
@@ -328,7 +328,7 @@ class PlanPrinter:
                 fits = "" if lever.fits else "out of memory"
                 rows.append((lever.setting, *saved, f"{lever.slower:+.1%}", fits))
         if rows:
-            title = "memory saved on the fullest rank by one change, GiB (negative: needs more)"
+            title = "memory saved on the fullest rank, GiB (negative: needs more)"
             self.table(title, ("change", "activations", "memory", "time", ""), rows)
         for lever in levers:
             if lever.problem:

@@ -53,9 +53,7 @@ class Activations:
 def activations_of(
     job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
-    """Returns the activations of a micro-batch. `on_cpu` kernels keep other tensors than those on GPUs;
-    `runs_kernels`: see `Hardware`; `imbalance`: a rank's rows relative to its fair share if dropless.
-    """
+    """Returns the activations of a micro-batch. `imbalance`: a rank's rows over its fair share if dropless."""
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 

@@ -233,9 +233,7 @@ def _about(row: Row) -> str:
 
 def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     """Runs the remaining cases and writes the tables; returns the exit code, 0 if any case was measured.
-
-    Args:
-        retry_failed: also run cases that failed, ran out of memory or timed out before.
+    `retry_failed`: also run cases that failed, ran out of memory or timed out before.
 
     Raises:
         ConfigError: if no case can run with the given data or folders, or the folder has other settings.

@@ -67,13 +67,8 @@ class Result:
 def result_of(
     case: Case, code: int | None, *, timeout: int = 0, num_warmup: int, num_iterations: int
 ) -> Result:
-    """Returns the result of a case whose processes have ended.
-
-    Args:
-        code: exit code of its launcher; None if it timed out or ended without one.
-        timeout: time limit of a local case (seconds); 0: SLURM enforces the limit.
-        num_warmup: warm-up iterations, which are not measured.
-        num_iterations: iterations of the case, including the warm-up.
+    """Returns the result of a case that has ended with the exit `code` of its launcher (None: timed out, or
+    unknown). `timeout`: time limit of a local case (seconds); 0: SLURM enforces it.
     """
     text = case.log.read_text(encoding="utf-8", errors="replace") if case.log.exists() else ""
     status: Status
