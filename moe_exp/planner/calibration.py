@@ -107,9 +107,8 @@ def fit(
     # One Gauss-Newton step per run removes its residual from the normal equations.
     normal, gradient = solution.jac.T @ solution.jac, solution.jac.T @ solution.fun
     left_out = {}
-    for run, row, residual in zip(
-        runs, solution.jac, solution.fun, strict=False
-    ):  # the priors follow the runs
+    # not strict: the rows of the priors follow those of the runs
+    for run, row, residual in zip(runs, solution.jac, solution.fun, strict=False):
         step = solve(normal - outer(row, row), residual * row - gradient)
         left_out[run.row_id] = math.expm1(log_ratio(run, space.constants(solution.x + step)))
     return Fit(values, errors, left_out)

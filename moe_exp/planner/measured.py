@@ -131,9 +131,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         problems += _problems(row, f"{path}, row {row['row_id'] or number}")
     for name, count in Counter(row["row_id"] for row in rows).items():
         if count > 1:
-            problems.append(
-                f"{path}, row {name}, column row_id: duplicate. Fix: give each row a unique name."
-            )
+            problems.append(f"{path}, row {name}, column row_id: duplicate. Fix: use unique names.")
     if problems:
         raise ValueError("\n".join(problems))
     return rows

@@ -50,9 +50,7 @@ class Prediction:
     memory_bytes: float  # of the device
     memory_error: float  # expected relative error, see `Constants`
     time_error: float  # the same for the time
-    is_calibrated: (
-        bool  # whether the constants were fitted to runs on this device; if not, errors are unknown
-    )
+    is_calibrated: bool  # whether the fit includes runs on this device; if not, the errors do not apply
     published: PublishedError | None = None  # of runs of this kind on similar devices
 
     @property

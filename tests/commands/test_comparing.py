@@ -139,7 +139,7 @@ def test_dry_run_starts_and_writes_nothing(alone, tmp_path, monkeypatch, capsys)
     assert re.search(r"FLOPs per token against dmoe +\| +- \| +\+0\.00% \| +\+0\.00% \|", printed)
     assert "  NUM_EXPERTS: dmoe 4, dense -, fine 8\n" in printed and "all 6 runs: 0:0" in printed
     assert main(["compare", "--dry-run", "--match", "time"]) == 0
-    assert "predicted roughly" in capsys.readouterr().out
+    assert "rough prediction" in capsys.readouterr().out
     assert main(["compare", "--dry-run", "--train-data=gone", "--eval-interval=0"]) == 1
     out, err = capsys.readouterr()
     assert "matched by flops" in out

@@ -200,7 +200,7 @@ def test_an_exported_file_is_one_for_config(plan, tmp_path, capsys):
 
 def test_nothing_fits_or_is_left(plan):
     printed = plan("search", "--gpus", "8", *MODEL, "--mbsz", "1", code=1)
-    assert "nothing fits; the one that needs least: LAYOUT=" in printed.out
+    assert "nothing fits; least memory: LAYOUT=" in printed.out
     assert "all layouts were rejected" in plan("search", "--gpus", "8", *MODEL, "--tp", "3", code=1).out
     refused = plan("search", "--gpus", "8", *MODEL, "--tp", "3", "--export", "env", code=1)
     assert "RANK=1: 0 layouts fit." in refused.err
@@ -292,7 +292,9 @@ def test_calibrate_and_predict_with_what_it_wrote(plan, tmp_path):
     lines = MEASURED_RUNS.read_text().splitlines(keepends=True)
     runs.write_text(lines[0] + "".join(lines[1::3]))
     printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).out
-    assert "mean left out" in printed and "matrix_efficiency" in printed and "largest errors in time" in printed
+    assert (
+        "mean left out" in printed and "matrix_efficiency" in printed and "largest errors in time" in printed
+    )
     files = ["--runs", str(MEASURED_RUNS), "--profile", str(profile), "--out", str(out)]
     assert cli.main(["plan", "predict", *files]) == 0
     predicted = {row["row_id"]: row for row in rows_of(out)}
@@ -368,7 +370,7 @@ def test_doubts_about_a_fit(plan, tmp_path):
         row[column] = str((number % 7 + 1) * 1.5)
     runs.write_text("\n".join([lines[0], *map(",".join, rows)]) + "\n")
     printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).err
-    assert "time: predictions are" in printed and "check the columns" in printed
+    assert "time: predictions are" in printed and "check the rows" in printed
     assert "is far from the" in printed
 
 

@@ -53,7 +53,7 @@ class Activations:
 def activations_of(
     job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
-    """Returns the activations of a micro-batch. `imbalance`: a rank's rows over its fair share if dropless."""
+    """Returns the activations of a micro-batch. `imbalance`: a dropless rank's rows over its fair share."""
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 
@@ -282,9 +282,8 @@ class _Account:
         if factor is not None and config.pad_to_capacity:
             return padded_slots(config, self._tokens)
         per_token = config.experts_per_token
-        if (
-            config.router_score == "relu"
-        ):  # in the first iterations, before `l1` closes the gates of the others
+        # In the first iterations, before `l1` closes the gates of the others, half of all experts are active.
+        if config.router_score == "relu":
             per_token = max(per_token, config.num_experts / 2)
         slots = self._tokens * per_token * config.etp
         return slots * (self._imbalance if factor is None else min(self._imbalance, factor))

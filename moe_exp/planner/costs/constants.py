@@ -49,9 +49,7 @@ class TimeConstants:
     grouped_matrix: float = free(0.8, 0.2, "matrix_efficiency of the experts' products, relative to others")
     fp8_matrix: float = free(1.0, 0.1, "share of peak that FP8 products reach, relative to bf16")
     fp4_matrix: float = free(0.9, 0.15, "the same for NVFP4")
-    elementwise: float = free(
-        1.0, 0.4, "bytes of norms, residuals and activations, relative to fused kernels"
-    )
+    elementwise: float = free(1.0, 0.4, "bytes of norms, residuals, activations, relative to fused kernels")
     clamped_swiglu: float = free(2.0, 0.7, "bytes of GPT-OSS's activation, relative to SwiGLU")
     slot_bytes: float = free(1.0, 0.4, "bytes for gathering the experts' rows, relative to fused kernels")
     static_rows: float = free(0.8, 0.3, "time of rows and activations with a fixed number of rows")
@@ -71,21 +69,15 @@ class TimeConstants:
     link_ring: float = free(0.67, 0.1, "share of NVLink bandwidth that rings reach")
     network_ring: float = free(0.7, 0.2, "share of network bandwidth that rings reach")
     stage_exposed: float = free(0.3, 0.7, "share of messages between stages that is not hidden")
-    tensor_exposed: float = free(
-        0.5, 0.3, "share of tensor-parallel communication that overlap does not hide"
-    )
-    context_exposed: float = free(
-        0.3, 0.5, "share of context-parallel communication that attention does not hide"
-    )
+    tensor_exposed: float = free(0.5, 0.3, "share of tensor-parallel traffic that overlap does not hide")
+    context_exposed: float = free(0.3, 0.5, "share of context-parallel traffic that attention does not hide")
     link_all_to_all: float = free(0.68, 0.1, "share of NVLink bandwidth that an NCCL all-to-all reaches")
     link_deduplicated: float = free(0.85, 0.1, "share of NVLink bandwidth that DeepEP and HybridEP reach")
     network_exchange: float = free(0.88, 0.1, "share of network bandwidth that a token exchange reaches")
     exchange_seconds: float = free(5e-5, 0.5, "latency of a token exchange in seconds")
     exchange_exposed: float = free(0.3, 0.4, "share of an overlapped token exchange that is not hidden")
     sharded_exposed: float = free(0.3, 0.5, "share of FSDP communication that computation does not hide")
-    skew: float = free(
-        1.15, 0.1, "time of experts and exchange with the router's load, relative to a balanced load"
-    )
+    skew: float = free(1.15, 0.1, "time of experts and exchange relative to a balanced load")
 
 
 OWN = ("own_dense", "own_moe")

@@ -54,9 +54,7 @@ class PlannedJob:
 
     config: Config
     stage_layers: tuple[int, ...]  # layers of each pipeline stage, possibly 0
-    precision: (
-        Precision  # compute type; bf16_fp32grad, which this package uses, accumulates gradients in fp32
-    )
+    precision: Precision  # compute type; bf16_fp32grad (this package) accumulates gradients in fp32
     sharding: Sharding  # of the optimizer state: none, DeepSpeed's ZeRO-1, Megatron's distributed optimizer
     sequence_parallel: bool  # whether tensor-parallel ranks split the activations between the products
     fused_attention: bool  # whether scores are never written to memory (flash attention)

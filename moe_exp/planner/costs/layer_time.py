@@ -20,10 +20,7 @@ _HEAD_BYTES = (4, 6)  # per channel of queries and keys: rotation, or a norm
 _ACTIVATION_BYTES = (6, 10)  # per token and channel of an MLP
 _SLOT_BYTES = (12, 16)  # per slot and channel of an expert's input: gathering rows for the experts, and back
 _LOGIT_BYTES = (12, 18)  # per token and vocabulary entry: fp32 logits, maximum, exponentials, gradient
-_FUSED_LOGIT_BYTES = (
-    4,
-    6,
-)  # the same for one kernel that reads the logits and overwrites them by the gradient
+_FUSED_LOGIT_BYTES = (4, 6)  # the same for one kernel, which overwrites the logits by their gradient
 # Bytes per weight and micro-batch to accumulate a gradient.
 _ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
 # Flash attention skips the masked half and recomputes the scores for gradients: 5 instead of 4 products.

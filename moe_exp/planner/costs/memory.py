@@ -14,9 +14,7 @@ from moe_exp.planner.hardware import Hardware
 # Allocated before the first micro-batch: two threads' cuBLAS workspaces (8.1 MiB each), Transformer Engine's
 # (4 MiB), a batch and its mask; 26 to 29 MiB in three of four runs.
 _WORKSPACE_BYTES = 27 * 2**20
-_PROCESS_BYTES = (
-    0.57e9  # Python, torch, megatron-core and embedded corpus: 0.35e9; the rest is loaded by a step
-)
+_PROCESS_BYTES = 0.57e9  # Python, torch, megatron-core, corpus: 0.35e9; the first iteration loads the rest
 _SHARE_HELD_BY_MALLOC = 0.1  # malloc's cache, relative to activations: 0.07 to 0.14 in three processes
 _USABLE_SHARE = 0.99  # of GPU memory for the allocator; the driver and the context's pages take the rest
 _BUCKET_ELEMENTS = 5e8  # of DeepSpeed's buckets for 16-bit gradients and, with ZeRO, for parameters

@@ -191,9 +191,8 @@ def _attention(config: Config, tp: int) -> int:
     query = config.num_heads * channels // tp
     qkv = query + 2 * config.num_query_groups * channels // tp
     biases, norms = (qkv if config.add_bias_linear or config.qkv_bias else 0) + output_bias, 0
-    if (
-        config.qk_norm
-    ):  # norms of a head are replicated over tensor-parallel ranks; those over all heads are split
+    # Norms of a head are replicated over tensor-parallel ranks; those over all heads are split.
+    if config.qk_norm:
         whole = (config.num_heads + config.num_query_groups) * channels // tp
         norms = priced(config, "qk_norm_scope", {"head": 2 * _norm(config, channels), "all": whole})
     return hidden * (qkv + query) + norms + biases

@@ -152,9 +152,8 @@ def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int =
 def _counts(job: PlannedJob) -> list[tuple[int, int]]:
     """Returns the number of (dense, MoE) layers in each stage."""
     is_moe, counts, first = job.config.moe_layers, [], 0
-    if (job.config.vpp or 1) > 1 and len(
-        set(is_moe)
-    ) > 1:  # chunks alternate between stages, so this is close enough
+    # Model chunks alternate between stages, so the average share of MoE layers is close enough.
+    if (job.config.vpp or 1) > 1 and len(set(is_moe)) > 1:
         share = sum(is_moe) / len(is_moe)
         return [(layers - round(layers * share), round(layers * share)) for layers in job.stage_layers]
     for layers in job.stage_layers:
@@ -171,10 +170,8 @@ def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> 
     forwards = 2 if config.recompute == "full" else 1
     of_experts = 2 if config.recompute in ("full", "selective") else 1
     again = priced(config, "recompute", repeated)
-    if not config.use_moe and config.recompute in (
-        "selective",
-        "moe_act",
-    ):  # in dense models: attention scores
+    # In dense models, these only recompute attention scores.
+    if not config.use_moe and config.recompute in ("selective", "moe_act"):
         again = repeated["core_attn"]
     if config.recompute != "full":
         again += sum(repeated[name] for name in job.engine.recompute)

@@ -36,9 +36,7 @@ def dry_run(comparison: Comparison) -> str:
         seconds = {name: value for name, value in pace.items() if value}
         if len(seconds) < len(pace):
             text = plan_text(comparison, pace, measured=False)
-            return (
-                f"{text}\nthe numbers of iterations will be chosen after measuring the speed of each variant"
-            )
+            return f"{text}\nthe numbers of iterations depend on the speeds, which are measured first"
         comparison = comparison.paced(seconds)
     return plan_text(comparison, pace, measured=len(known) == len(pace))
 

@@ -110,9 +110,7 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
         field = key.strip().lower().replace("-", "_")
         if not equals or field not in Config.model_fields:
             near = difflib.get_close_matches(field, list(Config.model_fields), n=1)
-            fix = (
-                f"use {near[0].upper()}, if intended" if near else "see moe-exp train --help for all settings"
-            )
+            fix = f"use {near[0].upper()}, if intended" if near else "see moe-exp train --help"
             rule = f"{part or 'the text after the colon'} must be SETTING=VALUE with a known setting"
             problems.append(problem("variant", text, rule, fix))
         elif field in _SAME_FOR_ALL:

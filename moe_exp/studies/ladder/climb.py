@@ -110,9 +110,8 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
             if ended.status not in ("finished", "failed", "oom"):
                 stopped.append(name)
             done, flops_done, when = done + 1, flops_done + compute_of(ended.run.config), ""
-            if (
-                done < len(left) and executor.name == "local"
-            ):  # runs are sequential, so their time is proportional to FLOPs
+            # Local runs are sequential, so their time is roughly proportional to FLOPs.
+            if done < len(left) and executor.name == "local":
                 seconds = (flops_of_all / flops_done - 1) * (time.monotonic() - started)
                 when = f"; about {duration(seconds)} left"
             print(f"{done}/{len(left)} {back_to_back.ended_line(ended, name)}{when}", flush=True)

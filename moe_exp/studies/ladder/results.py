@@ -104,9 +104,7 @@ def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Resu
     num_left = sum(one.status not in ("finished", "failed", "oom", "timeout") for one in everything)
     predicted = read_prediction(ladder)
     if predicted and predicted.is_validated != is_validated:
-        missing.append(
-            "the prediction is omitted: it was made for another kind of loss than that of the runs"
-        )
+        missing.append("the prediction is omitted: it is for another kind of loss than that of the runs")
         predicted = None
     seconds = float(np.nansum([one.numbers.seconds for one in everything]))
     return Results(points, left_out, seconds, num_left, is_validated, fit, missing, found, predicted)

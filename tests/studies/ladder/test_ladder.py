@@ -144,7 +144,7 @@ def test_too_few_runs_say_what_to_add(tmp_path):
     for run in ladder.rungs[1].runs():
         run.folder.metrics.unlink()
     three = ladder_of(tmp_path, RUNGS[:3], repeats=1, asymptote=1.5)
-    assert predict(three).endswith(": dmoe has 1 finished rungs, a law needs 2: add 1 more rung.")
+    assert predict(three).endswith(": dmoe has 1 finished rungs but a law requires 2: add 1 more rung.")
     write_rungs(three.rungs[:2], offsets=(0.0,))
     assert predict(three) == ""
     write_rungs(three.rungs[2:], offsets=(0.0,))
