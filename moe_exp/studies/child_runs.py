@@ -250,11 +250,10 @@ def run_jobs(
     options: JobOptions,
     prepare: Callable[[Case], None] = lambda case: None,
 ) -> Iterator[tuple[Case, int | None]]:
-    """Submits all cases without a job from an earlier call, and yields them as their jobs end, with the exit
-    code of the launchers, or None if the job ended without one.
+    """Submits all `cases` (by job name) without a job from an earlier call, and yields them as their jobs
+    end, with the exit code of the launchers, or None if the job ended without one.
 
     Args:
-        cases: cases by job name.
         jobs: folder of NAME.sh (script), NAME.id (job id) and NAME.code (exit code).
         prepare: called before a case is submitted.
 

@@ -24,15 +24,11 @@ _BUCKET_ELEMENTS = 5e8  # of DeepSpeed's buckets for 16-bit gradients and, with 
 class MemoryConstants:
     """Constants of the memory model, fitted to measured runs by `calibration.py`."""
 
-    context_bytes: float = free(
-        3e9, 0.4, "bytes of CUDA context, libraries and NCCL buffers (only nvidia-smi)"
-    )
+    context_bytes: float = free(3e9, 0.4, "bytes of CUDA context and NCCL buffers (only nvidia-smi)")
     cached_share: float = free(0.3, 0.4, "bytes that the allocator caches, relative to activations")
     flat_bytes: float = free(0.4, 0.4, "bytes per parameter of DeepSpeed's flat copies and padding")
     bf16_copy_bytes: float = free(2.0, 0.2, "the same for its bf16 optimizer, in addition to flat_bytes")
-    load_spread: float = free(
-        0.5, 0.2, "spread of dropless experts' loads to allow for, relative to the mean"
-    )
+    load_spread: float = free(0.5, 0.2, "spread of dropless experts' loads, relative to their mean")
 
 
 @dataclass(frozen=True)

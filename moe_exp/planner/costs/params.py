@@ -231,8 +231,7 @@ def counted(count: int) -> str:
 
 def split_layers(num_layers: int, num_stages: int, *, count_ends: bool = False) -> list[int]:
     """Splits layers over the stages as evenly as possible, with the longer stages in the middle. `count_ends`
-    counts embedding and output layer as one layer each, for a large vocabulary: 106 layers on 12 stages are
-    split into 8, ten times 9, and 8.
+    counts embedding and output layer as a layer each: 106 layers on 12 stages are 8, ten times 9, and 8.
     """
     if num_stages == 1:
         return [num_layers]

@@ -46,22 +46,17 @@ class SweepSettings(BaseModel):
     sweep_warmup: Positive = Field(3, description="warm-up iterations, which are not measured")
     sweep_dir: str = Field("sweeps", description="folder that contains all sweeps")
     sweep_name: str = Field(
-        "", description="folder of this sweep inside SWEEP_DIR; empty: derived from the model's settings"
+        "", description="folder inside SWEEP_DIR; empty: derived from the model's settings"
     )
     case_timeout: Positive = Field(1800, description="time limit of a case (seconds)")
     run_oom: bool = Field(False, description="also run cases that are predicted to run out of memory")
     gpu: str = Field(
-        "",
-        description=(
-            "hardware profile for predictions, as in `moe-exp plan`; empty: that of this host's device"
-        ),
+        "", description="device for predictions, as in `moe-exp plan`; empty: this host's device"
     )
     executor: Literal["local", "slurm"] = Field(
         "local", description="where cases run: sequentially on this node, or each as a SLURM job"
     )
-    sbatch: str = Field(
-        "", description="additional sbatch options (EXECUTOR=slurm), such as '--partition=gpu --account=x'"
-    )
+    sbatch: str = Field("", description="additional sbatch options, such as '--partition=gpu --account=x'")
 
 
 def load_sweep_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> SweepSettings:
