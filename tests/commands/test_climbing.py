@@ -49,7 +49,7 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
         assert main(["ladder", *flags.split(), "--dry-run"]) == 1
         assert line in capsys.readouterr().err
     for text, line in (
-        ("rung: []\n", "has rung, which is no field of a ladder. Fix: use name, about, settings"),
+        ("rung: []\n", "unknown fields rung. Fix: use name, about, settings"),
         ("", "DEFINITION=odd.yaml: has no fields. Fix: use name, about"),
         ("rungs: [16, 32]\n", "RUNGS=[16, 32]: must be a list of settings by name in odd.yaml. Fix: "),
         ("repeats: three\n", "REPEATS=three: must be a whole number in odd.yaml."),
