@@ -50,12 +50,12 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
         assert line in capsys.readouterr().err
     for text, line in (
         ("rung: []\n", "unknown fields rung. Fix: use name, about, settings"),
-        ("", "DEFINITION=odd.yaml: has no fields. Fix: use name, about"),
+        ("", "DEFINITION=odd.yaml: must consist of fields. Fix: use name, about"),
         ("rungs: [16, 32]\n", "RUNGS=[16, 32]: must be a list of settings by name in odd.yaml. Fix: "),
         ("repeats: three\n", "REPEATS=three: must be a whole number in odd.yaml."),
         ("runs: [dmoe]\n", "RUNS=['dmoe']: must be text in odd.yaml."),
         ("a: [\n", "odd.yaml: is damaged ("),
-        (RUNGS + "settings: {NUM_EXPERT: 4}\n", "NUM_EXPERT=4: is no setting. Fix: correct it in the"),
+        (RUNGS + "settings: {NUM_EXPERT: 4}\n", "NUM_EXPERT=4: unknown setting. Fix: correct it in the"),
     ):
         (tmp_path / "odd.yaml").write_text(text)
         assert main(["ladder", "odd.yaml"]) == 1
