@@ -1,1 +1,1 @@
-"""Costs of a configuration, computed from its settings alone: parameters, bytes, FLOPs. No torch."""
+"""Predicts the cost of a configuration from its settings: parameters, memory, FLOPs and time. No torch."""

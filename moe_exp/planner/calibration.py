@@ -1,7 +1,7 @@
-"""Fits the planner's constants to measured runs. No torch; scipy only inside functions.
+"""Fits the planner's constants to measured runs. No torch; scipy is imported inside functions.
 
-The constants x are logarithms in units of their spread, 0 at their prior. Minimizes the sum over runs of
-soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum x^2 for the priors.
+The fit works on x, the logarithm of each constant relative to its prior, in units of its spread. It minimizes
+the sum over runs of soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum(x^2).
 """
 
 import csv
@@ -22,35 +22,35 @@ from moe_exp.planner.prediction import Constants, predict
 
 T = TypeVar("T")
 LogRatio = Callable[[MeasuredRun, T], float]
-_NOISE = 0.02  # relative error of a good row; sets the weight of priors
-# The same on devices newer than Ampere: runs of clusters that were left out of a fit are predicted within 7%.
+_NOISE = 0.02  # relative error of a good row; determines the weight of the priors
+# For devices newer than Ampere: runs of clusters left out of the fit are predicted within 7%.
 NOISE_OF_RECENT = 0.08
 
 
 def log_memory_ratio(run: MeasuredRun, constants: MemoryConstants) -> float:
-    """ln(predicted / measured) memory of the fullest GPU."""
+    """Returns ln(predicted / measured) for the memory of the fullest GPU."""
     assert run.memory_gib
     stages = memory_of(run.job, run.hardware, constants)
     return math.log(max(stage.total for stage in stages) / GIBIBYTE / run.memory_gib)
 
 
 def log_time_ratio(run: MeasuredRun, constants: TimeConstants) -> float:
-    """ln(predicted / measured) seconds per iteration."""
+    """Returns ln(predicted / measured) for the seconds per iteration."""
     assert run.seconds
     return math.log(time_of(run.job, run.hardware, constants).total / run.seconds)
 
 
 @dataclass(frozen=True)
 class Fit(Generic[T]):
-    """Fitted constants of one kind and their errors."""
+    """Fitted memory or time constants and their errors."""
 
     constants: T
     errors: dict[str, float]  # row_id to predicted / measured - 1
-    left_out: dict[str, float]  # the same with constants fitted without that row
+    left_out: dict[str, float]  # the same, with constants fitted without that row
 
     @property
     def bound(self) -> float:
-        """90th percentile of the relative errors of left-out rows; 0 without rows."""
+        """90th percentile of the relative errors of left-out rows, or 0 without rows."""
         sizes = sorted(abs(error) for error in self.left_out.values())
         return sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else 0.0
 
@@ -67,17 +67,19 @@ def fit(
 ) -> Fit[T]:
     """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
-    Left-out errors take one Gauss-Newton step from the fit to all rows to the one without that row, without
-    further evaluations; for a fit this close to linear that is the refit (`test_calibration.py` compares).
-    `prior` replaces the priors of `kind`, with narrower spreads; `start` is where the search begins, the
-    prior by default. Constants that no run depends on are those of `rest`, or stay at their prior; those in
-    `hold` keep these values. `noise` is the relative error of a good row: the smaller, the less do priors
-    count.
+    Left-out errors are estimated by one Gauss-Newton step from the fit to all rows, which is close enough to
+    refitting without the row (`test_calibration.py` compares the two).
+
+    `prior` replaces the priors of `kind`, with narrower spreads. The search begins at `start` (default: the
+    prior). Constants that affect no run are taken from `rest` (default: their prior); those in `hold` are
+    fixed.
+    `noise` is the relative error of a good row: the smaller, the less weight priors have.
     """
+    # Factors of a single cluster are only fitted for that cluster, which has a prior.
     if prior is None and issubclass(kind, TimeConstants):
         hold = dict.fromkeys(OWN, 1.0) | dict(hold or {})
     space = _Space(kind, prior, runs, log_ratio, rest, hold or {})
-    # without runs, or if none depends on a constant, such as memory of torch's allocator in dense models
+    # No runs, or no run depends on a constant, such as the allocator's cache in measurements of `allocated`.
     if not space.scales:
         fixed = space.constants([])
         errors = {run.row_id: math.expm1(log_ratio(run, fixed)) for run in runs}
@@ -86,7 +88,8 @@ def fit(
     from numpy.linalg import solve
     from scipy.optimize import least_squares
 
-    def residuals(x: Any) -> list[float]:  # its own robust loss would count for the priors, too
+    # Not least_squares(loss="soft_l1"), which would apply the robust loss to the priors as well.
+    def residuals(x: Any) -> list[float]:
         constants = space.constants(x)
         errors = [log_ratio(run, constants) / noise for run in runs]
         # the square of a residual is the soft-L1 loss, 2 * (sqrt(1 + e^2) - 1)
@@ -101,17 +104,18 @@ def fit(
     solution = least_squares(residuals, at, ftol=1e-6)
     values = space.constants(solution.x)
     errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
-    # per run the Gauss-Newton step from the fit to all runs to the one without it
+    # One Gauss-Newton step per run removes its residual from the normal equations.
     normal, gradient = solution.jac.T @ solution.jac, solution.jac.T @ solution.fun
     left_out = {}
-    for run, row, residual in zip(runs, solution.jac, solution.fun, strict=False):  # after them the priors
+    # not strict: the rows of the priors follow those of the runs
+    for run, row, residual in zip(runs, solution.jac, solution.fun, strict=False):
         step = solve(normal - outer(row, row), residual * row - gradient)
         left_out[run.row_id] = math.expm1(log_ratio(run, space.constants(solution.x + step)))
     return Fit(values, errors, left_out)
 
 
 class _Space(Generic[T]):
-    """Constants as points: logarithms relative to the prior, in units of the spread."""
+    """Maps points x (see the top of this file) to constants."""
 
     def __init__(
         self,
@@ -125,10 +129,10 @@ class _Space(Generic[T]):
         self._kind, self.scales, self._fixed = kind, dict[str, tuple[float, float]](), dict[str, float]()
         for of in fields(kind):  # type: ignore[arg-type]
             center = getattr(prior, of.name) if prior else of.metadata["prior"]
-            # machines differ by a fifth of what is not known before any run
+            # Clusters differ from each other by a fifth of what is unknown before any run.
             spread = of.metadata["spread"] * (0.2 if prior else 1.0)
             self.scales[of.name] = math.log(center), spread
-        # Constants that no run depends on are no dimension, and neither are those of `hold`.
+        # Constants that affect no run would make the fit singular; like those in `hold`, they are fixed.
         at_prior = self.constants([0.0] * len(self.scales))
         before = [log_ratio(run, at_prior) for run in runs]
         for name, (center, spread) in list(self.scales.items()):
@@ -146,7 +150,7 @@ class _Space(Generic[T]):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Both fits, and the devices of their rows."""
+    """Fits of memory and time, and the devices they are based on."""
 
     memory: Fit[MemoryConstants]
     time: Fit[TimeConstants]
@@ -161,13 +165,13 @@ class Calibration:
 def calibrate(
     runs: Sequence[MeasuredRun], prior: Constants | None = None, rest: Constants | None = None
 ) -> Calibration:
-    """Fits all constants to trusted measurements; ValueError without any. Few rows need a `prior`. Constants
-    that no row depends on are those of `rest`, or of the prior.
+    """Fits all constants to trusted measurements; ValueError if there are none. A fit to few rows needs a
+    `prior`. Constants that affect no row are taken from `rest`, or from the prior.
     """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:
         rule = "no row has a measured mem_gb or sec_per_it that can be trusted"
-        raise ValueError(f"RUNS: {rule}. Fix: fill one of these columns in.")
+        raise ValueError(f"RUNS: {rule}. Fix: fill in one of these columns.")
     memory, memory_rest = (of.memory if of else None for of in (prior, rest))
     time, time_rest = (of.time if of else None for of in (prior, rest))
     noise = NOISE_OF_RECENT if all(run.hardware.is_recent for run in with_time) else _NOISE
@@ -179,21 +183,21 @@ def calibrate(
 
 
 def doubts(calibration: Calibration) -> Iterator[str]:
-    """Lines on problems of a fit: large errors, and constants over three spreads from their prior."""
+    """Yields warnings about large errors and about constants more than three spreads from their prior."""
     for name, part in (("memory", calibration.memory), ("time", calibration.time)):
         errors = [abs(error) for error in part.errors.values()]
         if errors and (mean := sum(errors) / len(errors)) > 0.15:
-            fix = "check the columns of the rows with the largest error"
-            yield f"{name}: predictions are {mean:.0%} off on average; {fix}"
+            fix = "check the rows with the largest errors"
+            yield f"{name}: predictions are off by {mean:.0%} on average; {fix}"
         for of in fields(part.constants):
             value, prior = getattr(part.constants, of.name), of.metadata["prior"]
             if abs(math.log(value / prior)) > 3 * of.metadata["spread"]:
-                far = f"{of.name}={value:.3g} is far from the {prior:.3g} expected"
-                yield f"{far}: {of.metadata['meaning']}"
+                meaning = of.metadata["meaning"]
+                yield f"{of.name}={value:.3g} is far from the expected {prior:.3g} ({meaning})"
 
 
 def profile_text(calibration: Calibration, source: Path) -> str:
-    """JSON for `prediction.load_constants`."""
+    """Returns the fitted constants as JSON for `prediction.load_constants`."""
     parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
     constants, summary = {}, {}
 
@@ -217,14 +221,13 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """CSV with a line per row of `measured.read_rows`; no time without a batch size; default TP*PP GPUs."""
+    """Returns a CSV with a prediction per row; no time without a batch size; by default on TP*PP GPUs."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
         prediction = predict(job_of_row(row), load_hardware(row["gpu"]), constants)
-        has_batch = row.get("gbs") and data_parallel_size(row)
-        seconds = f"{prediction.time.total:.6g}" if has_batch else ""
+        seconds = f"{prediction.time.total:.6g}" if row.get("gbs") and data_parallel_size(row) else ""
         memory = f"{prediction.peak_bytes / GIBIBYTE:.6g}"
         writer.writerow((row["row_id"], memory, seconds, int(prediction.oom)))
     return text.getvalue()

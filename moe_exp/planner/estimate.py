@@ -1,4 +1,4 @@
-"""Costs of a run: speed, days, GPU-hours, money; and what one change of a setting saves. No torch."""
+"""Speed and cost of a run (days, GPU-hours, price), and savings from changing one setting. No torch."""
 
 import bisect
 from collections.abc import Iterator
@@ -18,26 +18,25 @@ from moe_exp.planner.search.layout_rules import RECOMPUTE
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast iterations at the full batch are."""
+    """Speed of a run at the full global batch."""
 
     seconds: float  # per iteration
-    # model FLOPs (`flops_per_iteration`, recompute not counted) per second and GPU, in 10^12
-    tflops_per_gpu: float
-    # that by the peak of the GPU in the compute type: model FLOPs utilization (PaLM, arXiv:2204.02311,
+    tflops_per_gpu: float  # model TFLOP/s (`flops_per_iteration`, which does not count recompute)
+    # model FLOPs utilization: the share of the GPU's peak in the compute type (PaLM, arXiv:2204.02311,
     # appendix B)
     mfu: float
-    tokens_per_second: float  # of the whole run
+    tokens_per_second: float  # over all GPUs
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a whole run; evaluation and checkpoints are not counted."""
+    """Cost of a whole run without evaluation and checkpoints."""
 
     num_iterations: int  # until TRAIN_ITERS or the token budget
-    num_tokens: int  # trained on
-    seconds: float  # of all iterations, those of the batch ramp-up at their smaller batches
-    gpu_hours: float  # GPUs times hours
-    price: float | None  # for it, None where none was given
+    num_tokens: int  # training tokens
+    seconds: float  # of all iterations, including the shorter ones of a batch ramp-up
+    gpu_hours: float
+    price: float | None  # None without a price per GPU-hour
 
     @property
     def days(self) -> float:
@@ -45,7 +44,7 @@ class Cost:
 
 
 def speed_of(config: Config, hardware: Hardware, seconds: float) -> Speed:
-    """Speed of iterations of `seconds` at the full global batch."""
+    """Returns the speed of a run whose iterations at the full global batch take `seconds`."""
     flops_per_second = flops_per_iteration(config) / seconds / config.world_size
     return Speed(
         seconds=seconds,
@@ -63,11 +62,11 @@ def cost_of(
     price_per_gpu_hour: float | None = None,
     constants: Constants | None = None,
 ) -> Cost:
-    """Cost of training for TRAIN_ITERS or a token budget, at a price in any currency, with DATA_STAGES."""
+    """Returns the cost of training for TRAIN_ITERS or `num_tokens`, in the currency of the price."""
     constants = constants or load_constants()
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
     steps = config.batches.steps(num_samples)
-    # Iterations cost alike while batch size (ramp-up) and sample length (DATA_STAGES) stay the same.
+    # Iterations take equally long while batch size (ramp-up) and sample length (DATA_STAGES) are constant.
     stages, seconds, consumed = config.stages, 0.0, 0
     begins = [stage.first_sample for stage in stages[1:]]
     for step in steps:
@@ -86,7 +85,7 @@ def cost_of(
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:
-    """The settings with TRAIN_ITERS and the decay for a token budget; None: as they are."""
+    """Returns the settings with TRAIN_ITERS and the decay set for `num_tokens`, or unchanged for None."""
     if num_tokens is None:
         return config
     steps = config.batches.steps(-(-num_tokens // config.seq_len))
@@ -98,35 +97,36 @@ def with_budget(config: Config, num_tokens: int | None) -> Config:
 
 @dataclass(frozen=True)
 class Lever:
-    """A change of one setting. What it saves is less than 0 if it takes more."""
+    """Effect of changing one setting; negative savings mean that it needs more memory."""
 
     setting: str  # as in TP=2
-    activation_bytes: float  # saved, of the rank that needs most
-    needed_bytes: float  # saved of all memory that has to fit
-    slower: float  # time of an iteration, relative: 0.1 is 10% more
-    fits: bool  # whether the changed run fits
-    problem: str = ""  # the first rule that the change breaks; the numbers are 0 then
+    activation_bytes: float  # activations saved on the rank that needs the most memory
+    needed_bytes: float  # required memory saved on that rank
+    slower: float  # relative increase of the iteration time: 0.1 is 10% slower
+    fits: bool  # whether the changed run fits in memory
+    problem: str = ""  # the first rule that the change violates; the numbers are then 0
 
 
 def levers(config: Config, hardware: Hardware, constants: Constants, prediction: Prediction) -> list[Lever]:
-    """Changes of one setting of the run with this prediction that may save memory, on the same devices with
-    the same global batch: those that save most first, then those refused.
+    """Returns changes of one setting that may save memory on the same devices at the same global batch.
+
+    Changes are sorted by memory saved; invalid ones come last. `prediction` is that of the unchanged run.
     """
-    found, before = [], prediction
+    found = []
     for setting, changes in _changes(config, hardware):
         changed = config.model_copy(update=changes)
         problems = list(changed.problems())
         if not problems and setting == "CROSS_ENTROPY=triton" and not hardware.runs_kernels:
-            problems = [f"{setting}: {hardware.name} does not run the kernel"]
+            problems = [f"{setting}: {hardware.name} cannot run the kernel"]
         if problems:
             rule = problems[0].partition(" Fix: ")[0]
             found.append(Lever(setting, 0.0, 0.0, 0.0, fits=False, problem=rule))
             continue
         after = predict(PlannedJob.of(changed), hardware, constants)
-        # of the rank that needs most, which may be another one after the change
-        activations = [of.stages[of.peak_stage].activations for of in (before, after)]
-        saved = before.needed_bytes - after.needed_bytes
-        slower = after.time.total / before.time.total - 1
+        # of the fullest rank, which may be on another stage after the change
+        activations = [of.stages[of.peak_stage].activations for of in (prediction, after)]
+        saved = prediction.needed_bytes - after.needed_bytes
+        slower = after.time.total / prediction.time.total - 1
         found.append(Lever(setting, activations[0] - activations[1], saved, slower, fits=not after.oom))
     return sorted(found, key=lambda lever: (bool(lever.problem), -lever.needed_bytes))
 
@@ -136,7 +136,7 @@ def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str
         if config.use_moe or value != "moe_act":
             yield f"RECOMPUTE={value}", {"recompute": value}
     even = {"pipeline_layers": "", "first_stage_layers": 0, "last_stage_layers": 0}
-    # sequence parallelism comes with TP
+    # SP is not a change of its own: TP > 1 always enables it.
     for name in ("tp", "cp", "ep", "etp", "pp") if config.use_moe else ("tp", "cp", "pp"):
         size = 2 * getattr(config, name)
         yield f"{name.upper()}={size}", {name: size} | (even if name == "pp" else {})

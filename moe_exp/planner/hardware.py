@@ -1,4 +1,4 @@
-"""Figures of GPUs (or nodes of processors): the files of `profiles/`, with sources. No torch."""
+"""Hardware profiles of GPUs and CPU nodes in `profiles/`, with a source for each number. No torch."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,10 +12,6 @@ from moe_exp.host.files import read_json
 
 PROFILES = Path(__file__).parent / "profiles"
 DEFAULT_GPU = "A100-80GB"
-_ALIASES = {
-    "a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB",
-    "gb200": "GB200-186GB", "b300": "B300-288GB", "gb300": "GB300-288GB", "mi300x": "MI300X-192GB",
-}  # fmt: skip
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(gt=0, strict=True)]
 
@@ -28,63 +24,59 @@ def _of_all_types(flops: dict[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and what connects it with others."""
+    """A device and its interconnects."""
 
-    name: Annotated[str, Field(min_length=1)]  # as a CSV or `--gpu` gives it
+    name: Annotated[str, Field(min_length=1)]  # as in a CSV or `--gpu`
     architecture: Literal["volta", "ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cpu"]
-    memory_bytes: Count | Positive  # memory of the device
-    # peak of the matrix units by compute type (fp32, bf16, fp16, and fp8 if there is one), multiply and add
-    # counted as two, in FLOP/s
+    memory_bytes: Count | Positive
+    # peak FLOP/s of the matrix units by compute type (fp32, bf16, fp16, and fp8 if supported); a multiply-add
+    # counts as two
     dense_flops: Annotated[dict[str, Positive], AfterValidator(_of_all_types)]
-    memory_bytes_per_second: Positive  # bandwidth of the device's memory
-    # streaming multiprocessors (SMs), over which a product's tiles are spread; 1 on processors
-    num_units: Count
-    node_bytes_per_second: Positive  # what one device sends to others of its node, in one direction (NVLink)
-    network_bytes_per_second: Positive  # what one device sends to other nodes, in one direction
+    memory_bytes_per_second: Positive  # memory bandwidth
+    num_units: Count  # streaming multiprocessors (SMs), which share the tiles of a product; 1 on CPUs
+    node_bytes_per_second: Positive  # one device to others of its node, in one direction (NVLink)
+    network_bytes_per_second: Positive  # one device to other nodes, in one direction
     node_latency_seconds: Positive  # of a message inside a node
     network_latency_seconds: Positive  # of a message between nodes
-    gpus_per_node: Count  # devices of the usual node
-    # share of the network's bandwidth that rings of many nodes reach, in that of the measured clusters
+    gpus_per_node: Count  # devices in a typical node
+    # share of the network's bandwidth that rings over many nodes reach, relative to the measured clusters
     network_share: Positive
-    matrix_share: Positive  # share of dense_flops that large products reach, in that of an A100
-    # devices that are connected as those of one node are: 72 for NVL72; not given: those of a node
-    gpus_per_link_domain: Count = 0
-    # of softmax, by the special function units (MUFU.EX2); 0: not counted beside attention's products
+    matrix_share: Positive  # share of dense_flops that large products reach, relative to an A100
+    gpus_per_link_domain: Count = 0  # devices connected by NVLink, such as 72 for NVL72; 0: those of a node
+    # softmax exponentials by the special function units (MUFU.EX2); 0: not counted
     exponentials_per_second: Positive = 0.0
-    watts: Positive = 1000.0  # power limit, where the speed of products depends on it: Blackwell
+    watts: Positive = 1000.0  # power limit, which determines the speed of products on Blackwell
 
     @property
     def is_recent(self) -> bool:
-        """Whether it is newer than Ampere: `TimeConstants` has other constants for such devices."""
+        """Whether the device is newer than Ampere; `TimeConstants` has separate constants for these."""
         return self.architecture == "cdna3" or self.has_published_runs
 
     @property
     def has_published_runs(self) -> bool:
-        """Whether `profiles/public_runs.csv` has runs on devices like it."""
+        """Whether `profiles/public_runs.csv` contains runs on similar devices."""
         return self.architecture in ("hopper", "blackwell", "blackwell_ultra")
 
     def link_domain(self, gpus_per_node: int) -> int:
-        """Devices that are connected as those of a node are, with nodes of `gpus_per_node`."""
+        """Returns the number of devices connected by NVLink, given nodes of `gpus_per_node` devices."""
         return max(self.gpus_per_link_domain, gpus_per_node)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks are processes on processors."""
         return self.architecture == "cpu"
 
     @property
     def nodes(self) -> Nodes:
-        """The usual nodes, by which settings get their defaults."""
+        """Typical nodes, which determine the defaults of settings."""
         return Nodes(gpus=0 if self.is_cpu else self.gpus_per_node)
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether it is a GPU of compute capability 8.0 or newer, which `layers/kernels` asks for."""
+        """Whether the device has compute capability 8.0 or newer, which `layers/kernels` requires."""
         return self.architecture not in ("volta", "cdna3", "cpu")
 
 
 def hardware_names() -> list[str]:
-    """Names of the profiles that come with the package."""
     return list(_names(PROFILES))
 
 
@@ -94,33 +86,36 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 
 def hardware_profiles() -> dict[str, Any]:
-    """Profiles as they are in their files, each number with its source."""
+    """Returns the contents of all profiles; each number has a source."""
     return {name: read_json(PROFILES / f"{name}.json") for name in hardware_names()}
 
 
 @cache
 def profile_of(device: str) -> str:
-    """The profile whose name's words are all in a device's name, `NVIDIA A100-SXM4-80GB`; or empty."""
+    """Returns the profile whose words all occur in a device name such as `NVIDIA A100-SXM4-80GB`, or ""."""
+    # Drivers insert words such as SXM4 or PCIe into the name, so compare sets of words.
     words = set(device.upper().replace("-", " ").split())
     return next((name for name in hardware_names() if set(name.upper().split("-")) <= words), "")
 
 
 def load_hardware(name: str) -> Hardware:
-    """A profile by name, or a JSON file of that form by path; a ValueError if it is no such thing."""
+    """Loads a profile by name, or by the path of a JSON file in the same format; ValueError if invalid."""
     by_name = {known.lower(): known for known in hardware_names()}
-    known = _ALIASES.get(name.lower()) or by_name.get(name.lower())
+    # `h100` is short for `H100-80GB`
+    short = {lower.partition("-")[0]: known for lower, known in by_name.items()}
+    known = (short | by_name).get(name.lower())
     path = PROFILES / f"{known}.json" if known else Path(name)
     if path.suffix != ".json" or not path.exists():
-        fix = f"use one of {', '.join(by_name.values())}, or the path of a JSON file of that form"
-        raise ValueError(f"GPU={name}: is not a known device. Fix: {fix}.")
-    fix = "write it as the profiles of the package are"
+        fix = f"use one of {', '.join(by_name.values())}, or the path of a JSON profile"
+        raise ValueError(f"GPU={name}: unknown device. Fix: {fix}.")
+    fix = "use the format of the files in moe_exp/planner/profiles"
     content = read_json(path, fix=fix)
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: is not a JSON object. Fix: {fix}.")
-    values = dict(content)
-    for name, entry in content.items():
-        if isinstance(entry, dict) and "value" in entry:  # {"value": ..., "source": "..."}
-            values[name] = entry["value"]
+        raise ValueError(f"{path}: must contain a JSON object. Fix: {fix}.")
+    # entries are values, or {"value": ..., "source": "..."}
+    values = {
+        key: one["value"] if isinstance(one, dict) and "value" in one else one for key, one in content.items()
+    }
     try:
         return _FORM.validate_python(values)
     except ValidationError as error:

@@ -1,10 +1,10 @@
-"""Reads measured runs from a CSV: a `PlannedJob` and its measurements per row. No torch.
+"""Reads measured runs from a CSV: each row is a `PlannedJob` with its measurements. No torch.
 
-Columns as in `profiles/measured_runs.csv`; those of results (mem_gb in GiB, oom, sec_per_it in seconds per
-iteration) and of trust (use_mem, use_time, quirk) may be absent or empty. A column named like a setting of
-docs/settings.md in lower case (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`) is that setting; if it is empty,
-the other columns determine it. `row_of_job` writes such rows. Columns of `profiles/public_runs.csv` say what
-other programs did (`Engine`).
+The columns are those of `profiles/measured_runs.csv`. Results (mem_gb in GiB, oom, sec_per_it in seconds per
+iteration) and flags of trust (use_mem, use_time, quirk) may be missing or empty. A column with the lower-case
+name of a setting in docs/settings.md (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`) holds that setting; if it is
+empty, the other columns determine it. `row_of_job` writes such rows. Further columns of
+`profiles/public_runs.csv` describe how other programs ran (`Engine`).
 """
 
 import csv
@@ -29,17 +29,17 @@ GIBIBYTE = 2**30
 MEASURED_RUNS = PROFILES / "measured_runs.csv"
 PUBLIC_RUNS = PROFILES / "public_runs.csv"
 _REQUIRED = ("row_id", "gpu", "layers", "hidden", "heads", "seq", "vocab", "tp", "pp")  # for a prediction
-# Columns of numbers above 0, and of others.
+# Columns with numbers from 1 and from 0 on.
 _SIZES = (*_REQUIRED[2:], "gpus_per_node", "nodes", "n_gpus", "ffn", "kv_groups", "dp", "mbs", "gbs")
 _NUMBERS = (
     "swiglu", "experts", "topk", "ep", "pp_balanced_embedding", "mem_gb", "sec_per_it", "num_mtp_layers",
     "sliding_window",
 )  # fmt: skip
 _MEASURED = ("mem_gb", "sec_per_it")
-_LARGEST = 10**7  # of any number: more is a typo, and that many stages or layers would not fit in memory
+_LARGEST = 10**7  # larger numbers are typos, and lists of that many stages or layers would not fit in memory
 _MEASURED_BY: dict[str, Any] = {name: name for name in get_args(MeasuredBy)}
 _OF_MEGATRON = {False: "0(dist-opt)", True: "1(dist-opt)"}  # DISTRIBUTED_OPTIMIZER to zero_stage
-# FP8 and FP8_RECIPE that cost what a precision does: current or delayed scaling, blocks of 128, MXFP8, NVFP4
+# FP8 and FP8_RECIPE with the cost of a precision: current or delayed scaling, blocks of 128, MXFP8, NVFP4
 FP8 = {
     "fp8_cs": ("hybrid", "tensorwise"), "fp8_ds": ("hybrid", "tensorwise"), "fp8_sub": ("e4m3", "blockwise"),
     "fp8_mx": ("e4m3", "mxfp8"), "nvfp4": ("e4m3", "mxfp8"),
@@ -61,23 +61,20 @@ _WORDS = {
 _OTHERS_OF_ENGINE = (
     "num_mtp_layers", "sliding_window", "cuda_graph", "optimizer_dtypes", "pipeline_layout",
 )  # fmt: skip
-# Module that is computed again to RECOMPUTE, the most first.
+# RECOMPUTE by recomputed module, in descending order of recomputation.
 _RECOMPUTE = {"full": "full", "moe": "selective", "selective": "selective", "moe_act": "moe_act"}
 _MODULES = {"layernorm", "mla_up_proj", "core_attn", "mlp"}
 _KNOWN = "|".join(("none", *_RECOMPUTE, *sorted(_MODULES)))
 _WHOLE_GRAPHS = ("full_iteration", "local")
 _SCOPE = "(attn|mlp|moe_preprocess|moe_router)?"
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
-# Columns of texts: pattern, and the rule in words.
+# Text columns: pattern, and the rule in words.
 _FORMS = {
-    **{
-        name: ("|".join(map(re.escape, words)), f"one of {', '.join(words)}")
-        for name, words in _WORDS.items()
-    },
-    "recompute": (rf"({_KNOWN})?(;({_KNOWN})?)*", f"some of {_KNOWN.replace('|', ', ')}, separated by ;"),
+    **{name: ("|".join(map(re.escape, of)), f"one of {', '.join(of)}") for name, of in _WORDS.items()},
+    "recompute": (rf"({_KNOWN})?(;({_KNOWN})?)*", f"a list of {_KNOWN.replace('|', ', ')}, separated by ;"),
     "cuda_graph": (
         rf"(none|transformer_engine|{'|'.join(_WHOLE_GRAPHS)})(:{_SCOPE}(;{_SCOPE})*)?",
-        f"none, {', '.join(_WHOLE_GRAPHS)}, or transformer_engine:SCOPES with some of"
+        f"none, {', '.join(_WHOLE_GRAPHS)}, or transformer_engine:SCOPES with scopes from"
         " attn;mlp;moe_preprocess;moe_router",
     ),
     "pipeline_layout": (r"E([tmL|()]|\*\d{1,3})*|[^E].*|.* .*", "like Et*3|(tt|)*29m|L"),
@@ -87,74 +84,73 @@ _FORMS = {
         "like main_grads=bf16;exp_avg=fp32;exp_avg_sq=fp32;grad_reduce=bf16",
     ),
 }
-# Settings whose columns have other names or their own rules.
+# Settings whose columns have other names or rules of their own.
 _IN_COLUMNS = {
     "num_layers", "hidden_size", "num_heads", "num_experts", "seq_len", "vocab_size", "mbsz", "gbsz",
     "distributed_optimizer", "gpus_per_node", "nnodes", "dtype", "tp", "pp", "ep", "topk", "recompute",
 }  # fmt: skip
 FREE = {name for name, it in TRAITS.items() if not it.costs}
-_UNFUSED = "torch"  # default expert backend of GPU rows: grouped GEMMs that keep all activations in between
+_UNFUSED = "torch"  # default expert backend of GPU rows: grouped GEMMs that keep all intermediate activations
 _AS_SETTINGS = [name for name in Config.model_fields if name not in _IN_COLUMNS]
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One row."""
+    """A row of a CSV of measured runs."""
 
     row_id: str
-    section: str  # of the source; rows of one section were measured together
+    section: str  # of the source; rows in a section were measured together
     job: PlannedJob
     hardware: Hardware
-    memory_gib: float | None  # of a GPU; None if not measured or not trusted
+    memory_gib: float | None  # of the fullest GPU; None if not measured or not trusted
     seconds: float | None  # per iteration; None if not measured or not trusted
     oom: bool | None  # None if unknown
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
-    """All rows of a CSV; raises as `read_rows` does."""
+    """Reads all runs in a CSV; raises like `read_rows`."""
     return [run_of_row(row) for row in read_rows(path)]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """All rows of a CSV, column to text. Raises ValueError with a line for every wrong cell."""
+    """Reads all rows of a CSV as texts by column; ValueError with a line for each invalid cell."""
     try:
         with regular(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             columns = reader.fieldnames or []
             rows = list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: is no CSV in UTF-8 ({error}). Fix: save it as one.") from None
+        raise ValueError(f"{path}: must be a UTF-8 CSV file ({error}). Fix: save it as one.") from None
     if absent := [name for name in _REQUIRED if name not in columns]:
-        fix = f"name the columns as {MEASURED_RUNS.name} of the package does"
-        raise ValueError(f"{path}: has no column {', '.join(absent)}. Fix: {fix}.")
+        fix = f"use the column names of the package's {MEASURED_RUNS.name}"
+        raise ValueError(f"{path}: missing columns {', '.join(absent)}. Fix: {fix}.")
     if not rows:
-        raise ValueError(f"{path}: has no rows. Fix: give one line per run after the names of the columns.")
+        raise ValueError(f"{path}: no rows. Fix: add a line for each run below the column names.")
     problems: list[str] = []
     for number, row in enumerate(rows, start=2):
         problems += _problems(row, f"{path}, row {row['row_id'] or number}")
-    counts = Counter(row["row_id"] for row in rows)
-    for name in [name for name, count in counts.items() if count > 1]:
-        where = f"{path}, row {name}, column row_id"
-        problems.append(f"{where}: stands there twice. Fix: give every row its own name.")
+    for name, count in Counter(row["row_id"] for row in rows).items():
+        if count > 1:
+            problems.append(f"{path}, row {name}, column row_id: duplicate. Fix: use unique names.")
     if problems:
         raise ValueError("\n".join(problems))
     return rows
 
 
 def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Lines on the cells of a row that cannot be read."""
+    """Yields a line for each invalid cell of a row."""
     for name in _REQUIRED:
         if not row.get(name):
-            yield f"{where}, column {name}: is empty. Fix: give its value."
+            yield f"{where}, column {name}: is empty. Fix: fill it in."
     for name in (*_SIZES, *_NUMBERS):
         if row.get(name) and not _is_number(row[name], name):
             kind = "number" if name in _MEASURED else "whole number"
             rule = f"must be a {kind} from {int(name in _SIZES)} to {_LARGEST:.0e}"
-            fix = "correct the cell, or leave it empty if it may be"
+            fix = "correct the cell, or leave an optional cell empty"
             yield f"{where}, column {name}={row[name]}: {rule}. Fix: {fix}."
     hidden, heads = (row.get(name) or "" for name in ("hidden", "heads"))
     if _is_number(hidden, "hidden") and _is_number(heads, "heads") and int(heads) > int(hidden):
-        yield f"{where}, column heads={heads}: is more than hidden={hidden}. Fix: correct the cell."
+        yield f"{where}, column heads={heads}: must not exceed hidden={hidden}. Fix: correct the cell."
     for name, (form, rule) in _FORMS.items():
         if row.get(name) and not re.fullmatch(form, row[name]):
             yield f"{where}, column {name}={row[name]}: must be {rule}. Fix: correct the cell."
@@ -179,7 +175,7 @@ def _is_number(text: str, column: str) -> bool:
 
 
 def _setting(name: str, text: str) -> tuple[Any, str]:
-    """Value of a setting, and the error in its text, if any."""
+    """Returns the value of a setting, and the error in its text, if any."""
     settings: dict[str, Any] = {"gpus_per_node": 1, name: text}
     try:
         return getattr(Config(**settings), name), ""
@@ -188,7 +184,7 @@ def _setting(name: str, text: str) -> tuple[Any, str]:
 
 
 def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
-    """A row with its trusted measurements."""
+    """Converts a row; measurements that the row marks as not trusted become None."""
     trusted = row.get("quirk") in (None, "", "0")
 
     def measured(name: str, flag: str) -> float | None:
@@ -207,7 +203,7 @@ def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
 
 
 def job_of_row(row: Mapping[str, str]) -> PlannedJob:
-    """The job of a row: Megatron-DeepSpeed of 2021/22 if zero_stage is a plain 0 or 1, else Megatron-Core."""
+    """Returns the job of a row, run by Megatron-DeepSpeed if zero_stage is 0 or 1, else by Megatron-Core."""
     engine, row = _engine_of(row), _plain_row(row)
     of_deepspeed = row.get("zero_stage") in ("0", "1")
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
@@ -231,7 +227,7 @@ def job_of_row(row: Mapping[str, str]) -> PlannedJob:
 
 
 def row_of_job(job: PlannedJob, gpu: str) -> dict[str, str]:
-    """Columns from which `job_of_row` makes the same job; settings that other columns imply are left out."""
+    """Returns a row that `job_of_row` converts back to `job`, without settings that other columns imply."""
     c = job.config
     row: dict[str, object] = {
         "gpu": gpu, "gpus_per_node": c.gpus_per_node, "nodes": c.nnodes, "n_gpus": c.world_size,
@@ -251,7 +247,7 @@ def row_of_job(job: PlannedJob, gpu: str) -> dict[str, str]:
 
 
 def data_parallel_size(row: Mapping[str, str]) -> int | None:
-    """DP as given in a row, or from its number of GPUs; None if neither is given."""
+    """Returns the DP of a row, given or derived from its number of GPUs; None if both are missing."""
     if row.get("dp"):
         return int(row["dp"])
     whole, rest = divmod(_num_gpus(row), _number(row, "tp") * _number(row, "pp") * (_number(row, "cp") or 1))
@@ -263,22 +259,22 @@ def _num_gpus(row: Mapping[str, str]) -> int:
 
 
 def _number(row: Mapping[str, str], column: str) -> int:
-    """The number in a column; 0 without one."""
+    """Returns the number in a column, or 0 if it is missing or empty."""
     return int(row.get(column) or 0)
 
 
 def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[str]:
-    """Lines on rows from `path` that `read_rows` accepts but that contradict themselves."""
+    """Yields warnings about rows of `path` that `read_rows` accepts but that contradict themselves."""
     tables = (MEASURED_RUNS, PUBLIC_RUNS)
     known = {name for table in tables for name in table.read_text().partition("\n")[0].split(",")}
     known.update(_AS_SETTINGS)
     for name in rows[0]:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if near and name not in known:
-            yield f"{path}, column {name}: is not read; did you mean {near[0]}?"
+            yield f"{path}, column {name}: is ignored; did you mean {near[0]}?"
     for row in rows:
         if row.get("use_mem") == row.get("use_time") == "0":
-            continue  # not used; such rows include a sweep's invalid layouts
+            continue  # unused rows, such as a sweep's invalid layouts
         where = f"{path}, row {row['row_id']}"
         tp, pp, cp, mbs = (_number(row, name) or 1 for name in ("tp", "pp", "cp", "mbs"))
         dp = data_parallel_size(row) or 1
@@ -287,17 +283,17 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
             yield f"{where}: {gpus} GPUs, but tp*pp*cp*dp is {ranks}"
         for name, of in (("tp", "heads"), ("ep", "experts")):
             if (size := _number(row, name)) > 1 and (whole := _number(row, of)) and whole % size:
-                yield f"{where}: {name}={size} does not divide {of}={whole}"
+                yield f"{where}: {name}={size} must divide {of}={whole}"
         if (gbs := _number(row, "gbs")) and gbs < mbs * dp:
             yield f"{where}: gbs={gbs} is less than mbs*dp={mbs * dp}"
 
 
 def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) -> Sequence[int]:
-    """Layers of every stage: by the row's layout, if that is one of as many layers, or the program's rule."""
+    """Layers of each stage: by the row's layout if it has all layers, else by the program's rule."""
     num_layers, pp = config.num_layers, config.pp
     layout = row.get("pipeline_layout") or ""
     if layout.startswith("E") and " " not in layout:
-        # as in Et*3|(tt|)*29m|L: chunk i is of stage i modulo PP
+        # Megatron's layout, such as Et*3|(tt|)*29m|L: chunk i belongs to stage i modulo PP
         text = re.sub(r"\(([^)]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), layout)
         text = re.sub(r"(\w)\*(\d+)", lambda match: match[1] * int(match[2]), text)
         stages = [0] * pp
@@ -310,8 +306,8 @@ def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) ->
         return config.stage_layers
     if balanced or not of_deepspeed:
         return split_layers(num_layers, pp, count_ends=balanced)
-    # DeepSpeed without balanced ends fills stages from the first: 78 layers over 12 are 11*7 + 1.
-    if num_layers < pp:  # one part each, the first one the embedding
+    # DeepSpeed without balanced ends fills the stages in order: 78 layers on 12 stages are 11*7 + 1.
+    if num_layers < pp:  # one item each, the first of them the embedding
         return [0] + [1] * num_layers + [0] * (pp - num_layers - 1)
     most = -(-num_layers // pp)
     return [min(most, max(0, num_layers - most * stage)) for stage in range(pp)]
@@ -324,7 +320,7 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
     tp, pp, mbs, dp = number("tp", 1), number("pp", 1), number("mbs", 1), data_parallel_size(row) or 1
     per_node = number("gpus_per_node", 0) or load_hardware(row["gpu"]).gpus_per_node
     num_gpus, experts = tp * pp * dp * number("cp", 1), number("experts", 0)
-    # from the layout, as a node may be used in part
+    # From the layout, not the `nodes` column: a run may use only part of a node.
     nodes = (-(-num_gpus // per_node), per_node) if num_gpus % per_node == 0 else (1, num_gpus)
     hidden, heads = number("hidden", 1), number("heads", 1)
     settings: dict[str, Any] = {
@@ -339,10 +335,10 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
         "dtype": (row.get("precision") or "bf16").partition("_")[0],
     }  # fmt: skip
     is_cpu = False
-    with suppress(ValueError):  # a device without a profile, which a sweep may record
+    with suppress(ValueError):  # a sweep may record a device without a profile
         is_cpu = load_hardware(row["gpu"]).is_cpu
     if not is_cpu:
-        # runs of other programs, and of versions without other backends
+        # The rows come from other programs or older versions, which had neither Triton loss nor kernels.
         settings |= {"cross_entropy": "megatron"} | ({"expert_backend": _UNFUSED} if experts > 1 else {})
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
@@ -350,7 +346,7 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
 
 
 def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
-    """The row as if this package had run it: without what `Engine` says."""
+    """Returns the row as if this package had run it: without the columns of `Engine`."""
     modules, precision = (row.get("recompute") or "").split(";"), row.get("precision") or ""
     has_engine = (
         any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))

@@ -1,4 +1,4 @@
-"""Predicts memory and time of a job on a device, and whether it fits. Entry point for commands. No torch."""
+"""Predicts memory and time of a job on a device, and whether it fits. No torch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CONSTANTS = PROFILES / "constants.json"
 
 @dataclass(frozen=True)
 class Constants:
-    """All fitted constants, and how far they are to be trusted."""
+    """All fitted constants and their expected errors."""
 
     memory: MemoryConstants  # of the memory formulas
     time: TimeConstants  # of the time formulas
-    memory_error: float  # relative error that nine of ten runs stay within which were left out of the fit
-    time_error: float  # the same of the time
-    hardware: tuple[str, ...]  # devices that the fit had runs of
-    # errors of published runs by kind (`kind_of`), each with constants of other clusters; empty: unknown
+    memory_error: float  # 90th percentile of the relative errors of runs left out of the fit
+    time_error: float  # the same for the time
+    hardware: tuple[str, ...]  # devices of the fitted runs
+    # errors of published runs by kind (`kind_of`), predicted with constants from other clusters
     published: Mapping[str, PublishedError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PublishedError:
-    """Errors of the time of published runs of one kind."""
+    """Mean error of the predicted time over published runs of one kind."""
 
     kind: str  # see `kind_of`
     rows: int  # number of runs
@@ -45,18 +45,17 @@ class PublishedError:
 class Prediction:
     """Memory and time of a job."""
 
-    stages: list[StageMemory]  # memory of a rank of every pipeline stage
-    time: IterationTime  # seconds of an iteration
+    stages: list[StageMemory]  # memory of a rank in each pipeline stage
+    time: IterationTime
     memory_bytes: float  # of the device
-    memory_error: float  # relative error to expect of the memory, see `Constants`
-    time_error: float  # the same of the time
-    # whether the constants were fitted to runs on this device: the errors say nothing about another one
-    is_calibrated: bool
-    published: PublishedError | None = None  # of runs of this kind, where the device is like those of theirs
+    memory_error: float  # expected relative error, see `Constants`
+    time_error: float  # the same for the time
+    is_calibrated: bool  # whether the fit includes runs on this device; if not, the errors do not apply
+    published: PublishedError | None = None  # of runs of this kind on similar devices
 
     @property
     def peak_stage(self) -> int:
-        """The pipeline stage whose ranks need most."""
+        """Pipeline stage whose ranks need the most memory."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].total)
 
     @property
@@ -65,12 +64,12 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> float:
-        """Bytes that the fullest rank needs without what its allocator only caches."""
+        """Bytes that the fullest rank needs, without its allocator's cache."""
         return max(stage.needed for stage in self.stages)
 
     @property
     def margin_bytes(self) -> float:
-        """Rest of the device's memory; below 0: out of memory."""
+        """Remaining memory of the device; negative: out of memory."""
         return self.memory_bytes - self.needed_bytes
 
     @property
@@ -79,19 +78,19 @@ class Prediction:
 
     @property
     def is_close(self) -> bool:
-        """Whether the margin, or what is lacking, is smaller than the error to expect."""
+        """Whether the margin or shortfall is smaller than the expected error."""
         return abs(self.margin_bytes) < self.memory_error * self.peak_bytes
 
 
 @cache
 def load_constants(path: Path = CONSTANTS) -> Constants:
-    """The package's constants, or those of `moe-exp plan calibrate`; a ValueError if it is neither."""
+    """Loads the package's constants, or a profile of `moe-exp plan calibrate`; ValueError if invalid."""
     try:
         content = read_json(path)
         return Constants(
             memory=_filled(MemoryConstants, content["constants"]["memory"]),
             time=_filled(TimeConstants, content["constants"]["time"]),
-            # not a number where it had no rows
+            # 0 for a fit without rows
             memory_error=float(content["fit"]["memory"]["left_out_90_percent_within"]),
             time_error=float(content["fit"]["time"]["left_out_90_percent_within"]),
             hardware=tuple(content["hardware"]),
@@ -101,22 +100,22 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
             },
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        rule = "is no profile that `moe-exp plan calibrate` wrote"
-        raise ValueError(f"PROFILE={path}: {rule}. Fix: write it anew.") from None
+        rule = "must be a profile written by `moe-exp plan calibrate`"
+        raise ValueError(f"PROFILE={path}: {rule}. Fix: run that command again.") from None
 
 
 def _filled(kind: type[Any], values: dict[str, float]) -> Any:
-    # a profile of an older version lacks constants that came later
+    # Profiles of older versions lack newer constants.
     numbers = {of.name: float(values.get(of.name, of.metadata["prior"])) for of in fields(kind)}
     if not values.keys() & numbers.keys():
-        raise ValueError("no constant has a value")
+        raise ValueError("constants are missing")
     if not all(0 < number < float("inf") for number in numbers.values()):
-        raise ValueError("a constant is not more than 0")
+        raise ValueError("constants must be finite and above 0")
     return kind(**numbers)
 
 
 def kind_of(job: PlannedJob, hardware: Hardware) -> str:
-    """Kind of a run, by which published errors are given: `MoE within NVLink, FP8`."""
+    """Returns the kind of a run, such as `MoE within NVLink, FP8`, for which published errors are known."""
     config = job.config
     in_domain = config.ep * config.etp <= hardware.link_domain(config.gpus_per_node)
     model = ("MoE within NVLink" if in_domain else "MoE across nodes") if config.use_moe else "dense"
@@ -125,7 +124,7 @@ def kind_of(job: PlannedJob, hardware: Hardware) -> str:
 
 
 def at_stage(config: Config, seq_len: int) -> Config:
-    """The settings in a stage of DATA_STAGES with longer samples, whose batches have as many tokens."""
+    """Returns the settings in a stage of DATA_STAGES with longer samples, at the same tokens per batch."""
     factor = seq_len // config.seq_len
     if factor <= 1:
         return config
@@ -134,10 +133,11 @@ def at_stage(config: Config, seq_len: int) -> Config:
 
 
 def predict(job: PlannedJob, hardware: Hardware, constants: Constants | None = None) -> Prediction:
-    """Memory and time of a job; with the constants that came with the package if none are given. The memory
-    is that of the stage of DATA_STAGES that needs most, the time that of SEQ_LEN.
+    """Predicts memory and time of a job, by default with the package's constants. Memory is the maximum over
+    DATA_STAGES; the time is for samples of SEQ_LEN.
     """
     constants = constants or load_constants()
+    # Longer samples may need more memory, as a micro-batch has at least one of them.
     longer = {stage.seq_len for stage in job.config.stages} - {job.config.seq_len}
     jobs = [job, *(replace(job, config=at_stage(job.config, seq_len)) for seq_len in longer)]
     memory = [memory_of(one, hardware, constants.memory) for one in jobs]

@@ -1,4 +1,4 @@
-"""Memory, time and cost of one run, for `moe-exp plan` and `moe_exp.plan`. No torch."""
+"""Plan of one run (memory, time, cost) for `moe-exp plan` and `moe_exp.plan`. No torch."""
 
 import io
 import os
@@ -18,14 +18,14 @@ from moe_exp.planner.tables import PlanPrinter, describe_run
 
 @dataclass(frozen=True, repr=False)
 class RunPlan:
-    """A run as the planner predicts it. Printing it shows the tables of `moe-exp plan`."""
+    """Predicted memory, time and cost of a run. Printing it shows the tables of `moe-exp plan`."""
 
     config: Config
     hardware: Hardware
-    prediction: Prediction  # memory of every pipeline stage, and the parts of an iteration's time
+    prediction: Prediction  # memory of each pipeline stage, and the parts of the iteration time
     cost: Cost  # of the complete run
-    goodput: Goodput | None = None  # with the failures given
-    levers: Sequence[Lever] = ()  # what one change of a setting saves
+    goodput: Goodput | None = None  # None without `failures`
+    levers: Sequence[Lever] = ()  # savings from changing one setting
 
     def __repr__(self) -> str:
         stream = io.StringIO()
@@ -33,18 +33,16 @@ class RunPlan:
         return stream.getvalue().rstrip()
 
     def print(self, stream: TextIO) -> None:
-        """Prints the tables of `moe-exp plan`."""
         PlanPrinter(stream).run(self.report, self.prediction, self.cost, self.levers, self.goodput)
 
     @property
     def report(self) -> dict[str, Any]:
-        """All values, as `moe-exp plan --json` prints them."""
+        """All values, in the form of `moe-exp plan --json`."""
         report = describe_run(self.config, self.hardware, self.prediction, self.cost, self.goodput)
         return report | {"levers": [asdict(lever) for lever in self.levers]}
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of the GPU suffices."""
         return not self.prediction.oom
 
     @property
@@ -54,12 +52,12 @@ class RunPlan:
 
     @property
     def seconds_per_iteration(self) -> float:
-        """Time of an iteration at the full batch."""
+        """Iteration time at the full global batch."""
         return self.prediction.time.total
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of the whole run at the full batch."""
+        """Throughput over all GPUs at the full global batch."""
         return speed_of(self.config, self.hardware, self.seconds_per_iteration).tokens_per_second
 
 
@@ -72,9 +70,7 @@ def plan_run(
     price_per_gpu_hour: float | None = None,
     failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:
-    """Predicts a run; arguments as for `cost_of`, and `failures` as for `goodput_of`, if any. ConfigError if
-    the settings cannot run.
-    """
+    """Predicts a run, see `cost_of` and `goodput_of` (`failures`); ConfigError for invalid settings."""
     if problems := list(config.problems()):
         raise ConfigError(problems)
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
@@ -87,12 +83,12 @@ def plan_run(
 
 
 def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:
-    """`flags`, with `gpus` as NNODES and GPUS_PER_NODE."""
+    """Returns `flags` with `gpus` split into NNODES and GPUS_PER_NODE."""
     settings = dict(flags)
     if gpus is not None:
         per_node = settings.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
         if per_node and not str(per_node).isdecimal():
             rule = "must be a whole number of at least 1"
-            raise setting_error("gpus_per_node", per_node, rule, "give GPUS_PER_NODE as a number")
+            raise setting_error("gpus_per_node", per_node, rule, "set GPUS_PER_NODE to a number")
         settings |= world_of(gpus, int(per_node or hardware.gpus_per_node))
     return settings

@@ -1,4 +1,4 @@
-"""Reports of the planner on runs and layouts as plain values, for `--json`, and their tables. No torch."""
+"""The planner's reports on runs and layouts, as values for `--json` and as tables. No torch."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -30,7 +30,7 @@ from moe_exp.planner.search.topology import Candidate, Explanation, Search, layo
 def describe_run(
     config: Config, hardware: Hardware, prediction: Prediction, cost: Cost, goodput: Goodput | None = None
 ) -> dict[str, Any]:
-    """Report on a run: parameters, memory by stage and part, time by part, speed, totals, and goodput."""
+    """Returns the report on a run: parameters, memory by stage and part, time by part, cost, and goodput."""
     count, stage = count_parameters(config), params.most_loaded_rank(config)
     candidate = Candidate(config, prediction)
     return {
@@ -51,7 +51,7 @@ def describe_run(
         "time": _time_report(config, hardware, prediction),
         "cost": asdict(cost) | {"days": cost.days},
         "goodput": asdict(goodput) if goodput else None,
-        "error": {  # relative, to expect
+        "error": {  # expected relative error
             "memory": prediction.memory_error,
             "time": prediction.time_error,
             "is_calibrated": prediction.is_calibrated,
@@ -64,7 +64,7 @@ def describe_run(
 
 
 def _memory_report(prediction: Prediction) -> dict[str, Any]:
-    """Bytes of every stage by part, the stage that needs most, and what is left."""
+    """Returns the bytes of each stage by part, the peak stage, and the margin."""
     return {
         "stages": [asdict(stage) | {"total": stage.total} for stage in prediction.stages],
         "peak_stage": prediction.peak_stage,
@@ -76,7 +76,7 @@ def _memory_report(prediction: Prediction) -> dict[str, Any]:
 
 
 def _time_report(config: Config, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
-    """Seconds of an iteration by part, and the speed that follows."""
+    """Returns the speed, and the seconds of an iteration by part."""
     parts = {"parts": prediction.time.parts(), "bound_by": topology.bound_by(prediction.time)}
     return asdict(speed_of(config, hardware, prediction.time.total)) | parts
 
@@ -101,7 +101,7 @@ def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, 
 
 
 def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, Any]:
-    """The first layouts of a search, and how many there were of which kind."""
+    """Returns the fastest `top` layouts of a search, and how many layouts were tried, fit and rejected."""
     return {
         "gpu": hardware.name,
         "counted_as": counted_as(found.ranked[0].config, hardware) if found.ranked else {},
@@ -117,7 +117,6 @@ def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, An
 
 
 def describe_explanation(explained: Explanation, found: Search, hardware: Hardware) -> dict[str, Any]:
-    """Why a layout is refused, or where it stands."""
     report: dict[str, Any] = {
         "asked": dict(explained.wanted),
         "valid": explained.candidate is not None,
@@ -134,14 +133,14 @@ def describe_explanation(explained: Explanation, found: Search, hardware: Hardwa
 _GIBIBYTE = 2**30
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "cached")
 _WIDE = 140
-_LEFT = "memory of the device beyond what the fullest rank needs, without its allocator's cache"
-# on a narrow terminal; --json has them
+_LEFT = "device memory minus what the fullest rank needs, not counting its allocator's cache"
+# columns omitted on a narrow terminal; --json has them
 _LEFT_OUT = ("layers per stage", "left", "vs best", "TFLOP/s", "bubble", "notes")
 _WORDS = ("layout", "recompute", "layers per stage", "bound by", "notes")
 
 
 class PlanPrinter:
-    """Tables on one stream."""
+    """Prints the planner's tables to a stream."""
 
     def __init__(self, stream: TextIO):
         self._console = table_console(stream, highlight=False)
@@ -159,8 +158,8 @@ class PlanPrinter:
         of_rank = f"{counted(count['most_loaded_rank'])} at most (stage {count['most_loaded_stage']})"
         rows = {
             "parameters": f"{counted(count['total'])}, {counted(count['active_per_token'])} active per token",
-            "parameters of a rank": of_rank,
-            "layers of the stages": short_stages(report["stage_layers"]),
+            "parameters per rank": of_rank,
+            "layers per stage": short_stages(report["stage_layers"]),
             **report["counted_as"],
             "memory": _verdict(prediction),
             "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
@@ -169,7 +168,7 @@ class PlanPrinter:
             "whole run": _whole(cost),
             **(_goodput_rows(goodput) if goodput else {}),
             "checkpoint": bytes_text(report["checkpoint_bytes"]),
-            "batch that fills the pipe": f"{report['filling_batch']:,} samples",
+            "batch to fill the pipeline": f"{report['filling_batch']:,} samples",
             "notes": ", ".join(report["notes"]),
         }
         self._rows(title, rows)
@@ -183,7 +182,7 @@ class PlanPrinter:
         self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
 
     def search(self, found: Search, hardware: Hardware, top: int) -> None:
-        """The fastest layouts, how far runner-ups are, and what was refused."""
+        """Prints the fastest layouts, how close the runner-ups are, and why others were rejected."""
         if found.ranked:
             config = found.ranked[0].config
             count, batch = count_parameters(config), f"GBSZ={config.gbsz}, SEQ_LEN={config.seq_len}"
@@ -194,7 +193,7 @@ class PlanPrinter:
                 self._print(f"{part}: {words}")
             is_narrow = self._console.width < _WIDE
             title = "layouts by time per iteration; = is within 2% of the best"
-            title += "" if is_narrow else ", closer than predictions can distinguish"
+            title += "" if is_narrow else ", too close for predictions to distinguish"
             rows = []
             for place, one in enumerate(found.ranked[:top], start=1):
                 row, of = describe_candidate(one, found, hardware, place), one.prediction
@@ -217,11 +216,11 @@ class PlanPrinter:
             box = SIMPLE if is_narrow else HEAVY_HEAD
             self.table(title, rows[0], (row.values() for row in rows), left=_WORDS, box=box)
             if not is_narrow:
-                self._print(f"left: {_LEFT}, as a share of the device's memory")
+                self._print(f"left: {_LEFT}, as a share of device memory")
         elif found.smallest:
-            self._print(f"nothing fits; the one that needs least: {topology.memory_line(found.smallest)}")
+            self._print(f"nothing fits; least memory: {topology.memory_line(found.smallest)}")
         else:
-            self._console.print("nothing is left; --explain TP=...,PP=... says why for one layout")
+            self._console.print("all layouts were rejected; --explain TP=...,PP=... shows why for one layout")
         tried, fit, near = found.num_tried, len(found.ranked), len(found.runner_ups())
         self._console.print(f"{tried:,} layouts tried, {fit:,} fit, {near} within 2% of the best")
         for reason, number in found.rejected.most_common():
@@ -234,15 +233,15 @@ class PlanPrinter:
         config, write = candidate.config, self._console.print
         write(f"{layout_words(config)}: {_whole(cost)}")
         write(f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}")
-        write(f"  a global batch of {candidate.filling_batch:,} fills the pipe, {config.gbsz:,} is given")
-        write(f"  a checkpoint has {bytes_text(checkpoint_bytes(config))}")
+        write(f"  a global batch of {candidate.filling_batch:,} fills the pipeline; GBSZ is {config.gbsz:,}")
+        write(f"  checkpoint size: {bytes_text(checkpoint_bytes(config))}")
 
     def explanation(self, explained: Explanation, found: Search) -> None:
         asked = ", ".join(f"{name.upper()}={value}" for name, value in explained.wanted.items())
         if explained.candidate is None:
             self._console.print(f"{asked}: rejected")
         elif not explained.fits:
-            self._console.print(f"{asked}: keeps every rule, but is out of memory")
+            self._console.print(f"{asked}: valid, but out of memory")
         for line in explained.problems:
             self._print(f"  {line}")
         if explained.candidate is None:
@@ -251,12 +250,11 @@ class PlanPrinter:
             candidate, config = explained.candidate, explained.candidate.config
             best = found.ranked[0] if found.ranked else candidate
             words = f"{layout_words(config)}, MBSZ={config.mbsz}, RECOMPUTE={config.recompute}"
-            self._print(f"{asked}: at best {words}")
-            place = "slower than all that were ranked"
+            self._print(f"{asked}: fastest layout {words}")
+            place = "slower than all ranked layouts"
             if explained.place <= len(found.ranked):
                 place = f"place {explained.place:,} of {len(found.ranked):,}"
-            slower = f"{candidate.seconds / best.seconds - 1:+.1%}"
-            slower += f" against the best ({layout_words(best.config)})"
+            slower = f"{candidate.seconds / best.seconds - 1:+.1%} vs the best ({layout_words(best.config)})"
             self._console.print(f"  {_seconds(candidate.seconds)} s per iteration, {slower}: {place}")
             for name, seconds in explained.losses.items():
                 if abs(seconds) >= 0.0005 * best.seconds:
@@ -264,7 +262,7 @@ class PlanPrinter:
         self._memory(explained.candidate.prediction)
 
     def calibration(self, calibration: Calibration) -> None:
-        """Fitted constants, and how near predictions come with them."""
+        """Prints the fitted constants and the errors of predictions with them."""
         parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
         rows = []
         for name, fit in parts.items():
@@ -279,14 +277,14 @@ class PlanPrinter:
                 value, prior = getattr(fit.constants, of.name), of.metadata["prior"]
                 constants.append((of.name, f"{value:.4g}", f"{prior:.4g}", of.metadata["meaning"]))
         self.table("constants", ("constant", "value", "expected", "meaning"), constants)
-        # whose measurements should be checked first
+        # The measurements of these rows should be checked first.
         for name, fit in parts.items():
             if worst := sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]:
                 said = ", ".join(f"{row} {error:+.1%}" for row, error in worst)
-                self._console.print(f"furthest off in {name}, left out: {said}")
+                self._console.print(f"largest errors in {name} when left out: {said}")
 
     def hardware(self, profiles: Mapping[str, Mapping[str, Any]]) -> None:
-        """All profiles with the source of every number."""
+        """Prints all profiles with the source of each number."""
         for name, content in profiles.items():
             rows = [
                 (key, _number(entry.get("value", "")), str(entry.get("source", "")))
@@ -296,13 +294,13 @@ class PlanPrinter:
             self.table(name, ("", "value", "source"), rows)
 
     def _memory(self, prediction: Prediction) -> None:
-        """Memory of the stages, and activations of the fullest rank by module, the largest first."""
+        """Prints the memory of the stages, and the activations of the fullest rank, largest first."""
         rows, first = [], 0
 
         def shown(stage: StageMemory) -> list[str]:
             return [f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in _MEMORY_PARTS]
 
-        # one row for stages in a row that show the same numbers
+        # Consecutive stages with the same numbers share a row.
         for sizes, run in groupby(prediction.stages, key=shown):
             last = first + len(members := list(run)) - 1
             name = str(first) if first == last else f"{first}-{last}"
@@ -313,7 +311,7 @@ class PlanPrinter:
         self.table(title, ("stage", *_MEMORY_PARTS, "total", ""), rows, left=())
         self._print(f"left: {_LEFT}")
         stage = prediction.stages[prediction.peak_stage]
-        title = f"activations of a rank of stage {prediction.peak_stage}, GiB"
+        title = f"activations of a rank in stage {prediction.peak_stage}, GiB"
         parts = sorted(stage.activation_parts.items(), key=lambda part: -part[1])
         shares = {
             name: f"{size / _GIBIBYTE:.2f}, {size / stage.activations:.1%}" for name, size in parts if size
@@ -321,7 +319,7 @@ class PlanPrinter:
         self._rows(title, shares | {"total": f"{stage.activations / _GIBIBYTE:.2f}"})
 
     def _levers(self, levers: Sequence[Lever]) -> None:
-        """What changes of one setting save, and those that the rules refuse."""
+        """Prints the savings from changing one setting, and the changes that are invalid."""
         rows = []
         for lever in levers:
             if not lever.problem:
@@ -330,11 +328,11 @@ class PlanPrinter:
                 fits = "" if lever.fits else "out of memory"
                 rows.append((lever.setting, *saved, f"{lever.slower:+.1%}", fits))
         if rows:
-            title = "what one change saves on the fullest rank, GiB (below 0: takes more)"
+            title = "memory saved on the fullest rank, GiB (negative: needs more)"
             self.table(title, ("change", "activations", "memory", "time", ""), rows)
         for lever in levers:
             if lever.problem:
-                self._print(f"{lever.setting} cannot run here: {lever.problem}")
+                self._print(f"{lever.setting} is invalid here: {lever.problem}")
 
     def _rows(self, title: str, rows: Mapping[str, str]) -> None:
         self.table(title, (), [(name, value) for name, value in rows.items() if value])
@@ -348,7 +346,7 @@ class PlanPrinter:
         left: Collection[str] | None = None,
         box: Box = HEAVY_HEAD,
     ) -> None:
-        """Prints a table, without a header if no columns are given. `left`: those aligned left, or all."""
+        """Prints a table, without a header if `columns` is empty. `left`: left-aligned columns; None: all."""
         table = Table(title=title, title_justify="left", show_header=columns != (), box=box)
         for name in columns:
             justify: Literal["left", "right"] = "left" if left is None or name in left else "right"
@@ -359,28 +357,27 @@ class PlanPrinter:
 
 
 def short_stages(stage_layers: Sequence[int]) -> str:
-    """`8 10x9 8` for eight layers, ten stages of nine, and eight."""
+    """Returns a text such as `8 10x9 8`: a stage of 8 layers, ten of 9, and one of 8."""
     runs = [(layers, len(list(run))) for layers, run in groupby(stage_layers)]
     return " ".join(f"{count}x{layers}" if count > 1 else str(layers) for layers, count in runs)
 
 
 def error_words(prediction: Prediction) -> str:
-    """Note on the error to expect of the time."""
-    if not prediction.is_calibrated and (of := prediction.published):
-        return f"({of.rows} published runs of this kind, {of.kind}, were {of.mean_error:.0%} off on average)"
-    if not prediction.is_calibrated:
-        return "(no measured runs of this device in the fit)"
-    return f"(nine of ten runs left out of the fit were within {prediction.time_error:.0%})"
+    if prediction.is_calibrated:
+        return f"(nine of ten runs left out of the fit were within {prediction.time_error:.0%})"
+    if of := prediction.published:
+        return f"(mean error over {of.rows} published runs of this kind, {of.kind}: {of.mean_error:.0%})"
+    return "(the fit includes no runs on this device)"
 
 
 def _goodput_rows(of: Goodput) -> dict[str, str]:
-    days = f"{of.wall_seconds / 86400:.3g} days of wall time" if of.wall_seconds else "it never finishes"
-    intervals = f"SAVE_INTERVAL={of.best_iterations} (Daly; {of.young_iterations} by Young)"
-    assumed = f"a failure every {of.mtbf_hours:.3g} hours, a save of {of.save_seconds:.3g} s,"
+    days = f"{of.wall_seconds / 86400:.3g} days of wall time" if of.wall_seconds else "the run never finishes"
+    intervals = f"SAVE_INTERVAL={of.best_iterations} (Daly; Young: {of.young_iterations})"
+    assumed = f"a failure every {of.mtbf_hours:.3g} hours, {of.save_seconds:.3g} s per save,"
     assumed += f" {of.restart_seconds / 60:.3g} min from a failure to the next iteration,"
     return {
         "goodput": f"{of.goodput:.1%} training: {days}; {of.best_goodput:.1%} with {intervals}",
-        "which assumes": f"{assumed} {of.evaluation_share:.2%} more for evaluation",
+        "goodput assumes": f"{assumed} {of.evaluation_share:.2%} extra for evaluation",
     }
 
 
@@ -390,9 +387,8 @@ def _verdict(prediction: Prediction) -> str:
     of = f"{needed:.1f} of {device:.1f} GiB on stage {prediction.peak_stage}"
     words = f"fits, {of} without cache, {margin:.1f} left"
     if prediction.oom:
-        words = f"OUT OF MEMORY, {of}, {-margin:.1f} too many"
-    sure = f", closer than the error to expect ({prediction.memory_error:.0%})" if prediction.is_close else ""
-    return words + sure
+        words = f"OUT OF MEMORY, {of}, {-margin:.1f} too much"
+    return words + (f", within the expected error ({prediction.memory_error:.0%})" * prediction.is_close)
 
 
 def _whole(cost: Cost) -> str:
@@ -416,5 +412,5 @@ def _number(value: object) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits, or all before the point."""
+    """Formats a number with three digits, or without decimals from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

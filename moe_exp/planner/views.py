@@ -1,7 +1,7 @@
-"""Views of a plan: one iteration in time, by stage, and the published runs that are most like it. No torch.
+"""Views of a plan: the timeline of an iteration by stage, and the most similar published runs. No torch.
 
-The schedules are Megatron-Core's: 1F1B, and the interleaved one with VPP model chunks per rank (Narayanan et
-al. 2021, arXiv:2104.04473, section 2.2). Durations are the planner's. matplotlib only inside functions.
+The schedules are Megatron-Core's: 1F1B, and the interleaved schedule with VPP model chunks per rank
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). matplotlib is imported inside functions.
 """
 
 import csv
@@ -34,23 +34,22 @@ class Event:
     chunk: int
     start: float  # seconds from the start of the iteration
     end: float
-    exchange: float  # seconds of it in which tokens are exchanged with their experts
+    exchange: float  # seconds of it spent on token dispatch and combine
 
 
 @dataclass(frozen=True)
 class Timeline:
     events: list[Event]
     num_stages: int
-    after: float  # seconds after the last pass: gradients and weights of data parallel ranks, optimizer
+    after: float  # seconds after the last pass: data-parallel communication and optimizer
 
     @property
     def passes_end(self) -> float:
-        """Seconds until the last stage is done."""
         return max(event.end for event in self.events)
 
 
 def timeline(job: PlannedJob, hardware: Hardware, constants: TimeConstants, most: int = 64) -> Timeline:
-    """The schedule of an iteration, of at most `most` micro-batches."""
+    """Returns the timeline of an iteration with at most `most` micro-batches."""
     passes = stage_passes(job, hardware, constants)
     time = time_of(job, hardware, constants)
     count = min(job.num_microbatches, max(most // job.config.pp * job.config.pp, job.config.pp))
@@ -59,10 +58,10 @@ def timeline(job: PlannedJob, hardware: Hardware, constants: TimeConstants, most
 
 
 def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Event]:
-    """Runs every stage's order of passes, each as soon as its input is there."""
+    """Simulates all stages: each pass starts as soon as its stage is free and its input is ready."""
     stages = len(passes)
     orders = [list(_order(stage, stages, count, chunks)) for stage in range(stages)]
-    done: dict[PassKey, float] = {}  # to its end
+    done: dict[PassKey, float] = {}  # end of each pass
     free, places = [0.0] * stages, [0] * stages
     events: list[Event] = []
     while any(place < len(order) for place, order in zip(places, orders, strict=True)):
@@ -70,8 +69,8 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
         for stage, order in enumerate(orders):
             while places[stage] < len(order):
                 kind, chunk, microbatch = order[places[stage]]
-                # the pass whose result this one takes in; none for the first. Backward begins on the last
-                # stage with its own forward pass.
+                # The pass whose result this one needs. The first forward pass needs none; the first backward
+                # pass needs the forward pass of the same (last) stage.
                 at = chunk * stages + stage + (-1 if kind == "forward" else 1)
                 needed: PassKey | None = (at % stages, kind, at // stages, microbatch) if at >= 0 else None
                 if at == chunks * stages:
@@ -85,13 +84,14 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
                 free[stage] = done[stage, kind, chunk, microbatch] = start + seconds
                 events.append(Event(stage, kind, microbatch, chunk, start, free[stage], share / chunks))
                 places[stage] += 1
-        assert len(events) > before, "a schedule that waits for itself"
+        assert len(events) > before, "deadlock in the schedule"
     return events
 
 
 def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[Kind, int, int]]:
-    """(kind, chunk, micro-batch) in the order of a stage: warm-up, one forward and one backward, the rest."""
+    """Yields (kind, chunk, micro-batch) of a stage in order: warm-up, 1F1B, remaining backward passes."""
     total, group = count * chunks, stages * chunks
+    # Megatron's number of warm-up passes, see `memory.micro_batches_in_flight`
     ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
     ahead = min(ahead, total)
 
@@ -109,7 +109,7 @@ def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[K
 
 
 def as_text(of: Timeline, width: int = 100) -> Iterator[str]:
-    """A line per stage: digits are micro-batches in their forward pass, letters in their backward pass."""
+    """Yields a line per stage, with digits for forward and letters for backward passes, and a legend."""
     end = of.passes_end + of.after
     for stage in range(of.num_stages):
         line, events = ["."] * width, [event for event in of.events if event.stage == stage]
@@ -125,7 +125,7 @@ def as_text(of: Timeline, width: int = 100) -> Iterator[str]:
 
 
 def as_svg(of: Timeline) -> str:
-    """A picture: a row per stage, exchange of tokens as a part of every pass."""
+    """Draws the timeline with a row per stage; the token exchange is shown within each pass."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -151,7 +151,7 @@ def as_svg(of: Timeline) -> str:
     return text.getvalue()
 
 
-# Settings whose ratio counts, by weight: twice as many experts are as far as half as many.
+# Weight of each setting in the distance, which uses |log2| of the ratio: twice and half are equally far.
 _RATIOS = {
     "hidden_size": 2.0, "num_layers": 1.0, "num_experts": 1.0, "topk": 1.0, "expert_ffn_size": 1.0, "tp": 0.7,
     "pp": 0.5, "ep": 0.7, "cp": 0.7, "mbsz": 0.5, "seq_len": 0.5, "world_size": 0.2,
@@ -165,26 +165,23 @@ class Neighbor:
     row: Mapping[str, str]  # of profiles/public_runs.csv
     job: PlannedJob
     hardware: Hardware
-    distance: float  # from the job: sum of weighted logarithms of ratios, and of what differs in kind
+    distance: float  # from the planned run: weighted log ratios, plus penalties for differences in kind
     seconds: float  # per iteration, measured
     planned_seconds: float
 
     @property
     def dispatcher(self) -> str:
-        """Its token dispatcher; empty: dense."""
+        """Token dispatcher; empty for a dense model."""
         return self.row["dispatcher"] or ("alltoall" if self.job.config.use_moe else "")
 
     @property
     def source(self) -> str:
-        """Repository and path."""
         return f"{self.row['repo']} {self.row['path']}"
 
 
 def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count: int) -> list[Neighbor]:
-    """The `count` published runs nearest to these settings on this device, the nearest first.
-
-    Of a run that was published several times the newest one is taken.
-    """
+    """Returns the `count` published runs nearest to these settings and this device, nearest first."""
+    # Rows are sorted by date and keyed by everything that matters, so newer publications replace older ones.
     found: dict[tuple[object, ...], Neighbor] = {}
     mine = [getattr(config, name) for name in _RATIOS]
     rows = csv.DictReader(PUBLIC_RUNS.read_text(encoding="utf-8").splitlines())

@@ -1,1 +1,1 @@
-"""Many runs, one table."""
+"""Studies of several runs with one result table: sweep, comparison, ladder, muP."""

@@ -1,6 +1,6 @@
-"""A study's cases: `moe-exp train` runs that another command starts, here or each as a SLURM job with one
-launcher per node, and why one failed. SLURM jobs outlive the command: repeating it collects their results.
-No torch.
+"""Runs of a study: starts `moe-exp train` per case, on this node or as SLURM jobs, and explains failures.
+
+SLURM jobs outlive the command; repeating it collects their results. No torch.
 """
 
 import logging
@@ -40,11 +40,11 @@ from moe_exp.runs.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 10.0
-_PATIENCE_SECONDS = 900.0  # with a SLURM that does not answer
+_PATIENCE_SECONDS = 900.0  # with a squeue that does not answer
 _END_SECONDS = 60.0
 _SAVE_SECONDS = 600.0  # enough to finish an iteration and write a checkpoint
 
-# For runs that are only measured: full global batch from the start, and no output but metrics.
+# Settings of runs that are only measured: full global batch from the start, and no output except metrics.
 MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured is not KEPT}
 
 
@@ -52,12 +52,12 @@ MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured
 class Case:
     """One run of a study."""
 
-    name: str  # of its folder and its log
-    flags: Mapping[str, Any]  # all settings that are not defaults, as `moe-exp train` takes them
+    name: str  # of its folder and log
+    flags: Mapping[str, Any]  # all settings that are not defaults, as options of `moe-exp train`
     config: Config  # the resulting configuration
-    log: Path  # file with the output of its launcher
-    variant: str = ""  # name of its model, in a comparison or a ladder
-    problems: tuple[str, ...] = ()  # why it cannot run; found only in a sweep, whose other cases still run
+    log: Path  # output of its launcher
+    variant: str = ""  # name of its model in a comparison or ladder
+    problems: tuple[str, ...] = ()  # why it cannot run (only in a sweep, whose other cases still run)
 
     @property
     def folder(self) -> RunFolder:
@@ -72,14 +72,14 @@ _NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 def numbers_in(texts: Mapping[str, str | None]) -> dict[str, Any]:
-    """Values of options that are numbers, None for those not given; ConfigError for all invalid ones."""
+    """Parses the options that are numbers; None stays None. ConfigError lists all invalid ones."""
     values, problems = {}, []
     for name, text in texts.items():
         parse, what = _NUMBERS[name]
         try:
             values[name] = None if text is None else parse(text)
         except ValueError:
-            problems.append(problem(name, text, f"must be {what}", f"give {what}, or leave --{name} out"))
+            problems.append(problem(name, text, f"must be {what}", f"correct or omit --{name}"))
     if problems:
         raise ConfigError(problems)
     return values
@@ -88,8 +88,8 @@ def numbers_in(texts: Mapping[str, str | None]) -> dict[str, Any]:
 def given_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str], nodes: Nodes | None = None
 ) -> dict[str, Any]:
-    """Settings of `environ` and `flags`, with VOCAB_SIZE by the data, and PRESET fixed as on this machine, or
-    all that depends on the devices as on `nodes`. ConfigError for bad values.
+    """Returns the settings in `environ` and `flags`, with VOCAB_SIZE from the data and the PRESET of this
+    machine, or all device-dependent defaults for `nodes`. ConfigError for invalid values.
     """
     given = given_values(flags, environ)
     given = fixed_for(nodes, given) if nodes else given
@@ -102,26 +102,26 @@ def train_command(flags: Mapping[str, Any]) -> list[str]:
 
 
 def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
-    """The environment without run settings, which are passed as flags, and without `also_without`."""
+    """Returns the environment without run settings, which are passed as flags, and without `also_without`."""
     ours = {name.upper() for name in (*Config.model_fields, *also_without)}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Creates `folder` and locks it for the block; ValueError, naming `name`, if another process holds it."""
+    """Creates `folder` and locks it during the block; ValueError about `name` if another process uses it."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
             yield
     except Timeout:
-        rule, fix = f"another {what} is writing {folder}", "wait for it, or give another name"
+        rule, fix = f"another {what} is writing to {folder}", "wait for it to end, or use another name"
         raise ValueError(f"{name}: {rule}. Fix: {fix}.") from None
 
 
 @contextmanager
 def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> Iterator[None]:
-    """Same as `held`; SIGTERM and SIGHUP raise KeyboardInterrupt, too, and a line says how to continue."""
+    """Extends `held`: SIGTERM and SIGHUP raise KeyboardInterrupt, and a line explains how to resume."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -131,19 +131,19 @@ def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> I
             yield
         except KeyboardInterrupt:
             jobs = "; its SLURM jobs continue" if executor == "slurm" else ""
-            print(f"stopped{jobs}: the same command continues with what is left", flush=True)
+            print(f"stopped{jobs}. Repeat the command to resume.", flush=True)
             raise
 
 
 def wait_until_free(folder: RunFolder) -> None:
-    """Waits for processes of a killed command to release a run folder; ValueError if they do not."""
+    """Waits until the processes of a killed command release a run folder; ValueError if they do not."""
     if not folder.lock.exists():
         return
     try:
         with FileLock(folder.lock, timeout=_END_SECONDS):
             pass
     except Timeout:
-        rule = "another run is writing it. Fix: wait for its end, or end it"
+        rule = "another run is writing to it. Fix: wait for it to end, or terminate it"
         raise ValueError(f"{folder.path}: {rule}.") from None
 
 
@@ -151,17 +151,18 @@ def run_to_end(
     flags: Mapping[str, Any], log: Path, *, timeout: float | None, environ: Mapping[str, str],
     saving: bool = False,
 ) -> int | None:  # fmt: skip
-    """Runs a launcher until it ends, or for `timeout` seconds; returns its exit code, None after a timeout.
-    Appends its output to `log`. An exception in here, such as Ctrl-C, ends the run; `saving` lets it save a
-    checkpoint first, and a second Ctrl-C kills it.
+    """Runs a launcher, appends its output to `log`, and returns its exit code; None after `timeout` seconds.
+
+    A timeout or an exception such as Ctrl-C kills the run. With `saving`, it may first save a checkpoint; a
+    second Ctrl-C kills it immediately.
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
     launcher, received = None, list[int]()
     try:
-        # Ctrl-C only afterwards: the process that is being started would be lost. It gets its own session,
-        # which signals of the terminal do not reach. If we are killed, the kernel ends the launcher, and the
-        # elastic agent then ends the ranks.
+        # Ctrl-C is deferred until Popen returns, since it would lose the new process. The launcher gets its
+        # own session, which receives no signals from the terminal. If we are killed, the kernel terminates
+        # the launcher, whose elastic agent terminates the ranks.
         later = signals_handled(lambda number, _: received.append(number), signals=(signal.SIGINT,))
         with log.open("ab") as file, later:
             end_with_us = partial(end_with_parent, signal.SIGTERM if saving else signal.SIGKILL)
@@ -175,7 +176,7 @@ def run_to_end(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # nested, so that a second Ctrl-C during the wait still kills
+        # Nested, so that a second Ctrl-C during the wait still kills the launcher.
         try:
             if saving and launcher is not None and launcher.poll() is None:
                 launcher.terminate()
@@ -187,7 +188,7 @@ def run_to_end(
 
 
 def records_after(folder: RunFolder, iteration: int) -> list[dict[str, Any]]:
-    """A run's train records of the iterations after `iteration`, its warm-up."""
+    """Reads a run's train records after `iteration`, the end of the warm-up."""
     records = read_metrics(folder.metrics) if folder.metrics.exists() else []
     return [one for one in records if one["kind"] == "train" and one["iteration"] > iteration]
 
@@ -197,7 +198,7 @@ def median_seconds(records: Iterable[Mapping[str, Any]]) -> float:
 
 
 def clear(case: Case) -> None:
-    """Removes what an earlier attempt left; ValueError if its processes still run."""
+    """Removes the folder and log of an earlier attempt; ValueError if its processes are still running."""
     wait_until_free(case.folder)
     if case.folder.path.exists():
         shutil.rmtree(case.folder.path)
@@ -205,11 +206,12 @@ def clear(case: Case) -> None:
 
 
 def _kill(launcher: subprocess.Popen[bytes]) -> None:
-    """Kills a launcher and its descendants and waits; stops parents first, so that none starts another."""
+    """Kills a launcher and its descendants, and waits for their end."""
     pids, level = [launcher.pid], [launcher.pid]
+    # Stop each generation before listing its children, so that it cannot start more.
     while level:
         for pid in level:
-            send_signal(pid, signal.SIGSTOP)  # so that it starts no more children
+            send_signal(pid, signal.SIGSTOP)
         level = [child for pid in level for child in children_of(pid)]
         pids += level
     for pid in pids:
@@ -226,11 +228,11 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     stat = Path(f"/proc/{pid}/stat")
-    # In a container without an init process, dead orphans stay zombies.
+    # In a container without an init process, dead orphans remain zombies.
     return not stat.exists() or stat.read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
 
 
-# As SLURM jobs.
+# SLURM jobs
 
 
 @dataclass(frozen=True)
@@ -248,19 +250,18 @@ def run_jobs(
     options: JobOptions,
     prepare: Callable[[Case], None] = lambda case: None,
 ) -> Iterator[tuple[Case, int | None]]:
-    """Submits all cases without a job from an earlier call, and yields them as their jobs end, each with the
-    exit code of its launchers: None if the job ended without one.
+    """Submits all `cases` (by job name) without a job from an earlier call, and yields them as their jobs
+    end, with the exit code of the launchers, or None if the job ended without one.
 
     Args:
-        cases: by name of their jobs.
-        jobs: folder of NAME.sh, the script, NAME.id, the job id, and NAME.code, the exit code.
+        jobs: folder of NAME.sh (script), NAME.id (job id) and NAME.code (exit code).
         prepare: called before a case is submitted.
 
     Raises:
-        ValueError: sbatch is missing, or refuses.
+        ValueError: if sbatch is missing or fails.
     """
-    missing = "EXECUTOR=slurm: there is no sbatch here. Fix: call it on a login node, or set EXECUTOR=local."
-    fix = f"change SBATCH={shlex.join(options.sbatch)}, or what it names"
+    missing = "EXECUTOR=slurm: sbatch not found. Fix: run on a login node, or set EXECUTOR=local."
+    fix = f"correct the options SBATCH={shlex.join(options.sbatch)}"
     waiting = {}
     for name, case in cases.items():
         script, job, code = (jobs / f"{name}.{suffix}" for suffix in ("sh", "id", "code"))
@@ -268,22 +269,22 @@ def run_jobs(
             prepare(case)
             for path in (script, case.log):
                 path.parent.mkdir(parents=True, exist_ok=True)
-            code.unlink(missing_ok=True)  # of an earlier job, whose id a killed command had removed
+            code.unlink(missing_ok=True)  # left by a command that was killed after it removed the job id
             write_atomically(script, batch_script(name, case, jobs, options))
             write_atomically(job, sbatch(["sbatch", "--parsable", str(script)], missing, fix))
         waiting[name] = job.read_text()
     for name in ended_jobs(waiting):
         code = jobs / f"{name}.code"
         yield cases[name], int(code.read_text()) if code.exists() else None
-        # only now, when the caller has kept the result: a command that is killed before asks again
+        # Only now, after the caller has saved the result, so that a killed command finds the job again.
         (jobs / f"{name}.id").unlink(missing_ok=True)
         code.unlink(missing_ok=True)
 
 
 def batch_script(name: str, case: Case, jobs: Path, options: JobOptions) -> str:
-    """The sbatch script: environment, first node as master, a launcher per node, exit code in a file."""
+    """Returns the sbatch script, which runs a launcher per node and writes the exit code to a file."""
     num_nodes = case.config.nnodes
-    # derived from the job id, as jobs may share a node; a single node takes a free one
+    # Derived from the job id, as jobs may share a node; 0 chooses a free port, which works on a single node.
     port = "$((20000 + SLURM_JOB_ID % 10000))" if num_nodes > 1 else "0"
     by_job = ("node_rank", "master_addr", "master_port")
     launcher = shlex.join(train_command({key: case.flags[key] for key in case.flags if key not in by_job}))
@@ -295,7 +296,7 @@ def batch_script(name: str, case: Case, jobs: Path, options: JobOptions) -> str:
         **({"gpus-per-node": case.config.gpus_per_node} if options.on_gpus and not asks_for_gpus else {}),
         "mem": 0,
     }  # fmt: skip
-    # Whole nodes: by default a task has one core, and other jobs take time.
+    # Whole nodes: by default a task gets one core, and other jobs on the node would distort the time.
     own = [*(f"--{key}={value}" for key, value in settings.items()), "--exclusive"]
     code = shlex.quote(str((jobs / f"{name}.code").resolve()))
     srun = f"srun --nodes={num_nodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1"
@@ -307,13 +308,13 @@ def batch_script(name: str, case: Case, jobs: Path, options: JobOptions) -> str:
         f'MASTER_PORT="{port}"',
         "export MASTER_ADDR MASTER_PORT",
         f"{srun} bash -c {shlex.quote('exec ' + launcher)}",
-        f"echo $? >{code}.partial && mv {code}.partial {code}",  # whole, or not there
+        f"echo $? >{code}.partial && mv {code}.partial {code}",  # atomic
     ]
     return "\n".join([*lines, ""])
 
 
 def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
-    """Yields cases as their jobs end, from case to job id; ValueError if squeue does not answer for long."""
+    """Yields the names in `waiting` (name to job id) as jobs end; ValueError if squeue keeps failing."""
     left, answered = dict(waiting), time.monotonic()
     while left:
         try:
@@ -321,7 +322,7 @@ def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
         except ValueError as error:
             if time.monotonic() - answered > _PATIENCE_SECONDS:
                 raise
-            logger.warning("%s It is asked again.", error)
+            logger.warning("%s Retrying.", error)
             there = set(left.values())
         for name in [name for name, job in left.items() if job not in there]:
             del left[name]
@@ -330,26 +331,26 @@ def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
             time.sleep(POLL_SECONDS)
 
 
-# Why a run failed.
+# Failures
 
-# Messages of torch's allocators, C++, Python and SLURM.
+# Out-of-memory messages of PyTorch's allocators, C++, Python and SLURM.
 _OOM = re.compile(
     r"OutOfMemoryError|out of memory|DefaultCPUAllocator: (can't|not enough)|cannot allocate"
     r" memory|\bMemoryError\b|std::bad_alloc|oom[-_]kill",
     re.IGNORECASE,
 )
-# torchrun's message if the kernel killed the first rank that ended.
+# torchrun's message if the first rank to end was killed, for instance by the kernel.
 _KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
 _SIGNAL = re.compile(r"Signal \d+ \(SIG\w+\) received by PID")
 _ERROR = re.compile(
     r"^\s*(\[rank\d+\]:\s*)?([\w.]+(Error|Exception|Interrupt)\b.*|(srun|slurmstepd): error:.*|Fatal Python"
     r" error.*)"
 )
-LONGEST = 300  # characters of a reason
+LONGEST = 300  # maximum length of a reason (characters)
 
 
 def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"], str]:
-    """Whether a failed run ran out of memory, and the most useful line of its log."""
+    """Returns whether a failed run ran out of memory, and the most useful line of its log."""
     status: Literal["failed", "oom"] = "failed"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason, by_rank = _most_useful(lines), _by_rank(lines)
@@ -357,29 +358,29 @@ def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"]
     if out_of_memory := [line for line in lines if _OOM.search(line)]:
         status, reason = "oom", _most_useful(out_of_memory)
     elif not by_rank and (hung := [line for line in lines if line.startswith("moe-exp: the run hangs: ")]):
-        reason = hung[-1]  # the launcher has killed these ranks
+        reason = hung[-1]  # the launcher killed the ranks, so "Signal 9" doesn't mean out of memory here
     elif not by_rank and (killed or code in (137, -9)):
-        # The kernel kills when memory is short. If a rank has reported an error, torchrun killed the others.
+        # Probably the kernel's OOM killer; but if a rank has reported an error, torchrun killed the others.
         said = killed or reason
-        status, reason = "oom", f"a process was killed, as the kernel does when memory is short: {said}"
-    reason = reason or f"exit code {code}, and nothing was printed"
+        status, reason = "oom", f"a process was killed, probably by the kernel for lack of memory: {said}"
+    reason = reason or f"exit code {code} without any output"
     return status, re.sub(r"^(moe-exp: |traceback\s*: )", "", reason)[:LONGEST]
 
 
 def _by_rank(lines: Sequence[str]) -> list[str]:
-    """Errors that ranks report as their own."""
+    """Returns the errors that ranks report, except those caused by another rank."""
     named = [line for line in lines if re.match(r"moe-exp: rank \d+ on .* failed: ", line)]
     return [line for line in named if not any(text in line for text in CAUSED_BY_ANOTHER)]
 
 
 def _root_cause(lines: Sequence[str]) -> Sequence[str]:
-    """torchrun's report on the rank that ended first; it ends the others by SIGTERM, then SIGKILL."""
+    """Returns torchrun's report on the first rank to fail; torchrun itself terminates the others."""
     head = "Root Cause (first observed failure)"
     return lines[next((number for number, line in enumerate(lines) if line.startswith(head)), 0) :]
 
 
 def _most_useful(lines: Sequence[str]) -> str:
-    """First of: error by rank, signal that ended one, our own message, last error, last line."""
+    """Returns the first available of: rank's error, fatal signal, our last message, last error, last line."""
     signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
     of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
     ours = [line for line in lines if of_ours.match(line)]

@@ -1,5 +1,5 @@
-"""Models of other sizes for `moe-exp mup`, slopes over their sizes, and the best learning rate of each.
-No torch: the command passes the function that trains.
+"""Scaled models for `moe-exp mup`, the growth of their outputs with size, and their best learning rates. No
+torch: the command passes the training function.
 """
 
 import itertools
@@ -27,21 +27,20 @@ _WITH_WIDTH = (
 
 
 def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
-    """`base` with another HIDDEN_SIZE, and in proportion to it the number of heads and the widths of dense
-    MLPs and experts; with another NUM_EXPERTS, unless 0; with experts split into `granularity` parts, of
-    which a token gets as many times more. ConfigError for a size that is no whole number, or that cannot run.
+    """Returns `base` with another HIDDEN_SIZE, to which heads and MLP widths are proportional; NUM_EXPERTS,
+    unless 0; and experts split into `granularity` parts, which multiplies TOPK. ConfigError if impossible.
     """
     ratio = Fraction(width, base.hidden_size)
     sizes = {name: getattr(base, name) * ratio for name in _WITH_WIDTH}
     sizes["moe_ffn_hidden_size"] = base.expert_ffn_size * ratio / granularity
     for name, size in sizes.items():
         if size.denominator != 1:
-            rule = f"in proportion to HIDDEN_SIZE={width} it is {size}, no whole number"
-            raise ConfigError([problem(name, getattr(base, name), rule, "give other widths")])
+            rule = f"must remain a whole number, but is {size} at HIDDEN_SIZE={width}"
+            raise ConfigError([problem(name, getattr(base, name), rule, "choose other widths")])
     changes: dict[str, Any] = {name: int(size) for name, size in sizes.items()}
     changes |= {"hidden_size": width, "head_dim": base.kv_channels, "topk": base.topk * granularity}
     changes["num_experts"] = (num_experts or base.num_experts) * granularity
-    # What the settings say of their base, or the model that they describe.
+    # The base model of muP is the one given in the settings, else `base` itself.
     changes["mup_base_hidden_size"] = base_width = base.mup_base_hidden_size or base.hidden_size
     in_proportion = base.expert_ffn_size * base_width // base.hidden_size
     changes["mup_base_moe_ffn_hidden_size"] = base.mup_base_moe_ffn_hidden_size or in_proportion
@@ -55,21 +54,19 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
 def models_of_axes(
     base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
 ) -> dict[str, dict[int, Config]]:
-    """Models by size along each axis: width, experts, and parts of an expert (granularity), the last
-    two at the first width. ConfigError if there is nothing to compare.
-    """
+    """Returns models by size along each axis; ConfigError if there is only one model."""
     if base.world_size > 1:
-        rule, fix = "models are trained by one rank", "set GPUS_PER_NODE=1, NNODES=1"
+        rule, fix = "models are trained on one rank", "set GPUS_PER_NODE=1 and NNODES=1"
         raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
     axes = {
         "width": {width: resized(base, width=width) for width in widths},
+        # The other axes use the first width, so that each axis varies one size only.
         "experts": {number: resized(base, width=widths[0], num_experts=number) for number in experts},
         "granularity": {number: resized(base, width=widths[0], granularity=number) for number in parts},
     }
     axes = {axis: models for axis, models in axes.items() if len(models) > 1}
     if not axes:
-        rule = "there is one model, and nothing to compare it with"
-        fix = "give two widths or more, or --experts"
+        rule, fix = "a comparison requires at least two models", "set at least two widths, or --experts"
         raise ConfigError([problem("widths", ",".join(map(str, widths)), rule, fix)])
     return axes
 
@@ -79,22 +76,23 @@ def models_of_axes(
 
 @dataclass(frozen=True)
 class Growth:
-    """Dependence of a part's outputs on a size of the model: slopes of log2 outputs over log2 size."""
+    """Growth of a part's outputs with the model's size, as slopes of log2(output) over log2(size)."""
 
     part: str
-    initial: float  # of the outputs' mean absolute value before training
-    change: float  # of the mean absolute change by training
+    initial: float  # slope of the outputs' mean absolute value before training
+    change: float  # slope of their mean absolute change during training
 
     @property
     def is_flat(self) -> bool:
-        # the output layer's initial weights fall with the width by n^-1, not n^(-1/2), and its outputs may
+        # The output layer's initial weights shrink with the width by n^-1, not n^(-1/2), so its initial
+        # outputs may shrink as well.
         initial = max(0.0, self.initial) if self.part == "output layer" else self.initial
         return max(abs(initial), abs(self.change)) <= LARGEST_SLOPE
 
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
-    """Slopes over the sizes of `measured`, which has coordinates by step and part for several seeds each; the
-    change is that after the last step.
+    """Returns the slopes over the sizes in `measured`, which maps a size to runs with different seeds, each
+    with (mean output, mean change) by step and part. The change is taken at the last step.
     """
     sizes, found = np.log2(list(measured)), []
 
@@ -113,11 +111,11 @@ def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, f
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best learning rate of one model."""
+    """The best learning rate of a model."""
 
     name: str  # of the model
-    log2_rates: tuple[float, ...]  # log2 of the best learning rate, one per seed
-    at_edge: bool  # it is the smallest or largest one tried, so it may lie outside
+    log2_rates: tuple[float, ...]  # log2 of the best learning rate for each seed
+    at_edge: bool  # whether it is the smallest or largest tried, so the true optimum may be outside
 
     @property
     def rate(self) -> float:
@@ -125,14 +123,12 @@ class Optimum:
 
     @property
     def factor(self) -> float:
-        """One standard deviation over seeds, as a factor."""
+        """Standard deviation over seeds, as a factor."""
         return float(2 ** stdev(self.log2_rates)) if len(self.log2_rates) > 1 else 1.0
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
-    """log2 of the best learning rate, and whether it is at the edge: the lowest point of the parabola through
-    the lowest loss and its two neighbours over log2 of the rate.
-    """
+    """Returns log2 of the best rate by a parabola, and whether it is at the edge of `rates`."""
     logs = np.log2(rates)
     place = int(np.argmin(losses))
     if place in (0, len(rates) - 1):
@@ -141,19 +137,20 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
     fall, rise = (losses[place] - losses[place - 1]) / below, (losses[place + 1] - losses[place]) / above
     if not (math.isfinite(rise) and math.isfinite(fall)) or rise <= fall:
         return float(logs[place]), False
-    # zero of the derivative, which goes from `fall` to `rise` between the middles of the two intervals
+    # Minimum of the parabola through the lowest loss and its neighbors: its derivative goes linearly from
+    # `fall` to `rise` between the midpoints of the two intervals.
     share = -fall / (rise - fall)
     return float(logs[place] - below / 2 + share * (below + above) / 2), False
 
 
 def optimum(name: str, rates: Sequence[float], losses_by_seed: Sequence[Sequence[float]]) -> Optimum:
-    """The best learning rate of one model; `losses_by_seed`: a loss for each rate, inf where it diverged."""
+    """Returns the best learning rate of a model. `losses_by_seed`: a loss for each rate; inf if diverged."""
     found = [best_rate(rates, losses) for losses in losses_by_seed]
     return Optimum(name, tuple(log for log, _ in found), any(at_edge for _, at_edge in found))
 
 
 def moved(optima: Sequence[Optimum]) -> float:
-    """Factor between the largest and the smallest of the best learning rates."""
+    """Returns the ratio of the largest to the smallest of the best learning rates."""
     rates = [one.rate for one in optima]
     return max(rates) / min(rates)
 
@@ -164,7 +161,6 @@ def seeds(config: Config, repeats: int) -> Iterator[Config]:
 
 
 def run_key(config: Config, rate: float, seed: int) -> str:
-    """The name of a run in losses.json."""
     experts = f"{config.num_experts} experts of {config.expert_ffn_size}, top-{config.topk}"
     return f"width {config.hidden_size}, {experts}, LR {rate:.6g}, seed {seed}"
 
@@ -173,9 +169,10 @@ def losses_of(
     models: Sequence[Config], rates: Sequence[float], repeats: int, folder: Path,
     train: Callable[[Config], float], num_workers: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Losses by `run_key`, of every model with every rate and seed; inf if one diverged. `train` is called in
-    other processes. Runs whose losses folder/losses.json has are not run again; ConfigError if it has those
-    of other models.
+    """Trains each model with each rate and seed, and returns the losses by `run_key`; inf if diverged.
+
+    Calls `train` in worker processes. Skips runs whose losses are in folder/losses.json; ConfigError if that
+    file belongs to other models.
     """
     settings = models[0].model_dump(mode="json", exclude={"lr", "num_experts", "topk"})
     path, known = folder / "losses.json", {}
@@ -185,13 +182,13 @@ def losses_of(
         if there != settings:
             there = there if isinstance(there, dict) else {}
             names = [name for name, value in settings.items() if there.get(name) != value]
-            rule = f"has runs with another {(names or ['model'])[0].upper()}"
-            raise ConfigError([problem("out", str(folder), rule, "give another folder")])
+            rule = f"contains runs with another {(names or ['model'])[0].upper()}"
+            raise ConfigError([problem("out", str(folder), rule, "use another folder")])
         known = before["losses"]
     jobs = {}
     for model, rate in itertools.product(models, rates):
         for seed, config in enumerate(seeds(model, repeats)):
-            # MIN_LR keeps its share of LR
+            # MIN_LR is scaled with LR.
             floor = config.min_lr / config.lr if config.lr else 0.0
             job = config.model_copy(update={"lr": rate, "min_lr": rate * floor})
             jobs[run_key(model, rate, seed)] = job
@@ -210,7 +207,7 @@ def losses_of(
 def draw_transfer(
     path: Path, title: str, rates: Sequence[float], losses: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
-    """Draws loss over learning rate, a line per model with its range over seeds, as PNG."""
+    """Draws loss over learning rate as PNG, a line per model with its range over seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained")
@@ -225,7 +222,7 @@ def draw_transfer(
             axes.plot(rates[best], means[best], marker="*", markersize=14, color=line.get_color())
     axes.set_xscale("log", base=2)
     axes.set_xlabel("LR")
-    axes.set_ylabel("training loss at the end, nats per token")
+    axes.set_ylabel("final training loss (nats per token)")
     axes.legend()
     axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     figure.savefig(path, format="png")

@@ -41,21 +41,21 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
     assert printed.startswith("runs/ladder_mine_cpu: dmoe, dense, 2 rungs, 2 runs of each, baseline dense\n")
     assert "0.004" in printed
     for flags, line in (
-        ("mine.yaml --train-iters=9", "TRAIN_ITERS=9: is what the rungs of the definition set. Fix: "),
-        ("none.yaml", "DEFINITION=none.yaml: is no file. Fix: give a YAML file"),
-        ("mine.yaml --executor=cloud", "EXECUTOR=cloud: is none. Fix: use local or slurm."),
+        ("mine.yaml --train-iters=9", "TRAIN_ITERS=9: cannot be set"),
+        ("none.yaml", "DEFINITION=none.yaml: not found. Fix: use a YAML file"),
+        ("mine.yaml --executor=cloud", "EXECUTOR=cloud: unknown executor. Fix: use local or slurm."),
         ("--sizes=few --asymptote=low", "\nASYMPTOTE=low: must be a number"),
     ):
         assert main(["ladder", *flags.split(), "--dry-run"]) == 1
         assert line in capsys.readouterr().err
     for text, line in (
-        ("rung: []\n", "has rung, which is no field of a ladder. Fix: use name, about, settings"),
-        ("", "DEFINITION=odd.yaml: has no fields. Fix: use name, about"),
+        ("rung: []\n", "unknown fields rung. Fix: use name, about, settings"),
+        ("", "DEFINITION=odd.yaml: must consist of fields. Fix: use name, about"),
         ("rungs: [16, 32]\n", "RUNGS=[16, 32]: must be a list of settings by name in odd.yaml. Fix: "),
         ("repeats: three\n", "REPEATS=three: must be a whole number in odd.yaml."),
         ("runs: [dmoe]\n", "RUNS=['dmoe']: must be text in odd.yaml."),
         ("a: [\n", "odd.yaml: is damaged ("),
-        (RUNGS + "settings: {NUM_EXPERT: 4}\n", "NUM_EXPERT=4: is no setting. Fix: correct it in the"),
+        (RUNGS + "settings: {NUM_EXPERT: 4}\n", "NUM_EXPERT=4: unknown setting. Fix: correct it in the"),
     ):
         (tmp_path / "odd.yaml").write_text(text)
         assert main(["ladder", "odd.yaml"]) == 1
@@ -74,7 +74,7 @@ def test_a_ladder_that_is_ended_continues_and_does_not_predict_twice(tmp_path):
     ladder.wait_until((folder / "rung_1" / "dmoe" / "summary.json").exists, first)
     first.send_signal(signal.SIGTERM)
     first.wait()
-    assert "the same command continues with what is left" in ladder.printed()
+    assert "Repeat the command to resume." in ladder.printed()
     printed = ladder.run()
     assert "rung_1/dmoe:" not in printed and "5/5 rung_3/dense: finished" in printed
     prediction = (folder / "prediction_3.json").read_text()
@@ -85,7 +85,7 @@ def test_a_ladder_that_is_ended_continues_and_does_not_predict_twice(tmp_path):
     assert "finished, loss" not in ladder.run()
     assert (folder / "prediction_3.json").read_text() == prediction
     assert "LR=0.01:" in (changed := ladder.run("--lr=0.01", code=1))
-    assert "set it as it was, or give another RUN_NAME" in changed
+    assert "restore the old value, or use another RUN_NAME" in changed
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_two_models_are_trained_and_not_again(comparisons):
     assert report in again
     assert {path: path.stat().st_mtime_ns for path in comparisons.folder.glob("*/metrics.jsonl")} == before
     refused = comparisons.answer("compare", code=1, HIDDEN_SIZE=128, **short)
-    assert "HIDDEN_SIZE=128: " in refused and "holds a dmoe with 64. Fix: set it as it was" in refused
+    assert "HIDDEN_SIZE=128: " in refused and "contains dmoe with 64. Fix: restore the old value" in refused
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_killed_and_an_interrupted_comparison_go_on(comparisons):
     assert finished == list(range(1, 121)) and comparisons.resumed("dmoe") == 1
     comparison.send_signal(signal.SIGINT)
     assert comparison.wait(60) == 130
-    assert "stopped: the same command continues with what is left" in comparisons.printed()
+    assert "stopped. Repeat the command to resume." in comparisons.printed()
     assert processes_in(comparisons.folder) == []
     stopped_at = comparisons.iterations("dense")[-1]
     assert stopped_at < 120
@@ -114,7 +114,7 @@ def test_a_model_that_fails_stops_no_other(comparisons):
 def test_equal_time_and_a_limit(comparisons):
     settings = {"TRAIN_ITERS": 40, "DECAY_ITERS": 40, "SAVE_INTERVAL": 0, "EVAL_INTERVAL": 0}
     printed = comparisons.run("--match", "time", **settings)
-    assert re.search(r"times are \d+\.\d% apart", printed) and not (comparisons.folder / "pace").exists()
+    assert re.search(r"times differ by \d+\.\d%", printed) and not (comparisons.folder / "pace").exists()
     kept = json.loads((comparisons.folder / "compare.json").read_text())["variants"]
     for entry in kept.values():
         assert entry["seconds_per_iteration"] > 0 and entry["settings"]["train_iters"] == 40
@@ -123,7 +123,7 @@ def test_equal_time_and_a_limit(comparisons):
     assert "measuring" not in again and again.partition("\n")[0] in printed
     limited = comparisons.run("--timeout", "1", code=1, RUN_NAME="short", **settings)
     # with a loss, where the first iteration was done by then
-    end = r"\[(\d)/2\] (\w+): timeout(?:, loss [\d.]+)?: had not ended after --timeout 1 s"
+    end = r"\[(\d)/2\] (\w+): timeout(?:, loss [\d.]+)?: exceeded --timeout 1 s"
     ends = re.findall(end, limited)
     assert ends == [("1", "dmoe"), ("2", "dense")]
 
@@ -139,7 +139,7 @@ def test_dry_run_starts_and_writes_nothing(alone, tmp_path, monkeypatch, capsys)
     assert re.search(r"FLOPs per token against dmoe +\| +- \| +\+0\.00% \| +\+0\.00% \|", printed)
     assert "  NUM_EXPERTS: dmoe 4, dense -, fine 8\n" in printed and "all 6 runs: 0:0" in printed
     assert main(["compare", "--dry-run", "--match", "time"]) == 0
-    assert "predicted roughly" in capsys.readouterr().out
+    assert "rough prediction" in capsys.readouterr().out
     assert main(["compare", "--dry-run", "--train-data=gone", "--eval-interval=0"]) == 1
     out, err = capsys.readouterr()
     assert "matched by flops" in out
@@ -163,5 +163,5 @@ def test_the_folder_of_a_run_is_no_place(alone, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "config.yaml").write_text("seed: 1\n")
     assert main(["compare", "--preset", "cpu", "--run-name", "one"]) == 1
-    assert "RUN_NAME=one: runs/one is the folder of a run, not of a comparison" in capsys.readouterr().err
+    assert "RUN_NAME=one: runs/one belongs to a run, not a comparison" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "runs" / "one").iterdir()] == ["config.yaml"]

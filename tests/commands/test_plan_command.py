@@ -58,11 +58,11 @@ def test_what_a_run_costs(plan):
 def test_it_says_what_it_counts(plan):
     settings = ("--preset", "mixtral-8x7b", "--gpus", "8", "--gpu", "H100-80GB", "--ep", "8")
     for flags, part, words in (
-        ("", "experts", "triton, which EXPERT_BACKEND=auto takes on this device (its memory;"),
-        ("--dtype fp32", "experts", "grouped GEMMs apart from each other, not triton: DTYPE=fp32"),
-        ("--expert-backend te --fp8 hybrid", "FP8", "experts and other layers, by the peak of FP8"),
-        ("--expert-backend te", "experts", "te, asked for by EXPERT_BACKEND (its memory;"),
-        ("--tp 1", "cross entropy", "triton: the memory and the time of a fused kernel"),
+        ("", "experts", "triton, the choice of EXPERT_BACKEND=auto on this device ("),
+        ("--dtype fp32", "experts", "separate grouped GEMMs, not triton: DTYPE=fp32"),
+        ("--expert-backend te --fp8 hybrid", "FP8", "experts and other layers: FP8 peak"),
+        ("--expert-backend te", "experts", "te, set by EXPERT_BACKEND ("),
+        ("--tp 1", "cross entropy", "triton: memory of its kernel, time of a fused kernel"),
     ):
         report = json.loads(plan("run", *settings, *flags.split(), "--json").out)
         assert report["counted_as"][part].startswith(words)
@@ -95,8 +95,8 @@ def test_search_as_table_and_json(plan):
         assert f"{number:,} rejected: {reason}" in text
     best = report["layouts"][0]
     assert f"TP{best['tp']},PP{best['pp']}" in text
-    assert f"a global batch of {best['filling_batch']:,} fills the pipe" in text
-    assert "a checkpoint has" in text
+    assert f"a global batch of {best['filling_batch']:,} fills the pipeline" in text
+    assert "checkpoint size: " in text
 
 
 def test_explain(plan):
@@ -104,7 +104,7 @@ def test_explain(plan):
     refused = plan(*arguments, "--gbsz", "1024", "--explain", "TP=2,PP=4").out
     assert "GBSZ=1024: is not a multiple of MBSZ*DP=1*48=48." in refused
     text = plan(*arguments, "--explain", "TP=4,PP=12,MBS=2,DP=8").out
-    assert "against the best" in text and "memory of a rank" in text
+    assert "vs the best" in text and "memory of a rank" in text
     report = json.loads(plan(*arguments, "--explain", "TP=4,PP=12,MBS=2,DP=8", "--json").out)["explained"]
     assert report["valid"] and report["fits"] and report["problems"] == []
     assert report["layout"]["filling_batch"] == 192
@@ -145,13 +145,13 @@ def test_activations_by_module_and_what_a_change_saves(plan):
     assert f"{stage['activation_parts']['attention'] / 2**30:.2f}" in attention
     (shown,) = (line for line in lines if "RECOMPUTE=full" in line)
     assert f"{full['activation_bytes'] / 2**30:.2f}" in shown and f"{full['slower']:+.1%}" in shown
-    assert any(line.startswith("left: memory of the device beyond what") for line in lines)
+    assert any(line.startswith("left: device memory minus what") for line in lines)
 
 
 def test_an_export_within_the_error_says_so(plan, tmp_path):
     path, arguments = tmp_path / "topo.env", ["search", *QWEN]
     layouts = json.loads(plan(*arguments, "--json").out)["layouts"]
-    close = [one for one in layouts if "memory within the error" in one["notes"]]
+    close = [one for one in layouts if "memory margin within error" in one["notes"]]
     safe = [one for one in layouts if one not in close]
     assert close and safe
     printed = plan(*arguments, "--rank", str(close[0]["place"]), "--export", str(path))
@@ -200,8 +200,8 @@ def test_an_exported_file_is_one_for_config(plan, tmp_path, capsys):
 
 def test_nothing_fits_or_is_left(plan):
     printed = plan("search", "--gpus", "8", *MODEL, "--mbsz", "1", code=1)
-    assert "nothing fits; the one that needs least: LAYOUT=" in printed.out
-    assert "nothing is left" in plan("search", "--gpus", "8", *MODEL, "--tp", "3", code=1).out
+    assert "nothing fits; least memory: LAYOUT=" in printed.out
+    assert "all layouts were rejected" in plan("search", "--gpus", "8", *MODEL, "--tp", "3", code=1).out
     refused = plan("search", "--gpus", "8", *MODEL, "--tp", "3", "--export", "env", code=1)
     assert "RANK=1: 0 layouts fit." in refused.err
     refused = plan("search", "--gpus", "384", *MODEL, "--explain", "TP=3,PP=13", "--export", "env", code=1)
@@ -292,7 +292,9 @@ def test_calibrate_and_predict_with_what_it_wrote(plan, tmp_path):
     lines = MEASURED_RUNS.read_text().splitlines(keepends=True)
     runs.write_text(lines[0] + "".join(lines[1::3]))
     printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).out
-    assert "mean left out" in printed and "matrix_efficiency" in printed and "furthest off in time" in printed
+    assert (
+        "mean left out" in printed and "matrix_efficiency" in printed and "largest errors in time" in printed
+    )
     files = ["--runs", str(MEASURED_RUNS), "--profile", str(profile), "--out", str(out)]
     assert cli.main(["plan", "predict", *files]) == 0
     predicted = {row["row_id"]: row for row in rows_of(out)}
@@ -341,10 +343,10 @@ def test_rows_that_contradict_themselves(plan, tmp_path):
     runs.write_text(head + bad + "b,A100,24,1024,16,2048,32000,2,1,,64,1,64,,,\n")
     lines = plan("predict", "--runs", str(runs), "--out", str(out)).err.splitlines()
     assert [line.removeprefix(f"moe-exp plan: warning: {runs}, ") for line in lines] == [
-        "column laiers: is not read; did you mean layers?",
+        "column laiers: is ignored; did you mean layers?",
         "row a: 64 GPUs, but tp*pp*cp*dp is 21",
-        "row a: tp=3 does not divide heads=16",
-        "row a: ep=7 does not divide experts=64",
+        "row a: tp=3 must divide heads=16",
+        "row a: ep=7 must divide experts=64",
         "row a: gbs=8 is less than mbs*dp=28",
     ]
 
@@ -368,7 +370,7 @@ def test_doubts_about_a_fit(plan, tmp_path):
         row[column] = str((number % 7 + 1) * 1.5)
     runs.write_text("\n".join([lines[0], *map(",".join, rows)]) + "\n")
     printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).err
-    assert "time: predictions are" in printed and "check the columns" in printed
+    assert "time: predictions are" in printed and "check the rows" in printed
     assert "is far from the" in printed
 
 

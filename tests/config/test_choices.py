@@ -95,7 +95,7 @@ def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):
             RouterConfig(8, 4, 2, score="dummy")
     elif added == "dispatcher":
         assert main(["plan", "--preset=cpu", "--gpu=h100", "--gpus=2", "--ep=2", "--dispatcher=dummy"]) != 0
-        assert "DISPATCHER=dummy: the planner has no price for it" in capsys.readouterr().err
+        assert "DISPATCHER=dummy: the planner does not support this value" in capsys.readouterr().err
     elif added == "lr_decay_style":
         with pytest.raises(
             ValueError, match=r"lr_decay_style=dummy: config/sections/learning\.py does not know"

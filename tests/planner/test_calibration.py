@@ -157,5 +157,5 @@ def test_a_constant_that_is_none_is_refused(tmp_path, value):
     content["constants"]["time"]["matrix_efficiency"] = value
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(content if value != {} else value))
-    with pytest.raises(ValueError, match=r"PROFILE=.*profile.json: is no profile"):
+    with pytest.raises(ValueError, match=r"PROFILE=.*profile.json: must be a profile"):
         load_constants(path)

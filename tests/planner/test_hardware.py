@@ -29,13 +29,13 @@ def test_a_profile_by_path(tmp_path):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match=r"GPU=A1000: is not a known device. Fix: use one of A100-80GB, "):
+    with pytest.raises(ValueError, match=r"GPU=A1000: unknown device. Fix: use one of A100-80GB, "):
         load_hardware("A1000")
     path = tmp_path / "mine.json"
     for text, rule in (
         ('{"name": "X", "architecture": "ampere"}', "memory_bytes is missing"),
         ("{", "is damaged"),
-        ('"name"', "is not a JSON object"),
+        ('"name"', "must contain a JSON object"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=rf"mine.json: {rule}.* Fix: "):

@@ -117,7 +117,7 @@ def test_bad_cells_of_settings_are_named_together(tmp_path):
 def test_a_file_that_is_no_text(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_bytes(bytes(range(256)))
-    with pytest.raises(ValueError, match=r"runs.csv: is no CSV in UTF-8 .*\. Fix: "):
+    with pytest.raises(ValueError, match=r"runs.csv: must be a UTF-8 CSV file .*\. Fix: "):
         read_runs(path)
 
 
@@ -143,11 +143,11 @@ def test_columns_of_other_programs(tmp_path):
     [
         ("pp", 10**20, "must be"),
         ("layers", 10**12, "must be"),
-        ("heads", 10**6, "is more than hidden"),
+        ("heads", 10**6, "must not exceed hidden"),
         ("mem_gb", 1e300, "must be"),
         ("tp", "1e3", "must be"),
         ("sharding", "zero3", "must be one of distopt, fsdp"),
-        ("recompute", "router", "must be some of"),
+        ("recompute", "router", "must be a list of"),
         ("cuda_graph", "transformer_engine:head", "must be none"),
         ("cuda_graph", ":attn", "must be none"),
         ("num_mtp_layers", "1.5", "must be a whole number"),

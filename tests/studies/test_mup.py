@@ -31,7 +31,7 @@ def test_a_wider_model_has_more_heads_of_the_same_size():
 
 
 def test_a_width_that_gives_parts_of_heads_is_one_line():
-    with pytest.raises(ConfigError, match=r"^NUM_HEADS=4: in proportion to HIDDEN_SIZE=72 it is 9/2"):
+    with pytest.raises(ConfigError, match=r"^NUM_HEADS=4: .* 9/2 at HIDDEN_SIZE=72"):
         resized(load_config(BASE, {}), width=72)
 
 

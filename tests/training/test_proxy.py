@@ -72,11 +72,11 @@ def run_command(folder: Path, *flags: str) -> tuple[int, str]:
     ("flags", "line"),
     [
         (["check", "--widths", "64,x"], "WIDTHS=64,x: must be positive numbers with commas, each"),
-        (["check", "--widths", "64"], "WIDTHS=64: there is one model, and nothing to compare it with."),
-        (["check", "--widths", "64,72"], "NUM_HEADS=4: in proportion to HIDDEN_SIZE=72 it is 9/2, no"),
+        (["check", "--widths", "64"], "WIDTHS=64: a comparison requires at least two models."),
+        (["check", "--widths", "64,72"], "NUM_HEADS=4: must remain a whole number, but is 9/2"),
         (["check", "--repeats", "0"], "REPEATS=0: must be 1 or more."),
         (["check", "--steps", "0"], "STEPS=0: must be 1 or more."),
-        (["check", "--gpus-per-node", "2"], "GPUS_PER_NODE=2: models are trained by one rank."),
+        (["check", "--gpus-per-node", "2"], "GPUS_PER_NODE=2: models are trained on one rank."),
         (["check", "--optimizer", "sgd"], "PARAMETRIZATION=mup: does not go with OPTIMIZER=sgd"),
         (["transfer", "--lrs", "0.1,0.01"], "LRS=0.1,0.01: must be positive numbers with commas"),
     ],
@@ -106,4 +106,4 @@ def test_transfer_continues_with_what_is_left(alone, tmp_path):
     again, second = run_command(tmp_path, *flags, "--repeats", "1", "--lrs", "0.001,0.004,0.016")
     assert again == code and second.splitlines()[-3:] == text.splitlines()[-3:]
     code, text = run_command(tmp_path, *flags, "--lrs", "0.001,0.004", "--seq-len", "32")
-    assert code == 1 and "OUT=mup_transfer: has runs with another SEQ_LEN. Fix: give another folder." in text
+    assert code == 1 and "OUT=mup_transfer: contains runs with another SEQ_LEN. Fix: " in text

@@ -1,1 +1,1 @@
-"""Parameters, bytes, FLOPs and seconds of a job. No torch."""
+"""Parameter counts, memory, FLOPs and time of a job. No torch."""

@@ -1,30 +1,30 @@
-"""Memory that a micro-batch holds for its backward pass, tensor by tensor. No torch.
+"""Activation memory of a micro-batch, tensor by tensor. No torch.
 
-Bytes per token, with h hidden size, q and k channels of all query and of all key heads, v of all value heads,
-f width of an MLP, a heads, s sequence, w bytes of the compute type (2 or 4), t tensor parallel size. Every
-tensor is counted once, where it is read last:
+Bytes per token, with hidden size h, channels q, k and v of all query, key and value heads, MLP width f, a
+heads, sequence length s, w bytes per number in the compute type (2 or 4), and tensor-parallel size t. Each
+tensor is counted once, at its last reader:
 
-    norm             w*h input, 4 of statistics; on processors 8*h: torch has RMSNorm in fp32, in and out
+    norm             w*h input, 4 of statistics; on CPUs 8*h: PyTorch's RMSNorm keeps fp32 input and output
     QKV projection   w*h input
     attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused w*a*s/t scores after softmax instead
-    projection       w*q/t input, a copy of the result in another order (not on processors, nor unfused)
+    projection       w*q/t input, a transposed copy of the result (neither on CPUs nor unfused)
     norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t unfused
     MoE, per token   w*h input, 4*E scores, K*(8+4) choice and weights
-    MoE, per row     w*h row, 2*w*f, w*f after the activation, which has the router's weight in it: results of
-                     experts are not kept; EXPERT_BACKEND=triton 2*w*f alone, and w*h of rows of other ranks
-    latent size l    w*h and w*l inputs of the projections down and up, w*l more if the experts gather their
-                     rows themselves; rows are w*l instead of w*h
-    loss             4*V/t probabilities in fp32, and while they are made w*V/t logits; CROSS_ENTROPY=triton:
-                     w*V/t logits alone, and while their gradient is made w*V/t for that
+    MoE, per row     w*h row, 2*w*f, and w*f after the activation, which applies the router's weight, so the
+                     experts' results are not kept; EXPERT_BACKEND=triton: 2*w*f, and w*h for remote rows
+    latent size l    w*h and w*l inputs of the projections down and up, another w*l if the experts gather
+                     their rows themselves; rows are w*l instead of w*h
+    loss             4*V/t probabilities in fp32, and w*V/t logits during the loss; CROSS_ENTROPY=triton:
+                     w*V/t logits, and another w*V/t for their gradient during the loss
 
-With FP8 the input of a product is kept in FP8, a byte each. The grouped GEMM of the experts holds no weights
+With FP8, the input of a product is kept in FP8, one byte per number. The experts' grouped GEMM has no weights
 of its own (`grouped_gemm._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
-columns, for every micro-batch: 2 bytes per weight. Not compared with a GPU.
+columns, for each micro-batch: 2 bytes per weight. This has not been compared with a GPU.
 
-The unfused case without dropout, sequence parallelism and gates is that of Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout); with sequence parallelism (section 4.2.2)
-what is not divided by t here has tokens/t. Ours adds gates, grouped queries, experts and other kernels.
-Checked on a processor against the tensors that autograd saves, on GPUs against the peaks of four runs.
+The unfused case without dropout, sequence parallelism and gates is from Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout). With sequence parallelism (section 4.2.2),
+terms that are not divided by t above have tokens/t. We add gates, grouped queries, experts and other kernels.
+Checked on a CPU against the tensors that autograd saves, and on GPUs against the peaks of four runs.
 """
 
 from dataclasses import dataclass
@@ -33,52 +33,48 @@ from functools import cached_property
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import fp8_kept, padded_slots, planned_backend, planned_loss, priced
 
-Parts = dict[str, float]  # bytes by what they belong to
+Parts = dict[str, float]  # bytes by module
 
 
 @dataclass(frozen=True)
 class Activations:
     """Bytes of one micro-batch on a rank."""
 
-    # kept for backward by a layer with a dense MLP, after recompute, by module; `moe_parts` the same
-    dense_parts: Parts
-    moe_parts: Parts
+    dense_parts: Parts  # kept for the backward pass by a layer with a dense MLP, after recompute
+    moe_parts: Parts  # the same for an MoE layer
     embedding: float  # kept by the embedding
     output_parts: Parts  # kept by the last norm, the output layer and the loss
-    hidden: float  # one hidden state, as stages hand it on
-    recomputed: float  # computed again by the layer that is in its backward pass, with a recompute
-    layer_work: float  # held beside all that while a layer is computed backward: gradients, rows under way
+    hidden: float  # the hidden state that a stage sends to the next
+    recomputed: float  # recomputed by the layer that is in its backward pass
+    layer_work: float  # temporary during a layer's backward pass: gradients, rows in transit
     output_work: float  # the same for output layer and loss
 
 
 def activations_of(
     job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
-    """Activations of a micro-batch: `on_cpu` kernels keep other things than on GPUs, `runs_kernels` see
-    `Hardware`, `imbalance` is a rank's experts' rows over their fair share in a dropless layer.
-    """
+    """Returns the activations of a micro-batch. `imbalance`: a dropless rank's rows over its fair share."""
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 
 def width_of(job: PlannedJob) -> int:
-    """Bytes of a number in the job's compute type."""
+    """Returns the bytes of a number in the job's compute type."""
     return 4 if job.precision == "fp32" else 2
 
 
 class _Account:
-    """The sums. A rank has `_tokens` between the products of a layer, its heads work on `_all_tokens`."""
+    """Sums up the tensors. A rank has `_all_tokens` inside a layer's products and `_tokens` elsewhere."""
 
     def __init__(self, job: PlannedJob, on_cpu: bool, runs_kernels: bool, imbalance: float):
         config = job.config
         self._job, self._config, self._on_cpu, self._imbalance = job, config, on_cpu, imbalance
         self._width, self._hidden, self._tp = width_of(job), config.hidden_size, config.tp
-        self._expert_hidden = config.expert_hidden_size  # width of the rows that experts take
+        self._expert_hidden = config.expert_hidden_size  # width of the experts' input rows
         self._all_tokens = config.mbsz * config.seq_len / config.cp
         self._tokens = self._all_tokens / (config.tp if job.sequence_parallel else 1)
-        # Processors have only torch's parts; on GPUs Transformer Engine's are the rule.
-        in_fp8 = fp8_kept(config)
-        # bytes of an input that a product keeps: of the experts, and of other layers
-        self._expert_input, self._input = (1 if is_fp8 else self._width for is_fp8 in in_fp8)
+        # bytes per number of the input that a product keeps, in experts and in other layers
+        self._expert_input, self._input = (1 if is_fp8 else self._width for is_fp8 in fp8_kept(config))
+        # CPUs only have PyTorch's modules; GPUs normally use Transformer Engine's.
         self._is_fused = not on_cpu and config.impl != "local"
         self._backend = planned_backend(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
         self._loss_kind = planned_loss(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
@@ -89,7 +85,7 @@ class _Account:
         hidden = width * self._hidden * self._tokens
         logits = self._all_tokens * config.padded_vocab_size / self._tp
         norm, mask = self._tokens * self._norm(self._hidden), 0.0
-        if config.dropout:  # on processors a mask with the scale in it, of the compute type
+        if config.dropout:  # on CPUs the mask includes the scale and has the compute type
             mask = self._tokens * self._hidden * (width if self._on_cpu else 1)
         saved = self._saved()
         attention = self._attention() - sum(size for name, size in saved.items() if name != "mlp")
@@ -102,20 +98,20 @@ class _Account:
         moe = common | experts if self._has_moe else {}
         recomputed = max(saved.values(), default=0.0)
         if config.recompute == "full":
-            shared = 0.0 if self._norms_in_fp32 and width < 4 else hidden  # the norm's input is what was kept
+            shared = 0.0 if self._norms_in_fp32 and width < 4 else hidden  # the norm's input is already kept
             recomputed = max(sum(dense.values()), sum(moe.values())) - shared
             dense, moe = ({"layer inputs": hidden} if kept else {} for kept in (dense, moe))
         elif config.recompute == "selective" and self._has_moe:
             recomputed += sum(experts.values()) - hidden
             moe = common | {"layer inputs": hidden}
-        # The cross entropy keeps targets with probabilities and a mask, or with logits and log-sums. While it
-        # is computed, forward or backward, it holds the gradient beside; plain torch on a processor has
-        # logits and probabilities in fp32.
+        # The cross entropy keeps targets, and either probabilities and a mask or logits and log-sums. During
+        # its forward and backward pass, it also holds the gradient; on a CPU, PyTorch holds logits and
+        # probabilities in fp32.
         loss = width * logits + 12 * self._all_tokens
         loss_work = (8 if self._on_cpu and width < 4 else width) * logits
         if self._loss_kind == "megatron":
             loss = 4 * logits + 9 * self._all_tokens
-            # Probabilities are made of a copy in fp32, beside the logits; logits in fp32 are overwritten.
+            # Probabilities are computed from an fp32 copy of the logits; fp32 logits are overwritten.
             loss_work = width * logits if width < 4 else 0.0
         return Activations(
             dense_parts=dense,
@@ -129,7 +125,7 @@ class _Account:
         )
 
     def _saved(self) -> dict[str, float]:
-        """Bytes that a layer does not keep because of `Engine.recompute`, by module."""
+        """Bytes that a layer saves through `Engine.recompute`, by module."""
         modules = self._job.engine.recompute
         if not modules or self._config.recompute == "full":
             return {}
@@ -145,38 +141,38 @@ class _Account:
         return {name: size for name, size in sizes.items() if name in modules}
 
     def _norm(self, size: float, heads: int = 1) -> float:
-        """Kept by a norm over `size` channels, per token: input, and a divisor for each of `heads`."""
+        """Bytes per token that a norm over `size` channels keeps: the input, and a divisor for each head."""
         if self._config.normalization != "RMSNorm":
             return self._width * size + 2 * heads * (self._width if self._on_cpu else 4)
         return (8 if self._norms_in_fp32 else self._width) * size + 4 * heads
 
     @property
     def _norms_in_fp32(self) -> bool:
-        """torch's RMSNorm on a processor is made of steps, which keep an fp32 input and the input divided."""
+        """Whether norms are PyTorch's RMSNorm on a CPU, which keeps input and normalized input in fp32."""
         return self._on_cpu and self._config.normalization == "RMSNorm"
 
     # Attention
 
     def _attention(self) -> float:
-        """Projections and core, without the norm before."""
+        """Bytes of projections and core, without the preceding norm."""
         config = self._config
         is_latent, per_token = config.multi_latent_attention, float(self._input * self._hidden)
-        if is_latent:  # inputs of the norms and projections of latent attention (arXiv:2405.04434)
+        if is_latent:  # inputs of latent attention's norms and projections (arXiv:2405.04434)
             for rank in filter(None, (config.q_lora_rank, config.kv_lora_rank)):
                 per_token += self._width * rank + (self._norm(rank) if config.qk_norm else 0.0)
         norms, (query, key, *_) = 0.0, self._channels
         if config.qk_norm and not is_latent:
             norms = self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
-            if config.qk_norm_scope == "all":  # an RMSNorm, whatever the other norms are
+            if config.qk_norm_scope == "all":  # always an RMSNorm
                 norms = (8 if self._on_cpu else self._width) * (query + key) + 8
         kept = self._tokens * per_token + self._all_tokens * (self._core() + norms) / self._tp
         masks = 0.0
         if self._on_cpu and config.cp > 1 and not self._writes_scores:
-            # masks of the two blocks of queries of a rank, against all keys before them
+            # masks of a rank's two blocks of queries against all earlier keys
             block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
             masks = self._width * block * ends
-        # Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys
-        # of each layer, `layers.megatron.attention.rotate` for all layers but those that are computed again.
+        # Cosines and sines of all positions. Megatron's rotary embedding keeps them for queries and keys of
+        # each layer; `layers.megatron.attention.rotate` shares them among layers that are not recomputed.
         positions = 0.0
         by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"
         is_shared = self._is_fused or not (by_megatron or config.recompute == "full")
@@ -189,7 +185,6 @@ class _Account:
 
     @cached_property
     def _channels(self) -> tuple[int, int, int, int]:
-        """Channels of all queries, keys and values, and of the result."""
         config = self._config
         query = config.num_heads * config.kv_channels
         if config.multi_latent_attention:
@@ -199,59 +194,59 @@ class _Account:
         return query, key, key, query
 
     def _core(self) -> float:
-        """Kept by the attention core and the projection after it, per token, of all heads."""
+        """Bytes per token that the attention core and the following projection keep, over all heads."""
         config, width = self._config, self._width
         query, key, value, result = self._channels
-        if self._writes_scores:  # after softmax, with dropout also a mask and the rest of them
+        if self._writes_scores:  # after softmax; with dropout also a mask and the dropped-out scores
             scores = config.num_heads * config.seq_len
-            if self._on_cpu:  # in steps, in fp32, with keys and values repeated for every query head
+            if self._on_cpu:  # unfused, in fp32, with keys and values repeated for each query head
                 copies = 3 if config.attention_dropout else 1
                 return 4 * (2 * query + result) + 4 * scores * copies + width * result
             kept = (2 * width + 1 if config.attention_dropout else width) * scores
             is_recomputed = config.recompute in ("selective", "moe_act") and not self._has_moe
             return width * (query + key + value + result) + (0 if is_recomputed else kept)
         log_sums = 4 * config.num_heads
-        # Ours gathers keys and values of the whole sequence, and joins the results of two blocks; Transformer
-        # Engine's passes them from rank to rank, and keeps this rank's.
+        # Our attention gathers keys and values of the whole sequence and joins the results of two blocks.
+        # Transformer Engine's passes them from rank to rank and keeps only those of its own rank.
         if config.cp > 1 and (not self._is_fused or config.document_mask or config.qk_clip):
             kept = width * (query + config.cp * (key + value) + result)
             return kept + self._input * result + log_sums
         if self._is_fused or config.multi_latent_attention:
             return width * (query + key + value + result) + self._input * result + log_sums
-        # The values are a view of the projection's result, which is kept whole.
+        # The values are a view of the projection's result, which is therefore kept as a whole.
         results = result if self._on_cpu else 2 * result
         return width * (query + key + (query + key + value) + results) + log_sums
 
     @cached_property
     def _writes_scores(self) -> bool:
-        """torch's fused kernel for processors knows neither dropout nor value heads of another size."""
+        """Whether scores are kept; PyTorch's fused CPU kernel lacks dropout and latent attention."""
         by_torch = bool(self._config.multi_latent_attention or self._config.attention_dropout)
         return not self._job.fused_attention or (self._on_cpu and by_torch)
 
     # MLP and experts
 
     def _mlp(self, ffn: float) -> float:
-        """Kept by the activation and the second projection of an MLP, per token."""
-        # both halves, the activated one, the other one with Megatron's offset, their product; fused, three;
-        # clamped, also the clamped gate and its sigmoid
+        """Bytes per token that the activation and the second projection of an MLP keep."""
+        # Unfused SwiGLU: both halves, the activated one, the other with Megatron's offset, and their product.
+        # Fused: three of these. Clamped: also the clamped gate and its sigmoid.
         swiglu = 5 if self._on_cpu else 3
         kept = {"swiglu": swiglu, "clamped_swiglu": 7, "geglu": 5, "gelu": 2, "squared_relu": 2}
         inputs = (self._width - self._input) * ffn  # of the second product
         return priced(self._config, "activation", kept) * self._width * ffn - inputs
 
     def _experts(self) -> Parts:
-        """Router, dispatch, routed experts and shared expert, without the norm before."""
+        """Bytes of router, dispatch, routed experts and shared expert, without the preceding norm."""
         config, width = self._config, self._width
         ffn = config.expert_ffn_size / config.etp
-        # One function may compute all experts of a rank, and in backward the activation again. If all experts
-        # are there it also gathers their rows, in backward again.
+        # One function may compute all experts of a rank and recompute their activation in the backward pass.
+        # If the rank has all experts, this function also gathers their rows, again in the backward pass.
         runs_as_one = self._backend == "triton" or (self._on_cpu and self._backend == "loop")
         is_local = config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
         keeps_few = self._backend == "triton" and config.router_score == "relu"
         gathers_itself = runs_as_one and is_local and not keeps_few
         computed = width * ffn * (2 if config.gated else 1)
         dispatched = 4 + (8 if self._backend == "triton" else 16)
-        if not gathers_itself:  # the row, and indices that lead there and back
+        if not gathers_itself:  # the row, and indices in both directions
             indices = 16 + (24 if config.ep * config.etp > 1 else 0)
             dispatched = self._expert_input * self._expert_hidden + 4 + indices
             is_computed_again = config.recompute == "moe_act" or runs_as_one
@@ -264,7 +259,7 @@ class _Account:
         if fp8_kept(config)[0]:
             ways, local = 3 if config.gated else 2, config.num_experts / config.ep
             kept["experts"] += 2 * local * ways * self._expert_hidden * config.expert_ffn_size / config.etp
-        if config.moe_latent_size:  # input of the projection up, and what the experts gather their rows from
+        if config.moe_latent_size:  # input of the projection up, and the tokens that the experts gather from
             gathered = width * self._expert_hidden if gathers_itself else 0.0
             kept["dispatch"] += self._tokens * (self._input * self._expert_hidden + gathered)
         if config.shared_expert_size:
@@ -273,7 +268,6 @@ class _Account:
         return kept
 
     def _router(self) -> float:
-        """Per token."""
         config, width = self._config, priced(self._config, "router_dtype", {"fp32": 4, "fp64": 8})
         slots = config.num_experts if config.router_score == "relu" else config.topk
         kept = width * config.num_router_outputs + (8 + width) * slots  # scores, choice, chosen scores
@@ -283,18 +277,19 @@ class _Account:
 
     @cached_property
     def _rows(self) -> float:
-        """Rows that the experts of a rank compute: its share of the slots of the ranks that send to it."""
+        """Number of rows that a rank's experts compute: their share of the slots of all sending ranks."""
         config, factor = self._config, self._config.expert_capacity_factor
         if factor is not None and config.pad_to_capacity:
             return padded_slots(config, self._tokens)
         per_token = config.experts_per_token
-        if config.router_score == "relu":  # in the first iterations, before `l1` has closed the others
+        # In the first iterations, before `l1` closes the gates of the others, half of all experts are active.
+        if config.router_score == "relu":
             per_token = max(per_token, config.num_experts / 2)
         slots = self._tokens * per_token * config.etp
         return slots * (self._imbalance if factor is None else min(self._imbalance, factor))
 
     def _work(self) -> float:
-        """Held while a layer is computed backward: gradients of its widest part and weights, scores."""
+        """Temporary bytes of a layer's backward pass: gradients of its widest part and weights, scores."""
         config, ways = self._config, 2 if self._config.gated else 1
         mlp = experts = scores = 0.0
         if self._has_dense:
@@ -304,7 +299,7 @@ class _Account:
             ffn = config.expert_ffn_size / config.etp
             experts = self._rows * (2 * self._expert_hidden + (1 + ways) * ffn)
             experts += config.num_experts // config.ep * self._expert_hidden * ways * ffn
-            if config.dispatcher == "allgather":  # takes the tokens of all ranks in
+            if config.dispatcher == "allgather":  # receives the tokens of all ranks
                 experts += self._tokens * config.ep * config.etp * self._expert_hidden
         if self._writes_scores:
             scores = config.num_heads * config.seq_len * self._all_tokens / self._tp

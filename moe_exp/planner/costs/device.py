@@ -1,12 +1,7 @@
-"""Seconds of products and memory traffic on a device, of collectives and messages between ranks, and of the
-exchange of tokens with experts. No torch.
+"""Time of matrix products, memory traffic, collectives and token exchange on a device. No torch.
 
-Ranks of a job are numbered as Megatron numbers them: tensor parallel ranks next to each other, then context,
-(expert,) data and pipeline parallel ones. A group whose ranks span no more than a node uses the node's links,
-else the network.
-
-An all-to-all sends a token once for each of its experts; DeepEP and HybridEP once to each node and from there
-once to each rank that has one or more of them; the all-gather sends it to every rank.
+Ranks are numbered as in Megatron: tensor-parallel ranks are adjacent, followed by context, (expert,) data and
+pipeline parallelism. A group inside a node uses the node's links; others use the network.
 """
 
 from __future__ import annotations
@@ -14,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.constants import TimeConstants
@@ -22,13 +17,18 @@ from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import hidden_bytes, priced
 from moe_exp.planner.hardware import Hardware
 
-# elements of 2 bytes: rows of a multiple of 16 bytes are what the matrix units read at full speed
+# in 2-byte elements: matrix units read rows of multiples of 16 bytes at full speed
 _ALIGNMENT = 8
+# Recipients of a token by dispatcher: each of its experts (all-to-all); each of their nodes, which forward it
+# once to each of their ranks (DeepEP, HybridEP); or every rank (all-gather). None: requires EP=1.
+RECIPIENTS: dict[str, Literal["experts", "ranks", "all"] | None] = {
+    "auto": "experts", "alltoall": "experts", "deepep": "ranks", "allgather": "all", "local": None,
+}  # fmt: skip
 
 
 @cache
 def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
-    """Elements of the output, those of the idle multiprocessors of the last wave with them."""
+    """Returns the number of output elements, including the tiles of idle SMs in the last wave."""
     least = math.inf
     # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
     for height, width in ((128, 256), (256, 128)):
@@ -38,7 +38,7 @@ def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
 
 
 class Pass(NamedTuple):
-    """Seconds of a layer's forward and backward pass."""
+    """Seconds of a forward and backward pass."""
 
     forward: float
     backward: float
@@ -51,32 +51,32 @@ class Pass(NamedTuple):
 
 
 class Device:
-    """Seconds of matrix products and memory traffic on a device under given constants."""
+    """Predicts the time of matrix products and memory traffic on a device."""
 
     def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants, *, num_processes: int = 1):
         peak, architecture = hardware.dense_flops[dtype], hardware.architecture
         self.constants = constants
         self.hardware, self.is_cpu, self.is_recent = hardware, hardware.is_cpu, hardware.is_recent
-        # Shares that are reached: of the peak, by products and by attention; of the bandwidth; and by FP8 and
-        # NVFP4, of what their constants say. Devices newer than Ampere have constants of their own.
+        # Shares of the peak that products and attention reach, of the memory bandwidth, and a factor for FP8
+        # and NVFP4. Devices newer than Ampere have separate constants.
         narrow, matrix, memory = 1.0, constants.recent_matrix, constants.recent_memory
         attention, depth = constants.attention_share, constants.recent_depth
         if not self.is_recent:
             matrix, memory = constants.matrix_efficiency, constants.memory_efficiency
             matrix *= constants.v100_share if architecture == "volta" else 1.0
-            # an estimate: flash attention takes 1.3 times as long as products of as many operations
+            # An estimate: flash attention takes 1.3 times as long as products with as many operations.
             attention, depth = matrix / 1.3, constants.half_depth
         elif architecture in ("blackwell", "blackwell_ultra"):
             matrix *= constants.blackwell_matrix * (hardware.watts / 1000) ** constants.power
             memory *= constants.blackwell_memory
             matrix *= constants.ultra_matrix if architecture == "blackwell_ultra" else 1.0
             narrow = constants.blackwell_fp8
-        # More processes than cores take turns.
+        # If there are more processes than cores, they take turns.
         crowd = max(1.0, num_processes / hardware.gpus_per_node) if hardware.is_cpu else 1.0
         self.flops = peak * hardware.matrix_share * matrix / crowd
         self.attention_flops = peak * hardware.matrix_share * attention / crowd
         self.bandwidth = hardware.memory_bytes_per_second * memory / crowd
-        # how much faster FP8 and NVFP4 products are; 0: there are none
+        # speedup of FP8 and NVFP4 products; 0: unsupported
         self.fp8_speedup = hardware.dense_flops.get("fp8", 0.0) / peak * constants.fp8_matrix * narrow
         self.fp4_speedup = hardware.dense_flops.get("fp4", 0.0) / peak * constants.fp4_matrix * narrow
         self.cast_share = constants.cast_bytes if self.is_recent else 1.0
@@ -91,39 +91,41 @@ class Device:
     def product(
         self, m: float, n: float, k: float, count: float = 1, *, sums_over_rows: bool = False
     ) -> float:
-        """Seconds of `count` products [m, k] x [k, n]. On a GPU with U multiprocessors the output is cut into
-        tiles, which run in waves of U, and one that is not full takes as long. Short inner dimensions do not
-        fill the pipelines: k / (k + half_depth). With `sums_over_rows`, as in a weight's gradient, k counts
-        rows and may be any number: both inputs lie in memory along m and n.
+        """Returns the seconds of `count` products [m, k] x [k, n].
+
+        A GPU with U multiprocessors computes the output in waves of U tiles; a partial wave takes as long as
+        a full one. With a short inner dimension, a product reaches k / (k + half_depth) of the speed. With
+        `sums_over_rows`, as in a weight's gradient, both inputs are contiguous along m and n, so k may have
+        any alignment.
         """
+        # Waves of tiles are a property of GPUs.
         work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.num_units)
         seconds = 2 * work * k / self.flops * (k + self.half_depth) / k
         is_aligned = n % _ALIGNMENT == 0 and (sums_over_rows or k % _ALIGNMENT == 0)
         return seconds if is_aligned else seconds * self.unaligned
 
     def linear(self, m: float, n: float, k: float, count: float = 1) -> Pass:
-        """A product with gradients by both of its inputs: [m, n] x [n, k] and [n, m] x [m, k]."""
+        """Returns the time of a product and of its gradients: [m, n] x [n, k] and [k, m] x [m, n]."""
         by_weight = self.product(k, n, m, count, sums_over_rows=True)
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Reading and writing this number of bytes per element; figures are of 2-byte types."""
+        """Returns the time to move `num_bytes` (forward, backward) per element, given for 2-byte types."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange something."""
+    """A process group."""
 
-    size: int  # ranks
-    stride: int  # distance of one from the next in the numbering of all ranks
-    hardware: Hardware  # what they are
-    gpus_per_node: int  # ranks of a node
+    size: int  # number of ranks
+    stride: int  # difference between the global numbers of neighboring ranks
+    hardware: Hardware
+    gpus_per_node: int
 
     @property
     def in_node(self) -> bool:
-        """Whether no message leaves a node, or the devices that are connected as those of one."""
         return self.size * self.stride <= self.hardware.link_domain(self.gpus_per_node)
 
     @property
@@ -132,7 +134,7 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes per second of a ring, which passes the network of a node once."""
+        """Bandwidth of a ring, which leaves each node once and can use the network links of all its ranks."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
         network = self.hardware.network_bytes_per_second * self.hardware.network_share
@@ -140,22 +142,21 @@ class Group:
 
     @property
     def latency_seconds(self) -> float:
-        """Latency of one collective of any size."""
         return self.hardware.node_latency_seconds if self.in_node else self.hardware.network_latency_seconds
 
     def reduce_scatter(self, num_bytes: float, share: float) -> float:
-        """Seconds of a reduce-scatter or all-gather of `num_bytes` at `share` of the bandwidth."""
+        """Returns the seconds of a reduce-scatter or all-gather at `share` of the bandwidth."""
         if self.size == 1:
             return 0.0
         sent = (self.size - 1) / self.size * num_bytes
         return sent / (self.bytes_per_second * share) + self.latency_seconds
 
     def all_reduce(self, num_bytes: float, share: float) -> float:
-        """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
+        """Returns the seconds of an all-reduce, which is a reduce-scatter and an all-gather."""
         return 2 * self.reduce_scatter(num_bytes, share)
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Share of `bytes_per_second` that rings reach: `older` on devices up to Ampere."""
+        """Returns the share of `bytes_per_second` that rings reach; `older` on devices up to Ampere."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share
@@ -165,13 +166,13 @@ class Group:
         return self.size / self._in_one_node
 
     def all_to_all(self, num_bytes: float, share: float, *, to_nodes: float | None = None) -> float:
-        """Seconds of an all-to-all in which every rank sends `num_bytes`, with what it keeps, in equal parts.
-        `to_nodes`: bytes to all nodes, if what several ranks of a node need goes there once.
+        """Returns the seconds of an all-to-all in which each rank splits `num_bytes` equally among all ranks.
+        `to_nodes`: bytes to all nodes together if data for several ranks of a node are sent only once.
         """
         if self.size == 1:
             return 0.0
         inside = (self._in_one_node - 1) / self.size * num_bytes / self.hardware.node_bytes_per_second
-        if to_nodes is not None:  # what comes in is handed on in the node
+        if to_nodes is not None:  # the receiving node forwards the data
             inside *= self.num_nodes
         sent = num_bytes if to_nodes is None else to_nodes
         outside = (self.size - self._in_one_node) / self.size * sent / self.hardware.network_bytes_per_second
@@ -179,27 +180,28 @@ class Group:
 
 
 def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Seconds of one way, with the gather over expert TP ranks, for a rank's tokens of a micro-batch."""
+    """Returns the seconds to dispatch (or combine) a rank's tokens of a micro-batch, over EP and ETP."""
     config = job.config
     if config.ep * config.etp == 1:
         return 0.0
-    # of the tokens as routed experts take them: of MOE_LATENT_SIZE channels, if it is set
+    # With MOE_LATENT_SIZE, tokens are sent in the latent size.
     num_bytes = hidden_bytes(config) * config.expert_hidden_size / config.hidden_size
     num_bytes /= config.tp if job.sequence_parallel else 1
     slots, everywhere = num_bytes * config.experts_per_token, num_bytes * config.ep
     experts = Group(config.ep, config.etp, hardware, config.gpus_per_node)
     slices = Group(config.etp, 1, hardware, config.gpus_per_node)
     older = constants.tensor_bandwidth if experts.in_node else constants.data_bandwidth
-    one_for_all = {"auto": False, "alltoall": False, "deepep": True, "allgather": False}
-    sends_once = config.ep > 1 and priced(config, "dispatcher", one_for_all)
-    rows, seconds = slots, 0.0  # bytes that a rank's experts get
-    if config.dispatcher == "allgather" and (config.ep > 1 or not hardware.is_recent):
+    known = {name: to for name, to in RECIPIENTS.items() if to or config.ep == 1}
+    recipients = priced(config, "dispatcher", known)
+    # Older devices: fitted by the shares of rings. Newer ones have constants for each kind of exchange.
+    rows, seconds = slots, 0.0  # bytes that a rank's experts receive
+    if recipients == "all" and (config.ep > 1 or not hardware.is_recent):
         rows, seconds = everywhere, experts.reduce_scatter(everywhere, experts.ring_share(constants, older))
     elif hardware.is_recent and config.ep > 1:
-        # links and network work beside each other
+        # Links and network work concurrently, so the slower one determines the time.
         nodes, link_share = experts.num_nodes, constants.link_all_to_all
         inside, outside = slots * (config.ep / nodes - 1) / config.ep, slots * (nodes - 1) / nodes
-        if sends_once or job.engine.dispatcher == "hybridep":
+        if recipients == "ranks" or job.engine.dispatcher == "hybridep":
             to_ranks, to_nodes = places_of_token(config, config.ep), places_of_token(config, nodes)
             inside = num_bytes * to_ranks * (config.ep - 1) / config.ep
             outside, link_share = num_bytes * to_nodes * (nodes - 1) / nodes, constants.link_deduplicated
@@ -207,7 +209,7 @@ def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstan
         between = outside / hardware.network_bytes_per_second / constants.network_exchange
         seconds = max(in_nodes, between) + constants.exchange_seconds
     elif not hardware.is_recent:
-        once = num_bytes * places_of_token(config, experts.num_nodes) if sends_once else None
+        once = num_bytes * places_of_token(config, experts.num_nodes) if recipients == "ranks" else None
         seconds = experts.all_to_all(slots, older, to_nodes=once)
         if job.software == "2024-10":
             seconds += constants.exchange_seconds_2024 * (config.ep - 1)
@@ -217,7 +219,7 @@ def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstan
 
 
 def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Time of experts and exchange with the router's load, by that with tokens spread evenly over experts."""
+    """Returns the time of experts and exchange relative to a balanced load."""
     config = job.config
     is_padded = config.expert_capacity_factor is not None and config.pad_to_capacity
     is_even = job.engine.balanced or config.ep == 1 or is_padded or config.force_routing == "balanced"
@@ -225,7 +227,7 @@ def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> fl
 
 
 def places_of_token(config: Config, num_places: float) -> float:
-    """Places (nodes or ranks) of a token's experts: N * (1 - (1 - 1/N)^TOPK), fewer with limited groups."""
+    """Returns on how many of N nodes or ranks a token's experts are: N * (1 - (1 - 1/N)^TOPK) at most."""
     places = num_places * (1 - (1 - 1 / num_places) ** config.experts_per_token)
     if config.num_router_groups:
         places = min(places, config.router_group_topk * max(1.0, num_places / config.num_router_groups))

@@ -1,27 +1,26 @@
-"""Floating-point operations of the model in an iteration."""
+"""Model FLOPs of an iteration."""
 
 from moe_exp.config import Config
 
 
 def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: int | None = None) -> int:
-    """Operations of the model in one iteration, forward and backward, over all ranks: what TFLOP/s and MFU
-    count.
+    """Returns the model FLOPs of an iteration, forward and backward, over all ranks, for TFLOP/s and MFU.
 
-    The rule of Megatron-LM's `num_floating_point_operations` since 2025, with B samples of S tokens, L
-    layers, width h, n heads of size d in g groups, and V rows of vocabulary:
+    The formula of Megatron-LM's `num_floating_point_operations` since 2025, with B samples of S tokens, L
+    layers, width h, n heads of size d in g groups, and vocabulary size V:
 
         12*B*S*L*h^2 * ((1 + g/n + S/(2*h)) * n*d/h + topk*ffn/(2*h) * (3 if gated, else 2) + V/(2*L*h))
 
-    Two operations a multiply-add, and a backward pass of twice the forward one: 6 for every weight that a
-    token meets. Of the S^2 scores, attention counts the half that the causal mask keeps; until late 2024
+    A multiply-add is two operations and the backward pass takes twice the forward pass: 6 FLOPs per weight
+    that a token uses. Of the S^2 scores, only the half below the causal mask counts; until late 2024,
     Megatron-LM counted all of them (S/h instead of S/(2*h)).
-    With DOCUMENT_MASK, S is here DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn counts l/h times, and the
-    two projections of an MoE layer add 4*h*l forward.
-    Norms, softmax, router and recompute count nothing; Megatron-LM counts the norms of latent attention.
+    With DOCUMENT_MASK, the S in the bracket is DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn counts l/h
+    times, and the two projections of an MoE layer add 4*h*l forward.
+    Norms, softmax, router and recompute are not counted; Megatron-LM counts the norms of latent attention.
 
     Args:
-        batch_size: samples in the iteration (batch ramp-up); GBSZ by default.
-        seq_len: tokens of a sample that counts as several of SEQ_LEN (DATA_STAGES).
+        batch_size: samples of SEQ_LEN in the iteration (default: GBSZ).
+        seq_len: length of the actual samples (DATA_STAGES), each counted as several of SEQ_LEN.
     """
     tokens = (config.gbsz if batch_size is None else batch_size) * config.seq_len
     if seq_len not in (None, config.seq_len):
@@ -32,7 +31,7 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     def mlp(ffn: int, width: int) -> int:
         return 2 * (3 if config.gated else 2) * width * ffn
 
-    # the chosen experts of a token, the shared one, and the projections to and from the latent size
+    # a token's chosen experts, the shared expert, and the projections to and from the latent size
     routed = round(config.experts_per_token * config.expert_ffn_size)
     moe = mlp(routed, config.expert_hidden_size) + mlp(config.shared_expert_size, hidden)
     moe += 4 * hidden * config.moe_latent_size
@@ -49,11 +48,11 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     num_moe = sum(config.moe_layers)
     layers = config.num_layers * attention + num_moe * moe
     layers += (config.num_layers - num_moe) * mlp(config.ffn_hidden_size, hidden)
-    # 2 a multiply-add, 3 times: the backward pass computes the gradients of inputs and weights
+    # 3 times: the backward pass computes the gradients of both inputs and weights
     return 3 * tokens * (layers + 2 * hidden * config.padded_vocab_size)
 
 
 def attended_tokens(config: Config) -> int:
-    """Keys of a query, before the causal mask: of its sample, or with DOCUMENT_MASK of its document."""
+    """Returns the keys per query before the causal mask: its sample, or its document with DOCUMENT_MASK."""
     in_document = config.document_mask and config.document_tokens
     return min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len

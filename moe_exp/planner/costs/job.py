@@ -1,7 +1,7 @@
-"""A job to plan: the settings of a run, and what else costs depend on: its program (`Engine`). No torch.
+"""A job to plan: the settings of a run, and the program that runs it (`Engine`). No torch.
 
-It is made from settings of this package (`PlannedJob.of`), or from a row of measured runs of other programs
-(`measured.py`): with tied weights, biases, and the ZeRO-1 optimizer of Megatron-DeepSpeed.
+Jobs are built from this package's settings (`PlannedJob.of`) or from measured runs of other programs
+(`measured.py`), such as Megatron-DeepSpeed with its ZeRO-1 optimizer.
 """
 
 from __future__ import annotations
@@ -21,31 +21,28 @@ Precision = Literal["fp32", "fp16", "bf16", "bf16_fp32grad"]
 
 @dataclass(frozen=True)
 class Engine:
-    """The program of a run. The defaults are this package's."""
+    """Properties of the training program. The defaults are those of this package."""
 
-    dispatcher: str = ""  # token dispatcher that DISPATCHER does not have: hybridep. Empty: DISPATCHER
-    # tokens of one micro-batch are exchanged while another one is computed
-    overlaps_exchange: bool = False
-    # collectives of tensor parallel ranks run beside the products before or after them
-    overlaps_tensor_parallel: bool = False
-    # parts of a layer that run as CUDA graphs: attn, mlp, moe_router, moe_preprocess; all: the iteration
+    dispatcher: str = ""  # token dispatcher that DISPATCHER does not offer: hybridep; empty: DISPATCHER
+    overlaps_exchange: bool = False  # exchanges tokens of one micro-batch while computing another
+    overlaps_tensor_parallel: bool = False  # overlaps tensor-parallel collectives with adjacent products
+    # parts of a layer in CUDA graphs: attn, mlp, moe_router, moe_preprocess; all: the whole iteration
     graphs: frozenset[str] = frozenset()
-    # a fixed number of rows per rank for its experts, with kernels that wait for no count of them
-    static_rows: bool = False
-    # modules that are computed again in the backward pass, beside RECOMPUTE: layernorm, mla_up_proj,
-    # core_attn, mlp (of layers without experts)
+    static_rows: bool = False  # fixed number of rows per rank for its experts, without waiting for counts
+    # modules recomputed in the backward pass in addition to RECOMPUTE: layernorm, mla_up_proj, core_attn, mlp
+    # (in layers without experts)
     recompute: frozenset[str] = frozenset()
-    is_nvfp4: bool = False  # products that FP8 names are in NVFP4
-    fp8_attention: bool = False  # attention scores and weighted values are in FP8
-    shards_parameters: bool = False  # FSDP: parameters are gathered and gradients reduced layer by layer
+    is_nvfp4: bool = False  # products selected by FP8 use NVFP4
+    fp8_attention: bool = False  # attention scores and weighted values in FP8
+    shards_parameters: bool = False  # FSDP: gathers parameters and reduces gradients layer by layer
     gradient_bytes: float = 4.0  # per parameter, between micro-batches
-    reduced_bytes: float = 4.0  # per gradient, as it is sent
-    gathered_bytes: float | None = None  # per weight, as it is sent; None: in the compute type
+    reduced_bytes: float = 4.0  # per gradient in the reduce
+    gathered_bytes: float | None = None  # per weight in the gather; None: by the compute type
     state_bytes: float | None = None  # per parameter in the optimizer; None: by OPTIMIZER
-    num_mtp_layers: int = 0  # last layers of the model that predict tokens ahead, with an output layer each
-    clamped_swiglu: bool = False  # the activation of GPT-OSS, by unfused kernels
-    window: int = 0  # tokens that every second layer's attention sees; 0: all
-    balanced: bool = False  # tokens are sent to all experts alike, whatever the router says
+    num_mtp_layers: int = 0  # final multi-token prediction layers, each with an output layer
+    clamped_swiglu: bool = False  # GPT-OSS's activation in unfused kernels
+    window: int = 0  # sliding window of every second attention layer (tokens); 0: none
+    balanced: bool = False  # distributes tokens evenly over the experts, ignoring the router
 
 
 OURS = Engine()
@@ -53,28 +50,25 @@ OURS = Engine()
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A run whose costs are asked for."""
+    """A run to plan."""
 
-    config: Config  # the settings
-    stage_layers: tuple[int, ...]  # layers of every pipeline stage; a stage may have none
-    # compute type; bf16_fp32grad is bf16 with gradients in fp32, as this package has them
-    precision: Precision
-    # where the optimizer's state is: on every rank, by DeepSpeed's ZeRO-1, or by Megatron's distributed
-    # optimizer
-    sharding: Sharding
-    sequence_parallel: bool  # whether tensor parallel ranks share what lies between the products of a layer
+    config: Config
+    stage_layers: tuple[int, ...]  # layers of each pipeline stage, possibly 0
+    precision: Precision  # compute type; bf16_fp32grad (this package) accumulates gradients in fp32
+    sharding: Sharding  # of the optimizer state: none, DeepSpeed's ZeRO-1, Megatron's distributed optimizer
+    sequence_parallel: bool  # whether tensor-parallel ranks split the activations between the products
     fused_attention: bool  # whether scores are never written to memory (flash attention)
-    learned_positions: bool = False  # whether the embedding has a row for every position
-    # what a measured run ran on, if its row says so: constants may depend on it. Empty: this package.
+    learned_positions: bool = False  # whether the embedding has a row per position
+    # software period of a measured run, on which constants may depend; empty: this package
     software: str = ""
-    # what a memory figure means: `nvidia-smi` includes context, NCCL buffers and fragmentation, `allocated`
-    # is the peak of torch's allocator, `rss` that of the resident size of a CPU process
+    # how memory is measured: `nvidia-smi` includes context, NCCL buffers and fragmentation; `allocated` is
+    # the peak of PyTorch's allocator; `rss` is the peak resident size of a CPU process
     measured_by: MeasuredBy = "nvidia-smi"
-    engine: Engine = OURS  # the program, as far as settings do not say it
+    engine: Engine = OURS  # properties of the program beyond the settings
 
     @classmethod
     def of(cls, config: Config) -> PlannedJob:
-        """The job that `moe-exp train` would run with these settings."""
+        """Returns the job that `moe-exp train` would run with these settings."""
         precision: Precision = "bf16_fp32grad" if config.dtype == "bf16" else config.dtype
         return cls(
             config=config,
@@ -87,7 +81,7 @@ class PlannedJob:
 
     @property
     def of_deepspeed(self) -> bool:
-        """Whether Megatron-DeepSpeed ran it, which alone of the engines here learns positions."""
+        """Whether Megatron-DeepSpeed ran the job; no other engine here has learned positions."""
         return self.learned_positions
 
     @cached_property
@@ -96,10 +90,10 @@ class PlannedJob:
 
     @cached_property
     def products(self) -> dict[str, list[Shape]]:
-        """Products of its layers, see `products.products`."""
+        """Matrix products of its layers, see `products.products`."""
         return products(self.config, sequence_parallel=self.sequence_parallel)
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Micro-batches of an iteration per data parallel rank, at least 1."""
+        """Micro-batches per iteration and data-parallel rank, at least 1."""
         return max(1, self.config.num_microbatches)

@@ -1,5 +1,5 @@
-"""Seconds of one layer, and of the output layer, on one rank for one micro-batch, and how near its parts come
-to the roofline of a device (Williams et al. 2009). No torch.
+"""Time of a layer and of the output layer for one micro-batch on one rank, and their position on the device's
+roofline (Williams et al. 2009). No torch.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,22 @@ from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import Shape, fp8_parts, num_slots, num_tokens, planned_loss, shared_rows
 from moe_exp.planner.hardware import Hardware
 
-# Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).
+# Bytes moved outside the products, (forward, backward), for 2-byte elements.
 _SCORE_BYTES = (9, 11)  # unfused attention: scale, mask and softmax in one kernel, dropout and its mask
 _RESIDUAL_BYTES = (24, 36)  # per token and hidden channel: two norms, two residuals, biases, dropout
 _HEAD_BYTES = (4, 6)  # per channel of queries and keys: rotation, or a norm
 _ACTIVATION_BYTES = (6, 10)  # per token and channel of an MLP
-_SLOT_BYTES = (12, 16)  # per slot and channel of an expert's input: rows gathered for the experts, and back
-_LOGIT_BYTES = (12, 18)  # per token and row of the vocabulary: fp32 logits, maximum, exponentials, gradient
-_FUSED_LOGIT_BYTES = (4, 6)  # the same of one kernel: logits are read, their gradient is written over them
-# Bytes per weight and micro-batch for adding a gradient to those before it.
+_SLOT_BYTES = (12, 16)  # per slot and channel of an expert's input: gathering rows for the experts, and back
+_LOGIT_BYTES = (12, 18)  # per token and vocabulary entry: fp32 logits, maximum, exponentials, gradient
+_FUSED_LOGIT_BYTES = (4, 6)  # the same for one kernel, which overwrites the logits by their gradient
+# Bytes per weight and micro-batch to accumulate a gradient.
 _ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
-# Flash attention leaves out the masked half, computes scores again for gradients, and is slower a FLOP.
+# Flash attention skips the masked half and recomputes the scores for gradients: 5 instead of 4 products.
 _FLASH_FORWARD, _FLASH_BACKWARD = 0.5, 0.5 * 2.5
-# Share of the host's seconds of a layer's part that a CUDA graph of a scope saves: estimates, by kernels.
+# Share of a layer part's host time that a CUDA graph of each scope saves, estimated from kernel counts.
 _GRAPHED = {"attn": 1.0, "mlp": 1.0, "moe_router": 0.3, "moe_preprocess": 0.2}
-_ATTENTION_SHARE = 0.7  # of host_dense, an estimate, by kernels
-# weights of a layer without experts: norms, projections, router or MLP. An expert has two.
-_DENSE_WEIGHTS = 6
+_ATTENTION_SHARE = 0.7  # of host_dense, estimated from kernel counts
+_DENSE_WEIGHTS = 6  # in a layer without experts: norms, projections, router or MLP; an expert has two
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,10 @@ class LayerTimes:
     """Seconds of a micro-batch, without collectives."""
 
     parts: dict[str, Pass]  # ATTENTION, MLP and MOE of a layer, and `output`: the output layer with the loss
-    starts_dense: float  # of kernels, where they are not counted as those of the host
+    starts_dense: float  # kernel launches, on devices where host time is not modeled
     starts_moe: float
-    host_dense: float  # of the host for a layer without experts
-    host_moe: float  # and with them
+    host_dense: float  # host time of a layer without experts
+    host_moe: float  # and with experts
 
     def layer(self, is_moe: bool) -> Pass:
         starts = self.starts_moe if is_moe else self.starts_dense
@@ -48,15 +47,15 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Forward seconds of what may be computed again, by RECOMPUTE and by the modules of `Engine`."""
+        """Returns the forward seconds that are recomputed, by value of RECOMPUTE and module of `Engine`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts_moe - self.starts_dense
         return {
             "none": 0.0,
             "moe_act": forward["activation"] if is_moe else 0.0,
-            "selective": moe if is_moe else 0.0,  # which leaves the dense layers of an MoE model alone
+            "selective": moe if is_moe else 0.0,  # dense layers of an MoE model are not recomputed
             "full": self.layer(is_moe).forward,
-            "layernorm": forward["norms"] * 0.4,  # of the residual bytes, which norms read and write
+            "layernorm": forward["norms"] * 0.4,  # the norms' share of the residual bytes
             "mla_up_proj": forward["up_projections"],
             "core_attn": forward["core"],
             "mlp": 0.0 if is_moe else forward["mlp"],
@@ -69,9 +68,9 @@ MOE = ("router", "latent_projections", "rows", "experts", "activation", "shared_
 
 
 def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
-    """Seconds of the parts of a layer; ValueError for a precision that the device does not have."""
+    """Returns the seconds of a layer's parts; ValueError if the device does not support the precision."""
     config, constants, tokens, nothing = job.config, device.constants, num_tokens(job.config), Pass(0, 0)
-    rule = "the device has no {} peak (dense_flops of its profile)"
+    rule = "the device has no {} peak (dense_flops in its profile)"
     if any(fp8_parts(config)) and not device.fp8_speedup:
         raise setting_error("fp8", config.fp8, rule.format("FP8"), "choose another --gpu, or set FP8=none")
     if job.engine.is_nvfp4 and not device.fp4_speedup:
@@ -83,7 +82,7 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
     parts["norms"] = device.moved(shared, _RESIDUAL_BYTES) * elementwise
     if device.is_recent:
         keys = config.num_heads if config.multi_latent_attention else config.num_query_groups
-        # channels of queries and keys, twice if they have norms, too
+        # Channels of queries and keys count twice if they also have norms.
         rotated = (config.num_heads + keys) * config.kv_channels * (2 if config.qk_norm else 1)
         parts["norms"] += device.moved(tokens * rotated / config.tp, _HEAD_BYTES) * elementwise
         elementwise *= constants.clamped_swiglu if job.engine.clamped_swiglu else 1.0
@@ -100,7 +99,7 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
         parts["shared_expert"] += activated(tokens * ways * config.shared_expert_size / config.tp)
         parts["rows"] = device.moved(slots * config.expert_hidden_size, _SLOT_BYTES)
         if device.is_recent:
-            # Megatron's all-to-all sorts rows again by local expert, there and back: half as much more
+            # Megatron's all-to-all also sorts the rows by local expert, both ways: half as much again.
             is_sorted = config.ep > 1 and config.dispatcher in ("auto", "alltoall")
             parts["rows"] *= constants.slot_bytes + (0.5 if is_sorted else 0.0)
             parts["experts"] *= 1 / constants.grouped_matrix
@@ -112,15 +111,14 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
     logit_bytes = _FUSED_LOGIT_BYTES if device.is_recent and loss == "triton" else _LOGIT_BYTES
     parts["output"] += device.moved(tokens * config.padded_vocab_size / config.tp, logit_bytes)
     starts = 0.0 if device.is_recent else constants.layer_seconds
-    # each expert of a loop takes 0.1 ms: from reference runs with and without grouped GEMM
+    # Each expert of a loop takes 0.1 ms, according to reference runs with and without grouped GEMM.
     looped = 0.125 * config.num_experts / config.ep if config.expert_backend == "loop" else 0
     return LayerTimes(parts, starts, starts * (2 + looped), *_host_seconds(job, device))
 
 
 def _host_seconds(job: PlannedJob, device: Device) -> tuple[float, float]:
-    """Seconds of the host for a layer without and one with experts: it starts kernels one by one, but for
-    those of a CUDA graph.
-    """
+    """Returns the host seconds of a layer without and with experts, for kernel launches."""
+    # On older devices, `layer_seconds` covers kernel launches.
     if not device.is_recent:
         return 0.0, 0.0
     config, constants, graphs = job.config, device.constants, job.engine.graphs
@@ -129,7 +127,7 @@ def _host_seconds(job: PlannedJob, device: Device) -> tuple[float, float]:
         captured = sum(_GRAPHED[scope] for scope in scopes if scope in graphs) if "all" not in graphs else 1.0
         return seconds * (1 - captured * (1 - constants.host_graph))
 
-    # casts and their scales are kernels of their own
+    # Casts to FP8 and their scales are separate kernels.
     for_experts, for_others = (constants.host_fp8 if is_fp8 else 1.0 for is_fp8 in fp8_parts(config))
     local = config.num_experts / config.ep
     attention = started(_ATTENTION_SHARE * constants.host_dense * for_others, "attn")
@@ -144,19 +142,19 @@ def _host_seconds(job: PlannedJob, device: Device) -> tuple[float, float]:
 
 
 def _linears(job: PlannedJob, device: Device, shapes: Sequence[Shape]) -> Pass:
-    """Products, their gradients, and the weights' gradients added up."""
+    """Returns the time of products, their gradients, and gradient accumulation."""
     num_bytes: float = _ACCUMULATION_BYTES[job.precision]
-    if job.sharding == "distributed" and not device.is_cpu:  # fused
+    if job.sharding == "distributed" and not device.is_cpu:  # fused: read and write once
         num_bytes = 2 * job.engine.gradient_bytes
-    # FP8: input, weight and gradient of the output are read in bf16 and written twice, by rows and by
-    # columns; current scaling reads the whole tensor first, for its largest value
+    # FP8 casts read input, weight and output gradient in bf16 and write them twice, by rows and by columns.
+    # Current scaling first reads the whole tensor to find its largest value.
     cast_bytes = 6 if device.is_recent and job.config.fp8_recipe == "tensorwise" else 4
     forward = backward = 0.0
     for rows, columns, depth, count, is_fp8 in shapes:
         once, twice = device.linear(rows, columns, depth, count)
         if is_fp8:
             speedup = device.fp4_speedup if job.engine.is_nvfp4 else device.fp8_speedup
-            # weights that come in FP8 are not cast
+            # weights gathered in FP8 need no cast
             cast_weights = 0 if job.engine.gathered_bytes == 1 else columns
             casts = device.moved((rows + cast_weights) * depth * count, (cast_bytes, 0)).forward
             forward += casts * device.cast_share
@@ -168,7 +166,7 @@ def _linears(job: PlannedJob, device: Device, shapes: Sequence[Shape]) -> Pass:
 
 
 def _core(job: PlannedJob, device: Device) -> Pass:
-    """Scores and weighted values: every query of the rank with every key of its sequence, or document."""
+    """Returns the time of attention scores and weighted values for all queries of a rank."""
     config, engine, constants = job.config, job.engine, device.constants
     batch, queries = config.mbsz * config.num_heads / config.tp, config.seq_len / config.cp
     keys, channels = attended_tokens(config), float(config.kv_channels)
@@ -178,7 +176,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
     if config.multi_latent_attention and device.is_recent:
         channels = (channels + config.v_head_dim) / 2
     once = 4 * batch * queries * keys * channels / device.attention_flops
-    softmax = 0.0  # computed again in the backward pass
+    softmax = 0.0  # the same in the backward pass, which recomputes it
     if rate := device.hardware.exponentials_per_second:
         softmax = _FLASH_FORWARD * batch * queries * keys / rate * constants.exponentials
     if engine.window:
@@ -191,28 +189,26 @@ def _core(job: PlannedJob, device: Device) -> Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of one layer, or the output layer: forward and backward of one micro-batch on one rank."""
+    """A part of a layer, or the output layer: forward and backward pass of a micro-batch on one rank."""
 
     name: str
-    flops: float  # operations, multiply and add counted as two
-    num_bytes: float  # that a product reads and writes at least; 0 where there are no products
-    seconds: float  # predicted
+    flops: float  # a multiply-add counts as two
+    num_bytes: float  # minimum traffic of its products; 0 without products
+    seconds: float
     bound: str  # compute, memory, links or host
-    peak: float  # FLOP/s of the device in the type of the products
+    peak: float  # FLOP/s of the device in the products' type
 
     @property
     def intensity(self) -> float:
-        """Operations per byte."""
         return self.flops / self.num_bytes if self.num_bytes else 0.0
 
     @property
     def peak_share(self) -> float:
-        """Share of the peak that is reached."""
         return self.flops / self.seconds / self.peak if self.seconds else 0.0
 
 
 def roofline(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[Part]:
-    """Parts of a layer (with experts, where the model has them), and the output layer."""
+    """Returns the parts of a layer (an MoE layer if the model has any) and of the output layer."""
     config = job.config
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
     times = layer_times(job, device)
@@ -225,6 +221,7 @@ def roofline(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> l
             peak = hardware.dense_flops.get("fp8", peak) if is_fp8 else peak
             flops += 6 * rows * columns * depth * number
             num_bytes += 3 * width * number * (rows * depth + depth * columns + rows * columns)
+        # Attention's products are not in `job.products`, as flash attention never writes the scores.
         if name == "core":
             queries = config.mbsz * config.seq_len / config.cp * config.num_heads / config.tp
             keys = config.mbsz * config.seq_len * config.num_query_groups / config.tp
@@ -244,5 +241,5 @@ def roofline(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> l
         found.append(Part("exchange", 0.0, 0.0, seconds, "links", found[0].peak))
     host = times.host_moe if config.use_moe else times.host_dense
     if host:
-        found.append(Part("host, beside them", 0.0, 0.0, host, "host", found[0].peak))
+        found.append(Part("host, concurrent", 0.0, 0.0, host, "host", found[0].peak))
     return found

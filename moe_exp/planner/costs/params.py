@@ -1,7 +1,7 @@
-"""Exact parameter counts of a model and of one rank, and the bytes of weights and optimizer.
+"""Exact parameter counts of a model and of each rank, and the bytes of weights and optimizer state.
 
-Counts are of trained parameters; buffers (the expert bias, rotary frequencies) are left out. Every function
-takes a config without `problems`: sizes that do not divide are rounded down here.
+Buffers such as the expert bias and rotary frequencies are not counted. All functions expect a config without
+`problems`; sizes that are not divisible are rounded down.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,7 @@ class ParameterCount:
 
     transformer_layers: int  # all layers and the final norm
     embedding: int  # input embedding and, unless tied, output layer
-    # parameters that one token meets: everything but the routed experts it does not choose
-    active_per_token: int
+    active_per_token: int  # all except the routed experts that a token does not choose
 
     @property
     def total(self) -> int:
@@ -32,9 +31,9 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters that one rank holds; the two parts are replicated over different groups of ranks."""
+    """Parameters of a rank; the two parts are replicated over different process groups."""
 
-    dense: int  # everything but routed experts, replicated over the data-parallel and context-parallel ranks
+    dense: int  # all except routed experts, replicated over the data-parallel and context-parallel ranks
     expert: int  # routed experts, replicated over the expert-data-parallel ranks
 
     @property
@@ -53,26 +52,27 @@ def count_parameters(config: Config) -> ParameterCount:
 
 
 def rank_parameters(config: Config, pp_rank: int = 0) -> RankParameters:
-    """Counts the parameters of a rank in pipeline stage `pp_rank`; all ranks of a stage hold equally many."""
+    """Counts the parameters of a rank in a pipeline stage; all ranks of a stage have the same number."""
     return parameters_of_stages(config, config.stage_layers)[pp_rank]
 
 
 def parameters_of_stages(
     config: Config, stage_layers: Sequence[int], *, learned_positions: bool = False
 ) -> list[RankParameters]:
-    """Counts the parameters of a rank of every pipeline stage: TP, EP, ETP and VPP of the settings count, PP
-    is the number of stages, which may have no layers. `learned_positions`: the embedding has a row for each
-    of SEQ_LEN positions, whole on every tensor-parallel rank.
+    """Counts the parameters of a rank in each pipeline stage.
+
+    PP is the length of `stage_layers`, whose stages may have no layers; TP, EP, ETP and VPP are those of the
+    config. `learned_positions`: the embedding has a row per position, replicated over tensor-parallel ranks.
     """
     num_moe_before = list(accumulate(config.moe_layers, initial=0))
     dense_layer, moe_layer = (_layer(config, config.tp, is_moe=is_moe) for is_moe in (False, True))
     experts = config.num_experts // config.ep * _expert(config, config.etp)
-    # Beside layers: embedding on the first stage, final norm and output layer on the last.
+    # Outside the layers: embedding on the first stage, final norm and output layer on the last.
     ends = tables_of_stages(config, len(stage_layers))
     ends[0] += config.seq_len * config.hidden_size if learned_positions else 0
     ends[-1] += _norm(config, config.hidden_size)
-    # Model chunks go around the stages in the order of the layers. Where VPP does not divide a stage, its
-    # first chunks have one layer more; where stages do not add up, the last chunk has the rest.
+    # Model chunks are assigned to the stages in turn. If VPP does not divide a stage, its first chunks get an
+    # extra layer; if the stages do not add up to NUM_LAYERS, the last chunk gets the rest.
     num_chunks = config.vpp or 1
     parts = range(num_chunks - 1, -1, -1)
     chunk_ends = [*accumulate((layers + left) // num_chunks for left in parts for layers in stage_layers)]
@@ -89,7 +89,7 @@ def parameters_of_stages(
 
 
 def tables_of_stages(config: Config, num_stages: int) -> list[int]:
-    """Parameters of embedding and output layer on a rank of every stage; one if tied there."""
+    """Counts the parameters of embedding and output layer on a rank in each stage, once if tied there."""
     tables, embedding = [0] * num_stages, config.padded_vocab_size // config.tp * config.hidden_size
     tables[0] += embedding
     if num_stages > 1 or not config.tie_embeddings:
@@ -98,13 +98,13 @@ def tables_of_stages(config: Config, num_stages: int) -> list[int]:
 
 
 def most_loaded_rank(config: Config) -> int:
-    """Pipeline rank that holds the most parameters; the first one of equals."""
+    """Returns the first pipeline rank with the most parameters."""
     stages = parameters_of_stages(config, config.stage_layers)
     return max(range(config.pp), key=lambda pp_rank: stages[pp_rank].total)
 
 
 def optimizer_state_bytes(config: Config) -> float:
-    """Bytes per parameter of main weight, moments and average, before they are sharded over ranks.
+    """Returns the bytes per parameter of main weight, moments and average, before sharding over ranks.
 
         OPTIMIZER                            main weight   moments               together, bf16 or fp16 / fp32
         adam                                 4             4 + 4                 12      / 8
@@ -114,11 +114,10 @@ def optimizer_state_bytes(config: Config) -> float:
         sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
         muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
-    fp32 weights need no main copy: they are the weights that are trained. 8-bit moments have an fp32 scale
-    for every block of 256 values (Dettmers et al. 2022, arXiv:2110.02861, section 2; the block of
-    bitsandbytes). Muon keeps one moment of matrices; embedding and output layer, which it leaves to Adam,
-    have `embedding_moment_bytes` more a parameter; norms and routers, which are small, are counted as
-    matrices. With EMA_DECAY the average of the weights adds 4.
+    fp32 weights have no main copy. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al.
+    2022, arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices;
+    embedding and output layer, which use Adam, need another `embedding_moment_bytes` per parameter. Norms and
+    routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.
     """
     main_weight = 0 if config.dtype == "fp32" else 4
     of_adam = priced(config, "optimizer_state_dtype", {"fp32": 4.0, "bf16": 2.0})
@@ -128,26 +127,26 @@ def optimizer_state_bytes(config: Config) -> float:
 
 
 def average_bytes(config: Config) -> int:
-    """Bytes per parameter of the average of the weights, fp32, in memory and in a checkpoint."""
+    """Returns the bytes per parameter of the fp32 average of the weights, in memory and in checkpoints."""
     return 4 if config.ema_decay else 0
 
 
 def num_moments(config: Config) -> int:
-    """Running means per parameter that the optimizer keeps."""
+    """Returns the number of moments per parameter that the optimizer keeps."""
     by_sgd = int(config.sgd_momentum > 0)
     return priced(config, "optimizer", {"adam": 2, "adam8bit": 2, "muon": 1, "sgd": by_sgd})
 
 
 def embedding_moment_bytes(config: Config) -> int:
-    """Bytes that embedding and output layer add, which Muon leaves to Adam."""
+    """Returns the additional bytes per parameter of embedding and output layer, for which Muon uses Adam."""
     return 4 if config.optimizer == "muon" else 0
 
 
 def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
-    """Bytes of weights, gradients and optimizer state of a rank: Megatron's `report_theoretical_memory`, but
-    experts have fewer replicas (world / (ETP*EP*PP)) to split their state among.
+    """Returns the bytes of weights, gradients and optimizer state of a rank, as in Megatron's
+    `report_theoretical_memory`, except that expert state is sharded over fewer replicas: world / (ETP*EP*PP).
     """
-    # weight and fp32 gradient, which are one in fp32
+    # 16-bit weight and fp32 gradient, or both in fp32
     kept, state = 8 if config.dtype == "fp32" else 6, optimizer_state_bytes(config)
     ranks = config.world_size // config.pp if config.distributed_optimizer else 1
     dense = kept + state / max(1, ranks // config.tp)
@@ -156,11 +155,7 @@ def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of one checkpoint of the whole model: weights, fp32 main weights, moments and average.
-
-    Main weights are written in fp32 as well, and moments as fp32 whatever they are in memory: a checkpoint
-    fits every layout.
-    """
+    """Returns the bytes of a checkpoint, where main weights and moments are always in fp32."""
     count, weight = count_parameters(config), 4 if config.dtype == "fp32" else 2
     tables = count.embedding * embedding_moment_bytes(config)
     return count.total * (weight + 4 + 4 * num_moments(config) + average_bytes(config)) + tables
@@ -171,7 +166,7 @@ def _norm(config: Config, size: int) -> int:
 
 
 def _mlp(config: Config, ffn: int, tp: int = 1, *, bias: bool = False, hidden: int | None = None) -> int:
-    """One MLP, dense, shared or expert. The bias of the row-parallel second projection is on every rank."""
+    """Parameters of a dense, shared or expert MLP on a rank; the second projection's bias is replicated."""
     width, hidden = (2 if config.gated else 1) * ffn // tp, hidden or config.hidden_size
     return hidden * (width + ffn // tp) + (width + hidden if bias else 0)
 
@@ -182,11 +177,11 @@ def _expert(config: Config, etp: int) -> int:
 
 
 def _attention(config: Config, tp: int) -> int:
-    """Multi-latent attention is that of DeepSeek-V2, arXiv:2405.04434, section 2.1."""
+    """Parameters of attention on a rank; multi-latent attention: arXiv:2405.04434, section 2.1."""
     hidden, heads, channels = config.hidden_size, config.num_heads // tp, config.kv_channels
     output_bias = hidden if config.add_bias_linear else 0
     if config.multi_latent_attention:
-        # projections down and norms are on every tensor parallel rank
+        # Down projections and norms are replicated over tensor-parallel ranks.
         rank, latent, query = config.q_lora_rank, config.kv_lora_rank, heads * channels
         count = hidden * (latent + config.qk_pos_emb_head_dim)
         count += latent * heads * (config.qk_head_dim + config.v_head_dim)
@@ -196,16 +191,15 @@ def _attention(config: Config, tp: int) -> int:
     query = config.num_heads * channels // tp
     qkv = query + 2 * config.num_query_groups * channels // tp
     biases, norms = (qkv if config.add_bias_linear or config.qkv_bias else 0) + output_bias, 0
-    if config.qk_norm:  # of one head on every tensor-parallel rank, those over all heads are split
+    # Norms of a head are replicated over tensor-parallel ranks; those over all heads are split.
+    if config.qk_norm:
         whole = (config.num_heads + config.num_query_groups) * channels // tp
         norms = priced(config, "qk_norm_scope", {"head": 2 * _norm(config, channels), "all": whole})
     return hidden * (qkv + query) + norms + biases
 
 
 def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
-    """One layer without its routed experts. Norms, router and latent projections are on every
-    tensor-parallel rank.
-    """
+    """Parameters of a layer on a rank without routed experts; norms and router are replicated."""
     hidden, latent = config.hidden_size, config.moe_latent_size
     common = _attention(config, tp) + 2 * _norm(config, hidden)
     if not is_moe:
@@ -217,9 +211,7 @@ def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
 
 
 def startup_report(config: Config) -> str:
-    """The counts that a run shows at its start; those of a rank in Megatron's wording, where 1 MB is 2^20
-    bytes.
-    """
+    """Returns the parameter counts that a run prints at startup, partly in Megatron's wording."""
     count, pp_rank = count_parameters(config), most_loaded_rank(config)
     rank = rank_parameters(config, pp_rank)
     num_bytes = weight_and_optimizer_bytes(config, rank)
@@ -233,23 +225,22 @@ Floating-point operations per iteration: {flops} ({batch})"""
 
 
 def counted(count: int) -> str:
-    """Text such as `30.5B (30,532,122,624)`."""
+    """Formats a count as in `30.5B (30,532,122,624)`."""
     return f"{count_text(count)} ({count:,})"
 
 
 def split_layers(num_layers: int, num_stages: int, *, count_ends: bool = False) -> list[int]:
-    """Layers of every stage, as even as they come; the longer stages are in the middle. `count_ends` counts
-    the embedding and the output layer as a layer each, for a large vocabulary: 106 layers over 12 stages are
-    8, ten times 9, and 8.
+    """Splits layers over the stages as evenly as possible, with the longer stages in the middle. `count_ends`
+    counts embedding and output layer as a layer each: 106 layers on 12 stages are 8, ten times 9, and 8.
     """
     if num_stages == 1:
         return [num_layers]
     items = num_layers + (2 if count_ends else 0)
     each, left = divmod(items, num_stages)
     stages = [each] * num_stages
-    # One layer more from the middle outwards: the ends, which have more to do, get theirs last.
+    # Extra layers go to the middle first, as the end stages have more other work.
     outwards = sorted(range(num_stages), key=lambda stage: abs(2 * stage - (num_stages - 1)))
-    if count_ends and not each:  # The ends have theirs whatever there is.
+    if count_ends and not each:  # the ends always exist
         outwards = [0, num_stages - 1, *outwards[:-2]]
     for index in outwards[:left]:
         stages[index] += 1
@@ -259,6 +250,6 @@ def split_layers(num_layers: int, num_stages: int, *, count_ends: bool = False) 
 
 
 def stages_text(stage_layers: Sequence[int]) -> str:
-    """The layers of every stage in the form of PIPELINE_LAYERS: [8, 9, 9, 8] is 8,9*2,8."""
+    """Formats the layers of the stages like PIPELINE_LAYERS: [8, 9, 9, 8] is 8,9*2,8."""
     runs = [(layers, len(list(same))) for layers, same in groupby(stage_layers)]
     return ",".join(f"{layers}*{times}" if times > 1 else str(layers) for layers, times in runs)

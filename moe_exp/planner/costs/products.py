@@ -1,4 +1,4 @@
-"""Matrix products of a job, and the code that computes them, as far as that changes costs. No torch."""
+"""Matrix products of a job, and the expert backend and loss that compute them. No torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from moe_exp.config import Config, setting_error
 from moe_exp.planner.hardware import Hardware
 
 T = TypeVar("T")
-_BACKENDS = ("auto", "triton", "loop", "torch", "grouped_gemm", "te", "megablocks")
+# Expert backends whose memory `activations.py` knows; a new one has to be checked there.
+PRICED_BACKENDS = ("auto", "triton", "loop", "torch", "grouped_gemm", "te", "megablocks")
 
 
 def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
-    """Entry of `costs` for the value of the setting `name`; a ValueError if it has none."""
+    """Returns the entry of `costs` for the value of the setting `name`; ValueError if it is missing."""
     value = getattr(config, name)
     if value not in costs:
-        raise setting_error(name, value, "the planner has no price for it", f"use {', '.join(costs)}")
+        raise setting_error(name, value, "the planner does not support this value", f"use {', '.join(costs)}")
     return costs[value]
 
 
 def fp8_parts(config: Config) -> tuple[bool, bool]:
-    """Whether the linear layers of routed experts, and those of the other layers, compute in FP8.
+    """Whether the linear layers of routed experts, and those of other layers, compute in FP8.
 
-    The others do with Transformer Engine, which FP8 needs but for EXPERT_BACKEND=triton, where only experts
-    do; so IMPL=auto counts as te. Output layer, router and embedding stay in bf16.
+    With EXPERT_BACKEND=triton, only the experts do. Otherwise FP8 requires Transformer Engine, so IMPL=auto
+    counts as te. Output layer, router and embedding remain in bf16.
     """
     if config.fp8 == "none":
         return False, False
@@ -36,53 +37,53 @@ def fp8_parts(config: Config) -> tuple[bool, bool]:
 
 
 def fp8_kept(config: Config) -> tuple[bool, bool]:
-    """Whether these keep inputs and weights for backward in FP8: our kernels keep what they do in bf16."""
+    """Whether these layers keep inputs and weights for the backward pass in FP8. Our kernels keep bf16."""
     return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
-    """The backend of the experts that is counted: EXPERT_BACKEND, or what `grouped_gemm.choose_backend` makes
-    of `auto`; `auto` for all others on GPUs, which depend on what is installed and count the same memory.
-    `runs_kernels`: see `Hardware`; triton counts as installed.
+    """Returns EXPERT_BACKEND or, for `auto`, the choice of `grouped_gemm.choose_backend`; `auto` stands for
+    any GPU backend but triton, all of which need the same memory.
     """
-    backend = priced(config, "expert_backend", dict(zip(_BACKENDS, _BACKENDS, strict=True)))
+    backend = priced(config, "expert_backend", {name: name for name in PRICED_BACKENDS})
     if backend != "auto":
         return backend
     if on_cpu:
         return "loop"
+    # Assumes that Triton is installed: a plan is usually made on another machine.
     return "triton" if runs_kernels and config.dtype != "fp32" else "auto"
 
 
 def planned_loss(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
-    """CROSS_ENTROPY, or what `cross_entropy.choose_cross_entropy` makes of `auto`; arguments as above."""
+    """Returns CROSS_ENTROPY or, for `auto`, the choice of `cross_entropy.choose_cross_entropy`."""
     by_device = "triton" if runs_kernels and not on_cpu else "megatron"
     return priced(config, "cross_entropy", {"auto": by_device, "megatron": "megatron", "triton": "triton"})
 
 
 def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
-    """Notes on how a plan counts, by part."""
+    """Returns notes on the implementations that a plan assumes, by part."""
     words = {}
     if config.use_moe:
         backend = planned_backend(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
-        said = f"{backend}, asked for by EXPERT_BACKEND"
+        said = f"{backend}, set by EXPERT_BACKEND"
         if config.expert_backend == "auto":
-            said = f"{backend}, which EXPERT_BACKEND=auto takes on this device"
+            said = f"{backend}, the choice of EXPERT_BACKEND=auto on this device"
         if backend == "auto":
-            needs = "its kernels need a GPU of compute capability 8.0 or newer"
+            needs = "its kernels require compute capability 8.0 or newer"
             why = "DTYPE=fp32" if config.dtype == "fp32" else needs
-            said = f"grouped GEMMs apart from each other, not triton: {why}"
-        words["experts"] = f"{said} (its memory; the time is counted the same for all)"
+            said = f"separate grouped GEMMs, not triton: {why}"
+        words["experts"] = f"{said} (affects the memory; the predicted time is the same for all backends)"
     if planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels) == "triton":
-        fused, older = "and the time of a fused kernel", "of its kernel, the time of Megatron's"
-        words["cross entropy"] = f"triton: the memory {fused if hardware.is_recent else older}"
+        timed = "time of a fused kernel" if hardware.is_recent else "time of Megatron's loss"
+        words["cross entropy"] = f"triton: memory of its kernel, {timed}"
     if config.fp8 != "none":
         what = " and ".join(compress(("experts", "other layers"), fp8_parts(config)))
-        words["FP8"] = f"{what}, by the peak of FP8 and the casts; its memory has not been measured"
+        words["FP8"] = f"{what}: FP8 peak and casts; the memory has not been verified by measurements"
     return words
 
 
 class Shape(NamedTuple):
-    """`number` products [rows, depth] x [depth, columns]."""
+    """Shape of `number` products [rows, depth] x [depth, columns]."""
 
     rows: float
     columns: float
@@ -92,7 +93,7 @@ class Shape(NamedTuple):
 
 
 def products(config: Config, *, sequence_parallel: bool) -> dict[str, list[Shape]]:
-    """Products of a layer of every kind and of the output layer, by part; scores are not among them."""
+    """Returns the products of all kinds of layers and the output layer by part, except attention scores."""
     tokens, hidden = num_tokens(config), config.hidden_size
     experts_in_fp8, others_in_fp8 = fp8_parts(config)
     ways, tp = 2 if config.gated else 1, config.tp
@@ -130,22 +131,22 @@ def products(config: Config, *, sequence_parallel: bool) -> dict[str, list[Shape
 
 
 def num_tokens(config: Config) -> float:
-    """Tokens of a micro-batch on a context parallel rank."""
+    """Returns the tokens of a micro-batch on a context-parallel rank."""
     return config.mbsz * config.seq_len / config.cp
 
 
 def hidden_bytes(config: Config) -> float:
-    """Bytes of the hidden states of a micro-batch on a context parallel rank."""
+    """Returns the bytes of a micro-batch's hidden states on a context-parallel rank."""
     return num_tokens(config) * config.hidden_size * (4 if config.dtype == "fp32" else 2)
 
 
 def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float:
-    """Rows of a rank between the products of a layer, of `tokens` of its micro-batch."""
+    """Returns the number of a micro-batch's `tokens` that a rank has between the products of a layer."""
     return tokens / config.tp if sequence_parallel else tokens
 
 
 def num_slots(config: Config, tokens: float, sequence_parallel: bool) -> float:
-    """Slots (a token's use of an expert) of a rank's experts, all used alike or padded to capacity."""
+    """Returns the slots (token-expert pairs) of a rank's experts, evenly loaded or padded to capacity."""
     factor, rows = config.expert_capacity_factor, shared_rows(config, tokens, sequence_parallel)
     if factor is not None and config.pad_to_capacity:
         return padded_slots(config, rows)
@@ -153,7 +154,7 @@ def num_slots(config: Config, tokens: float, sequence_parallel: bool) -> float:
 
 
 def projections(config: Config, query: float, heads: float, *, tp: int) -> list[tuple[float, float]]:
-    """(columns, depth) of the products before the scores, of a rank's query channels and heads."""
+    """Returns (columns, depth) of the products before the scores, given a rank's query channels and heads."""
     hidden, latent, rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     if not config.multi_latent_attention:
         return [(query + 2 * config.num_query_groups * config.kv_channels / tp, hidden)]
@@ -163,11 +164,10 @@ def projections(config: Config, query: float, heads: float, *, tp: int) -> list[
 
 
 def padded_slots(config: Config, tokens: float) -> float:
-    """Rows that a rank's experts compute with PAD_TO_CAPACITY, when each rank has `tokens` of the
-    micro-batch.
+    """Returns the rows that a rank's experts compute with PAD_TO_CAPACITY, if each rank has `tokens` tokens.
 
-    Every rank gives every expert the capacity of its tokens (layers/moe_layer.py). With TP or CP it gives
-    more if a rank keeps more than its share, which is not counted here.
+    Each rank sends each expert as many rows as the capacity for its tokens (layers/moe_layer.py). With TP or
+    CP it sends more if a rank keeps more than its share, which is not counted here.
     """
     share = tokens * config.topk / config.num_experts
     capacity = max(config.min_capacity, math.ceil(share * (config.expert_capacity_factor or 1.0)))

@@ -1,7 +1,7 @@
-"""Costs of saves: time that they, failures and evaluation take from training, and bytes of disk. No torch.
+"""Time lost to checkpoints, failures and evaluation, and disk space of checkpoints. No torch.
 
-With random failures, one every M seconds on average, and saves of d seconds, a save interval of t seconds
-loses (t + d) / 2 with a failure and d with each save. The best interval:
+With a random failure every M seconds on average and d seconds per save, a save interval of t seconds loses
+(t + d) / 2 per failure and d per save. The best interval:
 
     Young 1974 (A first order approximation to the optimum checkpoint interval, CACM 17(9)):
         t = sqrt(2 d M)
@@ -9,7 +9,7 @@ loses (t + d) / 2 with a failure and d with each save. The best interval:
     equation 37):
         t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    for d < 2M, else t = M
 
-Its cost follows from Daly's model of the total time (equation 20), in which saves and restarts can fail, too:
+Its cost follows from Daly's model of the total time (equation 20), where saves and restarts can fail as well:
 
     T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: from a failure to the
                                                    next iteration
@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from moe_exp.config import Config
 from moe_exp.planner.costs.params import checkpoint_bytes
 
-DISK_BYTES_PER_SECOND = 1e9  # of a node, if the seconds of a save are not given: an assumption
+DISK_BYTES_PER_SECOND = 1e9  # assumed per node if the seconds of a save are not given
 
 
 def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Best seconds of work between saves, to first order (Young 1974)."""
+    """Returns the best interval between saves in seconds, to first order (Young 1974)."""
     return math.sqrt(2 * save_seconds * mtbf_seconds)
 
 
 def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Best seconds of work between saves (Daly 2006, equation 37)."""
+    """Returns the best interval between saves in seconds (Daly 2006, equation 37)."""
     if save_seconds >= 2 * mtbf_seconds:
         return mtbf_seconds
     ratio = save_seconds / (2 * mtbf_seconds)
@@ -42,25 +42,26 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
 def lost_share(
     interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
 ) -> float:
-    """Time lost to saves, restarts and repeated work, over that of the work (Daly 2006, equation 20)."""
+    """Returns the time lost to saves and failures, relative to that of the work (Daly, equation 20)."""
     exponents = restart_seconds / mtbf_seconds, (interval_seconds + save_seconds) / mtbf_seconds
-    if max(exponents) > 700:  # never finishes
+    # exp would overflow; such a run practically never finishes
+    if max(exponents) > 700:
         return math.inf
     return mtbf_seconds * math.exp(exponents[0]) * math.expm1(exponents[1]) / interval_seconds - 1
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Expected share of the wall time in which a run makes progress, and what it assumes."""
+    """Expected share of the wall time in which a run makes progress, and the assumptions behind it."""
 
     mtbf_hours: float  # mean time between failures of the job
-    save_seconds: float  # of one save
+    save_seconds: float  # per save
     restart_seconds: float  # from a failure to the next iteration
-    evaluation_share: float  # time of evaluations over that of iterations
-    goodput: float  # with SAVE_INTERVAL; 0 if failures never let the run finish
-    best_goodput: float  # with the best SAVE_INTERVAL (Daly)
-    best_iterations: int  # the best SAVE_INTERVAL
-    young_iterations: int  # the best by Young
+    evaluation_share: float  # time of evaluations relative to that of iterations
+    goodput: float  # with SAVE_INTERVAL; 0 if the run never finishes
+    best_goodput: float  # with `best_iterations`
+    best_iterations: int  # the best SAVE_INTERVAL according to Daly
+    young_iterations: int  # the best SAVE_INTERVAL according to Young
     wall_seconds: float | None  # of the run with SAVE_INTERVAL; None if it never finishes
 
 
@@ -73,19 +74,19 @@ def goodput_of(
     restart_minutes: float,
     save_seconds: float | None = None,
 ) -> Goodput:
-    """Expected goodput of a run whose nodes fail independently of each other, at random.
+    """Returns the expected goodput of a run whose nodes fail independently and at random.
 
     Args:
-        config: its NNODES, SAVE_INTERVAL (0: only at the end), EVAL_INTERVAL and EVAL_ITERS.
-        iteration_seconds: of an iteration at the full batch.
-        training_seconds: of all iterations, see `estimate.cost_of`.
+        config: provides NNODES, SAVE_INTERVAL (0: only at the end), EVAL_INTERVAL and EVAL_ITERS.
+        iteration_seconds: iteration time at the full global batch.
+        training_seconds: time of all iterations, see `estimate.cost_of`.
         node_mtbf_hours: mean time between failures of one node.
-        restart_minutes: from a failure to the next iteration.
-        save_seconds: of one save; by default the checkpoint at DISK_BYTES_PER_SECOND of every node.
+        restart_minutes: time from a failure to the next iteration.
+        save_seconds: time per save (default: the checkpoint's size at DISK_BYTES_PER_SECOND per node).
     """
     mtbf, restart = node_mtbf_hours * 3600 / config.nnodes, restart_minutes * 60
     save = save_seconds or checkpoint_bytes(config) / (config.nnodes * DISK_BYTES_PER_SECOND)
-    # a third of an iteration: a batch of an evaluation has no backward pass
+    # An evaluation batch takes a third of an iteration, as it has no backward pass.
     evaluation = 1 / 3 * config.eval_iters / config.eval_interval if config.eval_interval else 0.0
     one, work = iteration_seconds * (1 + evaluation), training_seconds * (1 + evaluation)
 
@@ -108,19 +109,19 @@ def goodput_of(
     )
 
 
-# A checkpoint's files over its tensors, at most: a factor and bytes (tests/checkpoint/test_save.py).
+# Upper bound of a checkpoint's files over its tensors: factor and bytes (tests/checkpoint/test_save.py).
 _FILES_OVER_TENSORS, _FILES_BYTES = 1.02, 200_000
-# Bytes of a train record (metrics.jsonl, log, TensorBoard), of an MoE layer in it, and of an expert; measured
+# Measured bytes of a train record (metrics.jsonl, log, TensorBoard), and per MoE layer and expert in it.
 _RECORD_BYTES, _LAYER_BYTES, _EXPERT_BYTES = 3100, 850, 8
 
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Disk that a run still needs beside what it has written already."""
+    """Disk space that a run will still need."""
 
-    one_bytes: int  # of one checkpoint
-    num_checkpoints: int  # at once at most, with those that are there and the one that is being written
-    num_new: int  # of them, those that need room
+    one_bytes: int  # per checkpoint
+    num_checkpoints: int  # maximum at the same time, including existing ones and the one being written
+    num_new: int  # how many of these do not exist yet
     records_bytes: int  # of metrics.jsonl, train.log and TensorBoard
 
     @property
@@ -131,23 +132,23 @@ class DiskUse:
 def disk_use(
     config: Config, *, iteration: int = 0, there: Sequence[int] = (), one_bytes: int | None = None
 ) -> DiskUse:
-    """Disk that the run needs from an iteration to TRAIN_ITERS; an upper bound if checkpoints are kept
+    """Returns the disk space that a run needs up to TRAIN_ITERS; an upper bound if some checkpoints are kept
     for two reasons.
 
-    A checkpoint is removed when the next one is complete (`which_to_remove`), so all that are kept are
-    there while one is written. The one that this start resumes from stays as well.
+    A checkpoint is removed only when the next one is complete (`which_to_remove`). The one that this start
+    resumed from is kept.
 
     Args:
-        iteration: that the run resumes from, 0 for none.
-        there: iterations of the checkpoints in its folder.
-        one_bytes: of one checkpoint, if that was measured.
+        iteration: the iteration that the run resumes from; 0: none.
+        there: iterations of the existing checkpoints.
+        one_bytes: measured bytes per checkpoint.
     """
     one_bytes = one_bytes or math.ceil(checkpoint_bytes(config) * _FILES_OVER_TENSORS) + _FILES_BYTES
     num_saves = _num_saves(config, iteration)
     largest = len(there) + num_saves
     if config.keep_last and num_saves:
         always, every = 0, config.keep_every
-        if every:  # those that are there and those to come
+        if every:  # existing and future checkpoints
             step = math.lcm(every, config.save_interval) if config.save_interval else config.train_iters + 1
             to_come = max(0, config.train_iters // step - iteration // step)
             at_end = config.save_at_end and config.train_iters % every == 0 and config.train_iters % step != 0
@@ -156,7 +157,7 @@ def disk_use(
     num_new = max(largest - len(there), min(1, num_saves))
     num_records = max(0, config.train_iters - iteration) // config.log_interval
     per_layer = _LAYER_BYTES + _EXPERT_BYTES * config.num_experts
-    # 10 kB: the settings in TensorBoard, of each start
+    # 10 kB: the settings in TensorBoard, written by each start
     records = 10_000 + num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
     return DiskUse(one_bytes, max(largest, len(there)), num_new, records)
 
@@ -171,7 +172,7 @@ def _num_saves(config: Config, iteration: int) -> int:
 def keep_last_that_fits(
     config: Config, free_bytes: int, *, iteration: int = 0, there: Sequence[int] = ()
 ) -> int:
-    """The largest KEEP_LAST with which the run has room, 0 if there is none."""
+    """Returns the largest KEEP_LAST that fits in `free_bytes`, or 0 if none does."""
 
     def needed_bytes(number: int) -> int:
         tried = config.model_copy(update={"keep_last": number, "keep_every": 0, "keep_best": 0})

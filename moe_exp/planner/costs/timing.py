@@ -1,9 +1,9 @@
-"""Seconds of an iteration: products, collectives, pipeline bubble, optimizer. No torch.
+"""Time of an iteration: products, collectives, pipeline bubble, optimizer. No torch.
 
-A micro-batch costs stage i the time t_i. With m micro-batches an iteration of the 1F1B schedule takes sum(t)
-+ (m - 1) * max(t); with V model chunks per rank the part that fills and empties the pipeline shrinks to 1/V
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). What data parallel ranks exchange comes after it, but
-for what the backward pass of the last micro-batch hides.
+If a micro-batch takes time t_i on stage i, an iteration of m micro-batches takes sum(t) + (m - 1) * max(t)
+with the 1F1B schedule. V model chunks per rank reduce the time to fill and drain the pipeline to 1/V
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Data-parallel communication follows, except for the
+part that the backward pass of the last micro-batch hides.
 """
 
 from dataclasses import dataclass, fields
@@ -17,28 +17,27 @@ from moe_exp.planner.costs.params import RankParameters
 from moe_exp.planner.costs.products import hidden_bytes, num_tokens, priced, projections
 from moe_exp.planner.hardware import Hardware
 
-# Bytes that the optimizer's step moves: per parameter (norm of the gradients, new weights), and per parameter
-# whose state is here.
+# Bytes that the optimizer step moves per parameter of a rank (gradient norm, new weights), and per parameter
+# whose optimizer state is on the rank.
 _STEP_BYTES, _STATE_BYTES = 8, 40
 
 
 @dataclass(frozen=True)
 class IterationTime:
-    """Seconds of an iteration by part, which add up to `total`; of stages, means over the pipeline."""
+    """Seconds of an iteration by part, averaged over the pipeline stages."""
 
-    compute: float  # products and what is bound by memory, forward, recompute and backward
-    host: float  # waiting for the host to start kernels; older devices than Hopper: in compute
-    tensor_parallel: float  # collectives of tensor parallel ranks
-    context_parallel: float  # keys and values that attention does not hide
+    compute: float  # products and memory-bound operations, forward, recompute and backward
+    host: float  # waiting for kernel launches; part of `compute` on devices older than Hopper
+    tensor_parallel: float  # tensor-parallel collectives
+    context_parallel: float  # exchange of keys and values, unless hidden by attention
     expert_parallel: float  # token dispatch and combine
     pipeline: float  # messages between stages
     bubble: float  # waiting for the first and last micro-batches, and for slower stages
-    data_parallel: float  # gradient reduce and parameter gather that nothing hides
-    optimizer: float  # the step itself, and what the host does once an iteration: data, logs
+    data_parallel: float  # gradient reduce and parameter gather, unless hidden
+    optimizer: float  # optimizer step, and host work once per iteration: data, logs
 
     @property
     def total(self) -> float:
-        """Seconds per iteration."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
@@ -46,7 +45,7 @@ class IterationTime:
 
     @property
     def bound(self) -> str:
-        """The largest part beside compute if it takes more than a tenth of the time, else compute."""
+        """Largest part other than compute if it exceeds a tenth of the time, else compute."""
         others = {name: seconds for name, seconds in self.parts().items() if name != "compute"}
         name = max(others, key=others.__getitem__)
         return name if others[name] > self.total / 10 else "compute"
@@ -55,7 +54,7 @@ class IterationTime:
 def time_of(
     job: PlannedJob, hardware: Hardware, constants: TimeConstants, *, batch_size: int | None = None
 ) -> IterationTime:
-    """Time of an iteration of `batch_size` samples (batch ramp-up); GBSZ by default."""
+    """Predicts the time of an iteration of `batch_size` samples (default: GBSZ)."""
     config, counts = job.config, _counts(job)
     num_microbatches = max(1, (batch_size or config.gbsz) // (config.mbsz * config.data_parallel_size))
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
@@ -65,13 +64,13 @@ def time_of(
     factor = {"a": constants.software_a, "c": constants.software_c}.get(job.software, 1.0)
     seconds = {name: num_microbatches * sum(values) / config.pp * factor for name, values in parts.items()}
     rank = max(job.parameters, key=lambda stage: stage.total)
-    # What the last micro-batch hides of the gradients' reduce and the weights' gather: all that its slowest
-    # stage takes, half of it on devices up to Ampere.
+    # The last micro-batch can hide gradient reduce and weight gather for as long as its slowest stage takes,
+    # or half as long on devices up to Ampere.
     overlaps = priced(config, "overlap", {"true": True, "false": False, "auto": not hardware.is_cpu})
     hidden = 0.0
     if job.sharding == "distributed" and overlaps:
         hidden = max(totals) * (1.0 if hardware.is_recent else 0.5)
-    # the step: norm of the gradients, the update of what this rank owns, and the new weights
+    # optimizer step: gradient norm, update of the parameters that this rank owns, and new weights
     owned = float(rank.total)
     if job.sharding != "none":
         ranks = config.world_size // config.pp
@@ -79,7 +78,7 @@ def time_of(
         owned += rank.expert / max(1, ranks // (config.etp * config.ep))
     step = (rank.total * _STEP_BYTES + owned * _STATE_BYTES) / device.bandwidth
     step += _muon_seconds(config, hardware, constants, counts)
-    # newer than Ampere: an estimate, which published runs do not determine
+    # On devices newer than Ampere this is an estimate; published runs do not determine it.
     once = 0.01 if hardware.is_recent else constants.iteration_seconds
     return IterationTime(
         **seconds,
@@ -91,16 +90,16 @@ def time_of(
 
 @dataclass(frozen=True)
 class StagePass:
-    """Seconds of a micro-batch on one pipeline stage, over all its model chunks."""
+    """Seconds of a micro-batch on a pipeline stage, over all its model chunks."""
 
     forward: float
     backward: float
-    forward_exchange: float  # of these, exchange of tokens with their experts
+    forward_exchange: float  # part of `forward` spent on token dispatch and combine
     backward_exchange: float
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
-    """The passes over every stage. Of collectives, forward has one of two, or of three with a recompute."""
+    """Returns the passes of each stage. Forward has half of the collectives, with recompute a third."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, counts = layer_times(job, device), _counts(job)
     parts = _parts_of_stages(job, device, times, counts)
@@ -122,12 +121,12 @@ def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) 
 def _parts_of_stages(
     job: PlannedJob, device: Device, times: LayerTimes, counts: list[tuple[int, int]]
 ) -> dict[str, list[float]]:
-    """Seconds of a micro-batch on every stage, by part."""
+    """Returns the seconds of a micro-batch on each stage, by part."""
     config, hardware, constants = job.config, device.hardware, device.constants
     dense, moe = (_layer(job, device, times, is_moe) for is_moe in (False, True))
     parts = {part: [n * dense[part] + n_moe * moe[part] for n, n_moe in counts] for part in dense}
     parts["compute"][-1] += (1 + job.engine.num_mtp_layers) * sum(times.parts["output"])
-    # activations to the next stage and their gradient back, once per model chunk
+    # activations to the next stage and their gradients back, once per model chunk
     message = 0.0
     if config.pp > 1:
         group = Group(config.pp, config.world_size // config.pp, hardware, config.gpus_per_node)
@@ -145,18 +144,16 @@ def _parts_of_stages(
 
 
 def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int = 1) -> float:
-    """Seconds by which an iteration is longer than its stages are busy on average.
-    Filling and emptying are spread over `num_chunks` model chunks per rank (VPP).
-    """
+    """Returns the idle seconds per iteration, averaged over the stages; see the top of this file."""
     slowest = max(stages)
     return num_microbatches * (slowest - sum(stages) / len(stages)) + (sum(stages) - slowest) / num_chunks
 
 
 def _counts(job: PlannedJob) -> list[tuple[int, int]]:
-    """(layers without, layers with experts) of every stage."""
+    """Returns the number of (dense, MoE) layers in each stage."""
     is_moe, counts, first = job.config.moe_layers, [], 0
-    vpp = job.config.vpp or 1
-    if vpp > 1 and len(set(is_moe)) > 1:  # chunks go around the ranks: near enough for the time
+    # Model chunks alternate between stages, so the average share of MoE layers is close enough.
+    if (job.config.vpp or 1) > 1 and len(set(is_moe)) > 1:
         share = sum(is_moe) / len(is_moe)
         return [(layers - round(layers * share), round(layers * share)) for layers in job.stage_layers]
     for layers in job.stage_layers:
@@ -167,36 +164,37 @@ def _counts(job: PlannedJob) -> list[tuple[int, int]]:
 
 
 def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> dict[str, float]:
-    """Seconds of one layer for one micro-batch, forward, recompute and backward, by part."""
+    """Returns the seconds of a layer for one micro-batch, forward, recompute and backward, by part."""
     config, hardware, constants = job.config, device.hardware, device.constants
     one, repeated = times.layer(is_moe), times.repeated(is_moe)
     forwards = 2 if config.recompute == "full" else 1
     of_experts = 2 if config.recompute in ("full", "selective") else 1
     again = priced(config, "recompute", repeated)
-    if not config.use_moe and config.recompute in ("selective", "moe_act"):  # then of attention's scores
+    # In dense models, these only recompute attention scores.
+    if not config.use_moe and config.recompute in ("selective", "moe_act"):
         again = repeated["core_attn"]
     if config.recompute != "full":
         again += sum(repeated[name] for name in job.engine.recompute)
     compute = one.forward + one.backward + again
 
-    # An all-reduce of the activations, or sequence parallelism's gather and scatter. Routed experts take the
-    # tokens of a tensor parallel rank as they are; attention, an MLP and a shared expert gather them.
+    # All-reduce of the activations, or gather and scatter with sequence parallelism. Attention, MLP and
+    # shared expert gather the tokens of all tensor-parallel ranks; routed experts do not.
     group = Group(config.tp, 1, hardware, config.gpus_per_node)
     share = group.ring_share(constants, constants.tensor_bandwidth)
     mlp_gathers = (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
     tensor = group.all_reduce(hidden_bytes(config), share) * ((1 + forwards) + mlp_gathers)
 
-    # keys and values of the other context parallel ranks
+    # keys and values of the other context-parallel ranks
     group = Group(config.cp, config.tp, hardware, config.gpus_per_node)
     share = group.ring_share(constants, constants.tensor_bandwidth)
     keys = 2 * config.num_query_groups * config.kv_channels / config.tp
-    if config.multi_latent_attention:  # of every head, with values of another size
+    if config.multi_latent_attention:  # per head, with values of another size
         keys = config.num_heads * (config.kv_channels + config.v_head_dim) / config.tp
     num_bytes = num_tokens(config) * config.cp * keys * device.num_bytes
     context = group.reduce_scatter(num_bytes, share) * (1 + forwards)
 
     exchange = 0.0
-    if is_moe:  # there and back
+    if is_moe:  # dispatch and combine, forward and backward
         exchange = 2 * (1 + of_experts) * exchange_seconds(job, hardware, constants)
         exchange *= skew_of(job, hardware, constants)
     if hardware.is_recent:
@@ -205,7 +203,7 @@ def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> 
         if job.engine.overlaps_exchange:
             exchange = max(constants.exchange_exposed * exchange, exchange - compute)
 
-    # Host and device run beside each other, but for a share of the shorter one.
+    # Host and device run concurrently, except for a share of the shorter one.
     busy, host = compute + tensor + context + exchange, times.host_moe if is_moe else times.host_dense
     waiting = max(busy, host) + constants.host_serial * min(busy, host) - busy if host else 0.0
     return {
@@ -220,11 +218,11 @@ def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> 
 def _data_parallel(
     job: PlannedJob, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
 ) -> float:
-    """Reduce and gather of dense and expert parameters, less the `hidden` seconds."""
+    """Returns the seconds of reduce and gather of dense and expert parameters, minus the `hidden` seconds."""
     config, engine = job.config, job.engine
     gradient = 4 if job.precision in ("bf16_fp32grad", "fp32") else 2
     weight = 4 if job.precision == "fp32" else 2
-    # The distributed optimizer reduces to the rank that owns a part; ZeRO-1 of 2022 and a plain one to all.
+    # The distributed optimizer uses reduce-scatter; ZeRO-1 of 2022 and unsharded optimizers use all-reduce.
     num_bytes = {"distributed": gradient + weight, "zero1": 2 * gradient + weight, "none": 2 * gradient}
     per_parameter: float = num_bytes[job.sharding]
     if hardware.is_recent and job.sharding == "distributed":
@@ -240,18 +238,18 @@ def _data_parallel(
     if engine.shards_parameters:  # layer by layer for every micro-batch, forward and backward
         per_microbatch = (2 * per_parameter - engine.reduced_bytes) / per_parameter
         return total * per_microbatch * job.num_microbatches * constants.sharded_exposed
-    # even where reduce and gather overlap nothing hides the last bucket to be ready
+    # Even with overlap, the last bucket is ready too late to be hidden.
     return max(total - hidden, 0.1 * total) if hidden else total
 
 
 def _muon_seconds(
     config: Config, hardware: Hardware, constants: TimeConstants, layers: list[tuple[int, int]]
 ) -> float:
-    """Seconds of the slowest stage's products, of layers (without, with experts); 0 for other optimizers.
+    """Returns the seconds of Muon's products on the slowest stage; 0 for other optimizers.
 
-    Muon orthogonalizes every matrix (`moe_exp.engine.muon`) by five steps of Newton and Schulz on an [r, c]
-    matrix, r <= c: x x^T, its square, their sum times x; or 5 * (4*r^2*c + 2*r^3) operations in fp32, for
-    whole matrices, though TP ranks have a part each. Ranks that hold the same matrices share them.
+    Muon orthogonalizes each [r, c] matrix, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`): x
+    x^T, its square, their sum times x. This takes 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole matrix,
+    even with TP. Ranks with the same matrices share the work. `layers`: (dense, MoE) layers per stage.
     """
     if config.optimizer != "muon":
         return 0.0
@@ -267,7 +265,7 @@ def _muon_seconds(
         # gate and up projection are one matrix
         return [((2 if config.gated else 1) * ffn, width, count), (width, ffn, count)] if ffn else []
 
-    # Queries, keys and values are one matrix; in latent attention one each (arXiv:2405.04434).
+    # Queries, keys and values are one matrix; latent attention has separate ones (arXiv:2405.04434).
     query = config.num_heads * config.kv_channels
     value = config.num_heads * config.v_head_dim if config.multi_latent_attention else query
     attention = [*projections(config, query, config.num_heads, tp=1), (hidden, value)]
@@ -281,7 +279,7 @@ def _muon_seconds(
         stage = 0.0
         for shapes, sharing in ((others, ranks // config.tp), (experts, ranks // (config.etp * config.ep))):
             there = [shape for shape in shapes if shape[2]]
-            # the busiest of the ranks that share the matrices has one at least
+            # At least one of the ranks that share the work has to process the largest matrix.
             longest = max((seconds(rows, columns, 1) for rows, columns, _ in there), default=0.0)
             stage += max(longest, sum(seconds(*shape) for shape in there) / max(1, sharing))
         slowest = max(slowest, stage)

@@ -1,1 +1,1 @@
-"""The layouts that a search tries, and the best of them. No torch."""
+"""Search for the fastest parallel layout. No torch."""

@@ -1,8 +1,8 @@
-"""Layouts that a search tries, and the rules that rule some out. No torch.
+"""Layouts that a search tries, and the rules that exclude others. No torch.
 
-A layout is a Config with its layout settings filled in, so training's own rules apply: `Config.problems`
-runs level by level (tensor and context parallel, pipeline, experts, micro-batch), later sizes still at 1. A
-refusal covers all layouts below it: millions are counted, hundreds are checked.
+A layout is a Config with its layout settings filled in, so the rules of training apply. `Config.problems` is
+checked level by level (tensor and context parallelism, pipeline, experts, micro-batch), with sizes of later
+levels at 1. A rejection excludes all layouts below it, so that hundreds of checks cover millions of layouts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from moe_exp.config import Config, problem
 from moe_exp.planner.costs.params import count_parameters, split_layers, stages_text
 
-# Decided by a search, in their usual order; world size, batch and sequence length are given.
+# Settings that a search chooses; world size, batch and sequence length are given.
 SPLIT_SETTINGS = ("first_stage_layers", "last_stage_layers", "pipeline_layers")
 LAYOUT_SETTINGS = ("tp", "pp", *SPLIT_SETTINGS, "vpp", "ep", "etp", "cp", "mbsz", "recompute")
 RECOMPUTE = ("none", "moe_act", "selective", "full")  # fastest to smallest
@@ -27,27 +27,27 @@ _ONE: dict[str, Any] = {
 }  # fmt: skip
 _LARGEST_MICROBATCH, _LARGEST_VPP = 64, 8
 OUT_OF_MEMORY = "out of memory"
-NOT_NEEDED = "recomputes more than the memory asks for"
+NOT_NEEDED = "more recompute than the memory requires"
 TOO_SLOW = "layers and bubble alone take 1.5 times the best iteration"
-# Setting named by a rule of training, to the reason that is counted.
+# Reason to count, by the setting that a rule of training names.
 _REASONS = {
     "gpus_per_node": "GPUs are not a multiple of TP*PP*CP, or of ETP*EP*PP",
     "tp": "TP does not divide heads, key/value heads, MLP, vocabulary or sequence",
     "cp": "the sequence is not a multiple of 2*CP",
-    **dict.fromkeys(("pp", *SPLIT_SETTINGS), "layers do not split over PP stages"),
+    **dict.fromkeys(("pp", *SPLIT_SETTINGS), "layers cannot be split over PP stages"),
     "ep": "EP does not divide the experts",
     "etp": "ETP does not divide the expert's width",
     "gbsz": "the global batch is not a multiple of MBSZ*DP",
     "rampup_batch_size": "a step of the batch ramp-up is not a multiple of MBSZ*DP",
-    "data_stages": "a batch of a stage of DATA_STAGES is not a multiple of its micro-batch times DP",
-    "vpp": "VPP does not divide the layers of a stage, or micro-batches are no multiple of PP",
-    "over_nodes": "TP reaches over nodes",
+    "data_stages": "a batch in DATA_STAGES is not a multiple of its micro-batch times DP",
+    "vpp": "VPP does not divide the layers of a stage, or micro-batches are not a multiple of PP",
+    "over_nodes": "TP spans nodes",
 }
 
 
 @dataclass(frozen=True)
 class Space:
-    """Values to try for each setting; sizes ascend, so that what holds for one holds for larger ones."""
+    """Values to try for each setting, in ascending order of memory or recompute."""
 
     tp: tuple[int, ...]
     pp: tuple[int, ...]
@@ -57,15 +57,15 @@ class Space:
     cp: tuple[int, ...]
     mbsz: tuple[int, ...]
     recompute: tuple[str, ...]
-    stages: tuple[dict[str, Any], ...] | None  # settings of the split; None: those of `stage_splits`
+    stages: tuple[dict[str, Any], ...] | None  # settings of the layer split; None: see `stage_splits`
 
     @classmethod
     def of(cls, config: Config, fixed: Mapping[str, Sequence[Any]] | None = None) -> Space:
-        """The usual values for a model, with those of `fixed` in their place."""
+        """Returns the default values for a model, replaced by those in `fixed`."""
         fixed = fixed or {}
         world, per_node, num_experts = config.world_size, config.gpus_per_node, config.num_experts
         powers = [2**power for power in range(max(world, config.gbsz).bit_length())]
-        # with fewer than 8192 tokens per rank, communication outweighs computation
+        # With fewer than 8192 tokens per rank, context parallelism costs more than it saves.
         longest = min(world, max(1, config.seq_len // 8192))
         chosen: dict[str, Sequence[Any]] = {
             "tp": _divisors(per_node, per_node),
@@ -77,7 +77,7 @@ class Space:
             "recompute": ("none", "selective", "full"),
         } | {name: values for name, values in fixed.items() if name not in ("etp", *SPLIT_SETTINGS)}
 
-        def order(value: Any) -> int:  # recompute by amount; None (no model chunks) before numbers
+        def order(value: Any) -> int:  # recompute by amount; VPP=none before numbers
             return RECOMPUTE.index(value) if isinstance(value, str) else value or 0
 
         ascending: dict[str, tuple[Any, ...]] = {
@@ -89,7 +89,7 @@ class Space:
         return cls(**ascending, etp=etp, stages=stages if splits else None)
 
     def etps(self, tp: int) -> tuple[int, ...]:
-        """Expert tensor parallel sizes to try with a tensor parallel size."""
+        """Returns the expert-tensor-parallel sizes to try with a tensor-parallel size."""
         return self.etp if self.etp is not None else tuple(sorted({1, tp}))
 
 
@@ -99,43 +99,43 @@ def _divisors(number: int, largest: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Family:
-    """Layouts that differ only in experts' parallelism, micro-batch, model chunks and recompute."""
+    """Layouts that differ only in expert parallelism, micro-batch size, model chunks and recompute."""
 
-    config: Config  # with those four at 1
+    config: Config  # with these settings at 1, none or unset
     experts: list[tuple[int, int]]  # pairs of EP and ETP
-    batches: dict[int | None, list[int]]  # model chunks (VPP) to the micro-batch sizes that they allow
+    batches: dict[int | None, list[int]]  # valid micro-batch sizes by model chunks (VPP)
 
 
 def with_layout(config: Config, **layout: Any) -> Config:
-    """The settings with a layout; sizes not given are 1, none or 0."""
+    """Returns the settings with this layout; settings that are not given become 1, none or 0."""
     return config.model_copy(update=_ONE | layout)
 
 
 def model_problems(config: Config) -> list[str]:
-    """Lines on problems that no layout fixes: training's checks for one GPU."""
+    """Returns the problems that no layout can fix: those of training on one GPU."""
     alone: dict[str, Any] = {"nnodes": 1, "gpus_per_node": 1, "node_rank": 0}
-    alone |= {"profile_ranks": "0", "dump_ranks": ""}  # these are of the real number of ranks
-    if config.dispatcher == "deepep":  # needs EP > 1; checked with every EP
+    alone |= {"profile_ranks": "0", "dump_ranks": ""}  # checked below, with the real number of ranks
+    if config.dispatcher == "deepep":  # requires EP > 1; checked with each EP
         alone["dispatcher"] = "alltoall"
     of_ranks = [line for line in config.problems() if line.startswith(("PROFILE_RANKS=", "DUMP_RANKS="))]
     return [*with_layout(config, **alone).problems(), *of_ranks]
 
 
 def layout_problems(config: Config) -> list[str]:
-    """Lines on all problems of one layout, from training's checks and the search's own."""
+    """Returns all problems of a layout, including the search's own rules."""
     return [*config.problems(), *_over_nodes(config)]
 
 
 def _over_nodes(config: Config) -> Iterator[str]:
     if config.nnodes > 1 and config.gpus_per_node % config.tp:
         per_node = config.gpus_per_node
-        rule = f"would reach over nodes of GPUS_PER_NODE={per_node}, every layer would wait for the network"
+        rule = f"must divide GPUS_PER_NODE={per_node}, or every layer waits for the network between nodes"
         sizes = ", ".join(map(str, _divisors(per_node, per_node)))
         yield problem("tp", config.tp, rule, f"set TP to one of {sizes}")
 
 
 def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """The valid part of a space, for a `config` without `model_problems`; `rejected` counts reasons."""
+    """Yields the valid part of a space, for a `config` without `model_problems`; counts the `rejected`."""
     for tp, cp in product(space.tp, space.cp):
         leaves = len(space.ep) * len(space.etps(tp)) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
         splits = {pp: space.stages or stage_splits(config, pp) for pp in space.pp}
@@ -145,7 +145,7 @@ def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[F
             rejected[reason] += leaves * sum(map(len, splits.values()))
             continue
         for pp, stages in splits.items():
-            if config.world_size % (tp * cp * pp):  # `problems` finds this as well, but slower
+            if config.world_size % (tp * cp * pp):  # `problems` would find this more slowly
                 rejected[_REASONS["gpus_per_node"]] += leaves * len(stages)
                 continue
             for split in stages:
@@ -158,12 +158,12 @@ def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[F
 
 
 def _any_batch(config: Config) -> dict[str, Any]:
-    """A batch that suits every layout, for levels above the micro-batch."""
+    """Returns batch settings that are valid for any layout, to check the levels above the micro-batch."""
     return {"gbsz": config.world_size, "rampup_batch_size": "", "data_stages": ""}
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """The first problem with a layout setting, or `fallback` if there are only others."""
+    """Returns the reason of the first problem with a layout setting; `fallback` if there are only others."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 
@@ -172,9 +172,9 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
     per_expert = len(space.mbsz) * len(space.vpp) * len(space.recompute)
     experts = []
     for ep, etp in product(space.ep, space.etps(config.tp)):
-        # any setting counts here: dispatchers and grouped GEMMs have rules about EP and ETP, too
+        # Problems with any setting count: dispatchers and grouped GEMMs also have rules about EP and ETP.
         split = config.model_copy(update={"ep": ep, "etp": etp} | _any_batch(config))
-        if reason := _reason(split, "the experts cannot be split so"):
+        if reason := _reason(split, "EP and ETP are not supported for these experts"):
             rejected[reason] += per_expert
         else:
             experts.append((ep, etp))
@@ -187,7 +187,7 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
         for vpp, sizes in batches.items():
             ep, etp = experts[0]
             inner = config.model_copy(update={"mbsz": mbsz, "vpp": vpp, "ep": ep, "etp": etp})
-            # the rules of `problems` on VPP, faster, as many layouts fail them
+            # The VPP rules of `problems`, repeated here because this is faster and many layouts violate them.
             chunks_fit = vpp is None or (
                 config.pp > 1
                 and not any(n % vpp for n in config.stage_layers)
@@ -203,19 +203,19 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
 
 
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
-    """Settings of the layer splits worth trying (empty: even). With a large vocabulary also those that count
-    embedding and output layer as one layer each, or an output layer worth several as that many.
+    """Returns the settings of the layer splits to try (empty: even split). With a large vocabulary, further
+    splits count embedding and output layer as one layer each, or the output layer as several.
     """
     if num_stages == 1:
         return ({},)
     is_even, count = config.num_layers % num_stages == 0, count_parameters(config)
-    # the output layer's cost in layers, by the weights active per token
+    # cost of the output layer in layers, by active weights
     layer = (count.active_per_token - count.embedding) / config.num_layers
     weight = count.embedding / (1 if config.tie_embeddings else 2) / layer
     splits = [split_layers(config.num_layers, num_stages)]
-    if weight >= 0.5:  # an output layer worth less is closer to none than to one
+    if weight >= 0.5:  # a cheaper output layer is closer to no layer than to one
         splits.append(split_layers(config.num_layers, num_stages, count_ends=True))
-    if (output := round(weight)) > 1:  # the output layer counts as so many layers, the embedding as one
+    if (output := round(weight)) > 1:  # the output layer counts as `output` layers, the embedding as one
         last = max(0, round((config.num_layers + 1 + output) / num_stages) - output)
         first, *others = split_layers(config.num_layers - last + 1, num_stages - 1)
         splits.append([first - 1, *others, last])

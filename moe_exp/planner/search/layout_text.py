@@ -1,4 +1,4 @@
-"""Parses layouts and budgets as users type them: `1,2,4`, `TP=4,PP=12`, `300B`. No torch."""
+"""Parses layouts and budgets such as `1,2,4`, `TP=4,PP=12` and `300B`, and exports layouts. No torch."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,7 @@ from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, SPLIT_SETTINGS
 
 T = TypeVar("T")
 _RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
-# at most four digits, so that a typo does not become a list of millions
+# At most four digits, since a typo could otherwise become a list of millions.
 _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
 _MOST_TOKENS = 10**18  # a million times the largest corpora
@@ -19,26 +19,26 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
-    """Allowed values of layout settings, from text such as `2,4`; ConfigError for other text."""
+    """Parses allowed values of layout settings, such as `2,4`; ConfigError if invalid."""
 
     def values(name: str, text: str) -> tuple[Any, ...]:
-        parts = [text] if name == "pipeline_layers" else text.split(",")  # which has commas itself
+        parts = [text] if name == "pipeline_layers" else text.split(",")  # its value contains commas
         return tuple(_value(name, part) for part in parts)
 
     return _all({name: partial(values, name, text) for name, text in texts.items()})
 
 
 def parse_wanted(text: str, config: Config) -> dict[str, Any]:
-    """Layout settings from `TP=4,PP=12,DP=8`, where DP is only checked; ConfigError for other text."""
+    """Parses a layout such as `TP=4,PP=12,DP=8`, where DP is only checked; ConfigError if invalid."""
     pairs, problems = {}, []
-    # PIPELINE_LAYERS contains commas, too
+    # Split only at commas before a name, as PIPELINE_LAYERS contains commas.
     for part in re.split(r",(?=\s*[a-zA-Z])", text):
         name, equals, value = part.partition("=")
         name = name.strip().lower().replace("-", "_")
         name = "mbsz" if name in ("mbs", "micro_batch_size") else name
         if not equals or name not in (*LAYOUT_SETTINGS, "dp"):
-            fix = f"write TP=4,PP=12; there are {', '.join(LAYOUT_SETTINGS).upper()}"
-            rule = "is not one of the settings of a layout with its value"
+            fix = f"use the form TP=4,PP=12 with settings from {', '.join(LAYOUT_SETTINGS).upper()}"
+            rule = "must be SETTING=VALUE of a layout setting"
             problems.append(problem("explain", part, rule, fix))
         pairs[name] = value.strip()
     if problems:
@@ -48,13 +48,12 @@ def parse_wanted(text: str, config: Config) -> dict[str, Any]:
     if replicas is not None:
         size = wanted.get("tp", 1) * wanted.get("pp", 1) * wanted.get("cp", 1)
         if not {"tp", "pp"} <= wanted.keys() or config.world_size != _value("dp", replicas) * size:
-            rule = f"is not GPUs / (TP*PP*CP) = {config.world_size} / {size}"
-            raise ConfigError([problem("dp", replicas, rule, "leave it out: it follows from TP, PP and CP")])
+            rule = f"must be GPUs / (TP*PP*CP) = {config.world_size} / {size}"
+            raise ConfigError([problem("dp", replicas, rule, "omit DP, which follows from TP, PP and CP")])
     return wanted
 
 
 def _all(parsers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """All results, or one ConfigError with the lines of all failures."""
     values, problems = {}, []
     for name, parse in parsers.items():
         try:
@@ -70,29 +69,29 @@ def _value(name: str, text: str) -> Any:
     text = text.strip()
     if name == "recompute":
         if text not in _RECOMPUTE:
-            raise setting_error(name, text, "is not known", "use " + ", ".join(_RECOMPUTE))
+            raise setting_error(name, text, "unknown value", "use " + ", ".join(_RECOMPUTE))
         return text
     if name == "pipeline_layers":
         if not re.fullmatch(_STAGES, text):
-            raise setting_error(name, text, "must be the layers of every stage", "give for instance 8,9*10,8")
+            raise setting_error(name, text, "must be the layers of each stage", "use a form such as 8,9*10,8")
         return text
     if name == "vpp" and text.lower() == "none":
         return None
     smallest = 0 if name.endswith("_stage_layers") else 1
     if not text.isdecimal() or int(text) < smallest:
-        words = "a whole number of at least" if name != "vpp" else "none, or a whole number of at least"
-        fix = f"give for instance {name.upper()}={max(2, smallest)}"
+        words = "a whole number of at least" if name != "vpp" else "none or a whole number of at least"
+        fix = f"use a value such as {name.upper()}={max(2, smallest)}"
         raise setting_error(name, text, f"must be {words} {smallest}", fix)
     return int(text)
 
 
 def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
-    """`num_tokens` and `price_per_gpu_hour` of `estimate.cost_of`, or None; ConfigError for other text."""
+    """Parses `num_tokens` and `price_per_gpu_hour` of `estimate.cost_of`; ConfigError if invalid."""
 
     def parse_price(text: str) -> float:
         number = number_in(text)
         if not 0 <= number < float("inf"):
-            fix = "give the price of a GPU-hour"
+            fix = "set it to the price of a GPU-hour"
             raise setting_error("price", text, "must be a number of at least 0", fix)
         return number
 
@@ -104,17 +103,17 @@ def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
 
 
 def parse_count(name: str, text: str) -> int:
-    """A number of tokens from 300000000000, 3e11, 300B or 0.3T; ValueError for other text."""
+    """Parses a number of tokens such as 300000000000, 3e11, 300B or 0.3T; ValueError if invalid."""
     number, suffix = (text[:-1], text[-1].upper()) if text[-1:].upper() in _SUFFIXES else (text, "")
     count = number_in(number) * _SUFFIXES.get(suffix, 1)
     if not 1 <= count <= _MOST_TOKENS:
-        rule = f"must be a number of tokens, more than 0 and at most {_MOST_TOKENS:.0e}"
-        raise setting_error(name, text, rule, "give for instance 300B or 3e11")
+        rule = f"must be a number of tokens from 1 to {_MOST_TOKENS:.0e}"
+        raise setting_error(name, text, rule, "use a form such as 300B or 3e11")
     return int(count)
 
 
 def number_in(text: str) -> float:
-    """The number in a text; NaN for other text."""
+    """Parses a number; NaN if invalid."""
     try:
         return float(text)
     except ValueError:
@@ -122,16 +121,16 @@ def number_in(text: str) -> float:
 
 
 def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
-    """NNODES and GPUS_PER_NODE for a number of GPUs; ValueError if they are not whole nodes."""
+    """Returns NNODES and GPUS_PER_NODE for a number of GPUs; ValueError if they do not fill whole nodes."""
     if num_gpus < 1 or gpus_per_node < 1:
         name, value = ("gpus", num_gpus) if num_gpus < 1 else ("gpus_per_node", gpus_per_node)
-        raise setting_error(name, value, "must be a whole number of at least 1", "give the number of GPUs")
+        raise setting_error(name, value, "must be a whole number of at least 1", "set it to a number of GPUs")
     if num_gpus < gpus_per_node:
         return {"nnodes": 1, "gpus_per_node": num_gpus}
     if num_gpus % gpus_per_node:
         below = num_gpus // gpus_per_node * gpus_per_node
-        rule = f"are not whole nodes of GPUS_PER_NODE={gpus_per_node}"
-        fix = f"give {below} or {below + gpus_per_node}, or another GPUS_PER_NODE"
+        rule = f"must be a multiple of GPUS_PER_NODE={gpus_per_node}"
+        fix = f"use {below} or {below + gpus_per_node}, or another GPUS_PER_NODE"
         raise setting_error("gpus", num_gpus, rule, fix)
     return {"nnodes": num_gpus // gpus_per_node, "gpus_per_node": gpus_per_node}
 
@@ -142,13 +141,14 @@ _ALWAYS = {*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz"}
 def exported_settings(
     config: Config, defaults: Config, *, overrides: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """Settings with which `moe-exp train` runs a layout: those of the layout, and what else was given, as it
-    differs from `defaults`, the preset's; none of a node or host. `overrides`, for environment variables:
-    also layout settings that the layout does not use, empty, to override an earlier layout's. ValueError if
-    a setting of the preset would be empty: an empty variable counts as unset.
+    """Yields the settings with which `moe-exp train` runs a layout: the layout's settings, and others that
+    differ from the preset's `defaults`, without those of a node or host.
+
+    `overrides` (for environment variables) includes unused layout settings as empty values, to override
+    those of an earlier layout. ValueError if the preset sets one of them, as empty variables count as unset.
     """
     yield "PRESET", config.preset
-    # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS unless they are given.
+    # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.
     schedule = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
     usual = defaults.model_dump()
     usual |= {"warmup_iters": schedule.warmup_iters, "decay_iters": schedule.decay_iters}
@@ -159,7 +159,7 @@ def exported_settings(
         if name in others or (name not in always and value == usual[name]):
             continue
         if value == "" and getattr(defaults, name):
-            rule = f"an empty variable would leave what PRESET={config.preset} has"
-            fix = f"leave the preset's, and train with --{name.replace('_', '-')}="
+            rule = f"an empty variable does not override PRESET={config.preset}"
+            fix = f"keep the preset's value, and train with --{name.replace('_', '-')}="
             raise setting_error(name, "", rule, fix)
         yield name.upper(), as_given(value)

@@ -1,7 +1,7 @@
-"""Finds the layout that trains a model fastest on given GPUs, and explains others. No torch.
+"""Finds the fastest layout of a model on given GPUs, and explains why others are slower or invalid. No torch.
 
-Memory only grows with the micro-batch and model chunks, and only shrinks with recompute. So each split of the
-model tries micro-batches from the smallest, each with the least recompute that fits, as more would be slower.
+Memory grows with the micro-batch size and model chunks, and shrinks with recompute. So the search tries the
+micro-batch sizes of each split in ascending order, each with the least recompute that fits.
 """
 
 from collections import Counter
@@ -22,28 +22,27 @@ _HOPELESS = 1.5  # skip layouts whose layers and bubble alone take this multiple
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that breaks no rule."""
+    """A valid layout and its predicted memory and time."""
 
     config: Config
-    prediction: Prediction  # its memory and time
+    prediction: Prediction
 
     @property
     def seconds(self) -> float:
-        """Seconds per iteration."""
         return self.prediction.time.total
 
     @property
     def filling_batch(self) -> int:
-        """The smallest global batch with a micro-batch for every stage: PP*MBSZ*DP samples."""
+        """Smallest global batch size with a micro-batch for each stage: PP*MBSZ*DP samples."""
         return self.config.pp * self.config.mbsz * self.config.data_parallel_size
 
     @property
     def notes(self) -> list[str]:
-        """Short notes on what is allowed but slow or worth knowing."""
+        """Short notes on possible disadvantages of the layout."""
         config = self.config
         found = {
-            "experts over nodes": config.use_moe and config.etp * config.ep > config.gpus_per_node,
-            "memory within the error": self.prediction.is_close,
+            "experts span nodes": config.use_moe and config.etp * config.ep > config.gpus_per_node,
+            "memory margin within error": self.prediction.is_close,
             "pipeline never full": config.gbsz < self.filling_batch,
         }
         return [note for note, holds in found.items() if holds]
@@ -52,19 +51,18 @@ class Candidate:
 @dataclass(frozen=True)
 class Search:
     ranked: list[Candidate]  # layouts that fit, fastest first
-    rejected: Counter[str]  # layouts refused per reason; each counts once
-    smallest: Candidate | None  # the one out of memory that needs least
+    rejected: Counter[str]  # number of rejected layouts by reason
+    smallest: Candidate | None  # the layout that needs the least memory among those that do not fit
 
     @property
     def num_tried(self) -> int:
         return len(self.ranked) + self.rejected.total()
 
     def runner_ups(self) -> list[Candidate]:
-        """Layouts within 2% of the best."""
         return [one for one in self.ranked[1:] if one.seconds <= (1 + RUNNER_UP) * self.ranked[0].seconds]
 
     def place_of(self, seconds: float) -> int:
-        """Rank of an iteration time among all layouts, from 1."""
+        """Returns the rank of an iteration time among all layouts, from 1."""
         return 1 + sum(one.seconds < seconds for one in self.ranked)
 
 
@@ -75,8 +73,8 @@ def search(
     fixed: Mapping[str, Sequence[Any]] | None = None,
     constants: Constants | None = None,
 ) -> Search:
-    """Ranks layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration. `fixed` maps settings
-    to their allowed values; the layout of `config` is ignored. ConfigError with all `model_problems`.
+    """Ranks layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration; ConfigError with all
+    `model_problems`. `fixed`: allowed values by setting. The layout of `config` is ignored.
     """
     if problems := rules.model_problems(config):
         raise ConfigError(problems)
@@ -86,7 +84,7 @@ def search(
         work.add(family)
 
     def order(one: Candidate) -> tuple[float, bool, int]:
-        # of equals those whose experts do not reach over nodes, then the least split
+        # Among equally fast layouts, prefer experts inside a node, then smaller parallel sizes.
         over_nodes = one.config.use_moe and one.config.etp * one.config.ep > one.config.gpus_per_node
         return one.seconds, over_nodes, one.config.tp * one.config.pp * one.config.cp
 
@@ -95,7 +93,7 @@ def search(
 
 
 class _Evaluation:
-    """Predicts as few layouts of each family as needed."""
+    """Evaluates families of layouts with as few predictions as possible."""
 
     def __init__(
         self, hardware: Hardware, constants: Constants, recompute: Sequence[str], rejected: Counter[str]
@@ -109,14 +107,14 @@ class _Evaluation:
         self.smallest: Candidate | None = None
 
     def add(self, family: rules.Family) -> None:
-        """Tries experts' parallelism and model chunks; no chunks, which take least memory, come first."""
+        """Tries all expert parallelism and model chunks; VPP=none, which needs the least memory, is first."""
         for ep, etp in family.experts:
             levels: dict[int, int] = {}
             for vpp, sizes in family.batches.items():
                 config = family.config.model_copy(update={"ep": ep, "etp": etp, "vpp": vpp})
                 hopeful = []
                 for mbsz in sizes:
-                    # can be fast enough only if the time of its layers and even stages' bubble are
+                    # A lower bound: the time of the layers, and the bubble of evenly loaded stages.
                     layers = self._layer_seconds.get(_layers_key(config, mbsz), 0.0)
                     num_chunks = config.gbsz // (mbsz * config.data_parallel_size) * (config.vpp or 1)
                     if layers * (1 + (config.pp - 1) / num_chunks) <= _HOPELESS * self._least_seconds:
@@ -126,9 +124,9 @@ class _Evaluation:
                 levels = levels or ({} if vpp else needed)
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
-        """First index of recompute that fits, by micro-batch size; `least` is this without model chunks."""
+        """Returns the first recompute index that fits, by micro-batch size; at least that of VPP=none."""
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
-        # the last one did not fit, so this one likely will not: try what needs the least memory first
+        # If the previous layout did not fit, this one probably won't either: try the smallest case first.
         if sizes and not self._last_fitted and not least:
             smallest = config.model_copy(update={"mbsz": sizes[0], "recompute": self._recompute[-1]})
             level = 0 if self._fitting(smallest) else num_levels
@@ -162,20 +160,20 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """All that the layers' total time depends on, except recompute, which only adds: no PP and VPP."""
+    """Returns the settings that determine the layers' total time without recompute, which only adds to it."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """How the wanted settings compare with the best layout, or why they are refused."""
+    """Comparison of requested settings with the best layout, or the reasons why they are rejected."""
 
     wanted: Mapping[str, Any]  # requested layout settings
     candidate: Candidate | None  # fastest valid layout with them, if any
     fits: bool  # whether it fits in memory
-    place: int  # its rank among all layouts, from 1; 0 if there is none
-    losses: dict[str, float]  # part of the iteration to seconds lost against the best layout
-    problems: list[str]  # lines on why no layout is valid
+    place: int  # its rank among all layouts, from 1; 0 if it does not fit
+    losses: dict[str, float]  # seconds lost relative to the best layout, by part of the iteration
+    problems: list[str]  # why no layout is valid or fits
 
 
 def explain(
@@ -187,10 +185,11 @@ def explain(
     fixed: Mapping[str, Sequence[Any]] | None = None,
     constants: Constants | None = None,
 ) -> Explanation:
-    """Why the settings `wanted` are refused, or the rank and losses of the fastest layout with them. The
-    other arguments are those of the search that returned `found`.
+    """Explains why the settings `wanted` are rejected, or how the fastest layout with them ranks. The other
+    arguments are those of the search that returned `found`.
     """
     narrowed = {**(fixed or {}), **{name: (value,) for name, value in wanted.items()}}
+    # Searching again with the settings fixed finds the best layout that has them, not just any.
     inner = search(config, hardware, fixed=narrowed, constants=constants)
     if inner.ranked:
         candidate = inner.ranked[0]
@@ -202,29 +201,29 @@ def explain(
     if inner.smallest is not None:
         return Explanation(wanted, inner.smallest, False, 0, {}, [memory_line(inner.smallest)])
     given = {name: values[0] for name, values in (fixed or {}).items() if len(values) == 1} | dict(wanted)
-    # what is wrong with the given settings whatever the others are
+    # Problems of the given settings regardless of the others.
     layout = dict(given)
     if "pp" in layout and not layout.keys() & set(rules.SPLIT_SETTINGS):
         layout |= rules.stage_splits(config, layout["pp"])[0]
     problems = rules.layout_problems(rules.with_layout(config, **layout))
-    # problems with the number of ranks or the batch may come from other sizes, which are 1 here
+    # Sizes that are not given are 1 here, which may itself violate rules on ranks or batch.
     if not {"tp", "pp"} <= given.keys():
         problems = [line for line in problems if line.partition("=")[0].lower() in given]
     if not problems:
         reasons = "; ".join(f"{reason} ({count:,})" for reason, count in inner.rejected.most_common())
         words = ",".join(f"{name.upper()}={value}" for name, value in given.items())
-        rule = f"no layout is left, these are refused: {reasons}"
-        problems = [problem("layout", words, rule, "leave some of it open")]
+        rule = f"all layouts with these settings are rejected: {reasons}"
+        problems = [problem("layout", words, rule, "omit some of them")]
     return Explanation(wanted, None, False, 0, {}, problems)
 
 
 def bound_by(time: IterationTime) -> str:
-    """`IterationTime.bound` with its share of the iteration."""
+    """Formats `IterationTime.bound` with its share of the iteration."""
     return f"{time.bound.replace('_', ' ')} {time.parts()[time.bound] / time.total:.0%}"
 
 
 def memory_line(candidate: Candidate) -> str:
-    """Line on a layout that breaks no rule but does not fit in memory."""
+    """Returns the error for a valid layout that does not fit in memory."""
     prediction, config = candidate.prediction, candidate.config
     rule = f"needs {prediction.peak_bytes / 2**30:.1f} of {prediction.memory_bytes / 2**30:.1f} GiB"
     rule += f" on stage {prediction.peak_stage} with MBSZ={config.mbsz} and RECOMPUTE={config.recompute}"
@@ -232,7 +231,7 @@ def memory_line(candidate: Candidate) -> str:
 
 
 def layout_words(config: Config) -> str:
-    """The parallel sizes as text: TP4,PP12,DP8."""
+    """Formats the parallel sizes like TP4,PP12,DP8."""
     sizes = {name: getattr(config, name) or 1 for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
     words = [f"{name.upper()}{size}" for name, size in sizes.items() if size > 1 or name in ("tp", "pp")]
     return ",".join([*words, f"DP{config.data_parallel_size}"])

@@ -1,1 +1,1 @@
-"""Models trained one after another on the same budget, and a table of which does better."""
+"""Comparison of models trained sequentially with the same budget."""

@@ -1,4 +1,4 @@
-"""Runs a comparison: checks, one run after another, and the report, rewritten after each. No torch."""
+"""Runs a comparison sequentially and rewrites its report after each run. No torch."""
 
 import importlib.util
 import shutil
@@ -27,7 +27,7 @@ _PACE_ITERATIONS, _PACE_WARMUP = 12, 4
 
 
 def dry_run(comparison: Comparison) -> str:
-    """Describes what a comparison would do; touches no file. ConfigError for settings that cannot run."""
+    """Describes a comparison without touching files; ConfigError for invalid settings."""
     check_runs(comparison.runs(), Config.problems)
     comparison.compare_with_before()
     known = comparison.known_pace()
@@ -36,24 +36,24 @@ def dry_run(comparison: Comparison) -> str:
         seconds = {name: value for name, value in pace.items() if value}
         if len(seconds) < len(pace):
             text = plan_text(comparison, pace, measured=False)
-            return f"{text}\niterations are chosen when the pace of each is measured"
+            return f"{text}\nthe numbers of iterations depend on the speeds, which are measured first"
         comparison = comparison.paced(seconds)
     return plan_text(comparison, pace, measured=len(known) == len(pace))
 
 
 def check_planned_files(comparison: Comparison) -> None:
-    """Checks files and folders of what is left, except for space, for a dry run; ConfigError if one fails."""
+    """Checks files and folders of the remaining runs, except for free space; ConfigError if a check fails."""
     left = [run for run in comparison.runs() if not is_finished(run)]
     check_runs(left, lambda config: check_files(config, with_space=False))
 
 
 def run_comparison(comparison: Comparison) -> int:
-    """Runs what is left of a comparison; returns the exit code, 1 if a run failed or timed out.
+    """Performs the remaining runs of a comparison; returns the exit code, 1 if a run failed or timed out.
 
     Raises:
-        ConfigError: settings that cannot run, here or in this folder.
-        ValueError: the folder is in use, or with `time` a variant does not run.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the current run has saved a checkpoint.
+        ConfigError: if the settings cannot run on this machine or in this folder.
+        ValueError: if the folder is in use or, with `time`, a variant fails.
+        KeyboardInterrupt: on Ctrl-C, SIGTERM or SIGHUP, after the current run has saved a checkpoint.
     """
     if comparison.options.repeats > 1:
         need_packages("repeats", "scipy")
@@ -61,16 +61,17 @@ def run_comparison(comparison: Comparison) -> int:
     comparison.compare_with_before()
     folder = comparison.folder
     if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
-        rule = f"{folder} is the folder of a run, not of a comparison"
-        raise ConfigError([problem("run_name", folder.name, rule, "give another RUN_NAME")])
+        rule = f"{folder} belongs to a run, not a comparison"
+        raise ConfigError([problem("run_name", folder.name, rule, "use another RUN_NAME")])
     first = comparison.runs()[0].config.model_copy(update={"run_name": ".new", "master_port": free_port()})
-    if problems := check_environment(first):  # of the folder, too, that is to be created
+    if problems := check_environment(first):  # includes the folder to create
         raise ConfigError(problems)
     with child_runs.at_work(folder, f"RUN_NAME={folder.name}", "comparison"):
         by_time, pace = comparison.options.match == "time", comparison.known_pace()
         if by_time:
             pace = measured_pace(comparison, pace)
-        comparison.keep(pace)  # before `paced`, whose TRAIN_ITERS the next call has not yet
+        # Saved before `paced` changes TRAIN_ITERS, as a repeated command compares the settings without it.
+        comparison.keep(pace)
         if by_time:
             comparison = comparison.paced(pace)
         seconds = {one.name: pace.get(one.name) or predicted_seconds(one) for one in comparison.variants}
@@ -85,6 +86,7 @@ def run_comparison(comparison: Comparison) -> int:
             ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
             print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)
             so_far = [ended.get(other.name) or read_ended(other) for other in runs]
+            # Rewritten after each run, so that an interrupted comparison has a report.
             text = result_text(comparison, so_far)
             write_atomically(folder / "report.md", text)
             write_json(folder / "results.json", as_json(comparison, so_far))
@@ -96,16 +98,16 @@ def run_comparison(comparison: Comparison) -> int:
 
 
 def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
-    """Trains a run to its end, unless finished."""
+    """Trains a run to its end, unless it is finished."""
     if is_finished(run):
         return read_ended(run)
-    # The log is appended to; only what this start prints says why it failed.
+    # The launcher appends to the log; only the output of this start explains a failure.
     before = run.log.stat().st_size if run.log.exists() else 0
     timeout, environ = comparison.options.timeout or None, child_runs.run_environment()
 
     def iteration() -> int:
         with suppress(OSError):
-            # called every second: only the end of the file, more than a record of a few thousand experts
+            # Called every second, so only reads the end: enough for a record of several thousand experts.
             records = last_records(run.folder.metrics, 1 << 17)
             return max((record["iteration"] for record in records if record["kind"] == "train"), default=0)
         return 0
@@ -113,13 +115,13 @@ def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
     with progress_of(iteration, title, run.config.train_iters, unit="iterations"):
         code = run_to_end(run.flags, run.log, timeout=timeout, environ=environ, saving=True)
     if code is None:
-        reason = f"had not ended after --timeout {comparison.options.timeout:g} s"
+        reason = f"exceeded --timeout {comparison.options.timeout:g} s"
         return read_ended(run, status="timeout", reason=reason)
     return ended_with(run, code, run.log.read_bytes()[before:].decode(errors="replace"))
 
 
 def ended_with(run: Case, code: int | None, printed: str) -> Ended:
-    """State of a run whose launcher has ended with `code`, None if unknown, and has printed this."""
+    """Returns the state of a run, given its launcher's exit code (None: unknown) and output."""
     if code in (FINISHED, TO_BE_CONTINUED):
         return read_ended(run)
     status, reason = why_it_failed(printed, code)
@@ -132,7 +134,7 @@ def ended_line(ended: Ended, name: str) -> str:
 
 
 def predicted_seconds(variant: Variant) -> float | None:
-    """The planner's prediction per iteration on this host's device; None if it has no profile."""
+    """Returns the predicted seconds per iteration on this host's device; None without a profile."""
     if not (profile := profile_of(device_name())):
         return None
     cost = cost_of(variant.config, load_hardware(profile))
@@ -140,14 +142,12 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
-    """Median seconds per iteration by variant; those in `known`, from earlier calls, are not measured again.
-    ValueError if a variant does not run, with the reason.
-    """
+    """Adds the measured median seconds per iteration to `known`; ValueError if a variant fails."""
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace, folder = dict(known), comparison.folder / "pace"
     if not left:
         return pace
-    with progress("measuring the pace", len(left), unit="variants") as advance:
+    with progress("measuring the speed", len(left), unit="variants") as advance:
         for variant in left:
             place = {"run_dir": str(folder), "run_name": variant.name, "train_iters": _PACE_ITERATIONS}
             flags = {**variant.flags, **child_runs.MEASURED_ONLY, **place}
@@ -156,20 +156,20 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
             child_runs.clear(case)
             if code := run_to_end(flags, log, timeout=None, environ=child_runs.run_environment()):
                 _, reason = why_it_failed(log.read_text(encoding="utf-8", errors="replace"), code)
-                fix = f"see {log}, and fix or leave out the variant"
-                raise ValueError(f"variant={variant.name}: does not run: {reason}. Fix: {fix}.")
+                fix = f"see {log}, and fix or omit the variant"
+                raise ValueError(f"variant={variant.name}: failed: {reason}. Fix: {fix}.")
             pace[variant.name] = median_seconds(records_after(case.folder, _PACE_WARMUP))
             advance(1)
-    # The logs stay, for a person who wonders about the pace.
+    # The logs are kept so that a surprising speed can be investigated.
     shutil.rmtree(folder, ignore_errors=True)
     return pace
 
 
 def need_packages(field: str, *packages: str) -> None:
-    """Raises ConfigError if one is missing, which the tables would notice only after the first run."""
+    """Raises ConfigError if a package of the tables is missing, before the first run rather than after it."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            rule = f"the tables need {package}, which is not installed"
+            rule = "the tables require this package, which is not installed"
             raise ConfigError([problem(field, package, rule, f"pip install {' '.join(packages)}")])
 
 
@@ -177,13 +177,13 @@ def check_runs(
     runs: Sequence[Case],
     problems_of: Callable[[Config], Iterable[str]] = lambda one: [*one.problems(), *check_environment(one)],
 ) -> None:
-    """Raises ConfigError, a line per problem, if any run cannot start; names the runs unless all fail."""
+    """Raises ConfigError with a line per problem if any run cannot start; names the runs unless all fail."""
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:
-        # of a ladder's rungs, runs have the same names
+        # Runs in different rungs of a ladder have the same names.
         name = f"{run.folder.path.parent.name}/{run.name}" if in_folders else run.name
-        # every run gets a free port when it starts
+        # A free port, since each run chooses one when it starts.
         for line in problems_of(run.config.model_copy(update={"master_port": free_port()})):
             named.setdefault(line, []).append(name)
     lines = [

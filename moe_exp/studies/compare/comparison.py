@@ -1,10 +1,9 @@
-"""A comparison: options, runs, what its folder says of earlier calls, and the results of its runs, read from
-their folders as `moe-exp report` does. No torch.
+"""A comparison: its options and runs, the state in its folder, and the results of its runs. No torch.
 
 $RUN_DIR/NAME/
-  VARIANT/            its run folder; VARIANT_seed_1235 for another seed
-  logs/VARIANT.log    output of its launcher
-  compare.json        settings, and with --match time the measured seconds per iteration
+  VARIANT/            run folder; VARIANT_seed_1235 for another seed
+  logs/VARIANT.log    output of the launcher
+  compare.json        settings and, with --match time, the measured seconds per iteration
   report.md report.html results.json
 """
 
@@ -42,11 +41,11 @@ class Options:
     """Options of a comparison besides training settings."""
 
     runs: str = ""  # comma-separated names, see `make_variants`
-    variants: tuple[str, ...] = ()  # others, NAME:SETTING=VALUE,...
-    match: Match = "flops"  # what is equal for all
+    variants: tuple[str, ...] = ()  # further ones, NAME:SETTING=VALUE,...
+    match: Match = "flops"  # quantity that is equal for all variants
     repeats: int = 1  # runs per variant, each with another seed
-    seconds: float = 0.0  # with `time`, training time of each; 0: as long as the reference for TRAIN_ITERS
-    timeout: float = 0.0  # seconds after which a run is ended; 0: never
+    seconds: float = 0.0  # training time of each run with `time`; 0: that of the reference for TRAIN_ITERS
+    timeout: float = 0.0  # time limit of a run (seconds); 0: none
 
     def problems(self) -> list[str]:
         found = []
@@ -55,36 +54,36 @@ class Options:
             found.append(problem(name, getattr(self, name), rule, fix))
 
         if self.match not in MEASURES:
-            refuse("match", "is nothing to match by", f"use one of {', '.join(MEASURES)}")
+            refuse("match", "unknown quantity", f"use one of {', '.join(MEASURES)}")
         if self.repeats < 1:
-            refuse("repeats", "must be at least 1", "give the number of runs of each variant")
+            refuse("repeats", "must be at least 1", "set it to the number of runs per variant")
         for name in ("seconds", "timeout"):
             if not 0 <= getattr(self, name) < math.inf:
-                refuse(name, "must be a number from 0 on", "leave it out for none")
+                refuse(name, "must be a number of at least 0", "omit it for no limit")
         if self.seconds > 0 and self.match != "time":
-            refuse("seconds", f"is a budget of time, but --match is {self.match}", "add --match time")
+            refuse("seconds", f"requires --match time, not {self.match}", "add --match time")
         return found
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants of matched size, and where their runs are kept."""
+    """Variants of matched size, and the folder of their runs."""
 
     options: Options
     folder: Path  # see the top of this file
-    variants: tuple[Variant, ...]  # in order; with `time`, TRAIN_ITERS is set once the pace is known
+    variants: tuple[Variant, ...]  # with `time`, TRAIN_ITERS is set once the speeds are known
 
     @classmethod
     def of(cls, options: Options, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Comparison:
-        """Reads all settings and chooses the sizes, without touching the disk; ConfigError with all problems.
-        `flags`: settings of the runs, by field name; None counts as not given.
+        """Reads all settings and chooses the sizes without touching the disk; ConfigError with all problems.
+        `flags`: settings of the runs by field name; None: not given.
         """
         if problems := options.problems():
             raise ConfigError(problems)
         given = given_settings(flags, environ)
         base = load_config(given, {})
         if base.nnodes > 1:
-            rule = "runs are started on this node alone"
+            rule = "a comparison runs on a single node"
             raise ConfigError([problem("nnodes", base.nnodes, rule, "set NNODES=1")])
         variants = match_sizes(make_variants(options.runs, options.variants, given), options.match)
         names = [variant.name for variant in variants]
@@ -101,9 +100,8 @@ class Comparison:
         return [variant.name for variant in self.variants]
 
     def runs(self) -> list[Case]:
-        """All runs."""
         runs = []
-        # every variant with one seed, then with the next, so that an interrupted comparison has whole rounds
+        # The outer loop is over seeds, so that an interrupted comparison has complete rounds of all variants.
         for number, variant in itertools.product(range(self.options.repeats), self.variants):
             seed = variant.config.seed + number
             name = variant.name if number == 0 else f"{variant.name}_seed_{seed}"
@@ -114,20 +112,20 @@ class Comparison:
         return runs
 
     def paced(self, seconds: Mapping[str, float]) -> Comparison:
-        """The comparison with equal training time for all, given seconds per iteration by variant name."""
+        """Returns the comparison with equal training time for all, given seconds per iteration by variant."""
         budget = self.options.seconds or self.reference.config.train_iters * seconds[self.reference.name]
         counts = [max(1, round(budget / seconds[one.name])) for one in self.variants]
         chosen = [with_iterations(*pair) for pair in zip(self.variants, counts, strict=True)]
         return replace(self, variants=tuple(chosen))
 
     def known_pace(self) -> dict[str, float]:
-        """Seconds per iteration by variant name, as measured by earlier calls."""
+        """Returns the seconds per iteration by variant, as measured by earlier calls."""
         before = self._kept().get("variants", {})
         paces = {name: entry.get("seconds_per_iteration") for name, entry in before.items()}
         return {name: seconds for name, seconds in paces.items() if seconds}
 
     def keep(self, pace: Mapping[str, float]) -> None:
-        """Writes compare.json, keeping variants of earlier calls."""
+        """Writes compare.json, preserving variants of earlier calls."""
         entries = self._kept().get("variants", {})
         for variant in self.variants:
             seconds = pace.get(variant.name)
@@ -136,19 +134,19 @@ class Comparison:
         write_json(self.folder / "compare.json", {**options, "variants": entries})
 
     def compare_with_before(self) -> None:
-        """ConfigError, a line per setting, if the folder's runs were started with others. Before `paced`."""
+        """Raises ConfigError if the folder's runs had other settings. Must be called before `paced`."""
         if not (kept := self._kept()):
             return
-        fix = "set it as it was, or give another RUN_NAME"
+        fix = "restore the old value, or use another RUN_NAME"
         problems = [
-            problem(name, value, f"{self.folder} was made with {kept.get(name)}", fix)
+            problem(name, value, f"{self.folder} was started with {kept.get(name)}", fix)
             for name, value in (("match", self.options.match), ("seconds", self.options.seconds))
             if kept.get(name) != value
         ]
         for variant in self.variants:
             before = kept["variants"].get(variant.name, {}).get("settings", {})
             problems += [
-                problem(name, value, f"{self.folder} holds a {variant.name} with {before[name]}", fix)
+                problem(name, value, f"{self.folder} contains {variant.name} with {before[name]}", fix)
                 for name, value in variant.compared.items()
                 if name in before and before[name] != value
             ]
@@ -156,21 +154,21 @@ class Comparison:
             raise ConfigError(problems)
 
     def _kept(self) -> dict[str, Any]:
-        """Content of compare.json; empty without one."""
+        """Returns the content of compare.json, or {} if it does not exist."""
         path = self.folder / "compare.json"
         if not path.exists():
             return {}
         fix = "delete it; the comparison is then rebuilt from the results in its folder"
         kept = read_json(path, fix=fix)
         if not isinstance(kept, dict) or not isinstance(kept.get("variants"), dict):
-            raise ValueError(f"{path}: does not describe a comparison. Fix: {fix}.")
+            raise ValueError(f"{path}: invalid content. Fix: {fix}.")
         return kept
 
 
-# Results.
+# Results
 
 Axis = Literal["tokens", "flops", "seconds"]
-# by key of the train records
+# to keys of the train records
 AXES: dict[Axis, str] = {
     "tokens": "consumed_tokens", "flops": "consumed_flops", "seconds": "training_seconds",
 }  # fmt: skip
@@ -182,18 +180,18 @@ class Ended:
 
     run: Case
     status: str  # finished, stopped, failed, oom (out of memory), timeout, or left (not started)
-    recorded: RunRecords  # content of its folder
-    numbers: Overview  # as on the page; NaN for what was not measured
+    recorded: RunRecords  # contents of its folder
+    numbers: Overview  # as on the report page; NaN if not measured
     reason: str = ""  # why it failed
 
     @property
     def final_loss(self) -> float | None:
-        """Mean training loss of the last 5% of its tokens, nats per token; None if missing or not finite."""
+        """Mean training loss over the last 5% of its tokens, nats per token; None if not finite."""
         return self.numbers.final_loss if math.isfinite(self.numbers.final_loss) else None
 
     @property
     def validated_loss(self) -> float | None:
-        """Validation loss after the last iteration, nats per token; None if not measured there."""
+        """Validation loss after the last iteration (nats per token); None if not measured there."""
         table = self.recorded.valid
         if not len(table["iteration"]) or table["iteration"][-1] < self.run.config.train_iters:
             return None
@@ -201,13 +199,13 @@ class Ended:
 
 
 def is_finished(run: Case) -> bool:
-    """Whether the run's summary says that it was trained to its end."""
+    """Whether the run was trained to its end, according to its summary."""
     summary = _summary(run)
     return summary.get("status") == "finished" and summary.get("iteration", 0) >= run.config.train_iters
 
 
 def read_ended(run: Case, *, status: str = "", reason: str = "") -> Ended:
-    """Reads a run's state from its folder; `status` and `reason` say why it did not finish, if known."""
+    """Reads a run's state from its folder. `status` and `reason`: why it did not finish, if known."""
     recorded = read_run(run.folder.path)
     numbers = Overview(recorded, float("nan"), None, 0.0)
     return Ended(run, status or str(_summary(run).get("status") or "left"), recorded, numbers, reason)
@@ -221,10 +219,10 @@ def _summary(run: Case) -> dict[str, Any]:
 
 
 def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, list[float | None]] | None:
-    """x on `axis` at the end of the shortest run, and the loss of each run there, interpolated linearly (None
-    without one), smoothed over the same number of tokens; None if less than two runs can be compared.
+    """Returns x on `axis` at the end of the shortest run, and each run's smoothed loss there, interpolated
+    linearly (None if unknown); None if fewer than two runs can be compared.
     """
-    # Smoothed over the same tokens, as losses of a shorter window would be of later, better models.
+    # All runs use the same window in tokens: a shorter one would only cover later, lower losses.
     window = window_of([one.recorded for one in ended])
     curves = {}
     for index, one in enumerate(ended):
@@ -241,7 +239,7 @@ def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, lis
 
 
 def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
-    """Results of each run by variant, with the settings in which the variants differ."""
+    """Returns the results of each run by variant, with the settings in which the variants differ."""
     different = differences(comparison.variants)
     reported = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
     return {

@@ -1,4 +1,4 @@
-"""Markdown tables of a comparison, before it starts and at its end. No torch."""
+"""Plan and Markdown report of a comparison. No torch."""
 
 import math
 import statistics
@@ -15,13 +15,13 @@ from moe_exp.studies.compare.comparison import AXES, Axis, Comparison, Ended, lo
 from moe_exp.studies.compare.variants import active_parameters, apart, differences, flops_per_token
 
 _MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
-_MOST_PAIRED = 4  # variants of which all pairs are compared
-_MOST_COLUMNS = 6  # variants; more of them are rows
+_MOST_PAIRED = 4  # up to this number of variants, all pairs are compared
+_MOST_COLUMNS = 6  # up to this number, variants are columns, else rows
 
 
 def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, measured: bool) -> str:
-    """The variants, their sizes, how well these match, and expected duration. `seconds`: per iteration by
-    name, None if unknown; `measured`, or else from the planner.
+    """Describes the variants, their sizes, how well these match, and the expected duration. `seconds`:
+    seconds per iteration by variant, either `measured` or predicted; None if unknown.
     """
     variants, options = comparison.variants, comparison.options
     config = comparison.reference.config
@@ -31,12 +31,12 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     tokens = [one.config.train_iters * one.config.gbsz * one.config.seq_len for one in variants]
     rows["tokens"] = [*map(count_text, tokens)]
     times = [(pace := seconds.get(one.name)) and pace * one.config.train_iters for one in variants]
-    how = "measured pace" if measured else "predicted roughly"
-    rows[f"training time, {how}"] = [*map(_duration, times)]
+    how = "measured speed" if measured else "rough prediction"
+    rows[f"training time ({how})"] = [*map(_duration, times)]
     lines = [head, "", *_table(comparison.names, rows), ""]
-    lines.append("the same for all: data and their order, seed, batch, and every setting but")
+    lines.append("data and their order, seed, batch and all settings are equal, except")
     for name, values in differences(variants).items():
-        # as in the shell: `true`, not `True`, and a dash for a setting that the variant does not have
+        # As in the shell: `true`, not `True`. A dash marks a setting that does not apply to the variant.
         texts = ["-" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values]
         pairs = zip(comparison.names, texts, strict=True)
         lines.append(f"  {name.upper()}: " + ", ".join(map(" ".join, pairs)))
@@ -44,8 +44,8 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     if len(known) == len(times):
         total = _duration(options.repeats * sum(known))
         number = options.repeats * len(variants)
-        lines.append(f"all {number} runs: {total}, and their starts and evaluations")
-        lines += [f"times are {max(known) / min(known) - 1:.1%} apart"] if measured else []
+        lines.append(f"all {number} runs: {total}, plus startup and evaluation")
+        lines += [f"times differ by {max(known) / min(known) - 1:.1%}"] if measured else []
     return "\n".join(lines)
 
 
@@ -72,28 +72,25 @@ def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
-    """The Markdown report: sizes, losses at equal tokens, FLOPs and time, failures, comparisons of pairs."""
+    """Returns the Markdown report: sizes, losses at equal tokens, FLOPs and time, failures, and pairs."""
     by_name = {name: [one for one in ended if one.run.variant == name] for name in comparison.names}
     counts = [Counter(one.status for one in runs) for runs in by_name.values()]
     statuses = [
         ", ".join(f"{count} {word}" if len(of) > 1 else word for word, count in of.items()) for of in counts
     ]
     rows = {"status": statuses, **_size_rows(comparison)}
-    # means are of finished seeds: a run that was cut short has another loss
+    # Means are over finished seeds only, as the loss of a shorter run is not comparable.
     counted = [[one for one in of if len(of) == 1 or one.status == "finished"] for of in by_name.values()]
     for label, value, text in _RESULTS:
         rows[label] = [_mean_text([value(one) for one in runs], text) for runs in counted]
     base, against = by_name[comparison.reference.name], []
     for runs in by_name.values() if comparison.options.repeats > 1 else ():
-        # of the same seed, whose data are in the same order
-        pairs = [
-            pair for pair in zip(runs, base, strict=True) if {one.status for one in pair} == {"finished"}
+        # Pairs have the same seed and therefore the same data order.
+        gaps = [
+            one.numbers.valid_loss - other.numbers.valid_loss
+            for one, other in zip(runs, base, strict=True)
+            if runs is not base and one.status == other.status == "finished"
         ]
-        gaps = (
-            []
-            if runs is base
-            else [one.numbers.valid_loss - other.numbers.valid_loss for one, other in pairs]
-        )
         against.append(_mean_text(gaps, "{:+.4f}".format, interval=True))
     rows[f"validation loss against {comparison.reference.name}"] = against
     for axis in AXES:
@@ -105,12 +102,12 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     lines = [head, "", *_table(list(by_name), rows), ""]
     times = [one.numbers.seconds for one in ended if one.status == "finished" and one.numbers.seconds > 0]
     if comparison.options.match == "time" and len(times) > 1:
-        lines.append(f"- training times came out {max(times) / min(times) - 1:.1%} apart")
+        lines.append(f"- actual training times differ by {max(times) / min(times) - 1:.1%}")
     lines += [f"- {line}" for line in _parity_lines(by_name, comparison.reference.name)]
     lines += [f"- {one.run.name} {one.status}: {one.reason}" for one in ended if one.reason]
     note = (
-        "Losses are of training, nats per token: means over the last 5% of a run's tokens, where runs are"
-        " compared of the shortest run's; times are without evaluation and saves."
+        "Losses are training losses in nats per token, averaged over the last 5% of a run's tokens (of the"
+        " shortest run's when runs are compared). Times exclude evaluation and checkpoints."
     )
     if comparison.options.repeats > 1:
         note += " ± is the standard deviation over seeds; brackets are 90% intervals of means (Student's t)."
@@ -118,30 +115,27 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
-    """Compares pairs of variants per seed: MoE against dense, else the later against the earlier.
-
-    Many variants are compared with the reference and with dense models only.
-    """
+    """Compares pairs seed by seed; with many variants, only pairs with the reference or a dense model."""
     for (name, earlier), (other, later) in combinations(by_name.items(), 2):
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
             continue
-        # The MoE against the dense model, also if that was named first.
+        # MoE against dense regardless of their order.
         swapped = earlier[0].run.config.use_moe and not later[0].run.config.use_moe
         pairs = zip(earlier, later, strict=True) if swapped else zip(later, earlier, strict=True)
         measured = [pair for pair in pairs if all(one.recorded.num_records for one in pair)]
-        # of seeds: one that was cut short has another lowest loss
+        # Prefer finished seeds, as the lowest loss of a shorter run is not comparable.
         finished = [pair for pair in measured if all(one.status == "finished" for one in pair)]
         groups = ([Group((one.recorded,)) for one in pair] for pair in finished or measured)
         found = [parity(*pair) for pair in groups]
         known = [one for one in found if not one.reason]
-        # Validation is of the same data for all; a training loss counts only if no seed has one.
+        # Validation losses are preferred, since they use the same data for all runs.
         if validated := [one for one in known if one.what == VALIDATION]:
             known = validated
         if len(known) < 2:
             yield from (pair_text(one, ranking([*one.run.runs, *one.other.runs])) for one in known or found)
             continue
-        # one sentence on the means over the seeds
+        # One sentence about the means over the seeds.
         words: dict[Axis, str] = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
         shares = {what: [getattr(one, axis) for one in known] for axis, what in words.items()}
         texts = {what: _mean_text(of, "{:.0%}".format, interval=True) for what, of in shares.items()}
@@ -153,15 +147,15 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
         mean = Parity(run, against, tokens=statistics.fmean(shares["the tokens"]))
         opposite = opposite_text(mean, ranking([*run.runs, *against.runs]))
         yield (
-            f"{known[0].run.name} against {known[0].other.name}, means of {len(known)} seeds: to the lowest"
-            f" {what} that both reach, {loss}, it needed {cost}{'.' if opposite else ''}{opposite}"
+            f"{known[0].run.name} against {known[0].other.name}, means of {len(known)} seeds: to reach the"
+            f" lowest common {what}, {loss}, it needed {cost}{'.' if opposite else ''}{opposite}"
         )
 
 
 def _mean_text(
     values: Sequence[float | None], text: Callable[[float], str], *, interval: bool = False
 ) -> str:
-    """The mean with the standard deviation, or its 90% interval by Student's t; empty without a number."""
+    """Formats the mean with its standard deviation or, with `interval`, Student's 90% interval."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return ""
@@ -174,9 +168,7 @@ def _mean_text(
 
 
 def half_interval(deviation: float, count: int, degrees: int) -> float:
-    """Half the width of the 90% interval of a mean of `count` values, by Student's t: `deviation` is their
-    standard deviation, estimated with `degrees` of freedom.
-    """
+    """Returns half the 90% interval (Student's t) of a mean of `count` values with this deviation."""
     from scipy.stats import t
 
     return float(t.ppf(0.95, degrees)) * deviation / math.sqrt(count)
@@ -188,8 +180,8 @@ def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
-    """Lines of a Markdown table, readable in a terminal, too: the first row is the head, the first `num_left`
-    columns are aligned left, the others right.
+    """Returns the lines of a Markdown table that is also readable in a terminal. The first row is the header;
+    the first `num_left` columns are aligned left, the others right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligns = [str.ljust] * num_left + [str.rjust] * (len(widths) - num_left)

@@ -1,5 +1,5 @@
-"""The models of a comparison, from `moe,dense` and `name:NUM_EXPERTS=16,TOPK=2` to settings; sizes and
-lengths that make them equal in FLOPs or active parameters per token, or in time. No torch.
+"""Variants of a comparison, parsed from `moe,dense` and `name:NUM_EXPERTS=16,TOPK=2`, and matched in FLOPs or
+active parameters per token, or in training time. No torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from moe_exp.config.parsers import scaled_points
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
 
-# Settings by name in --runs. A dropless run rejects CAPACITY_FACTOR, one with capacity TOKEN_ROUNDING.
+# Settings by name in --runs. Dropless MoE requires CAPACITY_FACTOR=0; MoE with capacity, TOKEN_ROUNDING=0.
 KINDS: dict[str, dict[str, str]] = {
     "moe": {"use_moe": "true", "moe_type": "moe", "token_rounding": "0"},
     "dmoe": {"use_moe": "true", "moe_type": "dmoe", "capacity_factor": "0", "min_capacity": "0"},
     "dense": {"use_moe": "false"},
 }
-# Data, batch and length, which must be equal for losses to compare, and what the comparison itself sets.
+# Data, batch and length, which must be equal for comparable losses, and settings of the comparison itself.
 _SAME_FOR_ALL = {
     "train_iters", "gbsz", "seq_len", "rampup_batch_size", "train_data", "valid_data", "split",
     "data_order", "data_stages", "document_packing", "eod_mask_loss", "text_documents", "text_field",
@@ -29,7 +29,7 @@ _SAME_FOR_ALL = {
     "nnodes", "node_rank", "master_addr", "master_port", "preset",
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}")
-# In the folder of a comparison.
+# Names in a comparison's folder that are not available for variants.
 _TAKEN = ("logs", "pace", "report.md", "report.html", "results.json", "compare.json")
 _NEXT_SETTING = re.compile(r",(?=[A-Za-z_-]+=)")  # values may contain commas: MOE_LAYER_FREQ=0,1,1,1
 
@@ -38,20 +38,20 @@ _NEXT_SETTING = re.compile(r",(?=[A-Za-z_-]+=)")  # values may contain commas: M
 class Variant:
     """One model."""
 
-    name: str  # of its folder and its column
-    own: dict[str, str]  # settings on top of the shared ones, by field name
-    flags: dict[str, Any]  # all settings that are not defaults, as `moe-exp train` takes them
+    name: str  # of its folder and column
+    own: dict[str, str]  # settings beyond the shared ones, by field name
+    flags: dict[str, Any]  # all settings that are not defaults, as options of `moe-exp train`
     config: Config  # the resulting configuration
 
     @classmethod
     def of(cls, name: str, own: Mapping[str, str], given: Mapping[str, Any]) -> Variant:
-        """The variant with settings `own` on top of `given`."""
+        """Creates the variant whose settings are `given`, overridden by `own`."""
         flags = {**given, **own}
         return cls(name, dict(own), flags, load_config(flags, {}))
 
     @property
     def compared(self) -> dict[str, Any]:
-        """The settings that all runs of a variant share, also those of another call."""
+        """Settings that all runs of a variant share, including those of later calls."""
         return {name: value for name, value in self.config.model_dump().items() if TRAITS[name].compared}
 
     def having(self, **settings: Any) -> Variant:
@@ -60,25 +60,24 @@ class Variant:
 
 
 def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -> list[Variant]:
-    """The variants of a comparison, in order; ConfigError with all that cannot be read.
+    """Parses the variants of a comparison; ConfigError with all problems.
 
     Args:
-        runs: comma-separated names of KINDS; empty: the MoE layer of the settings, and dense, unless two are
-            `written`.
-        written: others, each `NAME:SETTING=VALUE,SETTING=VALUE`.
+        runs: comma-separated names from KINDS. If it is empty and fewer than two variants are `written`, the
+            MoE layer of the settings and dense are added.
+        written: further variants, each `NAME:SETTING=VALUE,SETTING=VALUE`.
         given: shared settings, see `child_runs.given_settings`.
     """
     if not runs and len(written) < 2:
         runs = f"{load_config(given, {}).moe_type},dense"
     problems: list[str] = []
     variants: list[Variant] = []
-    # All problems at once: a person corrects the command only once.
+    # Collect the problems of all variants, so that the command can be corrected at once.
     for text in [*filter(None, (name.strip() for name in runs.split(","))), *written]:
         try:
             name, own = _parsed(text)
             if name in (variant.name for variant in variants):
-                rule = "there is another of this name"
-                raise ConfigError([problem("variant", text, rule, "give each its own")])
+                raise ConfigError([problem("variant", text, "duplicate name", "choose a unique name")])
             variants.append(Variant.of(name, own, given))
         except ConfigError as error:
             problems += [
@@ -87,7 +86,8 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
             ]
     if len(variants) < 2 and not problems:
         fix = "add another, as in --runs dmoe,dense"
-        problems.append(problem("runs", ",".join([runs, *written]), "a comparison needs at least two", fix))
+        rule = "a comparison requires at least two variants"
+        problems.append(problem("runs", ",".join([runs, *written]), rule, fix))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return variants
@@ -98,25 +98,24 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
         return text, KINDS[text]
     name, colon, settings = text.partition(":")
     if not colon:
-        rule = f"is none of {', '.join(KINDS)}"
-        raise ConfigError([problem("runs", text, rule, "use these, or --variant NAME:SETTING=VALUE")])
+        rule = f"must be one of {', '.join(KINDS)}"
+        raise ConfigError([problem("runs", text, rule, "correct it, or use --variant NAME:SETTING=VALUE")])
     if not _NAME.fullmatch(name) or name in _TAKEN:
-        rule = "its name is that of a folder: letters, digits, dots, dashes and underscores"
-        rule = f"{name} is a file or folder of the comparison itself" if name in _TAKEN else rule
-        raise ConfigError([problem("variant", text, rule, "write NAME:SETTING=VALUE")])
+        rule = "the name must consist of letters, digits, dots, dashes and underscores"
+        rule = f"{name} is reserved for a file or folder of the comparison" if name in _TAKEN else rule
+        raise ConfigError([problem("variant", text, rule, "use the form NAME:SETTING=VALUE")])
     own, problems = {}, []
     for part in _NEXT_SETTING.split(settings):
         key, equals, value = part.partition("=")
         field = key.strip().lower().replace("-", "_")
         if not equals or field not in Config.model_fields:
             near = difflib.get_close_matches(field, list(Config.model_fields), n=1)
-            help_has = "moe-exp train --help has all settings"
-            fix = f"write {near[0].upper()}, if that is meant" if near else help_has
-            rule = f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting"
+            fix = f"use {near[0].upper()}, if intended" if near else "see moe-exp train --help"
+            rule = f"{part or 'the text after the colon'} must be SETTING=VALUE with a known setting"
             problems.append(problem("variant", text, rule, fix))
         elif field in _SAME_FOR_ALL:
-            rule = f"{field.upper()} is the same for all runs of a comparison"
-            problems.append(problem("variant", text, rule, "set it for all of them"))
+            rule = f"{field.upper()} must be the same for all runs of a comparison"
+            problems.append(problem("variant", text, rule, "set it outside the variant"))
         own[field] = value.strip()
     if problems:
         raise ConfigError(problems)
@@ -124,12 +123,12 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
 
 
 def reference_of(variants: Sequence[Variant]) -> Variant:
-    """The variant whose size the others match: the first MoE, else the first."""
+    """Returns the variant whose size the others match: the first MoE, or the first if all are dense."""
     return next((variant for variant in variants if variant.config.use_moe), variants[0])
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Settings that differ between variants, with their values; None for a MoE setting of a dense model."""
+    """Returns the settings that differ, with the variants' values; None for MoE settings of dense models."""
     found = {}
     for name in (name for name in Config.model_fields if name != "run_name"):
         is_of_experts = TRAITS[name].part == "experts"
@@ -141,42 +140,40 @@ def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
 
 
 Match = Literal["flops", "active-params", "time"]
-# Settings that name points of the schedule, as iterations or as shares.
+# Settings that contain points of the schedule, as iterations or fractions.
 POINTS = ("lr_decay_style", "wsd_decay_ends")
-# GEMMs are faster at round widths; an error up to this share is fine.
+# GEMMs are faster at round widths, which justifies a mismatch of up to 0.2%.
 _ROUND_WIDTHS, _CLOSE = (64, 8), 2e-3
 
 
 def flops_per_token(config: Config) -> float:
-    """Model FLOPs per token, forward and backward."""
+    """Returns the model FLOPs per token, forward and backward."""
     return flops_per_iteration(config, 1) / config.seq_len
 
 
 def active_parameters(config: Config) -> float:
-    """Parameters that one token uses; all in a dense model."""
+    """Returns the parameters that a token uses, which are all in a dense model."""
     return count_parameters(config).active_per_token
 
 
-# Quantity by which sizes are matched; with `time`, FLOPs per token, too.
+# Quantity by which sizes are matched. With `time`, FLOPs per token are matched as well.
 MEASURES: dict[Match, Callable[[Config], float]] = {
     "flops": flops_per_token, "active-params": active_parameters, "time": flops_per_token,
 }  # fmt: skip
 
 
 def apart(config: Config, reference: Config, match: Match) -> float:
-    """Relative difference to the reference in what is matched."""
+    """Returns the relative difference from the reference in the matched quantity."""
     return MEASURES[match](config) / MEASURES[match](reference) - 1
 
 
 def width_setting(config: Config) -> str:
-    """The setting that changes a model's size: width of the dense MLP, or of a routed expert."""
+    """Returns the setting that changes a model's size: the width of its dense MLP or routed experts."""
     return "moe_ffn_hidden_size" if config.use_moe else "ffn_hidden_size"
 
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
-    """The MLP width whose `measure` is closest to `target`, rounded if that stays within 0.2%; 0 if the model
-    is larger even without any MLP.
-    """
+    """Returns the MLP width whose `measure` is nearest to `target`; 0 if none is small enough."""
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
     def measured(width: int) -> float:
@@ -187,6 +184,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
     exact = (target - measured(unit)) / slope + unit
     if exact < unit / 2:
         return 0
+    # Prefer the roundest width that is close enough; the last step always gives the nearest one.
     for step in (*(width * unit for width in _ROUND_WIDTHS), unit):
         width = max(1, round(exact / step)) * step
         if abs(measured(width) / target - 1) <= _CLOSE:
@@ -195,9 +193,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Sets MLP widths to match the reference, unless a variant sets its own width or already matches.
-    ConfigError if a variant cannot be made that small.
-    """
+    """Sets MLP widths to match the reference, unless a variant sets its own; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:
@@ -209,8 +205,8 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
             matched.append(variant.having(**{name: width}))
         else:
             unit = "active parameters" if match == "active-params" else "FLOPs per token"
-            rule = f"has more than the {target:.4g} {unit} of {reference.name} by its other settings alone"
-            fix = f"set its {name.upper()} yourself, or make it smaller"
+            rule = f"exceeds the {target:.4g} {unit} of {reference.name} even without MLPs"
+            fix = f"set its {name.upper()}, or reduce its other sizes"
             problems.append(problem("variant", variant.name, rule, fix))
     if problems:
         raise ConfigError(problems)
@@ -218,7 +214,7 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
 
 
 def with_iterations(variant: Variant, iterations: int) -> Variant:
-    """The variant with this TRAIN_ITERS, and the learning rate decay scaled in proportion."""
+    """Returns the variant with this TRAIN_ITERS and its learning rate schedule scaled in proportion."""
     before = variant.config
     if iterations == before.train_iters:
         return variant
@@ -226,7 +222,7 @@ def with_iterations(variant: Variant, iterations: int) -> Variant:
     def scaled(value: int) -> int:
         return max(1, round(value * iterations / before.train_iters)) if value else 0
 
-    # 0 stays 0, which means TRAIN_ITERS; and a short run keeps at least one iteration of each phase.
+    # 0 remains 0, which means TRAIN_ITERS. A short run keeps at least one iteration of each phase.
     decay = scaled(before.decay_iters)
     last = decay or iterations
     warmup = min(before.warmup_iters, last - 1)

@@ -1,1 +1,1 @@
-"""Variants trained at several sizes, their scaling laws, and what a variant saves."""
+"""Variants trained at several sizes, their scaling laws and effective speedups."""

@@ -1,6 +1,4 @@
-"""Runs a ladder, rung by rung, on this node or as SLURM jobs; the last rung is predicted before it runs.
-No torch.
-"""
+"""Runs a ladder on this node or as SLURM jobs, and predicts the last rung before it runs. No torch."""
 
 import math
 import re
@@ -26,35 +24,35 @@ _ENDED_BY_SLURM = re.compile(r"CANCELLED AT[^\n*]*")
 
 @dataclass(frozen=True)
 class Executor:
-    """Starts the runs on this node, or as SLURM jobs."""
+    """How runs are started: on this node, or as SLURM jobs."""
 
-    name: str = "local"  # of EXECUTORS
-    sbatch: tuple[str, ...] = ()  # options of the SLURM jobs
-    timeout: float = 0.0  # seconds of a run; 0: none, with SLURM a day
+    name: str = "local"  # one of EXECUTORS
+    sbatch: tuple[str, ...] = ()  # sbatch options of the SLURM jobs
+    timeout: float = 0.0  # time limit of a run (seconds); 0: none or, with SLURM, a day
 
     def problems(self) -> list[str]:
         found = []
         if self.name not in EXECUTORS:
-            found.append(problem("executor", self.name, "is none", f"use {' or '.join(EXECUTORS)}"))
+            found.append(problem("executor", self.name, "unknown executor", f"use {' or '.join(EXECUTORS)}"))
         if not 0 <= self.timeout < math.inf:
-            found.append(problem("timeout", self.timeout, "must be 0 or more", "leave it out for none"))
+            found.append(problem("timeout", self.timeout, "must be 0 or more", "omit it for no limit"))
         return found
 
 
 def check(ladder: Ladder) -> None:
-    """ConfigError with all problems of the settings, or if the folder's runs were started with others."""
+    """Raises ConfigError for invalid settings, or if the folder's runs were started with other settings."""
     back_to_back.need_packages("ladder", "scipy", "matplotlib")
     for comparison in ladder.rungs:
         check_runs(comparison.runs(), Config.problems)
         comparison.compare_with_before()
     for name in ("config.yaml", "compare.json"):
         if (ladder.folder / name).exists():
-            rule = f"{ladder.folder} is the folder of a run or a comparison, not of a ladder"
-            raise ConfigError([problem("run_name", ladder.folder.name, rule, "give another RUN_NAME")])
+            rule = f"{ladder.folder} belongs to a run or comparison, not a ladder"
+            raise ConfigError([problem("run_name", ladder.folder.name, rule, "use another RUN_NAME")])
 
 
 def dry_run(ladder: Ladder) -> str:
-    """Describes what a ladder would do; touches no file. ConfigError for what cannot run."""
+    """Describes a ladder without touching files; ConfigError if it cannot run."""
     check(ladder)
     for comparison in ladder.rungs:
         back_to_back.check_planned_files(comparison)
@@ -62,13 +60,13 @@ def dry_run(ladder: Ladder) -> str:
 
 
 def run_ladder(ladder: Ladder, executor: Executor) -> int:
-    """Runs what is left of a ladder, and writes its reports after each run; returns the exit code: 1 if a run
-    failed, timed out or diverged, else that of a stopped run if one has stopped.
+    """Performs the remaining runs of a ladder and updates its reports after each; returns the exit code: 1 if
+    a run failed, timed out or diverged, else TO_BE_CONTINUED if runs remain.
 
     Raises:
-        ConfigError: settings that cannot run, here or in this folder.
-        ValueError: the folder is in use.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the current run has saved a checkpoint.
+        ConfigError: if the settings cannot run on this machine or in this folder.
+        ValueError: if the folder is in use.
+        KeyboardInterrupt: on Ctrl-C, SIGTERM or SIGHUP, after the current run has saved a checkpoint.
     """
     check(ladder)
     left = [run for comparison in ladder.rungs for run in comparison.runs() if not is_finished(run)]
@@ -86,18 +84,18 @@ def run_ladder(ladder: Ladder, executor: Executor) -> int:
 
 
 def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str, str]:
-    """Runs what is left; returns why runs failed, by name."""
+    """Performs the runs in `left`; returns the reasons of failures by run name."""
     reasons: dict[str, str] = {}
     done, flops_done, started = 0, 0.0, time.monotonic()
     flops_of_all = sum(compute_of(run.config) for run in left)
     last = ladder.rungs[-1]
     stopped: list[str] = []
-    # The last rung waits for all others, as its losses are predicted from theirs.
+    # The last rung waits for all others, as its prediction uses their losses.
     for rungs in (ladder.rungs[:-1], (last,)):
         pairs = ((comparison, run) for comparison in rungs for run in comparison.runs())
         waiting = [pair for pair in pairs if not is_finished(pair[1])]
         if rungs == (last,) and stopped:
-            print(f"The last rung does not start before the end of {', '.join(stopped)}.", flush=True)
+            print(f"The last rung waits for unfinished runs: {', '.join(stopped)}.", flush=True)
             break
         if rungs == (last,) and waiting and (why := results.predict(ladder)):
             print(why, flush=True)
@@ -108,11 +106,12 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
             name = results.run_name(ended.run)
             if ended.reason:
                 reasons[name] = f"{ended.status}: {ended.reason}"
-            # a failed run fails again, while a stopped one continues with the same command
+            # Waiting for failed runs would be pointless, but a repeated command resumes stopped ones.
             if ended.status not in ("finished", "failed", "oom"):
                 stopped.append(name)
             done, flops_done, when = done + 1, flops_done + compute_of(ended.run.config), ""
-            if done < len(left) and executor.name == "local":  # one after another, by the FLOPs of both
+            # Local runs are sequential, so their time is roughly proportional to FLOPs.
+            if done < len(left) and executor.name == "local":
                 seconds = (flops_of_all / flops_done - 1) * (time.monotonic() - started)
                 when = f"; about {duration(seconds)} left"
             print(f"{done}/{len(left)} {back_to_back.ended_line(ended, name)}{when}", flush=True)
@@ -121,11 +120,12 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
 
 
 def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Comparison, Case]]) -> Iterator[Ended]:
-    """Runs them here, or submits all without a job of an earlier call, and yields them as they end."""
+    """Runs the `waiting` runs on this node or as SLURM jobs, and yields them as they end."""
     if executor.name == "local":
         for comparison, run in waiting:
             yield run_one(comparison, run, f"{comparison.folder.name}/{run.name}")
         return
+    # Jobs always get a limit, so that a run that hangs does not occupy its nodes forever.
     seconds = math.ceil(executor.timeout) or 86_400  # a day
     on_gpus = ladder.rungs[0].reference.config.preset != "cpu"
     options = JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
@@ -135,14 +135,14 @@ def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Compariso
 
 
 def ended_job(run: Case, code: int | None) -> Ended:
-    """State of a run whose SLURM job has ended, with the exit code of its launcher, None without one."""
+    """Returns the state of a run whose SLURM job has ended. `code`: exit code of its launcher, if known."""
     text = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
     if is_finished(run):
         return read_ended(run)
-    # Without an exit code the batch script itself was ended: by the time limit, scancel or preemption.
+    # Without an exit code, the batch script itself was terminated by the time limit, scancel or preemption.
     if code is None and (ended := _ENDED_BY_SLURM.search(text)):
         cut = "timeout" if TIME_LIMIT.search(text) else "stopped"
-        return read_ended(run, status=cut, reason=f"SLURM has ended its job: {ended[0].strip()}")
+        return read_ended(run, status=cut, reason=f"SLURM ended the job: {ended[0].strip()}")
     return back_to_back.ended_with(run, code, text)
 
 

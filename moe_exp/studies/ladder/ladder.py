@@ -1,9 +1,9 @@
-"""A ladder: the same variants at several sizes, each size a comparison at equal FLOPs per token. No torch.
+"""A ladder: the same variants at several sizes; each rung is a comparison at equal FLOPs per token. No torch.
 
 $RUN_DIR/NAME/
   rung_1/ rung_2/ ...   comparisons, see studies/compare/comparison.py
   ladder.json           definition and results
-  prediction_4.json     losses of the last rung, the fourth, predicted before it ran
+  prediction_4.json     losses of the last rung (here the fourth), predicted before it ran
   report.md report.html
 """
 
@@ -31,13 +31,13 @@ from moe_exp.studies.compare.variants import POINTS, Variant, apart, with_iterat
 PUBLISHED = Path(__file__).parents[1] / "ladders"
 
 RULE = (
-    "width, depth, MLP widths and heads in proportion, tokens and warm-up in proportion to the parameters"
-    " without embeddings that a token uses, LR and MIN_LR by the inverse square root of the width (with"
-    " PARAMETRIZATION=mup the same for all)"
+    "width, depth, MLP widths and heads proportionally; tokens and warm-up in proportion to active parameters"
+    " without embeddings; LR and MIN_LR by the inverse square root of the width (constant with"
+    " PARAMETRIZATION=mup)"
 )
 
 
-# What the values of a definition's fields must be.
+# Types of a definition's fields, and their names in errors.
 _KINDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("name", "about", "runs", "baseline"), (str, "text")),
     "settings": (dict[str, Any], "settings by name"),
@@ -51,32 +51,32 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Definition:
-    """Models and sizes of a ladder; a YAML file has these fields, and no others."""
+    """Models and sizes of a ladder; also the fields of its YAML file."""
 
-    name: str = ""  # part of the default RUN_NAME; by default the file's
-    about: str = ""  # which claim it checks, and its source
+    name: str = ""  # part of the default RUN_NAME (default: the file's name)
+    about: str = ""  # the claim that the ladder tests, and its source
     settings: dict[str, Any] = field(default_factory=dict)  # training settings of all runs, by name
     runs: str = ""  # comma-separated names, see `make_variants`
-    variants: tuple[str, ...] = ()  # others, NAME:SETTING=VALUE,...
-    baseline: str = ""  # the variant that the others are compared with; empty: dense, else the first
-    rungs: tuple[dict[str, Any], ...] = ()  # settings of each size, by name
-    sizes: tuple[int, ...] = ()  # instead of `rungs`, the HIDDEN_SIZE of each, scaled by RULE
-    repeats: int = 3  # runs of each variant at each rung
-    asymptote: float | None = None  # E of the laws, nats per token; None: fitted
+    variants: tuple[str, ...] = ()  # further ones, NAME:SETTING=VALUE,...
+    baseline: str = ""  # variant that the others are compared with (default: dense, or the first)
+    rungs: tuple[dict[str, Any], ...] = ()  # settings of each rung, by name
+    sizes: tuple[int, ...] = ()  # alternative to `rungs`: HIDDEN_SIZE of each rung, scaled by RULE
+    repeats: int = 3  # runs per variant and rung
+    asymptote: float | None = None  # E of the laws (nats per token); None: fitted
 
     @classmethod
     def read(cls, name: str) -> Definition:
-        """The definition in a file, or in the package's own of this name; ConfigError without a valid one."""
+        """Reads the package's definition of this name, or a YAML file; ConfigError if it is invalid."""
         own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
         path = own.get(name, Path(name))
         if not path.is_file():
-            fix = f"give a YAML file, or one of {', '.join(own)}" if own else "give a YAML file"
-            raise ConfigError([problem("definition", name, "is no file", fix)])
+            fix = f"use a YAML file, or one of {', '.join(own)}"
+            raise ConfigError([problem("definition", name, "not found", fix)])
         values = read_yaml(path, fix="correct it")
         known = [one.name for one in fields(cls)]
         if not isinstance(values, dict) or not set(values) <= set(known):
             odd = ", ".join(map(str, set(values) - set(known))) if isinstance(values, dict) else ""
-            rule = f"has {odd}, which is no field of a ladder" if odd else "has no fields"
+            rule = f"unknown fields {odd}" if odd else "must consist of fields"
             raise ConfigError([problem("definition", path, rule, f"use {', '.join(known)}")])
         values = {name: value for name, value in values.items() if value is not None}
         wrong = list[str]()
@@ -94,26 +94,26 @@ class Definition:
     def problems(self) -> list[str]:
         found, number = [], len(self.rungs or self.sizes)
         if self.rungs and self.sizes:
-            found.append(problem("sizes", self.sizes, "rungs are given, too", "leave one of them out"))
+            found.append(problem("sizes", self.sizes, "cannot be combined with rungs", "omit one of them"))
         elif not number:
-            found.append(problem("sizes", "", "a ladder needs rungs", "set --sizes, such as 16,24,32,48"))
+            found.append(problem("sizes", "", "a ladder requires rungs", "set --sizes, such as 16,24,32,48"))
         elif number < 2:
-            fix = "add larger ones: four give laws and a prediction"
-            found.append(problem("sizes", number, "one size is no ladder", fix))
+            fix = "add larger sizes; four are enough for laws and a prediction"
+            found.append(problem("sizes", number, "a ladder requires at least two sizes", fix))
         if any(size < 1 for size in self.sizes):
             found.append(problem("sizes", self.sizes, "must be widths above 0", "correct it"))
         for name in sorted({name for name in self.settings if name.lower() not in Config.model_fields}):
             fix = "correct it in the definition's settings"
-            found.append(problem(name, self.settings[name], "is no setting", fix))
+            found.append(problem(name, self.settings[name], "unknown setting", fix))
         if self.asymptote is not None and not 0 <= self.asymptote < math.inf:
-            rule = "must be a loss in nats per token, 0 or more"
-            found.append(problem("asymptote", self.asymptote, rule, "leave it out to have it fitted"))
+            rule = "must be a loss of at least 0 (nats per token)"
+            found.append(problem("asymptote", self.asymptote, rule, "omit it to fit it"))
         return found
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The comparisons of a ladder, in ascending order of compute."""
+    """Comparisons in ascending order of compute."""
 
     definition: Definition
     folder: Path
@@ -125,12 +125,12 @@ class Ladder:
         cls, definition: Definition, flags: Mapping[str, Any], environ: Mapping[str, str],
         timeout: float = 0.0, *, executor: str = "local",
     ) -> Ladder:  # fmt: skip
-        """Reads all settings and chooses the sizes, without touching the disk; ConfigError with all problems.
+        """Reads all settings and chooses the sizes without touching the disk; ConfigError with all problems.
 
         Args:
-            flags: settings of the runs, by field name; None counts as not given.
-            timeout: seconds after which a run is ended; 0: never.
-            executor: local, or slurm: runs of PRESET=cpu, the default without TRAIN_DATA, get CPU nodes.
+            flags: settings of the runs by field name; None: not given.
+            timeout: time limit of a run (seconds); 0: none.
+            executor: local or slurm. With slurm, PRESET=cpu (the default without TRAIN_DATA) uses CPU nodes.
         """
         if problems := definition.problems():
             raise ConfigError(problems)
@@ -143,8 +143,8 @@ class Ladder:
         listed = [{name.lower(): value for name, value in rung.items()} for rung in definition.rungs]
         asked = {name for name, value in flags.items() if value is not None}
         if doubly := sorted(asked & {name for rung in listed for name in rung}):
-            rule = "is what the rungs of the definition set"
-            raise ConfigError([problem(name, flags[name], rule, "leave it out") for name in doubly])
+            rule = "cannot be set, as the definition's rungs set it"
+            raise ConfigError([problem(name, flags[name], rule, "omit it") for name in doubly])
         name = base.run_name or "_".join(filter(None, ("ladder", definition.name, base.preset)))
         folder = Path(base.run_dir).expanduser() / name
         options = Options(definition.runs, definition.variants, repeats=definition.repeats, timeout=timeout)
@@ -153,11 +153,10 @@ class Ladder:
             settings = {**given, **rung}
             config = load_config(settings, {})
             if config.eval_interval and config.train_iters % config.eval_interval:
-                settings["eval_interval"] = config.train_iters  # a validation after the last iteration
+                settings["eval_interval"] = config.train_iters  # ensures validation after the last iteration
             settings |= {"run_dir": str(folder), "run_name": f"rung_{number}"}
             settings["remote_dir"] = base.remote_dir and f"{base.remote_dir}/{name}"
             comparisons.append(Comparison.of(options, settings, {}))
-        # Without a baseline given: dense, else the first.
         variants = comparisons[0].variants
         dense = next((one.name for one in variants if not one.config.use_moe), variants[0].name)
         ladder = cls(definition, folder, tuple(comparisons), definition.baseline or dense)
@@ -166,31 +165,31 @@ class Ladder:
         return ladder
 
     def problems(self) -> list[str]:
-        """Rungs that do not ascend, variants that were not matched, and a baseline that is none of them."""
+        """Checks that the baseline exists, rungs ascend in FLOPs, and variants match."""
         found = []
         if self.baseline not in self.names:
             fix = f"use one of {', '.join(self.names)}"
-            found.append(problem("baseline", self.baseline, "is no variant", fix))
+            found.append(problem("baseline", self.baseline, "unknown variant", fix))
         if ramp := self.rungs[0].reference.config.rampup_batch_size:
-            rule = "makes the FLOPs of a run differ from those of its iterations"
+            rule = "not supported in a ladder, whose FLOPs assume a constant batch"
             found.append(problem("rampup_batch_size", ramp, rule, "leave it empty"))
         budgets = [compute_of(comparison.reference.config) for comparison in self.rungs]
         for number, (before, after) in enumerate(pairwise(budgets), start=2):
             if after <= before:
-                rule = f"needs {after:.3g} FLOPs, the one before {before:.3g}"
+                rule = f"its {after:.3g} FLOPs must exceed the {before:.3g} of the previous rung"
                 found.append(problem("rungs", f"rung {number}", rule, "list them in ascending order"))
         for number, comparison in enumerate(self.rungs, start=1):
             reference = comparison.reference
             for variant in comparison.variants:
                 share = apart(variant.config, reference.config, "flops")
                 if abs(share) > 0.02:
-                    rule = f"has {share:+.1%} FLOPs per token against {reference.name}"
-                    fix = "leave its MLP width to the ladder, or choose one that matches"
+                    rule = f"FLOPs per token differ by {share:+.1%} from {reference.name}"
+                    fix = "omit its MLP width, or choose one that matches"
                     found.append(problem("variant", f"{variant.name} of rung {number}", rule, fix))
         return found
 
     def flops(self, rung: int) -> dict[str, float]:
-        """Model FLOPs of a run of each variant at a rung, counted from 0."""
+        """Returns the model FLOPs of a run of each variant at a rung (counted from 0)."""
         return {one.name: compute_of(one.config) for one in self.rungs[rung].variants}
 
     @property
@@ -199,24 +198,24 @@ class Ladder:
 
     @property
     def grows(self) -> bool:
-        """Whether the models grow from rung to rung, not only the number of tokens."""
+        """Whether the models grow from rung to rung, rather than only the number of tokens."""
         first, *others = ([count_parameters(one.config) for one in rung.variants] for rung in self.rungs)
         return any(other != first for other in others)
 
 
 def compute_of(config: Config) -> float:
-    """Model FLOPs of a whole run."""
+    """Returns the model FLOPs of a whole run."""
     return flops_per_iteration(config, config.gbsz) * config.train_iters
 
 
 def scaled(base: Config, width: int) -> dict[str, Any]:
-    """Settings of the rung with HIDDEN_SIZE `width`, scaled from `base` by RULE."""
+    """Returns the settings of the rung with HIDDEN_SIZE `width`, scaled from `base` by RULE."""
     share = width / base.hidden_size
 
     def rounded(value: int, unit: int = 1) -> int:
         return max(unit, round(value * share / unit) * unit) if value else 0
 
-    # Heads in whole groups of queries, widths of MLPs in multiples of 8, as kernels want them.
+    # Heads must form whole query groups; kernels require MLP widths in multiples of 8.
     group = max(1, base.num_heads // (base.num_query_groups or base.num_heads))
     heads = rounded(base.num_heads, group)
     shape = {"hidden_size": width, "num_layers": rounded(base.num_layers)}
@@ -224,7 +223,7 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
     for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size", "moe_latent_size"):
         shape[name] = rounded(getattr(base, name), 8)
     config = base.model_copy(update=shape)
-    # Tokens per parameter stay the same, at the same global batch.
+    # Constant tokens per parameter at the same global batch size.
     iterations = max(1, round(base.train_iters * _body(config) / _body(base)))
     lengths = with_iterations(Variant("", {}, base.model_dump(), base), iterations).config
     rate = 1.0 if base.parametrization == "mup" else share**-0.5
@@ -239,13 +238,13 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
 
 
 def _body(config: Config) -> float:
-    """Parameters that a token uses, without embeddings and output layer."""
+    """Counts the active parameters without embeddings and output layer."""
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     return count_parameters(config).active_per_token - tables
 
 
 def with_options(definition: Definition, **given: Any) -> Definition:
-    """The definition with options of the command line; None counts as not given."""
+    """Returns the definition overridden by command-line options; None: not given."""
     values = {name: value for name, value in given.items() if value is not None}
     if "sizes" in values:
         values["rungs"] = ()

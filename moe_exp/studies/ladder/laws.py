@@ -1,11 +1,9 @@
 """Scaling laws L(C) = E + A C^-alpha of several variants, and effective speedups, with intervals. No torch.
 
-E is the loss that no amount of compute C removes. Variants that grow with C share it, as they are trained on
-the same data; a model whose size stays the same has its own, which is higher. The form is that of Hoffmann
-et al. 2022 (arXiv:2203.15556, section 3.3) in the one variable C. The effective speedup of a variant is the
-compute that the baseline needs for the variant's loss, over the variant's compute.
-
-scipy is imported inside functions.
+E is the irreducible loss. Variants that grow with compute C share it, as they are trained on the same data; a
+model of constant size has its own, higher one. The form is that of Hoffmann et al. 2022 (arXiv:2203.15556,
+section 3.3), in C only. The effective speedup of a variant is the compute that the baseline needs to reach
+the variant's loss, divided by the variant's compute. scipy is imported inside functions.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-COVERED, COVERED_BY_PARAMETERS = 0.90, 0.95  # shares of the intervals
-_LARGEST_LOG = 50.0  # of E and A; keeps a step of the fit from overflowing
-_LOG_EXPONENTS = (math.log(1e-3), math.log(5.0))  # of alpha; a plateau has no largest
-_LARGEST_RATIO = 1e6  # of a speedup, for the trend
+COVERED, COVERED_BY_PARAMETERS = 0.90, 0.95  # confidence levels of losses and speedups, and of parameters
+_LARGEST_LOG = 50.0  # of E and A; prevents overflow during the fit
+_LOG_EXPONENTS = (math.log(1e-3), math.log(5.0))  # of alpha, which would grow without bound on a plateau
+_LARGEST_RATIO = 1e6  # of a speedup in the trend
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,11 @@ class Points:
     """Losses of one variant."""
 
     compute: Floats  # model FLOPs of each rung, ascending, shape (rungs,)
-    losses: Floats  # nats per token, shape (rungs, seeds); NaN for a run that is missing
+    losses: Floats  # nats per token, shape (rungs, seeds); NaN for missing runs
 
     @property
     def means(self) -> Floats:
-        """Mean loss of each rung, shape (rungs,); NaN for one without a run."""
+        """Mean loss of each rung, shape (rungs,); NaN without runs."""
         known = np.isfinite(self.losses)
         with np.errstate(invalid="ignore"):
             return np.asarray(np.where(known, self.losses, 0.0).sum(axis=1) / known.sum(axis=1))
@@ -56,7 +54,7 @@ class Law:
         return self.asymptote + self.coefficient * compute**-self.exponent
 
     def compute(self, loss: float) -> float:
-        """The compute at which the law reaches `loss`; infinite if it never does."""
+        """Returns the compute at which the law reaches `loss`; inf if it never does."""
         if loss <= self.asymptote:
             return math.inf
         log = math.log(self.coefficient / (loss - self.asymptote)) / self.exponent
@@ -65,7 +63,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval, NaN bounds where there are too few runs for one."""
+    """A value and its confidence interval; the bounds are NaN if there are too few runs."""
 
     value: float
     low: float = math.nan
@@ -78,13 +76,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Fit:
-    """Laws of all variants, once of the means of their seeds and once per bootstrap draw."""
+    """Laws of all variants."""
 
-    laws: dict[str, Law]
-    draws: list[dict[str, Law]]
+    laws: dict[str, Law]  # fitted to the means over seeds
+    draws: list[dict[str, Law]]  # fitted to each bootstrap draw
 
     def parameters(self, name: str) -> dict[str, Estimate]:
-        """Asymptote, coefficient and exponent of a variant's law, with 95% intervals."""
+        """Returns asymptote, coefficient and exponent of a variant's law with 95% intervals."""
         found = {}
         for field in ("asymptote", "coefficient", "exponent"):
             drawn = [getattr(one[name], field) for one in self.draws]
@@ -92,28 +90,28 @@ class Fit:
         return found
 
     def loss(self, name: str, compute: float) -> Estimate:
-        """The law's loss of a variant at `compute`, with the interval of the law."""
+        """Returns a variant's loss at `compute` by its law, with the law's interval."""
         return estimate(self.laws[name].loss(compute), [one[name].loss(compute) for one in self.draws])
 
     def prediction(self, name: str, compute: float, noise: Noise, num_seeds: int, seed: int = 2) -> Estimate:
-        """The same, with the interval of what a mean over `num_seeds` runs will be."""
+        """Returns the same with the prediction interval of a mean over `num_seeds` future runs."""
         error = noise.of_mean(num_seeds, np.random.default_rng(seed), len(self.draws))
         draws = [one[name].loss(compute) + own for one, own in zip(self.draws, error, strict=True)]
         return estimate(self.laws[name].loss(compute), draws)
 
 
 def fit_problem(variants: Mapping[str, Points], asymptote: float | None) -> str:
-    """Reason why these points cannot be fitted, and what to add; empty if they can."""
+    """Returns why these points cannot be fitted and what to add, or "" if they can."""
     fewest = 2 if asymptote is not None else 3
     for name, points in variants.items():
         rungs = int(np.isfinite(points.means).sum())
         if rungs < fewest:
             more = f"{fewest - rungs} more rung{'s' if fewest - rungs > 1 else ''}"
             pin = "" if asymptote is not None else ", or set --asymptote"
-            return f"{name} has {rungs} finished rungs, a law needs {fewest}: add {more}{pin}"
+            return f"{name} has {rungs} finished rungs but a law requires {fewest}: add {more}{pin}"
     lowest = min(float(np.nanmin(points.losses)) for points in variants.values())
     if asymptote is not None and asymptote >= lowest:
-        return f"--asymptote {asymptote:g} is not below the lowest loss, {lowest:.4f}"
+        return f"--asymptote {asymptote:g} must be below the lowest loss, {lowest:.4f}"
     return ""
 
 
@@ -121,11 +119,10 @@ def fit_laws(
     variants: Mapping[str, Points], *, asymptote: float | None = None, is_shared: bool = True,
     num_draws: int = 400, seed: int = 0,
 ) -> Fit:  # fmt: skip
-    """Fits the variants by least squares in the losses, jointly if they share the asymptote.
+    """Fits the laws by least squares, jointly if they share the asymptote; ValueError if `fit_problem`.
 
-    A draw of the bootstrap adds to the mean of each rung the noise of a mean over its seeds, see `Noise`;
-    without two seeds anywhere there are no draws. `asymptote`: E in nats per token; None: fitted. ValueError
-    for too few points, see `fit_problem`.
+    Each bootstrap draw adds noise to the mean of each rung (see `Noise`); without repeated seeds there are no
+    draws. `asymptote`: E in nats per token; None: fitted.
     """
     if problem := fit_problem(variants, asymptote):
         raise ValueError(problem)
@@ -148,10 +145,10 @@ def fit_laws(
 
 @dataclass(frozen=True)
 class Noise:
-    """Deviation of losses between seeds, pooled over the rungs of all variants."""
+    """Deviation of losses between seeds, pooled over all rungs and variants."""
 
-    deviation: float  # standard deviation of one run, nats per token
-    freedom: int  # its degrees of freedom; 0 without two seeds anywhere
+    deviation: float  # standard deviation of a run (nats per token)
+    freedom: int  # its degrees of freedom; 0 without repeated seeds
 
     @classmethod
     def of(cls, variants: Mapping[str, Points]) -> Noise:
@@ -164,12 +161,13 @@ class Noise:
         return cls(math.sqrt(squares / freedom) if freedom else 0.0, freedom)
 
     def drawn(self, points: Points, generator: np.random.Generator) -> Floats:
-        """The mean of each rung with the noise of a mean, of Student's t as the deviation is estimated."""
+        """Returns the mean of each rung with added noise."""
         num_seeds = np.maximum(1, np.isfinite(points.losses).sum(axis=1))
         return np.asarray(points.means + self.of_mean(num_seeds, generator, len(num_seeds)))
 
     def of_mean(self, num_seeds: Any, generator: np.random.Generator, number: int) -> Floats:
-        """`number` draws of the noise of a mean over `num_seeds` runs (one for all, or one each)."""
+        """Draws `number` samples of the noise of a mean over `num_seeds` runs (one number, or one each)."""
+        # Student's t distribution, as the deviation is estimated
         noise = generator.standard_t(self.freedom, number) if self.freedom else np.zeros(number)
         return np.asarray(noise * self.deviation / np.sqrt(num_seeds))
 
@@ -178,7 +176,7 @@ def _fit_means(
     compute: Mapping[str, Floats], means: Mapping[str, Floats], asymptote: float | None,
     start: Mapping[str, Law] | None,
 ) -> dict[str, Law]:  # fmt: skip
-    """The best of the fits from several first guesses of E, or from `start` alone."""
+    """Returns the best fit from several initial guesses of E, or the fit from `start`."""
     from scipy.optimize import least_squares
 
     names = list(means)
@@ -186,7 +184,7 @@ def _fit_means(
     losses = np.concatenate([means[name][known[name]] for name in names])
     logs = np.concatenate([np.log(compute[name][known[name]]) for name in names])
     which = np.repeat(np.arange(len(names)), [known[name].sum() for name in names])
-    # Powers of C / exp(scale), so that A and alpha are fitted almost independently of each other.
+    # Uses powers of C / exp(scale), which makes the fits of A and alpha almost independent.
     scale = float(logs.mean())
     logs -= scale
 
@@ -205,13 +203,13 @@ def _fit_means(
         # The parameters are logarithms: dL/dlog E = E, dL/dlog A = A C^-alpha, and so on.
         terms = coefficients[which] * np.exp(-exponents[which] * logs)
         slopes, rows = np.zeros((len(losses), len(values))), np.arange(len(losses))
-        first = len(values) - 2 * len(names)  # of the pairs, after E if that is free
+        first = len(values) - 2 * len(names)  # the pairs follow E, if that is fitted
         slopes[:, :first] = floor
         slopes[rows, first + 2 * which] = terms
         slopes[rows, first + 2 * which + 1] = -terms * exponents[which] * logs
         return slopes
 
-    # With E fixed, log(L - E) is a line in log C, whose slope is -alpha.
+    # With E fixed, log(L - E) is linear in log C with slope -alpha.
     def guess(floor: float) -> list[float]:
         values = [] if asymptote is not None else [math.log(floor)]
         for index in range(len(names)):
@@ -226,7 +224,7 @@ def _fit_means(
             values += [math.log(law.coefficient) - law.exponent * scale, math.log(law.exponent)]
         return values
 
-    # The sum of squares has several minima in E; a draw of the bootstrap starts near the fit of the means.
+    # The sum of squares has several minima in E. A bootstrap draw starts from the fit to the means.
     floors = losses.min() * np.array([0.2, 0.5, 0.8, 0.95]) if asymptote is None else [asymptote]
     guesses = [guess_of(start)] if start else [guess(float(floor)) for floor in floors]
     fits = [least_squares(residuals, one, jac=jacobian, method="lm") for one in guesses]
@@ -238,7 +236,7 @@ def _fit_means(
 
 
 def estimate(value: float, draws: Sequence[float], covered: float = COVERED) -> Estimate:
-    """The value with the percentiles of its draws; infinite draws count."""
+    """Returns the value with an interval from the percentiles of its draws, which may be infinite."""
     if not draws:
         return Estimate(value)
     tail = 100 * (1 - covered) / 2
@@ -252,17 +250,14 @@ def estimate(value: float, draws: Sequence[float], covered: float = COVERED) -> 
 class Speedup:
     """Effective speedup of a variant over the baseline."""
 
-    rungs: list[Estimate]  # per rung, NaN for one without a loss
-    # slope of log(speedup) over log(C): above 0, the gain grows with scale. A speedup counts there as a
-    # million at most, as that of a loss which the baseline never reaches.
+    rungs: list[Estimate]  # per rung; NaN without a loss
+    # slope of log(speedup) over log(C); positive if the gain grows with scale. Speedups are clipped to a
+    # million, since they are infinite if the baseline never reaches the loss.
     trend: Estimate
 
 
 def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str, *, seed: int = 1) -> Speedup:
-    """Compute that the baseline's law needs for the variant's loss at each rung, over the variant's compute.
-
-    The variant's losses are the measured means; in a draw, they vary with the seeds, as the laws do.
-    """
+    """Returns the baseline's compute for the variant's mean losses, over the variant's, at each rung."""
     points, means = variants[name], variants[name].means
     noise, generator = Noise.of(variants), np.random.default_rng(seed)
     values = _ratios(fit.laws[baseline], points.compute, means)

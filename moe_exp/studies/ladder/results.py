@@ -1,6 +1,4 @@
-"""Results of a ladder from its run folders: losses, laws, speedups, prediction; and the report of them as
-Markdown, page and picture. No torch.
-"""
+"""Results of a ladder (losses, laws, speedups, prediction), as Markdown, HTML and JSON. No torch."""
 
 import io
 import math
@@ -40,14 +38,14 @@ svg {{ max-width: 100%; height: auto }}
 
 @dataclass(frozen=True)
 class Predicted:
-    """The prediction of the last rung, by variant, and how far off it was (None before it has run)."""
+    """Prediction of the last rung by variant, made before it ran."""
 
     when: str
     losses: dict[str, Estimate]
     is_validated: bool
 
     def errors(self, points: dict[str, Points]) -> dict[str, float]:
-        """Relative error of the mean loss, by variant that has one."""
+        """Returns the relative error of the prediction for each variant with a measured loss."""
         measured = {name: float(points[name].means[-1]) for name in self.losses if name in points}
         return {
             name: self.losses[name].value / loss - 1 for name, loss in measured.items() if math.isfinite(loss)
@@ -61,26 +59,27 @@ class Results:
     points: dict[str, Points]  # losses by variant
     left_out: list[str]  # runs that failed or diverged, with the reason
     training_seconds: float  # of all runs together
-    num_left: int  # runs that have not finished yet
-    is_validated: bool  # whether losses are of validation at the end; else means over the last 5% of training
+    num_left: int  # unfinished runs
+    is_validated: bool  # whether losses are final validation losses, else means over the last 5% of training
     fit: Fit | None  # None if there are too few rungs, see `missing`
-    missing: list[str]  # what to add for a fit or for intervals
+    missing: list[str]  # what is missing for a fit, intervals or the prediction
     speedups: dict[str, Speedup]
     predicted: Predicted | None
 
 
 def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Results:
-    """Reads all runs. `reasons`: why runs failed, by `RUNG/RUN`; without it their status says it."""
+    """Reads all runs. `reasons`: why runs failed, by `run_name` (default: their status)."""
     reasons = reasons or {}
     ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
     everything = [one for rung in ended for one in rung]
+    # One kind of loss for all runs: validation and training losses must not be mixed in a law.
     is_validated = all(one.validated_loss is not None for one in everything if one.status == "finished")
 
     losses, left_out = dict[str, float](), list[str]()
     for one in everything:
         name, loss = run_name(one.run), one.validated_loss if is_validated else one.final_loss
         loss = math.nan if loss is None else loss
-        # Above guessing, where a run that has hardly begun is; `not <=` is also true of NaN.
+        # ln(VOCAB_SIZE) is the loss of guessing, near which training starts. `not <=` includes NaN.
         has_diverged = one.status == "finished" and not loss <= 1.1 * math.log(one.run.config.vocab_size)
         losses[name] = math.nan if has_diverged or one.status != "finished" else loss
         if has_diverged:
@@ -90,37 +89,32 @@ def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Resu
         elif one.status in ("failed", "oom", "timeout"):
             left_out.append(f"{name} {one.status}")
 
-    points = {
-        name: Points(
-            np.array([ladder.flops(rung)[name] for rung in range(len(ladder.rungs))]),
-            np.array(
-                [[losses[run_name(one.run)] for one in rung if one.run.variant == name] for rung in ended]
-            ),
-        )
-        for name in ladder.names
-    }
+    points = {}
+    for name in ladder.names:
+        own = [[losses[run_name(one.run)] for one in rung if one.run.variant == name] for rung in ended]
+        flops = [ladder.flops(rung)[name] for rung in range(len(ladder.rungs))]
+        points[name] = Points(np.array(flops), np.array(own))
     problem = fit_problem(points, ladder.definition.asymptote)
     fit = None if problem else fit_laws(points, asymptote=ladder.definition.asymptote, is_shared=ladder.grows)
     missing = [problem] if problem else []
     if fit and not fit.draws:
-        missing.append("there are no intervals: one seed says nothing about noise; add --repeats 3")
+        missing.append("no intervals: the noise is unknown with a single seed; add --repeats 3")
     others = [name for name in ladder.names if name != ladder.baseline]
     found = {name: speedups(fit, points, name, ladder.baseline) for name in others} if fit else {}
     num_left = sum(one.status not in ("finished", "failed", "oom", "timeout") for one in everything)
     predicted = read_prediction(ladder)
     if predicted and predicted.is_validated != is_validated:
-        missing.append("the prediction was of another kind of loss than those of the runs, and is left out")
+        missing.append("the prediction is omitted: it is for another kind of loss than that of the runs")
         predicted = None
     seconds = float(np.nansum([one.numbers.seconds for one in everything]))
     return Results(points, left_out, seconds, num_left, is_validated, fit, missing, found, predicted)
 
 
 def run_name(run: Case) -> str:
-    """RUNG/RUN."""
     return f"{run.folder.path.parent.name}/{run.name}"
 
 
-# The prediction.
+# Prediction
 
 
 def prediction_file(ladder: Ladder) -> Path:
@@ -128,14 +122,12 @@ def prediction_file(ladder: Ladder) -> Path:
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts the losses of the last rung from those below it; keeps a prediction once that has begun.
-    Returns a sentence with the reason if it cannot predict, else an empty string.
-    """
-    # A prediction made after its rung has begun would be none.
+    """Predicts the losses of the last rung, unless it has started; returns why it cannot, or ""."""
+    # After a rung has started, its losses could no longer be called predicted.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):
             return ""
-        return "The last rung was not predicted: it has run, or begun to, before the others had ended."
+        return "The last rung was not predicted: it started before the others had ended."
     results = results_of(ladder)
     below = {name: points.until(len(ladder.rungs) - 1) for name, points in results.points.items()}
     if problem := fit_problem(below, ladder.definition.asymptote):
@@ -156,12 +148,12 @@ def predict(ladder: Ladder) -> str:
 
 
 def read_prediction(ladder: Ladder) -> Predicted | None:
-    """The prediction of the last rung; None without one, or if it was of other models."""
+    """Reads the prediction of the last rung; None if it does not exist or belongs to other models."""
     path = prediction_file(ladder)
     if not path.exists():
         return None
-    kept = read_json(path, fix="remove it, and the last rung counts as not predicted")
-    # Another definition of the last rung: the same name of the file, other models.
+    kept = read_json(path, fix="delete it; the last rung then counts as not predicted")
+    # Another definition of the last rung may use the same file name.
     if kept.get("flops") != ladder.flops(-1):
         return None
     losses = {
@@ -172,7 +164,7 @@ def read_prediction(ladder: Ladder) -> Predicted | None:
 
 
 def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
-    """Definition and results, in plain types, NaN as None."""
+    """Returns definition and results in JSON types, with NaN as None."""
     fit, predicted, laws = results.fit, results.predicted, None
     if fit:
         laws = {name: {k: asdict(v) for k, v in fit.parameters(name).items()} for name in ladder.names}
@@ -192,11 +184,11 @@ def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
     return json_value(content)
 
 
-# The report.
+# Report
 
 
 def plan_text(ladder: Ladder) -> str:
-    """The rungs, their sizes and budgets, and the rule that made them."""
+    """Describes the rungs, their sizes and budgets, and the scaling rule."""
     head = f"{ladder.folder}: {', '.join(ladder.names)}, {len(ladder.rungs)} rungs,"
     head += f" {ladder.definition.repeats} runs of each, baseline {ladder.baseline}"
     head += f"\n{main_settings(ladder.rungs[0].reference.config)}"
@@ -239,17 +231,15 @@ def _result_rows(ladder: Ladder, results: Results) -> list[list[str]]:
 
 
 def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
-    """Sentences: trend of each speedup, laws, prediction, and what is missing or left out."""
+    """Yields paragraphs on the trend of each speedup, laws, prediction, and missing or excluded runs."""
     if results.fit:
         yield "\n".join(f"- {_trend_text(name, one, ladder)}" for name, one in results.speedups.items())
         laws, is_given = [], ladder.definition.asymptote is not None
         for name in ladder.names:
-            of = results.fit.parameters(name)
-            floor = (
-                f"{of['asymptote'].value:g} (given)" if is_given else interval_text(of["asymptote"], digits=3)
-            )
-            rest = f"A {interval_text(of['coefficient'])}, α {interval_text(of['exponent'], digits=4)}"
-            laws.append(f"- L({name}) = E + A C^-α: E {floor}, {rest}")
+            floor, factor, exponent = results.fit.parameters(name).values()
+            shown = f"{floor.value:g} (given)" if is_given else interval_text(floor, digits=3)
+            rest = f"A {interval_text(factor)}, α {interval_text(exponent, digits=4)}"
+            laws.append(f"- L({name}) = E + A C^-α: E {shown}, {rest}")
         yield "\n".join(laws)
     if results.predicted:
         errors, lines = results.predicted.errors(results.points), list[str]()
@@ -263,18 +253,18 @@ def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
     yield "\n".join(f"- {line}" for line in results.missing)
     yield "\n".join(f"- left out: {line}" for line in results.left_out)
     if results.num_left:
-        yield f"{results.num_left} runs are left; the same command continues with them."
-    kind = "of the validation at the end" if results.is_validated else "of training, means over its last 5%"
+        yield f"{results.num_left} runs remain. Repeat the command to continue."
+    kind = "final validation losses" if results.is_validated else "means over the last 5% of training"
     yield (
-        f"Losses are {kind}, nats per token; ± is the standard deviation over seeds. An effective speedup of"
-        f" 2 means that {ladder.baseline} needs twice the compute for the same loss, by its fitted law."
-        " Intervals in brackets are of 90%, those of parameters of 95%, from a bootstrap over seeds; they do"
-        " not contain the error of the law's form."
+        f"Losses are {kind} in nats per token; ± is the standard deviation over seeds. An effective speedup"
+        f" of 2 means that {ladder.baseline} needs twice the compute for the same loss, by its fitted law."
+        " Brackets are 90% intervals (95% for parameters) from a bootstrap over seeds, without the error of"
+        " the law's form."
     )
 
 
 def _trend_text(name: str, speedup: Speedup, ladder: Ladder) -> str:
-    trend, words = speedup.trend, "is not shown to change with compute"
+    trend, words = speedup.trend, "shows no significant change with compute"
     if trend.has_interval and (trend.low > 0 or trend.high < 0):
         words = "grows with compute" if trend.low > 0 else "shrinks with compute"
     rung = max((number for number, one in enumerate(speedup.rungs) if not math.isnan(one.value)), default=0)
@@ -284,7 +274,7 @@ def _trend_text(name: str, speedup: Speedup, ladder: Ladder) -> str:
 
 
 def interval_text(one: Estimate, unit: str = "", digits: int = 2) -> str:
-    """`1.43× [1.31, 1.56]`; without brackets if the interval is unknown."""
+    """Formats an estimate like `1.43× [1.31, 1.56]`, without brackets if the interval is unknown."""
 
     def shown(value: float) -> str:
         return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.3g}"
@@ -296,7 +286,7 @@ def interval_text(one: Estimate, unit: str = "", digits: int = 2) -> str:
 
 
 def page(ladder: Ladder, results: Results) -> str:
-    """The report as one HTML file: plot, table, sentences."""
+    """Returns the report as a single HTML page: plot, table, sentences."""
     names, *rows = _result_rows(ladder, results)
 
     def cells(row: Sequence[str], tag: str) -> str:
@@ -311,7 +301,7 @@ def page(ladder: Ladder, results: Results) -> str:
 
 
 def draw(ladder: Ladder, results: Results) -> str:
-    """Loss above the asymptote over compute, and effective speedup over compute, log-log, as SVG."""
+    """Draws loss above the asymptote and effective speedup over compute, log-log, as SVG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -334,7 +324,7 @@ def draw(ladder: Ladder, results: Results) -> str:
     losses.set(xlabel="FLOPs", ylabel=f"loss − {floor:.2f} (nats per token)")
     ratios.set(xlabel="FLOPs", ylabel=f"effective speedup over {ladder.baseline}")
     for axes in (losses, ratios):
-        if axes.get_legend_handles_labels()[1]:  # a logarithmic axis needs data
+        if axes.get_legend_handles_labels()[1]:  # a logarithmic axis requires data
             axes.set(xscale="log", yscale="log")
             axes.grid(visible=True, which="both", alpha=0.2)
             axes.legend(frameon=False)

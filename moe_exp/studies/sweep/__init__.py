@@ -1,1 +1,1 @@
-"""Short runs of many layouts, measured: `moe-exp sweep`."""
+"""Measurements of many layouts in short runs, for `moe-exp sweep`."""

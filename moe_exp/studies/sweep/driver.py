@@ -1,12 +1,12 @@
-"""A whole sweep: its plan, its cases one by one or as SLURM jobs, and the tables, updated by each. No torch.
+"""Runs a sweep's cases sequentially or as SLURM jobs, and updates the tables after each. No torch.
 
 $SWEEP_DIR/$SWEEP_NAME/
-  sweep.csv sweep.md sweep.png   rewritten after every case
-  sweep.json                     the settings that all cases share
-  results/CASE.json              written when a case ends; a restarted sweep skips these cases
+  sweep.csv sweep.md sweep.png   rewritten after each case
+  sweep.json                     settings shared by all cases
+  results/CASE.json              written when a case ends; a resumed sweep skips these cases
   logs/CASE.log                  output of a case
-  runs/CASE/                     its run folder
-  jobs/CASE.sh .id .code         with SLURM: script, job id, exit code
+  runs/CASE/                     run folder
+  jobs/CASE.sh .id .code         SLURM: script, job id, exit code
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from moe_exp.studies.sweep import table
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
 from moe_exp.studies.sweep.table import CPU, Result, Row, by_rule, result_of, to_markdown
 
-# Settings that may differ between two calls of one sweep: layout, and those that affect no measurement.
+# Settings that may differ between calls of a sweep: the layout, and those that don't affect measurements.
 _OWN_OF_CASE = {
     *AXES.values(), "node_rank", "master_addr", "master_port", "run_dir", "run_name", "num_workers",
 }  # fmt: skip
 
 
 def case_of(flags: Mapping[str, Any], folder: Path, *, local: bool) -> Case:
-    """The case with these settings, named by its layout; `local` also checks whether it can run here."""
+    """Creates the case with these settings. `local`: also check whether it can run on this machine."""
     config = load_config(flags, {})
     name = case_name(config)
     problems = list(config.problems())
     if local:
-        # Every case gets a free port when it starts.
+        # A free port, since each case chooses one when it starts.
         problems += check_machine(config.model_copy(update={"master_port": free_port()}))
         if config.nnodes > 1:
-            rule = "EXECUTOR=local has this node alone"
-            problems.append(problem("nodes", config.nnodes, rule, "set NODES=1, or EXECUTOR=slurm"))
+            rule = "EXECUTOR=local supports a single node"
+            problems.append(problem("nodes", config.nnodes, rule, "set NODES=1 or EXECUTOR=slurm"))
     texts = {key: str(value) for key, value in flags.items()}
     return Case(name, texts, config, folder / "logs" / f"{name}.log", problems=tuple(problems))
 
 
 def case_name(config: Config) -> str:
-    """Name of the layout; VPP is included if it is set, ETP, CP and the number of nodes if they are not 1."""
+    """Returns the name of a layout, with VPP if set, and ETP, CP and the number of nodes if above 1."""
     nodes = f"nodes_{config.nnodes}_" if config.nnodes > 1 else ""
     name = f"{nodes}gpus_{config.gpus_per_node}_TP_{config.tp}_PP_{config.pp}"
     name += "" if config.vpp is None else f"_VPP_{config.vpp}"
@@ -74,12 +74,12 @@ class Sweep:
     settings: SweepSettings
     given: dict[str, Any]  # settings of the runs that are not defaults
     folder: Path  # see the top of this file
-    device: str  # on which cases are expected to run; empty if unknown
+    device: str  # device that cases are expected to run on; empty if unknown
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Sweep:
-        """Reads all settings, without touching the disk; ConfigError with every value that cannot be read.
-        `flags`: of the command line, for the sweep and its runs, by field name; None counts as not given.
+        """Reads all settings without touching the disk; ConfigError with all invalid values. `flags`:
+        settings of the sweep and its runs by field name; None: not given.
         """
         flags = with_file(flags, environ)
         fields = SweepSettings.model_fields
@@ -94,7 +94,7 @@ class Sweep:
                 nodes = load_hardware(settings.gpu).nodes if settings.gpu else nodes
         except ConfigError as error:
             problems += error.problems
-        # Both kinds of settings are read before either is refused.
+        # Read both kinds of settings before raising, to report all errors at once.
         try:
             given = given_settings(others, environ, nodes)
         except ConfigError as error:
@@ -103,7 +103,7 @@ class Sweep:
             raise ConfigError(problems)
         base = load_config(given, {})
         if not any(getattr(settings, name) for name in AXES):
-            # Powers of two that divide the ranks of a node, and half the micro-batch.
+            # Default lists: powers of two that divide the ranks of a node, and half the micro-batch size.
             ranks = base.gpus_per_node
             sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
             few, mbszs = " ".join(sizes[:2]), f"{max(1, base.mbsz // 2)} {base.mbsz}"
@@ -113,7 +113,7 @@ class Sweep:
         kind = f"experts_{base.num_experts}" if base.use_moe else "dense"
         model = f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}_{kind}_GBS_{base.gbsz}"
         folder = Path(settings.sweep_dir).expanduser() / (settings.sweep_name or model)
-        # With SLURM this may be a login node.
+        # With SLURM, this may be a login node with other devices.
         device = "" if settings.executor == "slurm" else device_name()
         if settings.gpu and load_hardware(settings.gpu).is_cpu:
             device = CPU
@@ -128,12 +128,12 @@ class Sweep:
         return self.folder / "results" / f"{case}.json"
 
     def shared_settings(self) -> dict[str, Any]:
-        """Settings that all results of the folder share."""
+        """Returns the settings that all results in the folder share."""
         settings = load_config(self.given, {}).model_dump(exclude=_OWN_OF_CASE)
         return settings | self.settings.model_dump(include={"sweep_iters", "sweep_warmup"})
 
     def cases(self) -> list[Case]:
-        """All cases, in the order of the lists; ConfigError for problems of all, which no layout causes."""
+        """Returns all cases in the order of the lists; ConfigError for problems common to all cases."""
         base = load_config(self.given, {})
         lists = [getattr(self.settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
         shared = {**self.given, **MEASURED_ONLY, "train_iters": self.settings.sweep_iters}
@@ -141,10 +141,10 @@ class Sweep:
         for values in itertools.product(*lists):
             layout = dict(zip(AXES.values(), ("none" if one is None else one for one in values), strict=True))
             if not base.use_moe:
-                layout |= {"ep": 1, "etp": 1}  # the lists of experts leave one case of a dense model
+                layout |= {"ep": 1, "etp": 1}  # a dense model has one case for all values in EPS and ETPS
             name = case_name(load_config(shared | layout, {}))
             flags = shared | layout | {"run_dir": str(self.folder / "runs"), "run_name": name}
-            # `setdefault`: a value may be in a list twice, or the dense model in several
+            # setdefault, since several combinations may be the same case
             cases.setdefault(name, case_of(flags, self.folder, local=self.settings.executor == "local"))
         first, *others = cases.values()
         if everywhere := [line for line in first.problems if all(line in case.problems for case in others)]:
@@ -152,9 +152,9 @@ class Sweep:
         return [first, *others]
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
-        """Rows of the lists' cases, then of other cases that have a result from an earlier call.
+        """Returns the rows of all cases in the lists, followed by other cases with results of earlier calls.
 
-        With `retry_failed`, cases of the lists that failed, ran out of memory or timed out count as not run.
+        With `retry_failed`, cases in the lists that failed, ran out of memory or timed out count as not run.
         """
         cases = self.cases()
         names = {case.name for case in cases}
@@ -165,7 +165,6 @@ class Sweep:
         return found
 
     def row(self, case: Case, *, retry_failed: bool = False) -> Row:
-        """Current state of a case."""
         path = self.result(case.name)
         result = Result.read(path) if path.exists() else None
         if result and retry_failed and result.status != "ok":
@@ -185,7 +184,7 @@ class Sweep:
 
 
 def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
-    """Describes what `run_sweep` would do, a line per case. Touches nothing; raises as `run_sweep` does."""
+    """Describes a sweep with a line per case, without touching files; raises like `run_sweep`."""
     _compare(sweep)
     rows = sweep.rows(retry_failed=retry_failed)
     _check_files(rows, with_space=False)
@@ -193,9 +192,9 @@ def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
 
 
 def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
-    """The cases that are left; raises ConfigError if what all need of files and folders is wrong."""
+    """Returns the remaining cases; ConfigError if data or folders that they share are invalid."""
     left = [row.case for row in rows if row.status == "left"]
-    # With a run folder that does not exist: the case's own may still be held by a killed sweep.
+    # Uses a run folder that does not exist, since the case's own may still be locked by a killed sweep.
     config = left[0].config.model_copy(update={"run_name": "none"}) if left else None
     if config and (problems := check_files(config, with_space=with_space)):
         raise ConfigError(problems)
@@ -203,12 +202,12 @@ def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
 
 
 def _plan_lines(sweep: Sweep, rows: Sequence[Row], shown: Sequence[Row]) -> list[str]:
-    """A line on the whole sweep, and one for each case of `shown`."""
+    """Returns a line about the whole sweep, and one for each case in `shown`."""
     settings, num, counts = sweep.settings, len(rows), Counter(row.status for row in rows)
     said = ", ".join(f"{number} {status}" for status, number in counts.items()).replace(" left", " to run")
     head = (
         f"{sweep.folder}: {num} case{'s' if num > 1 else ''} of {settings.sweep_iters} iterations,"
-        f" {settings.sweep_warmup} of them warm-up: {said}; {main_settings(rows[0].case.config)}"
+        f" including {settings.sweep_warmup} warm-up: {said}; {main_settings(rows[0].case.config)}"
     )
     width = max((len(row.case.name) for row in shown), default=0)
     cases = [f"  {row.status:<14} {row.case.name:<{width}}  {_about(row)}".rstrip() for row in shown]
@@ -216,7 +215,7 @@ def _plan_lines(sweep: Sweep, rows: Sequence[Row], shown: Sequence[Row]) -> list
 
 
 def _about(row: Row) -> str:
-    """Measured and predicted values, or the reason."""
+    """Returns the measured and predicted values of a row, or the reason why it was not measured."""
     if row.status not in ("ok", "left"):
         return row.short_reason
     parts = []
@@ -233,12 +232,12 @@ def _about(row: Row) -> str:
 
 
 def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
-    """Runs the cases that are left, with `retry_failed` also those that failed, ran out of memory or timed
-    out before, and writes the tables; returns 0 if any case of the table was measured.
+    """Runs the remaining cases and writes the tables; returns the exit code, 0 if any case was measured.
+    `retry_failed`: also run cases that failed, ran out of memory or timed out before.
 
     Raises:
-        ConfigError: data or folders with which no case can run.
-        ValueError: the folder belongs to a sweep with other settings, or one that is still running.
+        ConfigError: if no case can run with the given data or folders, or the folder has other settings.
+        ValueError: if another sweep is using the folder.
     """
     rows = sweep.rows(retry_failed=retry_failed)
     cases = [row.case for row in rows]
@@ -247,6 +246,7 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     with at_work(sweep.folder, f"SWEEP_NAME={sweep.folder.name}", "sweep", executor=executor):
         _compare(sweep)
         write_json(sweep.folder / "sweep.json", sweep.shared_settings())
+        # With retry_failed, old results would otherwise remain in the tables until the case has run.
         for case in left:
             sweep.result(case.name).unlink(missing_ok=True)
         valid = [row for row in rows if row.status != "rejected"]
@@ -264,7 +264,7 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
 def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
     settings, timeout = sweep.settings, sweep.settings.case_timeout
     is_local = settings.executor == "local"
-    if is_local and not left[0].config.train_data:  # else the first case is charged for it
+    if is_local and not left[0].config.train_data:  # otherwise the first case would create it
         ensure_embedded_corpus(Path(left[0].config.data_dir))
     with progress("sweep", len(left), unit="cases") as advance:
         if is_local:
@@ -287,8 +287,8 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
 def _local_cases(
     cases: Sequence[Case], timeout: int, report: Callable[[str], None]
 ) -> Iterator[tuple[Case, int | None]]:
-    """Runs the cases, and yields them as they end, with the launcher's exit code, None after a timeout."""
-    # a sweep's lists would look like misspelt settings of a run
+    """Runs the cases and yields them as they end, with the launcher's exit code, or None after a timeout."""
+    # Without the sweep's lists, which would look like misspelled run settings.
     environ = child_runs.run_environment(also_without=SweepSettings.model_fields)
     for case in cases:
         report(case.name)
@@ -297,7 +297,6 @@ def _local_cases(
 
 
 def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
-    """Writes sweep.csv, sweep.md and sweep.png atomically."""
     rows = [sweep.row(case) for case in cases]
     write_atomically(sweep.folder / "sweep.csv", table.to_csv(rows, sweep.folder.name))
     write_atomically(sweep.folder / "sweep.md", to_markdown(rows, sweep.title))
@@ -307,14 +306,14 @@ def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
 
 
 def _compare(sweep: Sweep) -> None:
-    """Raises ValueError, a line per difference, if the folder's results were measured with other settings."""
+    """Raises ConfigError, with a line per difference, if the folder's results have other settings."""
     path = sweep.folder / "sweep.json"
     if not path.exists():
         return
-    before, now = read_json(path, fix="remove it, or give another SWEEP_NAME"), sweep.shared_settings()
+    before, now = read_json(path, fix="delete it, or use another SWEEP_NAME"), sweep.shared_settings()
     changed = [name for name in now if name in before and before[name] != now[name]]
-    changed = ["preset"] if "preset" in changed else changed  # the others follow it
-    fix = "set {} as it was, or give another SWEEP_NAME"
+    changed = ["preset"] if "preset" in changed else changed  # the others follow from it
+    fix = "restore {}, or use another SWEEP_NAME"
     if problems := [
         problem(name, now[name], f"{sweep.folder} has {before[name]}", fix.format(name.upper()))
         for name in changed

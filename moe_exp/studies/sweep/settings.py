@@ -1,7 +1,7 @@
-"""Settings of a sweep: lists of layouts, how long each is run, and where results are kept. No torch.
+"""Settings of a sweep: lists of layouts, iterations per case, and output folder. No torch.
 
-Resolved like those of a run: default < environment < command line. TPS is the list of TP, and so on; without
-a list, the run setting of that name applies.
+They are resolved like those of a run: default < environment < command line. TPS is the list of values for TP,
+and so on; without a list, the run setting applies.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def _words(value: Any) -> Any:
 Sizes = Annotated[tuple[Positive, ...], BeforeValidator(_words)]
 OptionalSizes = Annotated[tuple[OptionalPositive, ...], BeforeValidator(_words)]
 
-# List -> setting, in the order of the cross product: the last changes fastest.
+# Lists and their settings, in the order of the cross product (the last changes fastest).
 AXES = {
     "nodes": "nnodes", "gpus": "gpus_per_node", "tps": "tp", "pps": "pp", "vpps": "vpp", "eps": "ep",
     "etps": "etp", "cps": "cp", "mbszs": "mbsz",
@@ -29,49 +29,44 @@ AXES = {
 
 
 class SweepSettings(BaseModel):
-    """Settings of a sweep. The environment variable of a field is its name in capitals."""
+    """Settings of a sweep. The environment variable of a field is its name in upper case."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    gpus: Sizes = Field((), description="list of GPUs per node; processes on a CPU")
-    nodes: Sizes = Field((), description="list of numbers of nodes; more than one with EXECUTOR=slurm")
-    tps: Sizes = Field((), description="list of tensor parallel sizes, as in '1 2 4'")
-    pps: Sizes = Field((), description="list of pipeline parallel sizes")
-    vpps: OptionalSizes = Field((), description="list of model chunks per pipeline rank, as in 'none 2'")
-    eps: Sizes = Field((), description="list of expert parallel sizes")
-    etps: Sizes = Field((), description="list of expert tensor parallel sizes")
-    cps: Sizes = Field((), description="list of context parallel sizes")
+    gpus: Sizes = Field((), description="list of GPUs per node (processes on a CPU)")
+    nodes: Sizes = Field((), description="list of numbers of nodes; more than 1 requires EXECUTOR=slurm")
+    tps: Sizes = Field((), description="list of tensor-parallel sizes, such as '1 2 4'")
+    pps: Sizes = Field((), description="list of pipeline-parallel sizes")
+    vpps: OptionalSizes = Field((), description="list of model chunks per pipeline rank, such as 'none 2'")
+    eps: Sizes = Field((), description="list of expert-parallel sizes")
+    etps: Sizes = Field((), description="list of expert-tensor-parallel sizes")
+    cps: Sizes = Field((), description="list of context-parallel sizes")
     mbszs: Sizes = Field((), description="list of micro-batch sizes")
-    sweep_iters: Positive = Field(10, description="iterations of each case")
-    sweep_warmup: Positive = Field(3, description="number of first iterations that are not measured")
-    sweep_dir: str = Field("sweeps", description="folder of all sweeps")
+    sweep_iters: Positive = Field(10, description="iterations per case")
+    sweep_warmup: Positive = Field(3, description="warm-up iterations, which are not measured")
+    sweep_dir: str = Field("sweeps", description="folder that contains all sweeps")
     sweep_name: str = Field(
-        "", description="folder of this sweep inside SWEEP_DIR; empty: built from the settings of the model"
+        "", description="folder inside SWEEP_DIR; empty: derived from the model's settings"
     )
-    case_timeout: Positive = Field(1800, description="seconds after which a case is ended")
-    run_oom: bool = Field(False, description="run the cases, too, that are predicted to run out of memory")
+    case_timeout: Positive = Field(1800, description="time limit of a case (seconds)")
+    run_oom: bool = Field(False, description="also run cases that are predicted to run out of memory")
     gpu: str = Field(
-        "",
-        description=(
-            "profile for the predictions, as in `moe-exp plan`; empty: by the name of this host's device"
-        ),
+        "", description="device for predictions, as in `moe-exp plan`; empty: this host's device"
     )
     executor: Literal["local", "slurm"] = Field(
-        "local", description="where cases run: here, one after another, or each as a SLURM job"
+        "local", description="where cases run: sequentially on this node, or each as a SLURM job"
     )
-    sbatch: str = Field(
-        "", description="more options of sbatch (EXECUTOR=slurm), as in '--partition=gpu --account=x'"
-    )
+    sbatch: str = Field("", description="additional sbatch options, such as '--partition=gpu --account=x'")
 
 
 def load_sweep_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> SweepSettings:
-    """Resolves default < environment < `flags`; ConfigError lists every value that cannot be read."""
+    """Resolves default < environment < `flags`; ConfigError lists all invalid values."""
     try:
         settings = SweepSettings(**given_values(flags, environ, SweepSettings))
     except ValidationError as error:
         raise ConfigError(explain(error, SweepSettings)) from None
     if settings.sweep_warmup >= settings.sweep_iters:
         fix = f"set SWEEP_ITERS to at least {settings.sweep_warmup + 1}"
-        rule = f"are all warm-up with SWEEP_WARMUP={settings.sweep_warmup}"
+        rule = f"must exceed SWEEP_WARMUP={settings.sweep_warmup}"
         raise ConfigError([problem("sweep_iters", settings.sweep_iters, rule, fix)])
     return settings

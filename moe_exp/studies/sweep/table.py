@@ -1,6 +1,4 @@
-"""Results of a sweep's cases, and its table: CSV that `moe-exp plan calibrate` reads, Markdown, and a plot.
-No torch.
-"""
+"""Results of a sweep as CSV (for `moe-exp plan calibrate`), Markdown and plot. No torch."""
 
 from __future__ import annotations
 
@@ -45,12 +43,12 @@ class Result:
     """Result of a case that has run."""
 
     status: Status
-    reason: str = ""  # unless ok, the last useful line of its log
-    seconds: float | None = None  # per iteration, median after the warm-up; None: not measured
-    # maximum over ranks, allocated on a GPU, resident on a CPU; None: not measured
+    reason: str = ""  # unless ok, the most useful line of its log
+    seconds: float | None = None  # median seconds per iteration after the warm-up; None: not measured
+    # maximum over ranks, allocated on a GPU or resident on a CPU; None: not measured
     memory_bytes: float | None = None
-    device: str = ""  # it ran on; empty if it did not get that far
-    flags: dict[str, str] = field(default_factory=dict)  # the settings it ran with
+    device: str = ""  # device that it ran on; empty if it failed before recording it
+    flags: dict[str, str] = field(default_factory=dict)  # its settings
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,24 +56,19 @@ class Result:
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Reads such a file; ValueError if it is invalid."""
+        """Reads the result from a file; ValueError if it is invalid."""
         try:
             return cls(**read_json(path))
         except (ValueError, TypeError):
-            rule = "is no result of a case. Fix: remove it, the case then runs again"
+            rule = "must be the result of a case. Fix: delete it; the case then runs again"
             raise ValueError(f"{path}: {rule}.") from None
 
 
 def result_of(
     case: Case, code: int | None, *, timeout: int = 0, num_warmup: int, num_iterations: int
 ) -> Result:
-    """The result of a case whose processes are gone.
-
-    Args:
-        code: exit code of its launcher; None if it timed out, or ended without one.
-        timeout: seconds after which it was ended here; 0: its SLURM job has another limit.
-        num_warmup: iterations at the start that are not measured.
-        num_iterations: that it had to run.
+    """Returns the result of a case that has ended with the exit `code` of its launcher (None: timed out, or
+    unknown). `timeout`: time limit of a local case (seconds); 0: SLURM enforces it.
     """
     text = case.log.read_text(encoding="utf-8", errors="replace") if case.log.exists() else ""
     status: Status
@@ -83,7 +76,7 @@ def result_of(
     if code is None and (timeout or TIME_LIMIT.search(text)):
         limit = f"CASE_TIMEOUT={timeout} s" if timeout else "the time limit of its job"
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "none")
-        status, reason = "timeout", f"had not ended after {limit}; its last line: {last}"[:LONGEST]
+        status, reason = "timeout", f"exceeded {limit}; last line of its log: {last}"[:LONGEST]
     elif code != 0:
         status, reason = why_it_failed(text, code)
     else:
@@ -94,8 +87,8 @@ def result_of(
             measured = {"seconds": median_seconds(records), "memory_bytes": memory}
         else:
             status = "failed"
-            reason = f"ended with {len(records) + num_warmup} of {num_iterations} iterations measured"
-    device = ""  # as the run's own node has recorded it, if it got that far
+            reason = f"ended after {len(records) + num_warmup} of {num_iterations} iterations"
+    device = ""  # as recorded by the run itself, unless it failed earlier
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         device = str(read_json(case.folder.provenance)["starts"][-1].get("device", ""))
     return Result(status, reason, device=device, flags=dict(case.flags), **measured)
@@ -109,9 +102,9 @@ class Row:
     status: str  # of its result, or `rejected`, `predicted-oom`, or `left` (not yet run)
     reason: str  # why it is not ok
     result: Result | None  # None if it has not run
-    prediction: Prediction | None  # None if the device is unknown, or the layout invalid
-    device: str  # as the run named it, else as this host does; empty if unknown
-    gpu: str  # its profile; empty if there is none
+    prediction: Prediction | None  # None if the device is unknown or the layout invalid
+    device: str  # as recorded by the run, else that of this host; empty if unknown
+    gpu: str  # hardware profile; empty without one
 
     @property
     def short_reason(self) -> str:
@@ -121,17 +114,15 @@ class Row:
 
     @property
     def seconds(self) -> float | None:
-        """Measured, per iteration."""
         return self.result.seconds if self.result else None
 
     @property
     def memory_gib(self) -> float | None:
-        """Measured, maximum over ranks."""
+        """Measured peak memory, maximum over ranks."""
         return self.result.memory_bytes / GIBIBYTE if self.result and self.result.memory_bytes else None
 
     @property
     def tflops(self) -> float | None:
-        """TFLOP/s per GPU."""
         seconds, config = self.seconds, self.case.config
         return flops_per_iteration(config) / seconds / config.world_size / 1e12 if seconds else None
 
@@ -145,36 +136,36 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """The job with memory as measured: resident on a CPU, else allocated by torch."""
+    """Returns the job with memory as measured: resident on a CPU, else allocated by PyTorch."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
 def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
-    """The planner's prediction, comparable with measurements; None without a profile."""
+    """Returns a prediction that is comparable with measurements; None without a profile."""
     return predict(job_of(config, device), load_hardware(gpu)) if gpu else None
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Reason why a layout may exceed memory (which a CPU node's processes share); empty if it fits."""
+    """Returns why a layout should run out of memory, or "" if it fits. Processes share a CPU's memory."""
     if not gpu:
         return ""
-    # On a GPU what nvidia-smi shows must fit, more than what torch has allocated.
+    # On a GPU, context and NCCL buffers must fit as well, not only PyTorch's allocations.
     job = job_of(config, device)
     found = predict(job if device == CPU else replace(job, measured_by="nvidia-smi"), load_hardware(gpu))
     sharing = config.gpus_per_node if device == CPU else 1
     needed, there = sharing * found.needed_bytes / GIBIBYTE, found.memory_bytes / GIBIBYTE
     if needed <= there:
         return ""
-    rule = f"needs {needed:.1f} GiB by prediction, {gpu} has {there:.1f} GiB"
-    return f"{rule}. Fix: set RUN_OOM=true to see for yourself"
+    rule = f"is predicted to need {needed:.1f} GiB, but {gpu} has {there:.1f} GiB"
+    return f"{rule}. Fix: set RUN_OOM=true to run it anyway"
 
 
 def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
-    """A line per case in the columns of `planner/measured.py`, which skips rows without measurements."""
+    """Returns a CSV with a line per case in the format of `planner/measured.py`."""
     lines: list[dict[str, Any]] = []
     for row in rows:
         config = row.case.config
-        # Without a profile, the device's own name, so that the reader reports what is missing.
+        # Without a profile, use the device's name, which the reader then reports as unknown.
         job = row_of_job(job_of(config, row.device), row.gpu or row.device or "unknown")
         numbers = {
             "mem_gb": row.memory_gib, "predicted_mem_gb": row.predicted_gib, "sec_per_it": row.seconds,
@@ -196,12 +187,12 @@ def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
 
 
 def to_markdown(rows: Sequence[Row], title: str) -> str:
-    """The table: fastest first per number of GPUs, then rows without time, then invalid layouts by rule."""
+    """Returns the table, fastest first per number of GPUs, then rows without time, then invalid layouts."""
     lines, by_status = [f"# {title}"], _FASTEST_FIRST.index
     layouts = [row for row in rows if row.status != "rejected"]
     layouts.sort(key=lambda row: (by_status(row.status), row.case.config.world_size, row.seconds or 0.0))
     configs = [row.case.config for row in layouts]
-    # columns of sizes that no layout sets are left out
+    # Sizes that no layout sets get no column.
     optional = [one for one in ("etp", "cp", "vpp") if {getattr(c, one) for c in configs} - {1, None}]
     for number, (row, c) in enumerate(zip(layouts, configs, strict=True)):
         more = {name.upper(): getattr(c, name) for name in optional}
@@ -223,13 +214,13 @@ def to_markdown(rows: Sequence[Row], title: str) -> str:
         last = row.status, row.short_reason.replace("|", "\\|")
         lines.append(f"| {' | '.join([*map(str, cells.values()), *last])} |")
     if broken := by_rule(rows):
-        lines += ["", "Rejected, by the first rule that each breaks (sweep.csv has all):", ""]
+        lines += ["", "Rejected, by the first violated rule (see sweep.csv for all):", ""]
         lines += [f"- {rule}: {', '.join(row.case.name for row in some)}" for rule, some in broken.items()]
     return "\n".join([*lines, ""])
 
 
 def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rejected cases by the first rule that they break, in words without numbers."""
+    """Returns the rejected cases by the first rule that they violate, in words without numbers."""
     found: dict[str, list[Row]] = {}
     for row in (row for row in rows if row.status == "rejected"):
         # `PP=3: must divide NUM_LAYERS=4. Fix: ...` becomes `PP: must divide NUM_LAYERS`
@@ -239,10 +230,7 @@ def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Draws measured seconds per iteration by layout, and predicted against measured time and memory, as PNG.
-
-    Rows without a time are left out. Returns whether there was anything to draw.
-    """
+    """Draws measured and predicted time and memory as PNG; returns False if no row has a time."""
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if row.seconds is not None]
@@ -254,7 +242,7 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
     figure = Figure(figsize=size, dpi=130, layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=[2.2, 1]) if is_predicted else None
 
-    # A bar for each layout, with a diamond where it was predicted.
+    # A bar for each layout, with a diamond at its prediction.
     axes: Any = figure.add_subplot(grid[:, 0]) if grid else figure.add_subplot()
     seconds = [row.seconds for row in measured]
     axes.barh(range(len(measured)), seconds, color=_MEASURED, height=0.65, label="measured")

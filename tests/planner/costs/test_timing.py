@@ -4,10 +4,13 @@ import pytest
 
 from helpers.planner.planned import total
 from moe_exp.config import Config, load_config
+from moe_exp.config.choices import DISPATCHERS, EXPERT_BACKENDS
 from moe_exp.planner.costs.activations import activations_of
+from moe_exp.planner.costs.device import RECIPIENTS
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.params import tables_of_stages
+from moe_exp.planner.costs.products import PRICED_BACKENDS
 from moe_exp.planner.costs.timing import IterationTime, StagePass, bubble_seconds, time_of
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.measured import MEASURED_RUNS, read_runs
@@ -171,8 +174,17 @@ CHOICES = (
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_choice_without_a_price_is_refused_by_name(name):
     chosen = config(**MOE, ep=8, qk_norm=True, shared_expert_size=64).model_copy(update={name: "new"})
-    with pytest.raises(ValueError, match=f"^{name.upper()}=new: the planner has no price for it. Fix: use "):
+    with pytest.raises(
+        ValueError, match=f"^{name.upper()}=new: the planner does not support this value. Fix: use "
+    ):
         predict(PlannedJob.of(chosen), A100)
+
+
+def test_every_dispatcher_and_backend_of_the_registry_is_planned():
+    assert RECIPIENTS.keys() == {"auto", *DISPATCHERS}
+    gathering = {name for name, it in DISPATCHERS.items() if it.gathers}
+    assert {name for name, to in RECIPIENTS.items() if to == "all"} == gathering
+    assert set(PRICED_BACKENDS) == {"auto", *EXPERT_BACKENDS}
 
 
 def test_the_local_dispatcher_has_no_price_between_ranks():

@@ -122,7 +122,7 @@ def test_every_step_of_the_ramp_is_divided():
 def test_tensor_parallel_ranks_stay_in_a_node():
     config = model(LARGE, nnodes=48)
     wide = search(config, A100, fixed={"tp": [16]}, constants=PRIORS)
-    assert set(wide.rejected) == {"TP reaches over nodes"}
+    assert set(wide.rejected) == {"TP spans nodes"}
     line = layout_problems(with_layout(config, tp=16))[-1]
     assert line.startswith("TP=16: ") and line.endswith("Fix: set TP to one of 1, 2, 4, 8.")
     assert layout_problems(with_layout(model(LARGE, nnodes=1, gpus_per_node=16), tp=16)) == []
@@ -131,7 +131,7 @@ def test_tensor_parallel_ranks_stay_in_a_node():
 def test_experts_over_nodes_are_allowed_and_noted():
     config = model(SMALL, nnodes=4)
     result = search(config, A100, fixed={"ep": [2, 8], "etp": [1]}, constants=PRIORS)
-    noted = {one.config.ep: "experts over nodes" in one.notes for one in result.ranked}
+    noted = {one.config.ep: "experts span nodes" in one.notes for one in result.ranked}
     assert noted == {2: False, 8: True}
     # EP=4 over the ranks of TP
     result = search(model(SMALL, nnodes=2), A100, fixed={"tp": [4], "pp": [2], "ep": [4]}, constants=PRIORS)

@@ -111,7 +111,7 @@ def test_pairs_are_compared_by_validation_where_there_is_one(comparison):
         valid = {2: 5.0, 3: 4.5, 4: 4.0} if is_moe else {2: 5.0, 3: 4.25, 4: 3.75}
         write_run(run, [6.0, 4.0, 3.0, 2.0] if is_moe else [6.0, 5.0, 4.0, 3.0], valid=valid)
     text = report(comparison)
-    line = "to the lowest validation loss that both reach, 4.0000, it needed 114% [114%, 114%] of the FLOPs"
+    line = "to reach the lowest common validation loss, 4.0000, it needed 114% [114%, 114%] of the FLOPs"
     assert line in text and "At equal tokens, however" not in text
 
 
@@ -181,9 +181,9 @@ def test_another_call_with_other_settings_is_refused(comparison):
     comparison.compare_with_before()
     assert comparison.known_pace() == {"dmoe": 0.5}
     flags = FLAGS | {"run_dir": str(comparison.folder.parent)}
-    with pytest.raises(ConfigError, match=r"^LR=0.1: .* holds a dmoe with 0.003. Fix: .* another RUN_NAME"):
+    with pytest.raises(ConfigError, match=r"^LR=0.1: .* contains dmoe with 0.003. Fix: .* another RUN_NAME"):
         Comparison.of(Options(), flags | {"lr": 0.1}, {}).compare_with_before()
-    with pytest.raises(ConfigError, match=r"^MATCH=time: .* was made with flops"):
+    with pytest.raises(ConfigError, match=r"^MATCH=time: .* was started with flops"):
         Comparison.of(Options(match="time"), flags, {}).compare_with_before()
     # Another variant may join, and where the runs log to may change.
     more = Comparison.of(Options(runs="dmoe,dense,moe"), flags | {"wandb_project": "x"}, {})
@@ -204,13 +204,13 @@ def test_equal_time(tmp_path):
     assert [one.config.train_iters for one in paced.variants] == [300, 375]
     assert [one.config.decay_end for one in paced.variants] == [300, 375]
     text = plan_text(paced, {"dmoe": 0.5, "dense": 0.4}, measured=True)
-    assert "0:02:30 | 0:02:30" in text and text.endswith("times are 0.0% apart")
+    assert "0:02:30 | 0:02:30" in text and text.endswith("times differ by 0.0%")
     for run, seconds in zip(paced.runs(), (1.0, 1.1), strict=True):
         write_run(run, [5.0, 4.0], seconds=seconds)
-    assert "- training times came out 10.0% apart" in report(paced)
+    assert "- actual training times differ by 10.0%" in report(paced)
     limited = Comparison.of(Options(match="time", seconds=20.0), flags, {}).paced({"dmoe": 0.5, "dense": 0.3})
     assert [one.config.train_iters for one in limited.variants] == [40, 67]
-    assert plan_text(limited, {"dmoe": 0.5, "dense": 0.3}, measured=True).endswith("times are 0.5% apart")
+    assert plan_text(limited, {"dmoe": 0.5, "dense": 0.3}, measured=True).endswith("times differ by 0.5%")
 
 
 @pytest.mark.parametrize(
@@ -219,8 +219,8 @@ def test_equal_time(tmp_path):
         (Options(match="luck"), {}, "MATCH=luck: .* use one of flops, active-params, time"),
         (Options(repeats=0), {}, "REPEATS=0: must be at least 1"),
         (Options(seconds=5.0), {}, "SECONDS=5.0: .* add --match time"),
-        (Options(match="time", seconds=-1.0), {}, "SECONDS=-1.0: must be a number from 0 on"),
-        (Options(timeout=float("nan")), {}, "TIMEOUT=nan: must be a number from 0 on"),
+        (Options(match="time", seconds=-1.0), {}, "SECONDS=-1.0: must be a number of at least 0"),
+        (Options(timeout=float("nan")), {}, "TIMEOUT=nan: must be a number of at least 0"),
         (Options(), {"nnodes": 2}, "NNODES=2: .* set NNODES=1"),
     ],
 )

@@ -29,7 +29,7 @@ def test_default_and_kinds():
 def test_values_with_commas_and_names_as_flags():
     written = ["a:NUM_EXPERTS=16,moe-layer-freq=0,1,1,1,AUX_LOSS_TYPE=aux_loss,seq_aux_loss", "b:"]
     (line,) = lines_of(written=written)
-    assert line.startswith("VARIANT=b:: what follows the colon is not SETTING=VALUE")
+    assert line.startswith("VARIANT=b:: the text after the colon must be SETTING=VALUE")
     one, other = make_variants("", [written[0], "b:LR=0.001"], SMALL)
     own = {"num_experts": "16", "moe_layer_freq": "0,1,1,1", "aux_loss_type": "aux_loss,seq_aux_loss"}
     assert one.own == own
@@ -40,23 +40,23 @@ def test_values_with_commas_and_names_as_flags():
 def test_problems_are_told_together():
     written = ["big:NUM_EXPRTS=16", "dense:LR=1", "../x:LR=1", "n:TRAIN_ITERS=3", "z:LR=much"]
     expected = [
-        "RUNS=sparse: is none of moe, dmoe, dense. Fix: use these, or --variant",
-        "VARIANT=big:NUM_EXPRTS=16: .* Fix: write NUM_EXPERTS",
-        "VARIANT=dense:LR=1: there is another of this name. Fix: give each its own",
-        "VARIANT=../x:LR=1: .* letters, digits, dots, dashes and underscores. Fix: write NAME:SETTING=VALUE",
-        "VARIANT=n:TRAIN_ITERS=3: TRAIN_ITERS is the same for all runs .* Fix: set it for all of them",
+        "RUNS=sparse: must be one of moe, dmoe, dense. Fix: .* --variant",
+        "VARIANT=big:NUM_EXPRTS=16: .* Fix: use NUM_EXPERTS",
+        "VARIANT=dense:LR=1: duplicate name. Fix: ",
+        "VARIANT=../x:LR=1: .* letters, digits, dots, dashes and underscores. Fix: ",
+        "VARIANT=n:TRAIN_ITERS=3: TRAIN_ITERS must be the same for all runs .* Fix: set it outside",
         "VARIANT=z:LR=much: LR=much: must be a valid number. Fix: give LR, peak learning rate",
     ]
     for line, pattern in zip(lines_of("dense,sparse", written), expected, strict=True):
         assert re.match(pattern, line)
     (line,) = lines_of("dense,dmoe", ["logs:LR=1"])
-    assert "VARIANT=logs:LR=1: logs is a file or folder of the comparison itself" in line
+    assert "VARIANT=logs:LR=1: logs is reserved" in line
     for name in ("DATA_STAGES", "DATA_ORDER", "TEXT_FIELD", "EOD_MASK_LOSS"):
-        assert f"{name} is the same for all runs" in lines_of("dmoe,dense", [f"n:{name}=x"])[0]
+        assert f"{name} must be the same for all runs" in lines_of("dmoe,dense", [f"n:{name}=x"])[0]
     fine = make_variants("", ["fine:NUM_EXPERTS=16"], SMALL)
     assert [one.name for one in fine] == ["dmoe", "dense", "fine"]
     (line,) = lines_of("dense")
-    assert line.startswith("RUNS=dense: a comparison needs at least two")
+    assert line.startswith("RUNS=dense: a comparison requires at least two")
 
 
 def test_differences_are_without_what_says_nothing():

@@ -138,20 +138,20 @@ def test_too_few_runs_say_what_to_add(tmp_path):
     ladder = ladder_of(tmp_path, RUNGS[:2], repeats=1)
     write_rungs(ladder.rungs, offsets=(0.0,))
     (missing,) = results_of(ladder).missing
-    assert missing == "dmoe has 2 finished rungs, a law needs 3: add 1 more rung, or set --asymptote"
-    assert "it has run, or begun to, before the others had ended" in predict(ladder)
+    assert missing == "dmoe has 2 finished rungs but a law requires 3: add 1 more rung, or set --asymptote"
+    assert "it started before the others had ended" in predict(ladder)
     assert not prediction_file(ladder).exists() and results_of(ladder).predicted is None
     for run in ladder.rungs[1].runs():
         run.folder.metrics.unlink()
     three = ladder_of(tmp_path, RUNGS[:3], repeats=1, asymptote=1.5)
-    assert predict(three).endswith(": dmoe has 1 finished rungs, a law needs 2: add 1 more rung.")
+    assert predict(three).endswith(": dmoe has 1 finished rungs but a law requires 2: add 1 more rung.")
     write_rungs(three.rungs[:2], offsets=(0.0,))
     assert predict(three) == ""
     write_rungs(three.rungs[2:], offsets=(0.0,))
     found = results_of(three)
     assert found.predicted and not found.predicted.losses["dmoe"].has_interval
     assert abs(found.predicted.errors(found.points)["dmoe"]) < 1e-6
-    assert found.missing == ["there are no intervals: one seed says nothing about noise; add --repeats 3"]
+    assert found.missing == ["no intervals: the noise is unknown with a single seed; add --repeats 3"]
     assert found.speedups["dmoe"].rungs[0].value > 0
 
 
@@ -201,7 +201,7 @@ def test_the_last_rung_waits_for_a_run_that_has_stopped(ladder, monkeypatch, cap
         monkeypatch.setattr(climb, name, replacement)
     assert climb.run_ladder(ladder, climb.Executor()) != 0
     assert started == ["rung_1/dmoe"]
-    assert "The last rung does not start before the end of rung_1/dmoe." in capsys.readouterr().out
+    assert "The last rung waits for unfinished runs: rung_1/dmoe." in capsys.readouterr().out
     assert not prediction_file(ladder).exists()
 
 
@@ -232,15 +232,18 @@ def beside_dense(variant, runs="dense"):
 @pytest.mark.parametrize(
     ("definition", "message"),
     [
-        (Definition(), "SIZES=.*: a ladder needs rungs. Fix: set --sizes"),
-        (Definition(sizes=(64,)), "SIZES=1: one size is no ladder. Fix: add larger ones"),
+        (Definition(), "SIZES=.*: a ladder requires rungs. Fix: set --sizes"),
+        (Definition(sizes=(64,)), "SIZES=1: a ladder requires at least two sizes. Fix: add larger"),
         (Definition(sizes=(0, 64)), r"SIZES=\(0, 64\): must be widths above 0"),
-        (Definition(sizes=(128, 64)), r"RUNGS=rung 2: needs .* FLOPs, the one before .*\. Fix: list them"),
-        (Definition(sizes=(64, 128), baseline="big"), "BASELINE=big: is no variant. Fix: use one of dmoe"),
+        (Definition(sizes=(128, 64)), r"RUNGS=rung 2: .* FLOPs must exceed .*\. Fix: list them"),
+        (Definition(sizes=(64, 128), baseline="big"), "BASELINE=big: unknown variant. Fix: use one of dmoe"),
         (Definition(sizes=(64, 128), asymptote=-1.0), "ASYMPTOTE=-1.0: must be a loss"),
-        (beside_dense("wide:USE_MOE=false,FFN_HIDDEN_SIZE=512"), r"VARIANT=wide of rung 1: has \+.*% FLOPs"),
-        (beside_dense("more:TRAIN_ITERS=9"), "TRAIN_ITERS is the same for all runs"),
-        (beside_dense("huge:SHARED_EXPERT_SIZE=900", "dmoe,dense"), "huge: has more than the .* of dmoe"),
+        (
+            beside_dense("wide:USE_MOE=false,FFN_HIDDEN_SIZE=512"),
+            r"VARIANT=wide of rung 1: FLOPs per token differ by \+",
+        ),
+        (beside_dense("more:TRAIN_ITERS=9"), "TRAIN_ITERS must be the same for all runs"),
+        (beside_dense("huge:SHARED_EXPERT_SIZE=900", "dmoe,dense"), "huge: exceeds the .* of dmoe"),
     ],
 )
 def test_refused(definition, message):

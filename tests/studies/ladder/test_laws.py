@@ -124,9 +124,9 @@ def test_speedup_worked_out():
 
 def test_too_few_rungs_say_what_to_add():
     few = {"dense": Points(COMPUTE[:2], np.array([[3.0], [2.8]]))}
-    assert "a law needs 3: add 1 more rung, or set --asymptote" in fit_problem(few, None)
+    assert "a law requires 3: add 1 more rung, or set --asymptote" in fit_problem(few, None)
     assert fit_problem(few, 1.0) == ""
-    assert fit_problem(few, 2.9) == "--asymptote 2.9 is not below the lowest loss, 2.8000"
+    assert fit_problem(few, 2.9) == "--asymptote 2.9 must be below the lowest loss, 2.8000"
     with pytest.raises(ValueError, match="add 1 more rung"):
         fit_laws(few)
 

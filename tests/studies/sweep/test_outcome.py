@@ -57,7 +57,7 @@ def test_out_of_memory(line):
 def test_a_killed_rank_counts_as_out_of_memory():
     assert why_it_failed(TORCHRUN_KILLED, 1)[0] == "oom"
     status, reason = why_it_failed("starting", 137)
-    assert status == "oom" and reason.endswith("when memory is short: starting")
+    assert status == "oom" and reason.endswith("for lack of memory: starting")
     assert why_it_failed("starting", -9)[0] == "oom"
 
 
@@ -83,7 +83,7 @@ def test_the_error_of_the_rank_that_failed_first_is_the_reason():
         ("moe-exp: stopping: the run saves\nKeyError: 'x'\nlast\n", "KeyError: 'x'"),
         ("srun: error: node3: task 1: Exited\nbye\n", "srun: error: node3: task 1: Exited"),
         ("one\n\n  two  \n\n", "two"),
-        ("", "exit code 3, and nothing was printed"),
+        ("", "exit code 3 without any output"),
     ],
 )
 def test_the_most_useful_line(text, reason):
@@ -120,16 +120,16 @@ def test_a_run_that_ends_early_is_no_measurement(tmp_path):
     folder = written_run(tmp_path / "run", [9000, 8000, 100, 400], [5, 6, 7, 8])
     found = result(folder, tmp_path / "log")
     assert (found.status, found.seconds) == ("failed", None)
-    assert found.reason == "ended with 4 of 5 iterations measured"
+    assert found.reason == "ended after 4 of 5 iterations"
     found = result(RunFolder(tmp_path / "none"), tmp_path / "log", code=2)
-    assert found == Result("failed", "exit code 2, and nothing was printed", flags={"tp": "2"})
+    assert found == Result("failed", "exit code 2 without any output", flags={"tp": "2"})
 
 
 def test_a_time_out_has_the_last_line(tmp_path):
     (tmp_path / "log").write_text("iteration 1\niteration 2\n\n")
     folder = written_run(tmp_path / "run", [9000, 8000, 100, 400], [5, 6, 7, 8])
     found = result(folder, tmp_path / "log", code=None, timeout=7)
-    reason = "had not ended after CASE_TIMEOUT=7 s; its last line: iteration 2"
+    reason = "exceeded CASE_TIMEOUT=7 s; last line of its log: iteration 2"
     assert (found.status, found.reason) == ("timeout", reason)
     (tmp_path / "log").write_text("slurmstepd: error: *** JOB 5 ON n1 CANCELLED DUE TO TIME LIMIT ***\n")
     assert result(folder, tmp_path / "log", code=None).status == "timeout"
@@ -145,7 +145,7 @@ def test_results_are_kept_whole(tmp_path):
     assert Result.read(path) == one
     assert [other.name for other in path.parent.iterdir()] == ["case.json"]
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"case\.json: is no result of a case\. Fix: remove it"):
+    with pytest.raises(ValueError, match=r"case\.json: must be the result of a case\. Fix: delete it"):
         Result.read(path)
 
 

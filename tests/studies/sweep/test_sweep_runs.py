@@ -143,17 +143,17 @@ def test_time_out_and_interrupt_leave_no_process(sweeps):
     os.killpg(sweep.pid, signal.SIGINT)
     assert sweep.wait(60) == 130
     assert processes_in(sweeps.folder) == []
-    assert "stopped: the same command continues with what is left" in sweeps.printed()
+    assert "stopped. Repeat the command to resume." in sweeps.printed()
     first, second = sweeps.rows().values()
     assert (first["status"], first["sec_per_it"], second["status"]) == ("timeout", "", "left")
-    assert first["reason"].startswith("had not ended after CASE_TIMEOUT=3 s; its last line: ")
-    assert ": 2 cases of 100000 iterations, 1 of them warm-up: 1 timeout, 1 to run" in sweeps.dry_run(
+    assert first["reason"].startswith("exceeded CASE_TIMEOUT=3 s; last line of its log: ")
+    assert ": 2 cases of 100000 iterations, including 1 warm-up: 1 timeout, 1 to run" in sweeps.dry_run(
         **{**settings, "SWEEP_WARMUP": 1}
     )
     assert ": 2 to run" in sweeps.dry_run("--retry-failed", **settings)
     # With other lists the table keeps what is known, and only what they name runs.
     printed = sweeps.dry_run("--retry-failed", **{**settings, "MBSZS": 4})
-    assert ": 2 cases of 100000 iterations, 1 of them warm-up: 1 to run, 1 timeout" in printed
+    assert ": 2 cases of 100000 iterations, including 1 warm-up: 1 to run, 1 timeout" in printed
 
 
 def in_process(monkeypatch, folder: Path, **settings: object) -> None:
@@ -174,7 +174,7 @@ def test_a_sweep_with_other_settings_is_refused(tmp_path, monkeypatch, capsys, d
     assert main(["sweep", "--hidden-size=128", "--mbszs=2", "--sweep-iters=5", *dry_run]) == 1
     lines = capsys.readouterr().err.splitlines()
     folder = tmp_path / "sweeps" / "mine"
-    assert f"HIDDEN_SIZE=128: {folder} has 64. Fix: set HIDDEN_SIZE as it was" in lines[0]
+    assert f"HIDDEN_SIZE=128: {folder} has 64. Fix: restore HIDDEN_SIZE" in lines[0]
     assert [line.partition("=")[0] for line in lines[1:]] == ["SWEEP_ITERS"]
     assert {path: path.read_bytes() for path in folder.iterdir()} == written
 
@@ -200,12 +200,12 @@ def test_without_sbatch_and_with_one_that_refuses(tmp_path, monkeypatch, capsys)
     in_process(monkeypatch, tmp_path, MBSZS="1", GBSZ=4, EXECUTOR="slurm", SBATCH="--partition=gpu")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["sweep"]) == 1
-    assert "EXECUTOR=slurm: there is no sbatch here. Fix: " in capsys.readouterr().err
+    assert "EXECUTOR=slurm: sbatch not found. Fix: " in capsys.readouterr().err
     cluster.replace("sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{cluster.programs}:{path}")
     assert main(["sweep"]) == 1
     error = capsys.readouterr().err
-    assert "invalid partition specified: gpu. Fix: change SBATCH=--partition=gpu" in error
+    assert "invalid partition specified: gpu. Fix: correct the options SBATCH=--partition=gpu" in error
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_profiles_by_the_names_of_devices(device, profile):
 def test_a_device_without_a_profile_is_named_by_the_reader(tmp_path):
     one = replace(rows()[0], device="Odd GPU", gpu="")
     (tmp_path / "sweep.csv").write_text(to_csv([one], "mine"))
-    with pytest.raises(ValueError, match=r"row gpus_8.*, column gpu: GPU=Odd GPU: is not a known device"):
+    with pytest.raises(ValueError, match=r"row gpus_8.*, column gpu: GPU=Odd GPU: unknown device"):
         read_runs(tmp_path / "sweep.csv")
 
 
@@ -142,7 +142,7 @@ def test_out_of_memory_by_prediction():
     many = config.model_copy(update={"gpus_per_node": 64, "gbsz": 64 * config.gbsz})
     assert is_oom(config, "CPU", "CPU") == ""
     needed = 64 * table.prediction_of(many, "CPU", "CPU").needed_bytes / GIB
-    assert is_oom(many, "CPU", "CPU").startswith(f"needs {needed:.1f} GiB by prediction, CPU has ")
+    assert is_oom(many, "CPU", "CPU").startswith(f"is predicted to need {needed:.1f} GiB, but CPU has ")
 
 
 def test_picture(tmp_path):
