@@ -1,4 +1,4 @@
-"""Verifies checkpoints (`moe-exp ckpt verify`) and chooses the one to resume from. Executes no code from files."""
+"""Verifies checkpoints (`moe-exp ckpt verify`) and chooses the one to resume from, without executing code."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
 
-# (cause, text) of a problem. Findings with the same cause (a file or a kind of damage) usually share one fault.
+# (cause, text) of a problem. Findings with one cause (a file or a kind of damage) likely share a fault.
 Finding = tuple[str, str]
 
 
@@ -93,7 +93,7 @@ def _first_whole(path: Path, candidates: Sequence[Path], damage_of: Callable[[Pa
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     """Checks a checkpoint's small files. Returns the damage in one line (empty if intact) and the manifest's
     file entries. Megatron-LM's checkpoints have no manifest and return no entries; each file that `.metadata`
-    names must be long enough. Raises NewerFormatError if a newer version of this package wrote the checkpoint.
+    names must be long enough. Raises NewerFormatError if a newer version of this package wrote it.
     """
     try:
         manifest = Manifest.read(folders.existing(folder))

@@ -60,7 +60,7 @@ _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ON
 
 
 class RestoreError(ConfigError):
-    """Loaded values differ from the saved ones, possibly because of a faulty node. `names`: tensors affected."""
+    """Loaded values differ from the saved ones, possibly due to a faulty node. `names`: affected tensors."""
 
     exit_code = FAILED  # so that a chain of jobs retries it
 

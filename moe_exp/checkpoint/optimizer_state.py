@@ -59,7 +59,7 @@ class Owned:
     start: int
     stop: int
     values: Mapping[str, Tensor]  # `param`, the moments and `ema` by name, fp32 [stop - start]
-    # distributed optimizer instance, whose ranks share a parameter's values; None: every rank keeps all values
+    # distributed optimizer instance, whose ranks share each parameter's values; None: every rank keeps all
     instance: int | None
     is_converted: bool  # the moments are fp32 copies of the optimizer's bf16 or 8-bit moments
     keep: Callable[[], None]  # writes such moments back to the optimizer once the copies are filled
@@ -251,9 +251,9 @@ class OptimizerRequest:
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
-        """Completes the load: sets main weights, the `model` chunks' weights, steps and loss scale. `saved` is
-        the saved result of `optimizer_groups`, or Megatron's own. Learning rate, betas and weight decay remain
-        this run's.
+        """Completes the load: sets main weights, the `model` chunks' weights, steps and loss scale. `saved`
+        is the saved result of `optimizer_groups`, or Megatron's own. Learning rate, betas and weight decay
+        remain this run's.
         """
         for weights, loaded in self._main_weights:
             weights.copy_(loaded)

@@ -1,11 +1,11 @@
-"""Saves checkpoints atomically: a folder is written under a temporary name, then renamed, or removed on failure.
-All ranks must call these functions.
+"""Saves checkpoints atomically: a folder is written under a temporary name, then renamed or, on failure,
+removed. All ranks must call these functions.
 
 1. `CheckpointWriter.begin` creates the temporary folder and plans which rank writes what (all collectives).
 2. A thread writes this rank's files. With ASYNC_SAVE, it writes a copy of the state in host memory while
    training continues.
-3. `CheckpointWriter.finish`: all ranks report their files to rank 0, which writes metadata and manifest, syncs
-   and renames the folder.
+3. `CheckpointWriter.finish`: all ranks report their files to rank 0, which writes metadata and manifest,
+   syncs and renames the folder.
 
 Between 1 and 3 no rank waits for another: if one runs out of disk space, the others learn of it in step 3.
 """
@@ -145,8 +145,8 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves the run's checkpoints, one at a time. Retention keeps `loaded`, the iteration that training resumed
-    from, and the iterations that `held` returns on rank 0.
+    """Saves the run's checkpoints, one at a time. Retention keeps `loaded`, the iteration that training
+    resumed from, and the iterations that `held` returns on rank 0.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class CheckpointWriter:
         except OSError as error:
             logger.warning("cannot list %s, so no checkpoint is removed: %s", checkpoints, error)
             return
-        # Checkpoints after `loaded` that this start has not published are damaged or from an abandoned attempt.
+        # Checkpoints after `loaded` that this start has not published are damaged or abandoned.
         newer = [] if self._loaded is None else [i for i in found if i > self._loaded]
         passed = [iteration for iteration in newer if iteration not in self._published]
         sound = [iteration for iteration in found if iteration not in passed]

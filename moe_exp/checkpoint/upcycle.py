@@ -4,11 +4,11 @@ Plain (Komatsuzaki et al. 2023, Sparse Upcycling, arXiv:2212.05055): every exper
 Granular (He et al. 2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524): the
 MLP's hidden units are split into G shards, and expert e is a copy of shard e mod G, with 1/G of the width.
 
-Derivation: the dense MLP y = W2 act(W1 x) + b2 is a sum over hidden units, and therefore over shards:
-y = sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard
-has the same rows of both halves. The G experts jG to jG + G - 1 form a virtual group with equal router rows
-and thus equal scores: the top K = G*T are T whole groups, which contain each shard T times. The router weights
-of a token must add up to a constant c (the scaling factor, if they are normalized). The weights within a group
+Derivation: the dense MLP y = W2 act(W1 x) + b2 is a sum over hidden units, and therefore over shards: y =
+sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard has
+the same rows of both halves. The G experts jG to jG + G - 1 form a virtual group with equal router rows and
+thus equal scores: the top K = G*T are T whole groups, which contain each shard T times. The router weights of
+a token must add up to a constant c (the scaling factor, if they are normalized). The weights within a group
 are equal, so the weights of each shard add up to c/G:
 
     sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
@@ -79,8 +79,8 @@ def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     """Replaces the initial weights with those of the dense run UPCYCLE_FROM, saved under any layout. The
-    optimizer starts from zero. The router keeps its initial weights, but rows in a virtual group become equal.
-    All ranks must call it. Returns a one-line summary; ValueError unless the dense run has the same sizes.
+    optimizer starts from zero. The router keeps its initial weights, but rows in a virtual group become
+    equal. All ranks must call it. Returns a one-line summary; ValueError if the dense model does not fit.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
     keys = CheckpointKeys.read(folder)

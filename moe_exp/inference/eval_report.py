@@ -1,12 +1,13 @@
 """Results of `moe-exp eval` as tables and JSON: losses, and the experts' use by each source.
 
-Shapes: L MoE layers, P sources, E experts, K top-k, T tokens. A source is a data prefix. The share s_pe is the
-fraction of source p's slots (tokens times K, before drops) that are routed to expert e. An expert's specialisation
-is its term in the mutual information between expert and source, in bits, with equally weighted sources:
+Shapes: L MoE layers, P sources, E experts, K top-k, T tokens. A source is a data prefix. The share s_pe is
+the fraction of source p's slots (tokens times K, before drops) that are routed to expert e. Specialisation is
+the expert's term in the mutual information of expert and source, in bits, with equally weighted sources:
 
     b_e = 1/P sum_p s_pe log2(s_pe / mean_p s_pe),    sum_e b_e = I(expert; source), from 0 to log2 P.
 
-b_e is 0 if all sources use an expert equally, and small if an expert is rarely used, even if only by one source.
+b_e is 0 if all sources use an expert equally, and small for a rarely used expert, even if only one source
+uses it.
 """
 
 import math
@@ -30,8 +31,8 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class RouterCounts:
-    """Counts the choices of this rank's routers, [P, L, E]. `layers` are pairs of an index in the whole model and
-    a layer with a `router`. Set `source` before every batch, and `valid_T` to exclude padding.
+    """Counts the choices of this rank's routers, [P, L, E]. `layers` are pairs of an index in the whole model
+    and a layer with a `router`. Set `source` before every batch, and `valid_T` to exclude padding.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Evaluates held-out text: loss, perplexity, bits per byte and expert usage, for each data prefix and in total.
-Replicas share the batches, as in `score`. Sums are in float64 and reduced once at the end. Token files are cut
-into sequences that predict every token exactly once, except the first of each text.
+"""Evaluates held-out text: loss, perplexity, bits per byte and expert usage, for each data prefix and in
+total. Replicas share the batches, as in `score`. Sums are in float64 and reduced once at the end. Token files
+are cut into sequences that predict every token exactly once, except the first of each text.
 """
 
 import json
@@ -83,8 +83,8 @@ class Cut:
 
 
 class HeldOut:
-    """Sequences of one .bin/.idx prefix. Sequence i consists of the tokens `begins[i]` to `ends[i] - 1`; all but
-    the first are predicted. ValueError if files are missing or damaged, or have no token to predict.
+    """Sequences of one .bin/.idx prefix. Sequence i consists of the tokens `begins[i]` to `ends[i] - 1`; all
+    but the first are predicted. ValueError if files are missing or damaged, or have no token to predict.
     """
 
     def __init__(self, prefix: str, cut: Cut):
@@ -122,7 +122,7 @@ class HeldOut:
     def count_bytes(
         self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """UTF-8 bytes of the tokens that `sequences`, from number `first` on, predict, except after `masked_id`."""
+        """Bytes of the predicted tokens in `sequences`, from number `first` on, except after `masked_id`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
@@ -170,7 +170,7 @@ class EvaluationPlan:
 
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> EvaluationPlan:
-    """Checks a request without loading weights, with `check_ids` also its tokens; ValueError lists all problems."""
+    """Checks a request (and with `check_ids` its tokens) without weights; ValueError with all problems."""
     folder = one_checkpoint(expanded(request.checkpoint))
     saved, order = saved_config(folder), saved_order(folder)
     owner = _Owner.of(request.data_of) if request.data_of else _Owner(saved, order)
@@ -345,8 +345,8 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Compares the tokenizers of model and data. A difference raises ValueError; with --allow-other-data, and for
-    the run's own data, it logs a warning.
+    """Compares the tokenizers of model and data. A difference raises ValueError; with --allow-other-data, and
+    for the run's own data, it logs a warning.
     """
     for source in sources:
         facts, documents = token_files.tokenizer_facts(source.files.manifest), documents_of(source.prefix)
@@ -399,7 +399,7 @@ def _run_batches(
     for (number, first, count), is_mine in batches:
         source = plan.sources[number]
         sequences = source.read(first, count)
-        # Inputs and labels [B, S], padded to the longest sequence. Padding does not change the logits before it.
+        # Inputs and labels [B, S], padded to the longest sequence; padding does not change logits before it.
         tokens = torch.zeros(len(sequences), max(map(len, sequences)) - 1, dtype=torch.int64)
         labels = torch.full_like(tokens, _IGNORED)
         for row, ids in enumerate(sequences):

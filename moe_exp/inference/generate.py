@@ -1,5 +1,5 @@
-"""Generates text with a key/value cache, one prompt after another, without padding. All ranks run the same loop:
-the last stage of the first replica samples a token and sends it to all ranks.
+"""Generates text with a key/value cache, one prompt after another, without padding. All ranks run the same
+loop: the last stage of the first replica samples a token and sends it to all ranks.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ class Sampling:
 
     temperature: float = 0.0  # divides logits; 0: greedy, always the most probable token
     top_k: int = 0  # sample from the k most probable tokens; 0: from all
-    # after `top_k`, sample from the fewest most probable tokens with this total probability (nucleus sampling,
-    # Holtzman et al. 2020, arXiv:1904.09751); 1: from all
+    # after `top_k`, sample from the fewest most probable tokens with this total probability (nucleus
+    # sampling, Holtzman et al. 2020, arXiv:1904.09751); 1: from all
     top_p: float = 1.0
     seed: int = 1234
 
@@ -69,7 +69,7 @@ class Sampling:
 
 
 class Sampler:
-    """Samples the tokens of one text, reproducibly on any rank and device, with one random stream per text."""
+    """Samples one text's tokens, reproducibly on any rank and device, with one random stream per text."""
 
     def __init__(self, sampling: Sampling, text_index: int = 0):
         self.sampling = sampling
@@ -182,7 +182,7 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
 def new_tokens(
     stage: Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
 ) -> Generator[tuple[int, float], None, None]:
-    """Yields tokens after a prompt and their log-probabilities, up to `max_positions`. All ranks must call it."""
+    """Yields tokens after a prompt, with log-probabilities, up to `max_positions`. All ranks must call it."""
     next_tokens, num_tokens = list(prompt), len(prompt)
     with stage.cache(max_positions):
         while num_tokens < max_positions:
@@ -205,8 +205,8 @@ def generate(
     begin: Callable[[str], None] = lambda prompt: None,
     show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Generated]:
-    """Yields one result per prompt. Calls `begin` with each prompt, then `show` with new parts of its text. All
-    ranks must call it.
+    """Yields one result per prompt. Calls `begin` with each prompt, then `show` with new parts of its text.
+    All ranks must call it.
     """
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
 

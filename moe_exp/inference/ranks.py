@@ -1,5 +1,5 @@
-"""Inference on the ranks of a torchrun job or in a single process: parallel layout, settings, loading, and the
-pipeline stage that turns token ids into logits, with or without a key/value cache.
+"""Inference on the ranks of a torchrun job or in a single process: parallel layout, settings, loading, and
+the pipeline stage that turns token ids into logits, with or without a key/value cache.
 
 The model has no optimizer and can use any parallel layout. Each rank reads its pieces one by one, without
 megatron-core, which would unpickle arbitrary objects from the files.
@@ -142,11 +142,11 @@ def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> 
 def shared_batches(
     batches: Sequence[T], rank: Runtime, what: str, unit: str, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, bool]]:
-    """Yields this rank's batches and whether they count, with a progress bar on the first rank. Batch i belongs
-    to replica i modulo the number of replicas.
+    """Yields this rank's batches and whether they count, with a progress bar on the first rank. Batch i
+    belongs to replica i modulo the number of replicas.
     """
-    # Expert parallelism may span replicas, so all of them must run every step: replicas without a batch in the
-    # last step repeat its first batch, which then does not count.
+    # Expert parallelism may span replicas, so all of them must run every step: replicas without a batch in
+    # the last step repeat its first batch, which then does not count.
     replicas, total = rank.groups.dp, sum(map(size_of, batches))
     with progress(what, total, unit=unit) if rank.is_first else contextlib.nullcontext() as advance:
         for begin in range(0, len(batches), replicas.size()):
@@ -200,7 +200,7 @@ def check_files(folder: Path) -> None:
 
 
 def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
-    """Builds this rank's stage with the weights of `folder`, in eval mode; ValueError if they do not match."""
+    """Builds this rank's stage with the weights of `folder`, in eval mode; ValueError if they do not fit."""
     settings = transformer_config(config)
     failures = check_run(config, rank)
     model = build_chunk(config, settings, rank, 0, initial_weights=False, kernel_failures=failures)

@@ -84,8 +84,8 @@ def decoder_of(tokenizer: TextTokenizer) -> Decoder:
 
 
 class TextStream:
-    """Decodes tokens one by one after `prompt`, up to the first text in `stops` (excluded). Holds back text that
-    may still change: an incomplete character or the beginning of a stop text.
+    """Decodes tokens one by one after `prompt`, up to the first text in `stops` (excluded). Holds back text
+    that may still change: an incomplete character or the beginning of a stop text.
     """
 
     def __init__(self, decode: Decoder, prompt: Sequence[int], stops: Sequence[str] = ()):

@@ -11,9 +11,9 @@ over the axes:
 
 - The sum can be computed in any order and split in any way: the shards of every parallel layout add up to the
   same number, and combining the ranks' shares takes only additions.
-- Changing one value always changes it, because odd weights are invertible modulo 2^64. Swapped values, permuted
-  rows and exchanged shards go unnoticed with a probability of about 2^-40 (not 2^-64, because the low bits of
-  round values are zero).
+- Changing one value always changes it, because odd weights are invertible modulo 2^64. Swapped values,
+  permuted rows and exchanged shards go unnoticed with a probability of about 2^-40 (not 2^-64, because the
+  low bits of round values are zero).
 
 Names are the keys that this package writes; a tensor stacked over layers has one fingerprint per layer.
 Fingerprints therefore do not depend on the file style (`keys.py`), and tools that rewrite files keep them.
@@ -57,7 +57,7 @@ class Fingerprint:
 
 
 Fingerprints = dict[str, Fingerprint]
-# Key in a checkpoint, values, and their offsets in the whole tensor; the values may lack leading axes of size 1.
+# Key in a checkpoint, values, and their offsets in the whole tensor. Leading axes of size 1 may be missing.
 TensorPiece = tuple[str, Tensor, Sequence[int]]
 
 
@@ -78,7 +78,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
         drawn = _kept_weights if size <= 1 << 14 else axis_weights
         weights.append(drawn(values.dim() - axis, offset, size, values.device))
     chunk = _CHUNK.get(values.device.type, 1 << 18)
-    # Small tensors take one step, tensors with more than two axes a sum over the first, matrices one per block.
+    # Small tensors take one step, matrices one per block, and other tensors are summed over their first axis.
     if values.numel() <= chunk:
         sums = values.to(torch.int64, copy=True)
         for weights_of_axis in reversed(weights):
@@ -98,7 +98,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
-    """Odd weights for `size` positions from `start` on an axis; axes are counted from the last, which is 1."""
+    """Odd weights for `size` positions from `start` on an axis. Axes are counted from the last (1)."""
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     # SplitMix64 with its constants as signed numbers, as PyTorch has no arithmetic for unsigned ones
     z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)
@@ -112,7 +112,7 @@ _kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Splits the offset of a stacked layer axis off: returns the name with its layer and the other offsets."""
+    """Moves the offset on a stacked layer axis into the name; returns that name and the other offsets."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)
@@ -169,8 +169,8 @@ def read(folder: Path) -> Fingerprints | None:
 
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
-    """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops the optimizer's. `dtype`
-    (such as `float32`) keeps only weights with that dtype; main weights replace weights with another dtype.
+    """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops the optimizer's.
+    `dtype` (such as `float32`) keeps only weights with that dtype, and uses main weights for all others.
     """
     found: Fingerprints = {}
     for name, one in fingerprints.items():

@@ -152,7 +152,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Manifest of `folder`, or None (Megatron-LM's checkpoints). Raises NewerFormatError or ValueError."""
+        """Manifest of `folder`; None for Megatron-LM's checkpoints. Raises NewerFormatError, ValueError."""
         path = folder / MANIFEST
         try:
             return cls.parse(regular(path).read_bytes(), str(folder))
@@ -231,7 +231,7 @@ def set_latest(checkpoints: Path, iteration: int) -> None:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Renames `partial` to make it the newest checkpoint. If killed at any point, `recover` finds a complete one."""
+    """Renames `partial` to publish it. If killed at any point, `recover` finds a complete checkpoint."""
     checkpoints = partial.parent
     final = iteration_folder(checkpoints, iteration)
     replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
@@ -279,9 +279,9 @@ def valid_losses(checkpoints: Path) -> dict[int, float]:
 def which_to_remove(
     iterations: Sequence[int], losses: Mapping[int, float], *, last: int, every: int, best: int
 ) -> list[int]:
-    """Returns the iterations that no rule keeps, in order. The rules keep the `last` newest (0: all), multiples
-    of `every` (0: none), and the `best` iterations with the lowest finite validation loss in `losses` (nats
-    per token; ties: the newer). ValueError if a number is negative.
+    """Returns the iterations that no rule keeps, in order. The rules keep the `last` newest (0: all),
+    multiples of `every` (0: none), and the `best` iterations with the lowest finite validation loss in
+    `losses` (nats per token; ties: the newer). ValueError if a number is negative.
     """
     for name, value in (("last", last), ("every", every), ("best", best)):
         if value < 0:
@@ -297,9 +297,9 @@ def which_to_remove(
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
-    """Yields an empty folder that is renamed to `target` on success and removed on failure. Raises ValueError,
-    without changing anything, if `target` exists (unless empty) or cannot be created, or if less than
-    `num_bytes` of disk space is free.
+    """Yields an empty folder that is renamed to `target` on success and removed on failure. Raises
+    ValueError, without changing anything, if `target` exists (unless empty) or cannot be created, or if less
+    than `num_bytes` of disk space is free.
     """
     check_target(target)
     partial = target.with_name(target.name + PARTIAL)
@@ -374,7 +374,7 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]
 
 
 def remove(found: Collection[Path]) -> Iterator[Path]:
-    """Removes checkpoints and yields each removed one. ValueError, without removing any, if a run is writing."""
+    """Removes checkpoints and yields each removed one; ValueError if a run is writing to the folder."""
     if not found:
         return
     checkpoints = next(iter(found)).parent

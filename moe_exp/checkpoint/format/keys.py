@@ -2,8 +2,8 @@
 
 Megatron has several ways to write the same model. All of them can be read here:
 
-- Layers: `decoder.layers.X` with a prepended layer axis if all layers are alike. `decoder.layers.<layer>.X` if
-  some are dense and some MoE, and always with `singleton_local_shards`, which Megatron-LM's script sets.
+- Layers: `decoder.layers.X` with a prepended layer axis if all layers are alike. `decoder.layers.<layer>.X`
+  if some are dense and some MoE, and always with `singleton_local_shards`, which Megatron-LM's script sets.
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
   `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Before a dense MLP, it is always the latter.
@@ -63,8 +63,8 @@ class CheckpointKeys:
 def model_state(
     model: GPTModel, metadata: Mapping[str, Any], keys: CheckpointKeys | None = None
 ) -> dict[str, Any]:
-    """Sharded state of an unwrapped model: as Megatron would write it (`metadata` has `dp_cp_group`), or under
-    the keys of a checkpoint to be read.
+    """Sharded state of an unwrapped model: as Megatron would write it (`metadata` has `dp_cp_group`), or
+    under the keys of a checkpoint to be read.
     """
     if keys is None:
         return model.sharded_state_dict(metadata=dict(metadata))

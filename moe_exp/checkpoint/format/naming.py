@@ -1,10 +1,10 @@
-"""A checkpoint's tensors by layer and expert, regardless of the Megatron style (see keys.py) it was written in.
+"""A checkpoint's tensors by layer and expert, regardless of Megatron's file style (see keys.py).
 
 A logical tensor has the same name in every style: `decoder.layers.3.self_attention.linear_qkv.weight`,
 `decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W, and
-`decoder.layers.3.pre_mlp_layernorm.weight` for the norm before every MLP, dense or MoE. Tensors outside layers
-keep their keys. A logical tensor is a box of one stored tensor, or two joined boxes (the gate's half and the
-other), and can be read by itself.
+`decoder.layers.3.pre_mlp_layernorm.weight` for the norm before every MLP, dense or MoE. Tensors outside
+layers keep their keys. A logical tensor is a box of one stored tensor, or two joined boxes (the gate's half
+and the other), and can be read by itself.
 
 The optimizer's `param` (fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema` (moving average of the weights)
 use the same names.

@@ -35,12 +35,13 @@ def saved_order(folder: Path) -> dict[str, Any]:
 
 
 def order_in(common: Mapping[str, Any]) -> dict[str, Any]:
-    """`saved_order` from the result of `read_common`; weights-only checkpoints store it outside `progress`."""
+    """`saved_order` from the result of `read_common`."""
+    # Weights-only checkpoints store it outside `progress`.
     return (common.get("progress") or common).get("sample_order") or {}
 
 
 def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, Any]) -> None:
-    """Raises ConfigError if model or optimizer differ from the checkpoint's or the learning rate would jump."""
+    """Raises ConfigError if model or optimizer differ from the checkpoint's, or the learning rate jumps."""
     has_optimizer = "progress" in common  # otherwise the checkpoint only has weights
     name = f"the checkpoint {folder}"
     if has_optimizer:

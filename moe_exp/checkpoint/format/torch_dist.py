@@ -2,8 +2,8 @@
 
 The format is that of torch.distributed.checkpoint. A tensor has a key, a shape and a dtype, and consists of
 chunks, which are non-overlapping boxes that fill it. A chunk is the output of `torch.save` at an offset of a
-`.distcp` file. The pickle `.metadata` stores shapes and positions. Objects are one-item lists, also written by
-`torch.save`, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds metadata.json (the name of the
+`.distcp` file. The pickle `.metadata` stores shapes and positions. Objects are one-item lists, also written
+by `torch.save`, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds metadata.json (the name of the
 format) and common.pt (unsharded state); since 0.19, the object `common_state` replaces common.pt.
 
 No code from files is executed: `.metadata` may only name the format's classes, and everything else is loaded
@@ -63,8 +63,8 @@ class Box(NamedTuple):
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Splits the values `start` to `stop` (exclusive) of a tensor of `shape` into boxes in memory order, at most
-    2n - 1 for n axes. Each box is contiguous in memory. For shape (4, 3), the values 2 to 10 are three boxes:
+    """Splits the values `start` to `stop` (exclusive) of a tensor of `shape` into boxes in memory order, at
+    most 2n - 1 for n axes. Each box is contiguous in memory. Example: values 2 to 10 of shape (4, 3):
 
         . . 0      (0, 2) of size 1 x 1
         1 1 1      (1, 0) of size 2 x 3
@@ -151,8 +151,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Reads the unsharded state: optimizer settings, schedule, progress, config. Megatron-LM's arguments become
-    `Inert` copies. Raises ValueError if the file is missing or damaged, or names code.
+    """Reads the unsharded state: optimizer settings, schedule, progress, config. Megatron-LM's arguments
+    become `Inert` copies. Raises ValueError if the file is missing or damaged, or names code.
     """
     path = folder / COMMON
     # Since Megatron 0.19, an object replaces this file.
@@ -184,7 +184,7 @@ class Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Reads Megatron-LM's arguments (an argparse.Namespace with Megatron's enums) without importing Megatron."""
+    """Reads Megatron-LM's arguments (an argparse.Namespace with enums) without importing Megatron."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:

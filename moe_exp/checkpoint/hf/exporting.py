@@ -1,5 +1,5 @@
-"""Converts checkpoints to Hugging Face folders, in one process that keeps only one stacked tensor of one layer
-in memory, and chooses the transformers architecture.
+"""Converts checkpoints to Hugging Face folders, in one process that keeps only one stacked tensor of one
+layer in memory, and chooses the transformers architecture.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def to_hf(
     tokenizer: Path | None = None,
     like: Path | None = None,
 ) -> Exported:
-    """Writes a Hugging Face folder with the weights of one of this package's checkpoints, saved under any layout.
+    """Writes a Hugging Face folder with the weights of a checkpoint of this package, saved under any layout.
 
     Args:
         source: iter_ folder, checkpoints folder or run folder.

@@ -220,8 +220,8 @@ QWEN3_MOE = Architecture(
 )  # fmt: skip
 
 
-# transformers reports the tensors of an expert with size 0 as missing, and vLLM does not support them. A model
-# without a shared expert is therefore exported with a small one of zeros, marked by a field of our own.
+# transformers reports the tensors of an expert with size 0 as missing, and vLLM does not support them. A
+# model without a shared expert is therefore exported with a small one of zeros, marked by a field of our own.
 _WIDTH, _IS_ZERO = "shared_expert_intermediate_size", "shared_expert_is_zero"
 _ZEROS = {_WIDTH: ZERO_EXPERT_SIZE, _IS_ZERO: True}
 

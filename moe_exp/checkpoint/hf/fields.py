@@ -42,8 +42,8 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def same(names: str, setting: str) -> FieldRule:
-    """Rule for a field that is equivalent to one setting. Of several `names` (`num_experts|num_local_experts`),
-    the first is written. Setting `head_dim.kv_channels` means: read into head_dim, written from kv_channels.
+    """Rule for a field that is equivalent to one setting. Of `names` such as `num_experts|num_local_experts`,
+    the first is written. The setting `head_dim.kv_channels` is read into head_dim, written from kv_channels.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")
@@ -192,8 +192,8 @@ SIGMOID_ROUTING = FieldRule(
 
 
 def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
-    """Rule for the coefficients of balancing loss and z-loss. DeepSeek's class has no loss: `aux_loss_alpha` is
-    0 if missing, and `seq_aux` chooses between a loss per sequence (default) and per batch.
+    """Rule for the coefficients of balancing loss and z-loss. DeepSeek's class has no loss: `aux_loss_alpha`
+    is 0 if missing, and `seq_aux` chooses between a loss per sequence (default) and per batch.
     """
     is_optional = weight == "aux_loss_alpha"
     names = [weight, "router_z_loss_coef", *(("router_aux_loss_coef", "seq_aux") if is_optional else ())]

@@ -33,7 +33,7 @@ from moe_exp.runs.run_folder import LATEST
 logger = logging.getLogger(__name__)
 
 SETTINGS = "settings.env"
-# Written explicitly, so that no machine's preset decides. The rate is about a tenth of a usual pretraining rate.
+# Written explicitly, so that no machine's preset decides. Pretraining rates are about ten times as high.
 _CONTINUED: Settings = {
     "preset": "reference", "optimizer": "adam", "lr": 3e-5, "min_lr": 3e-6, "lr_decay_style": "cosine"
 }  # fmt: skip
@@ -107,8 +107,8 @@ def from_hf(
     _check_counts(folder)
     settings = settings_of(folder.config, architecture, ignore=ignore_fields)
     config = config_of(settings, "config.json", "correct the config.json")
-    # Refuses models that a run would refuse. The data settings are placeholders, since the next run sets them.
-    # The fixes are dropped: they propose settings, but here config.json determines the settings.
+    # Refuses models that a run would refuse. The data settings are placeholders, since the next run sets
+    # them. The fixes are dropped: they propose settings, but here config.json determines the settings.
     if problems := list(config.model_copy(update={"train_data": "data", "valid_data": "data"}).problems()):
         rules = [line.partition(" Fix: ")[0] for line in problems]
         says = [f"{folder.path}: config.json results in {rule} Fix: convert another model." for rule in rules]
@@ -202,7 +202,7 @@ def settings_of(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Refuses counts that exceed the number of tensors and rows, before tensor names are generated for them."""
+    """Refuses counts beyond the number of tensors and rows, before tensor names are generated for them."""
     rows = (weight.shape[0] for weight in folder.weights.values() if weight.shape)
     most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:

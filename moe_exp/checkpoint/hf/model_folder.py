@@ -1,5 +1,5 @@
-"""Reads and writes Hugging Face folders: safetensors files, with only one tensor in memory, and the other files
-(tokenizer, generation settings, model card).
+"""Reads and writes Hugging Face folders: safetensors files, with only one tensor in memory, and the other
+files (tokenizer, generation settings, model card).
 """
 
 import contextlib
@@ -134,7 +134,7 @@ class ModelFolder:
             path = self.path / file
             if not path.is_file():
                 raise _damaged(path, "is missing")
-            # `pread` instead of mmap: mapped pages would count as this process's memory until the file is closed.
+            # pread instead of mmap: mapped pages count as this process's memory until the file is closed.
             self._open = file, safe_open(str(path), framework="pt", backend="pread")
         return self._open[1]
 
@@ -175,9 +175,9 @@ class Entry:
 def write_shards(
     folder: Path, entries: Sequence[Entry], tensors: Iterator[Tensor], advance: Advance, *, max_bytes: int
 ) -> None:
-    """Writes `tensors`, in the order of `entries`, into an existing folder, with at most `max_bytes` per file; a
-    larger tensor gets its own file. Writes the index if there is more than one file. `advance` is called with
-    each tensor's size (bytes).
+    """Writes `tensors`, in the order of `entries`, into an existing folder, with at most `max_bytes` per
+    file; a larger tensor gets its own file. Writes the index if there is more than one file. `advance` is
+    called with each tensor's size (bytes).
     """
     shards: list[list[Entry]] = [[]]
     num_bytes = 0  # size of the last shard
@@ -220,8 +220,8 @@ def write_shards(
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies the tokenizer files of a folder, or a tokenizer.json; returns whether tokenizer.json was found. If
-    tokenizer_config.json is missing, writes one with the usual end-of-text token. Without it, transformers
+    """Copies the tokenizer files of a folder, or a tokenizer.json; returns whether tokenizer.json was found.
+    If tokenizer_config.json is missing, writes one with the usual end-of-text token. Without it, transformers
     guesses the class from the model and has no end-of-text token, which lm_eval needs to start a text.
     """
     files = {name: source / name for name in TOKENIZER_FILES}
@@ -240,8 +240,8 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Changes a copied tokenizer so that it encodes text like the training documents: with or without BOS, and
-    with their end-of-document token as EOS. Returns the ids for config.json and generation_config.json.
+    """Changes a copied tokenizer so that it encodes text like the training documents: with or without BOS,
+    and with their end-of-document token as EOS. Returns the ids for config.json and generation_config.json.
     """
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
@@ -300,7 +300,7 @@ def check_tokenizer(path: Path) -> None:
 
 def token_ids(folder: Path) -> dict[str, int | None]:
     """`bos_token_id`, `eos_token_id` and `pad_token_id` from the copied tokenizer files, or None."""
-    # None is also written into config.json, because transformers' classes have default ids for missing fields.
+    # None is also written into config.json: for missing fields, transformers' classes have default ids.
     if not (folder / "tokenizer.json").is_file():
         return dict.fromkeys(_TOKENS)
     content = read_json(folder / "tokenizer.json")

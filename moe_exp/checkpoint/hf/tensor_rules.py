@@ -8,8 +8,8 @@ without rotary part, O all values.
 Ways to join, all reversible:
 
 - plain   one tensor on either side.
-- padded  zero rows pad our vocabulary to a multiple of 128. Tokens that only our vocabulary has get the mean of
-          the other rows, so that none is more probable than the average token.
+- padded  zero rows pad our vocabulary to a multiple of 128. Tokens that only our vocabulary has get the mean
+          of the other rows, so that none is more probable than the average token.
 - rows    concatenated rows: gate and up projection are one tensor here, gate first.
 - heads   Megatron's order: for each query group its query heads, its key and its value.
 - zeros   only in the Hugging Face folder: a tensor without effect that other software requires.

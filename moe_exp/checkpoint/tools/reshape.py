@@ -1,8 +1,8 @@
-"""Rewrites a checkpoint in one process: with other keys (see keys.py), another dtype, only the weights, or as the
-weighted average of several checkpoints.
+"""Rewrites a checkpoint in one process: with other keys (see keys.py), another dtype, only the weights, or as
+the weighted average of several checkpoints.
 
-Checkpoints load under any layout. The new one has one chunk per layer and expert, regardless of the run's layout.
-Memory contains the chunk being written and the most recent source chunks.
+Checkpoints load under any layout. The new one has one chunk per layer and expert, regardless of the run's
+layout. Memory contains the chunk being written and the most recent source chunks.
 
 Averaging the last checkpoints of a run with a constant learning rate can replace its decay (Tian et al. 2025,
 WSM, arXiv 2507.17634). With weights c_0 ... c_k for the checkpoints t_0 ... t_k, the average is t_0 plus all

@@ -1,8 +1,8 @@
 """`moe-exp ckpt shrink`: rewrites plain PyTorch files without the parts of storages that no tensor uses.
 
-`torch.save` writes a tensor's whole storage, even for one row of a matrix or one layer of a flat buffer. Here,
-every tensor gets a storage of its own size. Identical views (tied weights) stay shared; overlapping views share a
-storage trimmed to the range that they cover. Only tensors and plain containers are supported.
+`torch.save` writes a tensor's whole storage, even for one row of a matrix or one layer of a flat buffer.
+Here, every tensor gets a storage of its own size. Identical views (tied weights) stay shared; overlapping
+views share a storage trimmed to the range that they cover. Only tensors and plain containers are supported.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
 
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
-    """Rewrites a torch.save file if that makes it smaller. The result is read back and compared first. `target`
-    must not exist; None replaces the old file and keeps its permissions and time.
+    """Rewrites a torch.save file if that makes it smaller. The result is read back and compared first.
+    `target` must not exist; None replaces the old file and keeps its permissions and time.
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
@@ -125,7 +125,7 @@ class _Unsupported(ValueError):
 
 
 def _nodes(value: Any, where: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yields place and value of all nested containers and their items, in order; enters each container once."""
+    """Yields place and value of nested containers and items, in order; enters each container only once."""
     yield where, value
     seen = set() if seen is None else seen
     if isinstance(value, dict | list | tuple) and id(value) not in seen:
@@ -162,7 +162,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class _Island:
-    """Overlapping views of one storage, which stay shared. They have one dtype: torch.save refuses several."""
+    """Overlapping views of one storage, which stay shared; of one dtype, since torch.save refuses several."""
 
     low: int
     high: int
@@ -179,7 +179,7 @@ class _Island:
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
     def parted(self) -> list[_Island]:
-        """One island per view if no views share an element (such as columns of a matrix), otherwise itself."""
+        """One island per view if no views share elements (such as columns of a matrix), otherwise itself."""
         views: dict[View, list[Tensor]] = {}
         for tensor in self.members:
             views.setdefault(_view(tensor), []).append(tensor)
@@ -273,7 +273,7 @@ def difference(a: Any, b: Any) -> str:
     """First difference between two loaded files in structure, values or sharing; empty if they are equal."""
 
     def alike(a: Any, b: Any) -> bool:
-        # Tensors are compared bit by bit. Containers always count as equal here, since _nodes visits their items.
+        # Tensors are compared bit by bit. Containers are skipped, since _nodes also visits their items.
         if isinstance(a, Tensor):
             same = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
             bits = (one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (a, b))
