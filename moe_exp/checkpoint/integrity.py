@@ -87,7 +87,7 @@ def _first_whole(path: Path, candidates: Sequence[Path], damage_of: Callable[[Pa
         return None
     others = f" (and {len(lines) - 1} older ones)" if len(lines) > 1 else ""
     fix = "restore the files, or start a new run in another folder"
-    raise unusable(f"checkpoint={path}", f"no usable checkpoint, {lines[0]}{others}", fix)
+    raise unusable(f"checkpoint={path}", f"none can be used, {lines[0]}{others}", fix)
 
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
@@ -140,7 +140,7 @@ def dense_problems(c: Config, dense: Mapping[str, Any] | None) -> list[str]:
     """Reasons why this run cannot start from the dense run with settings `dense` (None: not recorded)."""
     rule, fix = "was not written by this package", "name a run of moe_exp"
     if dense is not None:
-        rule, fix = "is a checkpoint of an MoE run", "name a run with USE_MOE=false"
+        rule, fix = "is the checkpoint of an MoE run", "name a run with USE_MOE=false"
     if dense is None or dense.get("use_moe"):
         return [problem("upcycle_from", c.upcycle_from, rule, fix)]
     source = f"the dense run UPCYCLE_FROM={c.upcycle_from}"

@@ -123,7 +123,7 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
     for key, (shape, may_be_padded) in sorted(needed.items()):
         other = found.get(key, shape)
         if other != shape and not (may_be_padded and differ_by_padding(other, shape)):
-            rules.append(f"has {key} with shape {list(other)}, but the model needs {list(shape)}")
+            rules.append(f"has {key} of shape {list(other)}, the model of shape {list(shape)}")
     if rules:
         fix = "use the checkpoint's model settings"
         raise unusable(f"checkpoint={folder}", rules[0], fix)

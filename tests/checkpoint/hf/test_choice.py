@@ -68,18 +68,18 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"normalization": "LayerNorm"}, "NORMALIZATION=LayerNorm: no architecture"),
-    ({"activation": "geglu"}, "ACTIVATION=geglu: no architecture"),
-    ({"activation": "squared_relu"}, "ACTIVATION=squared_relu: no architecture"),
-    ({"add_bias_linear": True}, "ADD_BIAS_LINEAR=True: no architecture"),
-    ({"moe_type": "moe"}, "MOE_TYPE=moe CAPACITY_FACTOR=0.0, which may drop tokens,: no architecture"),
+    ({"normalization": "LayerNorm"}, "NORMALIZATION=LayerNorm: no supported transformers architecture"),
+    ({"activation": "geglu"}, "ACTIVATION=geglu: no supported transformers architecture"),
+    ({"activation": "squared_relu"}, "ACTIVATION=squared_relu: no supported transformers architecture"),
+    ({"add_bias_linear": True}, "ADD_BIAS_LINEAR=True: no supported transformers architecture"),
+    ({"moe_type": "moe"}, "MOE_TYPE=moe CAPACITY_FACTOR=0.0, which may drop tokens,: no supported transformers architecture"),
     ({"moe_type": "moe", "capacity_factor": 3.9, "num_experts": 8, "topk": 2}, "CAPACITY_FACTOR=3.9"),
-    ({"moe_latent_size": 32}, "MOE_LATENT_SIZE=32: no architecture"),
+    ({"moe_latent_size": 32}, "MOE_LATENT_SIZE=32: no supported transformers architecture"),
     ({"router_score": "sqrtsoftplus"}, "ROUTER_SCORE=sqrtsoftplus"),
     ({"aux_loss_type": "sinkhorn"}, "AUX_LOSS_TYPE=sinkhorn"),
     ({"force_routing": "balanced"}, "FORCE_ROUTING=balanced"),
     ({"rotary_fraction": 0.5}, r"Qwen2MoeForCausalLM has no ROTARY_FRACTION=0\.5"),
-    ({"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300 SHARED_EXPERT_GATE=False: no architecture"),
+    ({"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300 SHARED_EXPERT_GATE=False: no supported transformers architecture"),
     # vLLM's Qwen2Moe divides, whatever config.json says.
     ({"head_dim": 96, "first_k_dense": 1}, "QK_NORM=False .*; Qwen2MoeForCausalLM has no HEAD_DIM=96"),
     ({"router_score": "sigmoid"}, "ROUTER_SCORE=sigmoid"),

@@ -83,7 +83,7 @@ def test_both_forms_are_written(form):
 
 def test_a_rope_scaling_without_a_form_is_refused_by_name():
     model = Config(**settings(LLAMA)).model_copy(update={"rope_scaling": "new"})
-    with pytest.raises(UnsupportedModel, match=r"^ROPE_SCALING=new: has no form .* use none, llama3 or yarn"):
+    with pytest.raises(UnsupportedModel, match=r"^ROPE_SCALING=new: config.json cannot .* use none, llama3 or yarn"):
         fields_of(model, architecture_of(LLAMA))
 
 
@@ -251,5 +251,5 @@ def test_a_window_is_switched_off_by_fields_of_the_class_alone():
     settings(qwen)  # whose class has the switch, and it is off
     foreign = {"use_sliding_window": False, "max_window_layers": 0}
     for fields in (mixtral, mixtral | foreign, qwen | {"use_sliding_window": True}):
-        with pytest.raises(UnsupportedModel, match="sliding_window=1024: attention over a window"):
+        with pytest.raises(UnsupportedModel, match="sliding_window=1024: sliding-window attention"):
             settings(fields)
