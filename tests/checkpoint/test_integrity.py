@@ -103,7 +103,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "flip in metadata": (flip, ".metadata", ""),
     "no metadata": (Path.unlink, ".metadata", r"cannot be used \(it is missing\)"),
     "cut common": (cut, "common.pt", "cannot be used"),
-    "no backend": (Path.unlink, "metadata.json", r"is not a distributed checkpoint \(metadata\.json not found\)"),
+    "no backend": (
+        Path.unlink,
+        "metadata.json",
+        r"is not a distributed checkpoint \(metadata\.json not found\)",
+    ),
     "no folder": (shutil.rmtree, ".", r"does not exist"),
 }
 

@@ -213,7 +213,9 @@ def test_a_converted_model_was_not_trained_on_the_embedded_corpus(tmp_path, caps
     assert main(["ckpt", "average", "ours", "averaged"]) == 0
     for name in ("ours", "averaged"):
         capsys.readouterr()
-        assert "DATA=: is required, as the training data of a converted model" in refused(tmp_path / name, capsys)
+        assert "DATA=: is required, as the training data of a converted model" in refused(
+            tmp_path / name, capsys
+        )
         assert main(["generate", "--checkpoint", name, "--prompt", "a"]) == 1
         assert "TOKENIZER=: is unknown, as the training did not set it." in capsys.readouterr().err
         for setting in ("load_dir", "upcycle_from"):
@@ -337,7 +339,9 @@ def test_bad_input(checkpoint, run, prefixes, tmp_path, capsys):
 
 def test_a_dense_model_has_no_experts(prefixes, tmp_path, capsys):
     folder = write_checkpoint(tiny_model("llama"), tmp_path / "iter_0000000")
-    assert "EXPERTS=8: requires an MoE model" in refused(folder, capsys, "--data", prefixes["code"], "--experts")
+    assert "EXPERTS=8: requires an MoE model" in refused(
+        folder, capsys, "--data", prefixes["code"], "--experts"
+    )
 
 
 @pytest.mark.parametrize("eod_mask_loss", [False, True])

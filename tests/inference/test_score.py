@@ -13,9 +13,19 @@ from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoin
 from helpers.relative_error import relative_error
 from moe_exp import cli
 from moe_exp.checkpoint.format.folders import Manifest, entries_of
+from moe_exp.checkpoint.format.settings import _LAYOUT
+from moe_exp.config import Config
+from moe_exp.config.setting_types import traits
 from moe_exp.data.samples.dataset import SampleStream, split_batch
 from moe_exp.data.tokens.tokens import parse_blend
-from moe_exp.inference.ranks import Layout, check_files, config_for_use
+from moe_exp.inference.ranks import (
+    _DROPLESS,
+    _NO_TRAINING,
+    _OUR_PARTS,
+    Layout,
+    check_files,
+    config_for_use,
+)
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
@@ -97,10 +107,16 @@ def test_another_type(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("array", "line"),
     [
-        (np.zeros(3, np.int64), r"must have two axes, not shape \[3\]\. Fix: use a \.npy file with integers \[B, S\]"),
-        (np.zeros((2, 0), np.int64), r"has the shape \[2, 0\]\. Fix: "),
+        (
+            np.zeros(3, np.int64),
+            r"must have two axes, not shape \[3\]\. Fix: use a \.npy file with integers \[B, S\]",
+        ),
+        (np.zeros((2, 0), np.int64), r"not shape \[2, 0\]\. Fix: "),
         (np.zeros((2, 3)), r"must contain integers, not float64\. Fix: "),
-        (np.array([[0, 1], [2, VOCAB]]), rf"has the id {VOCAB} in row 1, column 1, but the model's ids are 0 to "),
+        (
+            np.array([[0, 1], [2, VOCAB]]),
+            rf"has the id {VOCAB} in row 1, column 1, but the model's ids are 0 to ",
+        ),
         (np.array([[0, -1]]), r"has the id -1 in row 0, column 1, "),
         (np.array([[{}]], dtype=object), r"cannot be read \(.*Python objects.*\)\. Fix: "),
         (None, r"does not exist\. Fix: "),
@@ -187,3 +203,28 @@ def test_documents_of_a_row_do_not_see_each_other(checkpoint, tmp_path, capsys):
     assert relative_error(load(tmp_path / "plain.npy"), alone) > 1e-3
     assert run_score(checkpoint, tokens, tmp_path / "no.npy", *flags[:2], "9999") == 1
     assert "EOD_ID=9999: must be from 0 to" in capsys.readouterr().err
+
+
+# Settings outside the model whose checks depend neither on the parallel layout nor on sizes.
+INDEPENDENT = {
+    "preset", "lr", "min_lr", "router_lr_mult", "expert_lr_mult", "lr_groups", "lr_decay_style",
+    "train_iters", "warmup_iters", "decay_iters", "wsd_decay_iters", "wsd_decay_style", "wsd_decay_ends",
+    "lr_power_a", "lr_power_b", "sgd_momentum", "muon_momentum", "qk_clip", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_eps", "clip_grad", "ema_decay", "average_every", "seed", "text_documents",
+    "prepend_bos", "text_field", "data_order", "document_tokens", "eod_mask_loss", "document_packing",
+    "allow_other_data", "tokenizer", "data_dir", "run_dir", "run_name", "remote_dir",
+    "allow_other_model", "allow_other_optimizer", "save_interval", "save_at_end", "async_save",
+    "keep_last", "keep_every", "verify_checkpoint", "exit_interval", "log_interval", "log_timers",
+    "eval_iters", "tensorboard_axes", "prometheus_file", "wandb_mode", "fingerprints", "check_interval",
+    "disk_check", "max_bad_steps", "spike_action", "max_rollbacks", "preflight", "preflight_timeout",
+    "preflight_slow", "hang_timeout", "hang_timeout_other", "trace_calls_from", "trace_calls_mb",
+    "trace_calls_in", "max_restarts", "exit_duration", "profile_iters", "memory_snapshot",
+}  # fmt: skip
+
+
+def test_config_for_use_decides_every_setting():
+    """Fails for a new setting: add it to `ranks._NO_TRAINING` if its check depends on layout or sizes."""
+    replaced = {*_LAYOUT, *_NO_TRAINING, *_OUR_PARTS, *_DROPLESS, *Layout().settings(use_moe=True)}
+    replaced |= {"gbsz", "seq_len", "dtype", "document_mask"}
+    others = {name for name in Config.model_fields if traits(Config, name).part not in ("model", "experts")}
+    assert others - replaced == INDEPENDENT

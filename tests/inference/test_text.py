@@ -69,8 +69,12 @@ def test_a_trained_tokenizer(tmp_path):
     ("settings", "name", "rule"),
     [
         ({"vocab_size": 200, "train_data": "x"}, ".", r"^TOKENIZER=.*: has \d+ .* VOCAB_SIZE=200"),
-        ({"train_data": "x"}, "", r"^TOKENIZER=: is unknown, as the training did not set it\. Fix: pass --tokenizer"),
-        ({"train_data": "x"}, "nowhere", r"^TOKENIZER=nowhere: does not exist\. Fix: give --tokenizer"),
+        (
+            {"train_data": "x"},
+            "",
+            r"^TOKENIZER=: is unknown, as the training did not set it\. Fix: pass --tokenizer",
+        ),
+        ({"train_data": "x"}, "nowhere", r"^TOKENIZER=nowhere: does not exist\. Fix: pass --tokenizer"),
         ({"data_dir": "data"}, "", "embedded corpus's tokenizer was not found at"),
     ],
 )

@@ -144,7 +144,9 @@ def test_the_average_that_a_run_has_kept(tmp_path):
 def test_a_run_that_has_kept_none_or_has_not_averaged_yet(tmp_path, capsys):
     for folder in (write_checkpoint(tmp_path / "plain"), with_ema(tmp_path / "early", 5, num_averaged=0)):
         assert main(["ckpt", "average", str(folder), str(tmp_path / "out"), "--ema"]) == 1
-        assert f"SRC={folder}: has no moving average of the weights. Fix: omit --ema" in capsys.readouterr().err
+        assert (
+            f"SRC={folder}: has no moving average of the weights. Fix: omit --ema" in capsys.readouterr().err
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -195,7 +197,7 @@ def other_model(folder: Path, shape: Any = (), order: dict[str, Any] | None = No
     return write_checkpoint(folder, tensors=tensors, common=common)
 
 
-ENDS = "was trained with end and begin tokens"
+ENDS = "end and begin tokens"
 
 
 @pytest.mark.parametrize(
@@ -203,9 +205,12 @@ ENDS = "was trained with end and begin tokens"
     [
         ({"shape": (17, 8)}, r"has output_layer\.weight with shape \[17, 8\]"),
         ({"rotary_base": 12345.0}, r"has ROTARY_BASE=12345\.0, and .*b/iter_0000005 has ROTARY_BASE=\d"),
-        ({"order": {"eod_id": 2, "bos_id": None}}, rf"was trained with {ENDS} \(2, None\) than .*b/iter"),
-        ({"order": {"eod_id": 0, "bos_id": 1}}, rf"was trained with {ENDS} \(0, 1\) than .*b/iter"),
-        ({"order": {"tokenizer": "0123456789abcdef"}}, "was trained with a different tokenizer than .*b/iter"),
+        ({"order": {"eod_id": 2, "bos_id": None}}, rf"was trained with {ENDS} \(2, None\), but .*b/iter"),
+        ({"order": {"eod_id": 0, "bos_id": 1}}, rf"was trained with {ENDS} \(0, 1\), but .*b/iter"),
+        (
+            {"order": {"tokenizer": "0123456789abcdef"}},
+            "was trained with a different tokenizer than .*b/iter",
+        ),
         ({"order": {"eod_id": None, "bos_id": None, "tokenizer": None}}, None),  # not known
         ({"order": {}}, None),
     ],

@@ -113,7 +113,9 @@ def test_megatron_lms_checkpoints(tmp_path, capsys, monkeypatch):
     assert report["parameters"]["total"] == sum(PARAMETERS.values())
 
 
-@pytest.mark.parametrize(("latest", "text"), [("x", "must contain an iteration number"), ("9", "iter_0000009: does not")])
+@pytest.mark.parametrize(
+    ("latest", "text"), [("x", "must contain an iteration number"), ("9", "iter_0000009: does not")]
+)
 def test_what_is_no_checkpoint(latest, text, tmp_path, capsys):
     assert main(["ckpt", "info", str(tmp_path)]) == 1
     assert "is not a distributed checkpoint (metadata.json not found)" in capsys.readouterr().err

@@ -86,7 +86,10 @@ def test_main_weights_of_another_checkpoint(tmp_path):
     tensors = drawn_state()
     tensors[ROUTER][1, 2, 3:5] *= 2
     (line,) = findings(tmp_path, tensors)
-    assert "2 of 32 values of decoder.layers.1.mlp.router.weight differ from the optimizer's rounded main" in line
+    assert (
+        "2 of 32 values of decoder.layers.1.mlp.router.weight differ from the optimizer's rounded main"
+        in line
+    )
 
 
 def test_optimizer_of_another_model(tmp_path):
