@@ -39,10 +39,8 @@ class Source:
 def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> Source | None:
     """Finds the newest intact checkpoint, not newer than iteration `newest`, in a checkpoints folder, run
     folder or iter_ folder. Returns None if the folder has no checkpoints. All ranks must call it; nothing is
-    written. With `checksums`, the ranks read all files; otherwise only file sizes are compared.
-
-    Raises:
-        ValueError: on every rank, if no checkpoint is intact or the newest has a newer format.
+    written. With `checksums`, the ranks read all files; otherwise only file sizes are compared. ValueError on
+    every rank if no checkpoint is intact or the newest has a newer format.
     """
 
     def damage(folder: Path) -> str:
@@ -53,6 +51,7 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
             # Largest first, so that each rank reads about the same number of bytes.
             names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
             mine = {name: files[name] for name in names[rank::world_size]}
+            # Gathered, so that all ranks reach the same verdict.
             found: list[list[str]] = [[]] * world_size
             torch.distributed.all_gather_object(found, list(damages(folder, mine, checksums=checksums)))
             lines = sorted(chain.from_iterable(found))

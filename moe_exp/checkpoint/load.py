@@ -87,12 +87,8 @@ def saved_progress(path: Path) -> Progress | None:
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
     """Loads the checkpoint at `path` (an iter_ folder, or a folder whose newest checkpoint is used) into
     `trained`. From Megatron-LM's checkpoints, only the weights are loaded and the iteration is 0. All ranks
-    must call it.
-
-    Raises:
-        ConfigError: before anything is loaded, if the model or optimizer differs (`model_changes`).
-        RestoreError: if memory differs from what was saved (FINGERPRINTS).
-        ValueError: if no checkpoint is found, or its parameters do not match the model's.
+    must call it. ConfigError, before anything is loaded, if the model or optimizer differs (`model_changes`);
+    RestoreError if memory differs from what was saved (FINGERPRINTS); ValueError for other problems.
     """
     folder = one_checkpoint(path)
     common = compare_model(config, folder)
@@ -131,8 +127,7 @@ def resumed_progress(config: Config, common: dict[str, Any], *, has_average: boo
         progress.consumed_tokens = progress.consumed_samples * common["config"]["seq_len"]
         progress.consumed_flops = flops_per_iteration(config, progress.consumed_samples)
     if config.ema_decay and not has_average:
-        what = "EMA_DECAY=%g: the moving average starts from the checkpoint's weights"
-        logger.info(what, config.ema_decay)
+        logger.info("EMA_DECAY=%g: the moving average starts from the checkpoint's weights", config.ema_decay)
         progress.num_averaged = 1
     elif has_average and not config.ema_decay:
         logger.info("EMA_DECAY=0: the checkpoint's moving average of the weights is discarded")

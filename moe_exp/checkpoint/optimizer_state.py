@@ -251,9 +251,8 @@ class OptimizerRequest:
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
-        """Completes the load: sets main weights, the `model` chunks' weights, steps and loss scale. `saved`
-        is the saved result of `optimizer_groups`, or Megatron's own. Learning rate, betas and weight decay
-        remain this run's.
+        """Completes the load: sets main weights, `model` weights, steps and loss scale. `saved` comes from
+        `optimizer_groups` or Megatron. Learning rate, betas and weight decay remain this run's.
         """
         for weights, loaded in self._main_weights:
             weights.copy_(loaded)

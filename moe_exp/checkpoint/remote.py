@@ -86,9 +86,8 @@ def check_writable(config: Config) -> None:
 
 
 def send_checkpoint(config: Config, iteration: int) -> int:
-    """Uploads a checkpoint and the run's small files, then removes remote checkpoints that KEEP_LAST and
-    related settings no longer keep. Resumes an interrupted upload. Returns the checkpoint's size (bytes);
-    raises FileNotFoundError if the local checkpoint no longer exists.
+    """Uploads a checkpoint and the run's small files, then prunes remote checkpoints (KEEP_LAST). Resumes an
+    interrupted upload. Returns the size (bytes); FileNotFoundError if the local checkpoint is gone.
     """
     run, store = RunFolder.of(config), Store(remote_run(config))
     folder = folders.iteration_folder(run.checkpoints, iteration)

@@ -145,9 +145,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves the run's checkpoints, one at a time. Retention keeps `loaded`, the iteration that training
-    resumed from, and the iterations that `held` returns on rank 0.
-    """
+    """Saves checkpoints, one at a time. Retention keeps the iterations `loaded` and (on rank 0) `held()`."""
 
     def __init__(
         self,
@@ -174,9 +172,7 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.written.done()
 
     def begin(self, trained: Trained, progress: Progress, valid_loss: float | None = None) -> None:
-        """Starts writing a checkpoint; the previous save must be finished. Without ASYNC_SAVE, `trained` must
-        not change before `finish`. `valid_loss`: nats per token, if measured at this iteration.
-        """
+        """Starts a save. Without ASYNC_SAVE, `trained` must not change before `finish`; `valid_loss` in nats."""
         assert self._pending is None, "finish the previous save first"
         start, iteration = time.monotonic(), progress.iteration
         partial = folders.iteration_folder(self._checkpoints, iteration)
@@ -226,9 +222,7 @@ class CheckpointWriter:
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
 
     def finish(self) -> Saved | None:
-        """Waits for all ranks' files and publishes the checkpoint; None if no save is pending. A failed save
-        does not raise; it leaves no files, and all older checkpoints remain.
-        """
+        """Waits for all ranks' files and publishes; None without a save. A failed save does not raise."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None

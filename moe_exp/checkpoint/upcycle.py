@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.format.naming import single_styles
 from moe_exp.checkpoint.integrity import dense_source, find_source
 from moe_exp.checkpoint.load import load_sharded
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metadata, unwrapped
@@ -52,16 +53,9 @@ def experts_of(
     granularity: int,
     weights_sum: float,
 ) -> dict[str, Tensor]:
-    """Builds the tensors of L experts from shards of the dense MLP.
-
-    Args:
-        shards: tensors of the dense MLP by shard number.
-        experts: the experts' numbers in the whole layer.
-        granularity: number of shards G.
-        weights_sum: the sum c of a token's router weights.
-
-    Returns:
-        `weight1` [L, W/G, D], `weight2` [L, D, F/G], and the biases if the MLP has them.
+    """Builds the tensors of L `experts` (numbers in the whole layer) from the dense MLP's `shards` by number.
+    `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D], `weight2`
+    [L, D, F/G], and the biases if the MLP has them.
     """
     # The second projection is linear, so applying the whole factor to it is exact for every activation.
     # He et al. scale both projections, which is exact only if the activation is homogeneous; a different
@@ -106,17 +100,17 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
         for layer, module in moe_layers(list(trained.model)):
             _fill(module.experts, loaded["experts"][str(layer)], config)
             module.router.weight.copy_(virtual_group_router(module.router.weight, config.upcycle_granularity))
+        # The optimizer's main weights are still copies of the initial weights.
         trained.optimizer.reload_model_params()
     torch.distributed.barrier()
     granularity, copies = config.upcycle_granularity, config.num_experts // config.upcycle_granularity
     what = f"{config.num_experts} copies of the dense MLP"
     if granularity > 1:
-        what = f"{copies} copies of each of {granularity} shards of the dense MLP"
-        what += f", router in {copies} virtual groups"
+        shards = f"{copies} copies of each of {granularity} shards of the dense MLP"
+        what = f"{shards}, router in {copies} virtual groups"
     assert config.router_weights_sum is not None  # config/sections/backends.py
-    factor = granularity / config.router_weights_sum
-    what = f"{sum(config.moe_layers)} MoE layers with {what}"
-    return f"upcycled from {folder}: {what}, second projection scaled by {factor:g}"
+    what += f", second projection scaled by {granularity / config.router_weights_sum:g}"
+    return f"upcycled from {folder}: {sum(config.moe_layers)} MoE layers with {what}"
 
 
 def _off_the_grid(shard: Any) -> Any:
@@ -154,7 +148,8 @@ def _requests(layer: int, experts: MegatronExperts, config: Config, keys: Checkp
         count, index = config.upcycle_granularity * size, shard * size + rank
         if name == "bias2":
             count, index = size, rank
-        before = ((0, layer, config.num_layers),) if keys.layers_are_stacked else ()
+        single_layers, _ = single_styles(keys.tensors)
+        before = () if single_layers else ((0, layer, config.num_layers),)
         full_key = f"decoder.layers.mlp.{key}" if before else f"decoder.layers.{layer}.mlp.{key}"
         shape = [length // halves if dim == axis else length for dim, length in enumerate(like.shape)]
         places = [(len(before) + axis, half * count + index, halves * count) for half in range(halves)]

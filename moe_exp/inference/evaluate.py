@@ -345,9 +345,7 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Compares the tokenizers of model and data. A difference raises ValueError; with --allow-other-data, and
-    for the run's own data, it logs a warning.
-    """
+    """Raises ValueError for data of another tokenizer; warns if it is allowed or the run's own data."""
     for source in sources:
         facts, documents = token_files.tokenizer_facts(source.files.manifest), documents_of(source.prefix)
         if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):
@@ -367,7 +365,8 @@ def _compare_tokenizers(
 def evaluate(plan: EvaluationPlan, rank: Runtime) -> Evaluation:
     """Evaluates the model. All ranks must call it and get the same result. ValueError if loading fails."""
     stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
-    sums = torch.zeros(len(plan.sources), 3, dtype=torch.float64, device=rank.device)  # nats, tokens, bytes
+    # nats, tokens and bytes; float64 counts exactly up to 2^53
+    sums = torch.zeros(len(plan.sources), 3, dtype=torch.float64, device=rank.device)
     counts = None
     if plan.request.experts is not None:
         sizes = (len(plan.sources), plan.config.num_layers, plan.config.num_experts)

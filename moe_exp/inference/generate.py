@@ -23,15 +23,7 @@ from moe_exp.config import Config, setting_error
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded
-from moe_exp.inference.ranks import (
-    Layout,
-    Request,
-    Stage,
-    config_for_use,
-    load_model,
-    planned_quietly,
-    run_rank,
-)
+from moe_exp.inference import ranks
 from moe_exp.inference.text import TextStream, decoder_of, encode, tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.generate")  # by name: torchrun runs this module as __main__
@@ -105,7 +97,7 @@ def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class GenerateRequest(Request):
+class GenerateRequest(ranks.Request):
     """Settings of a generation job."""
 
     checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
@@ -118,7 +110,7 @@ class GenerateRequest(Request):
     allow_special: bool = False  # parse special tokens in prompts
     dtype: str = ""  # compute dtype; empty: the training's
     as_json: bool = False  # print one JSON object per prompt instead of the text
-    layout: Layout = field(default_factory=Layout)  # parallel layout
+    layout: ranks.Layout = field(default_factory=ranks.Layout)  # parallel layout
 
 
 @dataclass
@@ -153,7 +145,7 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
         raise setting_error("max_new_tokens", request.max_new_tokens, "must be at least 1", fix)
     folder = one_checkpoint(expanded(request.checkpoint))
     saved = saved_config(folder)
-    config = config_for_use(folder, request.layout, dtype=request.dtype or None)
+    config = ranks.config_for_use(folder, request.layout, dtype=request.dtype or None)
     tokenizer = tokenizer_for(
         saved, request.tokenizer, order=saved_order(folder), allow_special=request.allow_special
     )
@@ -180,7 +172,7 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
 
 
 def new_tokens(
-    stage: Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
+    stage: ranks.Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
 ) -> Generator[tuple[int, float], None, None]:
     """Yields tokens after a prompt, with log-probabilities, up to `max_positions`. All ranks must call it."""
     next_tokens, num_tokens = list(prompt), len(prompt)
@@ -191,6 +183,7 @@ def new_tokens(
             draws = stage.writes and stage.rank.groups.dp.rank() == 0
             token, log_prob = sampler.draw(logits[0, 0]) if draws and logits is not None else (0, 0.0)
             if stage.rank.world_size > 1:
+                # float64 represents every token id exactly
                 box = torch.tensor([token, log_prob], dtype=torch.float64, device=stage.rank.device)
                 torch.distributed.all_reduce(box)
                 token, log_prob = int(box[0].item()), box[1].item()
@@ -200,14 +193,12 @@ def new_tokens(
 
 def generate(
     plan: GenerationPlan,
-    stage: Stage,
+    stage: ranks.Stage,
     *,
     begin: Callable[[str], None] = lambda prompt: None,
     show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Generated]:
-    """Yields one result per prompt. Calls `begin` with each prompt, then `show` with new parts of its text.
-    All ranks must call it.
-    """
+    """Yields one result per prompt; calls `begin` with the prompt, then `show` with each part of its text."""
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
 
     def grow(result: Generated, text: str) -> None:
@@ -257,7 +248,7 @@ def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
             out.write(text)
             out.flush()
 
-    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+    stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder))
     for number, result in enumerate(generate(plan, stage, begin=begin, show=show), 1):
         if rank.is_first:
             more = number < len(plan.prompt_tokens) and not is_terminal
@@ -266,8 +257,8 @@ def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
 
 def main(request_file: str) -> None:
     """Runs one rank of a torchrun job."""
-    plan = planned_quietly(lambda: plan_generation(GenerateRequest.read(request_file)))
-    run_rank(plan.config, lambda rank: print_generated(plan, rank))
+    plan = ranks.planned_quietly(lambda: plan_generation(GenerateRequest.read(request_file)))
+    ranks.run_rank(plan.config, lambda rank: print_generated(plan, rank))
 
 
 if __name__ == "__main__":

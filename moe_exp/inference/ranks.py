@@ -94,20 +94,10 @@ def config_for_use(
     document_mask: bool | None = False,
     seq_len: int = 0,
 ) -> Config:
-    """Returns the settings for inference with the model of an iter_ folder.
-
-    Args:
-        folder: iter_ folder.
-        layout: parallel layout.
-        dtype: compute dtype; None: the training's.
-        capacity: drop tokens with MOE_TYPE=moe, as in training. Otherwise, no token is dropped, and a token's
-            result does not depend on the other tokens in the batch.
-        document_mask: DOCUMENT_MASK; None: as in training.
-        seq_len: length of the sequences; 0: as in training.
-
-    Raises:
-        ValueError: if the checkpoint is unusable.
-        ConfigError: if the layout does not fit the model.
+    """Settings for inference with the model of an iter_ folder; `dtype=None`, `document_mask=None` and
+    `seq_len=0` keep the training's. With `capacity`, MOE_TYPE=moe drops tokens as in training. Otherwise, no
+    token is dropped, and results do not depend on the other tokens in the batch. ValueError if the checkpoint
+    is unusable, ConfigError if the layout does not fit the model.
     """
     saved = saved_config(folder)
     changes = layout.settings(use_moe=saved.use_moe) | _NO_TRAINING | _OUR_PARTS
@@ -222,9 +212,7 @@ def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
 
 
 class Stage:
-    """Runs this rank's part of a model together with the other ranks. `config` comes from `config_for_use`;
-    `eod_id` is the end-of-document token, required with DOCUMENT_MASK.
-    """
+    """Runs this rank's part of a model, with settings from `config_for_use`; DOCUMENT_MASK needs `eod_id`."""
 
     def __init__(self, config: Config, rank: Runtime, model: GPTModel, eod_id: int | None = None):
         self.config, self.rank, self.model = config, rank, model

@@ -179,6 +179,7 @@ def score(plan: ScoringPlan, rank: Runtime) -> None:
     if rank.is_first:
         _make_file(plan)
     try:
+        # The other ranks open the file only after the first rank has created it.
         torch.distributed.barrier()
         with plan.partial.open("r+b") as file:
             for batch, is_mine in ranks.shared_batches(batches, rank, "score", "rows", len):
@@ -189,6 +190,7 @@ def score(plan: ScoringPlan, rank: Runtime) -> None:
                     logits.contiguous().cpu().numpy().tofile(file)
             file.flush()
             os.fsync(file.fileno())
+        # All rows must be on disk before the file gets its final name.
         torch.distributed.barrier()
         if rank.is_first:
             plan.partial.replace(plan.out)

@@ -24,17 +24,10 @@ _CONTEXT_TOKENS = (
 def tokenizer_for(
     saved: Config, name: str, *, order: Mapping[str, Any] | None = None, allow_special: bool = False
 ) -> TextTokenizer:
-    """Returns a run's tokenizer, which encodes documents as in its training.
-
-    Args:
-        saved: the run's settings.
-        name: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: the run's.
-        order: the run's `saved_order`.
-        allow_special: parse special tokens in text, such as <s>.
-
-    Raises:
-        ValueError: if the tokenizer is not found, has ids beyond the model's vocabulary, or lacks the
-            end-of-document token.
+    """Returns the tokenizer `name` (a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`;
+    empty: the run's), which encodes documents as in the training of the run with settings `saved` and
+    `saved_order` `order`. `allow_special`: parse special tokens in text, such as <s>. ValueError if it is not
+    found, has ids beyond the model's vocabulary, or lacks the end-of-document token.
     """
     give = "pass --tokenizer with tokenizer.json or its folder"
     trained = (order or {}).get("tokenizer") or ""

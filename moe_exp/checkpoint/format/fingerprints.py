@@ -63,12 +63,11 @@ TensorPiece = tuple[str, Tensor, Sequence[int]]
 
 @torch.no_grad()
 def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Share of the box at `offsets` in its tensor's fingerprint: int64 [], modulo 2^64. Values can have any
-    dtype, strides and device. They are processed in chunks, without copying the whole tensor.
-    """
+    """Share of the box at `offsets` in its tensor's fingerprint: int64 [], modulo 2^64, chunk by chunk."""
     values = values.detach().view(_BITS.get(values.element_size(), torch.uint8))
     while values.dim() < 2:
         values, offsets = values[None], (0, *offsets)
+    # PyTorch's int64 arithmetic wraps around, which makes all sums and products modulo 2^64.
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     if values.numel() == 0:
         return total

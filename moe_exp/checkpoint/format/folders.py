@@ -236,7 +236,8 @@ def publish(partial: Path, iteration: int) -> None:
     final = iteration_folder(checkpoints, iteration)
     replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
     sync_folder(partial)
-    # Everything that needs disk space comes before the first rename.
+    # Everything that needs disk space comes before the first rename. If the run is killed between renames,
+    # `recover` restores the name of the replaced checkpoint.
     next_latest = latest.with_suffix(".next")
     write_atomically(next_latest, str(iteration))
     if final.exists():

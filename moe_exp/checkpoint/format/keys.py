@@ -52,10 +52,6 @@ class CheckpointKeys:
         return cls(weights, optimizer, frozenset(found.objects))
 
     @property
-    def layers_are_stacked(self) -> bool:
-        return not single_styles(self.tensors)[0]
-
-    @property
     def has_router_biases(self) -> bool:
         return any(key.endswith(ROUTER_BIAS) for key in self.tensors)
 

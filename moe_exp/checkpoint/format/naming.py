@@ -96,9 +96,7 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """Splits an optimizer key into Megatron's prefix, state (`param` for either name of the main weights) and
-    parameter key; None for other keys.
-    """
+    """Megatron's prefix, state (`param` for main weights) and parameter key of an optimizer key, or None."""
     if (match := _STATE.fullmatch(key)) is None:
         return None
     return match[1] + match[2] + ".", "param" if match[2] == "fp32_param" else match[2], match[3]
@@ -120,9 +118,7 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """Logical tensors of the weights, or of an optimizer state, by name. Their order avoids reading chunks
-    twice if the reader has `keep_bytes=KEEP_BYTES`.
-    """
+    """Logical tensors of the weights, or of an optimizer state, by name, sorted to read chunks only once."""
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
         of_optimizer = optimizer_state(key)

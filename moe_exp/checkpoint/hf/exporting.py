@@ -321,9 +321,7 @@ TRAITS: Mapping[str, Trait] = {
 
 
 def choose_architecture(config: Config) -> Architecture:
-    """Returns the transformers architecture that is equivalent to the model. If there is none, raises
-    UnsupportedModel with the settings that prevent the export.
-    """
+    """The equivalent transformers architecture; UnsupportedModel with the settings that prevent an export."""
     against: dict[str, list[str]] = {}  # settings that each architecture cannot express
     for architecture in ARCHITECTURES.values():
         reasons = against[architecture.name] = []

@@ -215,9 +215,7 @@ def _check_counts(folder: ModelFolder) -> None:
 def _match(
     folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool
 ) -> tuple[_Sources, int]:
-    """Finds each piece's tensors and returns them with their total size (bytes). Checks that every tensor is
-    used and has the expected shape.
-    """
+    """Finds each piece's tensors, and their total size (bytes); checks shapes and refuses unused tensors."""
     planned: _Sources = []
     needed: dict[str, tuple[int, ...]] = {}
     for piece in pieces(architecture.tensors, config, scales=architecture.scales):

@@ -57,10 +57,8 @@ class StoredWeight:
 
 
 class ModelFolder:
-    """Config and weights of a folder; values are read on request. ValueError if incomplete or damaged.
-
-    The weights are the ones that transformers' `from_pretrained` reads: model.safetensors or, without it, the
-    files that the index names. Weights that it would read from elsewhere are refused.
+    """Config and weights of a folder; values are read on request. ValueError if incomplete or damaged. Reads
+    the same files as transformers' `from_pretrained`: model.safetensors, otherwise those in the index.
     """
 
     def __init__(self, path: Path):
@@ -175,9 +173,8 @@ class Entry:
 def write_shards(
     folder: Path, entries: Sequence[Entry], tensors: Iterator[Tensor], advance: Advance, *, max_bytes: int
 ) -> None:
-    """Writes `tensors`, in the order of `entries`, into an existing folder, with at most `max_bytes` per
-    file; a larger tensor gets its own file. Writes the index if there is more than one file. `advance` is
-    called with each tensor's size (bytes).
+    """Writes `tensors`, in the order of `entries`, into files of at most `max_bytes` (except for larger
+    tensors), and an index for more than one file. Calls `advance` with each tensor's size (bytes).
     """
     shards: list[list[Entry]] = [[]]
     num_bytes = 0  # size of the last shard
@@ -220,16 +217,15 @@ def write_shards(
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies the tokenizer files of a folder, or a tokenizer.json; returns whether tokenizer.json was found.
-    If tokenizer_config.json is missing, writes one with the usual end-of-text token. Without it, transformers
-    guesses the class from the model and has no end-of-text token, which lm_eval needs to start a text.
-    """
+    """Copies the tokenizer files of a folder, or a tokenizer.json; returns whether it exists."""
     files = {name: source / name for name in TOKENIZER_FILES}
     files = {"tokenizer.json": source} if source.is_file() else files
     found = {name: path for name, path in files.items() if path.is_file()}
     for name, path in found.items():
         target.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
+    # Without tokenizer_config.json, transformers guesses the class from the model and knows no end-of-text
+    # token, which lm_eval needs to start a text.
     if "tokenizer.json" in found and "tokenizer_config.json" not in found:
         content = read_json(found["tokenizer.json"])
         known = (one for one in tokenizers.USUAL_EOD_TOKENS if tokenizers.token_id(content, one) is not None)
@@ -240,9 +236,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Changes a copied tokenizer so that it encodes text like the training documents: with or without BOS,
-    and with their end-of-document token as EOS. Returns the ids for config.json and generation_config.json.
-    """
+    """Makes a copied tokenizer use the training's BOS (or none) and end token; returns their ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}

@@ -122,6 +122,7 @@ def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], No
         sizes = (min(rows, a.shape[0] - low), *a.shape[1:]) if a.shape else ()
         x, y = a.read(offsets, sizes).double(), b.read(offsets, sizes).double()
         equal = (x == y) | (x.isnan() & y.isnan())
+        # inf - inf is NaN even though the values are equal
         difference = (x - y).masked_fill_(equal, 0.0)
         num_equal += int(equal.sum())
         if difference.numel():

@@ -1,8 +1,7 @@
 """Rewrites a checkpoint in one process: with other keys (see keys.py), another dtype, only the weights, or as
 the weighted average of several checkpoints.
 
-Checkpoints load under any layout. The new one has one chunk per layer and expert, regardless of the run's
-layout. Memory contains the chunk being written and the most recent source chunks.
+The new checkpoint has one chunk per layer and expert. Only this chunk and recent source chunks are in memory.
 
 Averaging the last checkpoints of a run with a constant learning rate can replace its decay (Tian et al. 2025,
 WSM, arXiv 2507.17634). With weights c_0 ... c_k for the checkpoints t_0 ... t_k, the average is t_0 plus all
@@ -86,19 +85,9 @@ def reshape(
     values: Tensors | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Written:
-    """Rewrites an iter_ folder into a new checkpoints folder, which is created atomically.
-
-    Args:
-        source: iter_ folder.
-        target: checkpoints folder to create.
-        changes: what to change.
-        keep_bytes: memory for recent source chunks; the last chunk is always kept.
-        values: tensors that replace the weights.
-        facts: facts about `values` for the manifest.
-
-    Raises:
-        ValueError: if the source is damaged, the changes do not apply to it, `target` exists, or the disk
-            lacks space.
+    """Rewrites an iter_ folder into a new checkpoints folder, created atomically. `keep_bytes` is the memory
+    for recent source chunks. `values` replace the weights, and `facts` describe them in the manifest.
+    ValueError if the source is damaged, the changes do not apply, `target` exists, or the disk lacks space.
     """
     folders.check_target(target)
     reader = CheckpointReader(source, keep_bytes=keep_bytes)
@@ -258,16 +247,9 @@ def _expert_of(name: str) -> int:
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """Weights of `number` checkpoints, oldest first, with sum 1.
-
-    Args:
-        name: the decay that the average replaces, `uniform` (linear), `1-sqrt`, `cosine` or `inverse-sqrt`;
-            `ema`; or comma-separated numbers.
-        number: number of checkpoints.
-        ema_decay: ratio of each checkpoint's weight to the next one's, between 0 and 1, for `ema`.
-
-    Raises:
-        ValueError: if the name is unknown, the number of weights is wrong, or their sum is not positive.
+    """Weights of `number` checkpoints, oldest first, with sum 1. `name`: the decay that the average replaces
+    (`uniform` for a linear one, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight is `ema_decay` times
+    the next), or comma-separated numbers. ValueError for an unknown name or unsuitable numbers.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]
@@ -308,9 +290,8 @@ def average(
     sources: Sequence[Path], target: Path, weights: Sequence[float], *, of_ema: bool = False
 ) -> Written:
     """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
-    checkpoint with the last one's iteration. With `of_ema`, averages the moving averages that the run kept
-    (EMA_DECAY); the expert bias has none, so its own values are averaged. Raises ValueError if the models
-    differ or a moving average is missing, and as `reshape`.
+    checkpoint with the last one's iteration. `of_ema` averages the run's moving averages (EMA_DECAY) and the
+    expert bias, which has none. ValueError if models differ or have no moving average, and as `reshape`.
     """
     keep_bytes = naming.KEEP_BYTES // len(sources)
     readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]
