@@ -172,7 +172,7 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.written.done()
 
     def begin(self, trained: Trained, progress: Progress, valid_loss: float | None = None) -> None:
-        """Starts a save. Without ASYNC_SAVE, `trained` must not change before `finish`; `valid_loss` in nats."""
+        """Starts a save. Without ASYNC_SAVE, `trained` must not change until `finish`. `valid_loss`: nats."""
         assert self._pending is None, "finish the previous save first"
         start, iteration = time.monotonic(), progress.iteration
         partial = folders.iteration_folder(self._checkpoints, iteration)

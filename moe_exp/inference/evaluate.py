@@ -73,9 +73,7 @@ class Cut:
     """Options for cutting texts into sequences."""
 
     seq_len: int  # S, predicted tokens per sequence; a text's last sequence may have fewer
-    by_document: bool = (
-        False  # each document is a text; otherwise all are one, as in validation during training
-    )
+    by_document: bool = False  # each document is a text; otherwise all are one, as in training's validation
     whole_only: bool = False  # skip sequences shorter than S, as in validation during training
     samples: int | None = None  # limit of sequences; None: all
     share: token_files.Share = (0.0, 1.0)  # range of the documents, as divided by SPLIT
@@ -141,9 +139,7 @@ class HeldOut:
             for value in (int(ids.min()), int(ids.max())):
                 if not 0 <= value < vocab_size:
                     place = begin + int((ids == value).argmax())
-                    rule = (
-                        f"has the id {value} at token {place}, but the model's ids are 0 to {vocab_size - 1}"
-                    )
+                    rule = f"has id {value} at token {place}, but the model's ids are 0 to {vocab_size - 1}"
                     return problem("data", self.prefix, rule, "use files of the training's tokenizer")
         return None
 
@@ -308,9 +304,7 @@ def _tokenizer(
         return of_data
     if of_data and not same_tokenizer(found.recorded(), of_data.recorded()):
         rule = f"its tokenizer {of_data.name} differs from the model's {found.name}"
-        fix = (
-            "name a run with the model's tokenizer, or tokenize its text with that tokenizer and pass --data"
-        )
+        fix = "name a run with the model's tokenizer, or pass --data with text tokenized by that tokenizer"
         raise setting_error("data_of", request.data_of, rule, fix)
     return found
 
@@ -352,7 +346,7 @@ def _compare_tokenizers(
             rule = f"the manifest of {source.prefix} names another tokenizer than {tokenizers[0].name}"
             fix = "if the model was trained with the data's tokenizer, pass it as --tokenizer"
         elif trained and documents and trained != documents:
-            rule = f"documents of {source.prefix} start or end with other tokens than in training"
+            rule = f"documents of {source.prefix} begin or end with other tokens than those of the training"
             fix = "tokenize the text as for the training (--eod-token, --prepend-bos)"
         else:
             continue

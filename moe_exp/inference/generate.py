@@ -43,10 +43,7 @@ class Sampling:
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""
         draws, all_tokens = self.temperature != 0, "use a value such as 0.9, or 1 for all tokens"
-        greedy, fix = (
-            "has no effect with temperature 0 (greedy)",
-            "set --temperature to about 0.8, or omit it",
-        )
+        greedy, fix = "has no effect with temperature 0 (greedy)", "set --temperature to 0.8, or omit it"
         is_number = 0 <= self.temperature < float("inf")
         for name, is_valid, rule, way_out in (
             ("temperature", is_number, "must be a number of at least 0", "use 0 for greedy, or about 0.8"),
@@ -158,9 +155,7 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
         if not tokens:
             raise setting_error("prompt", shown, "must have at least one token", "use at least one character")
         if len(tokens) >= max_positions:
-            rule = (
-                f"has {len(tokens)} tokens, but must have fewer than {max_positions}, the number of positions"
-            )
+            rule = f"has {len(tokens)} tokens, but must have fewer than the {max_positions} positions"
             fix = f"shorten it, or raise --max-positions; the training had SEQ_LEN={seq_len}"
             raise setting_error("prompt", shown, rule, fix)
     if max_positions > seq_len:

@@ -16,9 +16,8 @@ logger = logging.getLogger(__name__)
 
 Decoder = Callable[[Sequence[int]], str]
 
-_CONTEXT_TOKENS = (
-    8  # tokens decoded before new ones: decoders treat the first piece differently (leading space)
-)
+# New tokens are decoded after this many others: decoders treat the first piece differently (leading space).
+_CONTEXT_TOKENS = 8
 
 
 def tokenizer_for(

@@ -185,7 +185,7 @@ def refused(checkpoint: Path, capsys, *flags: str, lines: int = 1) -> str:
 
 
 def test_data_of_a_run_of_another_tokenizer(checkpoint, other, tmp_path, capsys):
-    assert f"DATA_OF={other}: its tokenizer, " in refused(checkpoint, capsys, "--data-of", str(other))
+    assert f"DATA_OF={other}: its tokenizer " in refused(checkpoint, capsys, "--data-of", str(other))
     flags = ["--data-of", str(other), "--tokenizer", str(tmp_path / "same.json")]
     assert evaluated(checkpoint, capsys, *flags)["total"]["tokens"]
 
@@ -320,7 +320,7 @@ def test_bad_input(checkpoint, run, prefixes, tmp_path, capsys):
     none, other = str(tmp_path / "none"), str(tmp_path / "other")
     numbers = ["--samples", "0", "--batch-size", "-1", "--experts", "0"]
     cases = [
-        (["--data", prose, none, other], ["none.bin is missing. Fix: ", f"has the id {VOCAB} at token 2, "]),
+        (["--data", prose, none, other], ["none.bin is missing. Fix: ", f"has id {VOCAB} at token 2, "]),
         (["--data", str(tmp_path / "tiny")], ["tiny: must have at least two tokens. Fix: "]),
         (["--data", prose, prose + ".idx"], ["must not name a prefix twice. Fix: "]),
         (["--data", prose, *numbers], ["SAMPLES=0: must be", "BATCH_SIZE=-1: must be", "EXPERTS=0: must be"]),

@@ -339,9 +339,7 @@ class CheckpointReader:
             num_bytes -= self._kept.popitem(last=False)[1].nbytes
         value = self._load(chunk)
         if not isinstance(value, Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != stored.dtype:
-            raise unusable(
-                self.folder / chunk.file, f"does not contain {stored.key} at the recorded position"
-            )
+            raise unusable(self.folder / chunk.file, f"does not contain {stored.key} at its position")
         if keep and self.keep_bytes:
             self._kept[chunk] = value
         return value

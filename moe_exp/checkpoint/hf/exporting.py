@@ -32,7 +32,7 @@ from moe_exp.host.files import expanded, write_json
 from moe_exp.host.processes import own_command
 from moe_exp.host.progress import progress
 
-_MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # current key, key of older versions
+_MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # the second: older versions, Megatron-LM
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ def to_hf(
         rule = f"has neither config.json nor {model_folder.GENERATION}"
         raise unusable(f"LIKE={like}", rule, "name a Hugging Face folder, or omit the option")
     if max_shard_bytes < 1:
-        raise unusable(
-            f"MAX_SHARD_SIZE={max_shard_bytes}", "must be at least 1 byte", "set a size such as 5GB"
-        )
+        raise unusable(f"MAX_SHARD_SIZE={max_shard_bytes}", "must be at least 1 byte", "use a size like 5GB")
     folder = one_checkpoint(source)
     config = saved_config(folder)
     architecture = choose_architecture(config)
@@ -224,9 +222,7 @@ def _notes(config: Config, has_tokenizer: bool) -> list[str]:
         fix = "pass --tokenizer, or copy its files into the folder"
         notes.append(f"no tokenizer was written: {why}; {fix}")
     if added := config.padded_vocab_size - config.vocab_size:
-        notes.append(
-            f"omitted {added} rows of vocabulary padding, which were part of the softmax in training"
-        )
+        notes.append(f"omitted {added} rows of vocabulary padding, part of the softmax in training")
     return notes
 
 

@@ -301,9 +301,7 @@ def _notes(config: Config, added: list[str]) -> list[str]:
         notes.append(f"{published}; pass --seq-len to train with another")
     if added:
         what = f"the tokenizer has {len(added)} added tokens without embeddings, {folders.first_few(added)}"
-        notes.append(
-            f"VOCAB_SIZE={config.vocab_size}: {what}; they start from the mean of all other embeddings"
-        )
+        notes.append(f"VOCAB_SIZE={config.vocab_size}: {what}; they start from the mean embedding")
     if padding := config.padded_vocab_size - config.vocab_size:
         rows = f"VOCAB_SIZE={config.vocab_size} is not a multiple of 128: added {padding} rows of zeros"
         notes.append(f"{rows}; their logits of 0 count in the softmax until training lowers them")

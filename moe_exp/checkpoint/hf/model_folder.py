@@ -276,9 +276,7 @@ def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
     added = {token["id"]: token["content"] for token in tokens}
     beyond = range(vocab_size, size)
     if not added.keys() >= set(beyond):
-        rule = (
-            f"has {size} tokens, and some beyond vocab_size={vocab_size} of config.json are not added tokens"
-        )
+        rule = f"has {size} tokens, but beyond vocab_size={vocab_size} of config.json not only added ones"
         raise unusable(path, rule, "use the tokenizer that belongs to the weights")
     return [added[token] for token in beyond]
 

@@ -99,7 +99,7 @@ def test_views_are_written_without_the_rest_of_their_storage(tmp_path):
 def test_a_tensor_that_is_not_filled_is_no_checkpoint(tmp_path):
     writer = TorchDistWriter(tmp_path / "a")
     writer.add_chunk("x", torch.zeros(2, 3), shape=(4, 3), offsets=(0, 0))
-    with pytest.raises(ValueError, match="x: 6 of 12 values were written"):
+    with pytest.raises(ValueError, match="x: only 6 of 12 values were written"):
         writer.finish({})
     assert not (tmp_path / "a" / "metadata.json").exists()
     with pytest.raises(ValueError, match="chunks must have one shape and dtype"):

@@ -58,13 +58,13 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
 TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "missing": (lambda w: w.pop(EXPERT), rf"tensors missing: {EXPERT}\. "),
     "extra": (lambda w: w.update({"model.layers.1.bias": torch.ones(2)}), r"unused: .*\.1\.bias\. "),
-    "extra layer": (lambda w: w.update({"model.layers.3.mlp.bias": torch.ones(2)}), r"a use: .*layers\.3"),
+    "extra layer": (lambda w: w.update({"model.layers.3.mlp.bias": torch.ones(2)}), r"unused: .*layers\.3"),
     "misnamed": (
         lambda w: w.update({EXPERT.replace("w1", "w_1"): w.pop(EXPERT)}),
         r"tensors missing: .*experts\.3\.w1\.weight; unused: .*experts\.3\.w_1\.weight",
     ),
     "another shape": (lambda w: w.update({EXPERT: torch.ones(24, 31)}), r"w1\.weight \[24, 31\] instead of"),
-    "another type": (lambda w: w.update({EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}), r"not supported: .*F8"),
+    "another type": (lambda w: w.update({EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}), r"unsupported type: .*F8"),
     "two types": (lambda w: w.update({EXPERT: w[EXPERT].bfloat16()}), r"several types \(BF16, F32\)\. Fix: "),
     "many": (lambda w: [w.pop(name) for name in list(w) if "experts.3" in name], r"and 4 more\. "),
 }  # fmt: skip
@@ -178,7 +178,7 @@ def sharded(tmp_path: Path) -> Path:
 def test_a_file_of_several(sharded):
     path = sorted(sharded.glob("*.safetensors"))[1]
     os.truncate(path, path.stat().st_size - 100)
-    refused(sharded, rf"{path.name}: is damaged \(.*\)\. Fix: fetch")
+    refused(sharded, rf"{path.name}: is damaged \(.*\)\. Fix: download")
     path.write_bytes(b"<html>not found</html>" * 10)
     refused(sharded, rf"{path.name}: is damaged")
     path.unlink()
@@ -187,7 +187,10 @@ def test_a_file_of_several(sharded):
 
 NORM = "model.layers.1.input_layernorm.weight"
 IN_INDEX: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
-    "elsewhere": (lambda m: m.update({NORM: m["lm_head.weight"]}), rf"{NORM} is in .*00006\..* in model-"),
+    "elsewhere": (
+        lambda m: m.update({NORM: m["lm_head.weight"]}),
+        rf"00006\.\S+ for {NORM}, which is in model-",
+    ),
     "not there": (lambda m: m.pop(NORM), rf"names no file for {NORM}, which is in model-"),
     "too many": (lambda m: m.update(lost=m[NORM]), r"names .* for lost, which is in no file"),
     "outside": (lambda m: m.update(lost="../other.safetensors"), r"names a file outside the folder"),
@@ -280,7 +283,7 @@ def test_target_is_there_or_cannot_be_made(folder, checkpoints, tmp_path):
 def test_disk_without_room(checkpoints, tmp_path, monkeypatch):
     usage = shutil._ntuple_diskusage(10**6, 10**6 - 10, 10)
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ValueError, match=r"needs [\d.]+ [kM]B, [\d.]+ \w+ are free\. Fix: free some"):
+    with pytest.raises(ValueError, match=r"requires [\d.]+ [kM]B, but only [\d.]+ \w+ are free\. Fix: free"):
         to_hf(checkpoints["llama"], tmp_path / "back" / "in" / "a" / "folder")
     assert not list(tmp_path.iterdir())
 

@@ -92,7 +92,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "QK_NORM=False .*; Qwen2MoeForCausalLM does not support HEAD_DIM=96",
     ),
     ({"router_score": "sigmoid"}, "ROUTER_SCORE=sigmoid"),
-    ({"qk_norm": True, "qk_norm_scope": "all", "first_k_dense": 1}, "Olmoe.* no USE_MOE=True .*FIRST_K"),
+    (
+        {"qk_norm": True, "qk_norm_scope": "all", "first_k_dense": 1},
+        "Olmoe.* not support USE_MOE=True .*FIRST_K",
+    ),
     (DEEPSEEK | GROUPS | {"topk": 6}, "TOPK=6 NUM_ROUTER_GROUPS=4 ROUTER_GROUP_TOPK=2"),
     (DEEPSEEK | {"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300"),
     (DEEPSEEK | {"norm_epsilon": 1e-5}, "NORM_EPSILON=1e-05"),

@@ -38,7 +38,7 @@ def test_the_weights_of_each_name():
     ("name", "number", "options", "message"),
     [
         ("mean", 2, {}, "WEIGHTS=mean: must be one of"),
-        ("1,2", 3, {}, "WEIGHTS=1,2: 2 numbers for 3"),
+        ("1,2", 3, {}, "WEIGHTS=1,2: has 2 numbers for 3"),
         ("1,-1", 2, {}, "WEIGHTS=1,-1: must have a positive sum"),
         ("nan,1", 2, {}, "WEIGHTS=nan,1: must have a positive sum"),
         ("ema", 2, {"ema_decay": 1.0}, "EMA_DECAY=1.0: must be between 0 and 1"),
@@ -204,7 +204,7 @@ ENDS = "end and begin tokens"
     ("changes", "rule"),
     [
         ({"shape": (17, 8)}, r"has output_layer\.weight with shape \[17, 8\]"),
-        ({"rotary_base": 12345.0}, r"has ROTARY_BASE=12345\.0, and .*b/iter_0000005 has ROTARY_BASE=\d"),
+        ({"rotary_base": 12345.0}, r"has ROTARY_BASE=12345\.0, but .*b/iter_0000005 has ROTARY_BASE=\d"),
         ({"order": {"eod_id": 2, "bos_id": None}}, rf"was trained with {ENDS} \(2, None\), but .*b/iter"),
         ({"order": {"eod_id": 0, "bos_id": 1}}, rf"was trained with {ENDS} \(0, 1\), but .*b/iter"),
         (
