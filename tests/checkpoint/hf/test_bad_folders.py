@@ -64,7 +64,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         r"tensors missing: .*experts\.3\.w1\.weight; unused: .*experts\.3\.w_1\.weight",
     ),
     "another shape": (lambda w: w.update({EXPERT: torch.ones(24, 31)}), r"w1\.weight \[24, 31\] instead of"),
-    "another type": (lambda w: w.update({EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}), r"unsupported type: .*F8"),
+    "another type": (lambda w: w.update({EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}), r"ed type: .*F8"),
     "two types": (lambda w: w.update({EXPERT: w[EXPERT].bfloat16()}), r"several types \(BF16, F32\)\. Fix: "),
     "many": (lambda w: [w.pop(name) for name in list(w) if "experts.3" in name], r"and 4 more\. "),
 }  # fmt: skip
