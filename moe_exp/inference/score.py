@@ -141,7 +141,7 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
         kind = getattr(ids, "dtype", "several arrays")
         raise setting_error("tokens", path, f"must contain integers, not {kind}", fix)
     if ids.ndim != 2 or not ids.size:
-        raise setting_error("tokens", path, f"must have two axes, not shape {list(ids.shape)}", fix)
+        raise setting_error("tokens", path, f"must be a non-empty matrix, not shape {list(ids.shape)}", fix)
     rows = max(1, (64 << 20) // ids[0].nbytes)
     for first in range(0, len(ids), rows):
         block = ids[first : first + rows]

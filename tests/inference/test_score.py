@@ -109,9 +109,9 @@ def test_another_type(checkpoint, tmp_path):
     [
         (
             np.zeros(3, np.int64),
-            r"must have two axes, not shape \[3\]\. Fix: use a \.npy file with integers \[B, S\]",
+            r"must be a non-empty matrix, not shape \[3\]\. Fix: use a \.npy file with integers \[B, S\]",
         ),
-        (np.zeros((2, 0), np.int64), r"not shape \[2, 0\]\. Fix: "),
+        (np.zeros((2, 0), np.int64), r"must be a non-empty matrix, not shape \[2, 0\]\. Fix: "),
         (np.zeros((2, 3)), r"must contain integers, not float64\. Fix: "),
         (
             np.array([[0, 1], [2, VOCAB]]),
