@@ -1,6 +1,4 @@
-"""Is a checkpoint what was written (`moe-exp ckpt verify`), and which one does training resume from? Runs
-nothing of a file.
-"""
+"""Verifies checkpoints (`moe-exp ckpt verify`) and chooses the one to resume from, without executing code."""
 
 import logging
 import math
@@ -26,33 +24,34 @@ from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
 
-# Cause and text of a problem. Those of one cause, a damaged file or a kind of damage, follow from each other.
+# (cause, text) of a problem. Findings with one cause (a file or a kind of damage) likely share a fault.
 Finding = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint that training continues from."""
+    """The checkpoint that training resumes from."""
 
-    folder: Path  # of its iteration
-    damages: tuple[str, ...] = ()  # a line for each newer one that cannot be used
+    folder: Path  # iter_ folder
+    damages: tuple[str, ...] = ()  # one line for each newer, unusable checkpoint
 
 
 def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> Source | None:
-    """The newest whole checkpoint of a checkpoints folder, run folder or iteration's folder, up to the
-    iteration `newest`, or None if there is none at all. Called by every rank; writes nothing. With
-    `checksums` the ranks read all files, otherwise their sizes. Raises a ValueError on every rank, if no
-    checkpoint is whole, or the newest is of a newer format.
+    """Finds the newest intact checkpoint, not newer than iteration `newest`, in a checkpoints folder, run
+    folder or iter_ folder. Returns None if the folder has no checkpoints. All ranks must call it; nothing is
+    written. With `checksums`, the ranks read all files; otherwise only file sizes are compared. ValueError on
+    every rank if no checkpoint is intact or the newest has a newer format.
     """
 
     def damage(folder: Path) -> str:
-        # One rank reads the small files; the large ones are divided.
+        # The first rank reads the small files; the large ones are divided among all ranks.
         line, files = from_first_rank(lambda: contents(folder))
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         if not line:
-            # The largest first, so that all ranks get about as many bytes.
+            # Largest first, so that each rank reads about the same number of bytes.
             names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
             mine = {name: files[name] for name in names[rank::world_size]}
+            # Gathered, so that all ranks reach the same verdict.
             found: list[list[str]] = [[]] * world_size
             torch.distributed.all_gather_object(found, list(damages(folder, mine, checksums=checksums)))
             lines = sorted(chain.from_iterable(found))
@@ -62,13 +61,13 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
             logger.warning("damaged checkpoint: %s", line)
         return line
 
-    there = from_first_rank(lambda: usable(path))
-    there = [one for one in there if newest is None or folders.iteration_of(one) <= newest]
-    return _first_whole(path, there, damage)
+    candidates = from_first_rank(lambda: usable(path))
+    candidates = [one for one in candidates if newest is None or folders.iteration_of(one) <= newest]
+    return _first_whole(path, candidates, damage)
 
 
 def find_source_here(path: Path) -> Source | None:
-    """`find_source` in one process without a process group; of files it compares the sizes alone."""
+    """`find_source` for one process without a process group; compares only file sizes."""
 
     def damage(folder: Path) -> str:
         line, files = contents(folder)
@@ -77,28 +76,28 @@ def find_source_here(path: Path) -> Source | None:
     return _first_whole(path, usable(path), damage)
 
 
-def _first_whole(path: Path, there: Sequence[Path], damage_of: Callable[[Path], str]) -> Source | None:
+def _first_whole(path: Path, candidates: Sequence[Path], damage_of: Callable[[Path], str]) -> Source | None:
     lines: list[str] = []
-    for folder in there:
+    for folder in candidates:
         if not (damage := damage_of(folder)):
             return Source(folder, tuple(lines))
         lines.append(damage)
     if not lines:
         return None
     others = f" (and {len(lines) - 1} older ones)" if len(lines) > 1 else ""
-    fix = "restore the files, or start a new run elsewhere"
+    fix = "restore the files, or start a new run in another folder"
     raise unusable(f"checkpoint={path}", f"none can be used, {lines[0]}{others}", fix)
 
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
-    """Damage of a checkpoint by its small files alone, in one line, and its files as the manifest
-    has them: without one, as Megatron-LM's, none, and those that `.metadata` names have to be long enough.
-    Raises a NewerFormatError if a newer version of this package wrote it.
+    """Checks a checkpoint's small files. Returns the damage in one line (empty if intact) and the manifest's
+    file entries. Megatron-LM's checkpoints have no manifest and return no entries; each file that `.metadata`
+    names must be long enough. Raises NewerFormatError if a newer version of this package wrote it.
     """
     try:
         manifest = Manifest.read(folders.existing(folder))
         common, reader = read_common(folder), CheckpointReader(folder)
-    # a ValueError, too, but of nothing damaged: no older checkpoint may take its place
+    # A subclass of ValueError, but nothing is damaged: falling back to an older checkpoint would be wrong.
     except NewerFormatError:
         raise
     except ValueError as error:
@@ -109,8 +108,8 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
         return "", manifest.files
     if "versions" in common:
         return f"{folder / MANIFEST}: is missing", {}
-    logger.info("%s has no %s, as those of Megatron-LM: its checksums are not checked", folder, MANIFEST)
-    # A file that was cut off while it was copied is at least shorter than its last chunk's end.
+    logger.info("%s: no %s (written by Megatron-LM); checksums are not verified", folder, MANIFEST)
+    # Without checksums, a truncated copy is still detectable: the file ends before its last chunk does.
     ends: dict[str, int] = {}
     chunks = chain.from_iterable(tensor.chunks for tensor in reader.tensors.values())
     for chunk in chain(chunks, reader.objects.values()):
@@ -119,16 +118,16 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
         if not path.is_file():
             return f"{path}: is missing", {}
         if (size := path.stat().st_size) < end:
-            return f"{path}: has {size} bytes, at least {end} were written", {}
+            return f"{path}: has {size} bytes, expected at least {end}", {}
     return "", {}
 
 
 def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
-    """The folder that UPCYCLE_FROM means; ConfigError if it is no checkpoint of a dense run that fits."""
+    """Returns the iter_ folder for UPCYCLE_FROM; ConfigError unless it has a compatible dense checkpoint."""
     try:
         folder = folders.one_checkpoint(expanded(config.upcycle_from))
     except ValueError as error:
-        # under the name of the setting that the user gave
+        # name the setting that the user gave
         raise ConfigError([str(error).replace("checkpoint=", "UPCYCLE_FROM=", 1)]) from None
     find(folder)
     if problems := dense_problems(config, read_common(folder).get("config")):
@@ -137,8 +136,8 @@ def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
 
 
 def dense_problems(c: Config, dense: Mapping[str, Any] | None) -> list[str]:
-    """Why this run cannot start from the dense run with settings `dense`; None: it has none."""
-    rule, fix = "was not written by this package", "name a run of it"
+    """Reasons why this run cannot start from the dense run with settings `dense` (None: not recorded)."""
+    rule, fix = "was not written by this package", "name a run of moe_exp"
     if dense is not None:
         rule, fix = "is the checkpoint of an MoE run", "name a run with USE_MOE=false"
     if dense is None or dense.get("use_moe"):
@@ -152,19 +151,19 @@ def dense_problems(c: Config, dense: Mapping[str, Any] | None) -> list[str]:
 class Verification:
     """Checks one checkpoint and counts what was checked."""
 
-    folder: Path  # of one iteration
-    finite: bool = False  # also report values that are not finite
+    folder: Path  # iter_ folder
+    finite: bool = False  # also report non-finite values
     num_files: int = 0
     num_tensors: int = 0
     num_chunks: int = 0
 
     @property
     def has_checksums(self) -> bool:
-        """Whether there is a manifest; Megatron-LM writes none."""
+        """Whether a manifest exists (Megatron-LM writes none)."""
         return (self.folder / MANIFEST).exists()
 
     def findings(self) -> Iterator[Finding]:
-        """One problem at a time, as found; the counts are complete at the end."""
+        """Yields problems as they are found; the counts are complete at the end."""
         try:
             manifest = Manifest.read(self.folder)
             if manifest is not None:
@@ -175,7 +174,7 @@ class Verification:
                         advance(int(entry["bytes"]))
                         self.num_files += 1
             reader = CheckpointReader(self.folder, keep_bytes=KEEP_BYTES)
-            # a run treats ours as damaged without it; Megatron-LM's have neither
+            # training treats our checkpoints as damaged without it; Megatron-LM writes neither
             if "versions" in reader.common() and manifest is None:
                 missing = str(self.folder / MANIFEST)
                 yield missing, f"{missing}: is missing"
@@ -185,7 +184,7 @@ class Verification:
             yield from self._unreadable(reader)
             yield from self._disagreements(reader)
         except ValueError as error:
-            yield str(error).partition(": ")[0], str(error)  # which begins with a path
+            yield str(error).partition(": ")[0], str(error)  # the message begins with a path
 
     def _unreadable(self, reader: CheckpointReader) -> Iterator[Finding]:
         shares: list[Fingerprints] = []
@@ -204,12 +203,12 @@ class Verification:
                     advance(math.prod(chunk.sizes) * stored.dtype.itemsize)
                     self.num_chunks += 1
                 self.num_tensors += 1
-        # without tensors that are not stored under their fingerprint's key: `reshape` may rename experts'
+        # `reshape` may rename experts' tensors: those are not found under their fingerprint's key.
         whole = fingerprints.added(shares)
         for name, saved in (fingerprints.read(self.folder) or {}).items():
             found = whole.get(name, saved)
             if found.num_values == saved.num_values and found != saved:
-                rule = "is not what was in memory when it was saved, by its fingerprint"
+                rule = "differs from what was in memory when it was saved (by its fingerprint)"
                 yield "fingerprints", f"{self.folder}: {shown(name)} {rule}"
         for key in reader.objects:
             try:
@@ -222,7 +221,7 @@ class Verification:
         for state in states(reader):
             of_state = logical_tensors(reader, state)
             for name in of_state.keys() - weights.keys():
-                text = f"{self.folder}: the optimizer's {state} of {name} belongs to no weight"
+                text = f"{self.folder}: the optimizer's {state} of {name} has no matching weight"
                 yield f"{state} without weights", text
             for name in filter(weights.__contains__, of_state):
                 weight, tensor = weights[name], of_state[name]
@@ -232,34 +231,36 @@ class Verification:
                 elif state == "param":
                     try:
                         ours, rounded = weight.read(), tensor.read().to(weight.dtype)
-                    # reported with its chunk
-                    except ValueError:
+                    except ValueError:  # already reported with its chunk
                         continue
-                    # a NaN differs from itself
+                    # NaN != NaN, so NaNs are excluded from the comparison
                     if differing := int((ours != rounded).logical_and_(ours.eq(ours)).sum()):
                         values = f"{differing} of {ours.numel()} values of {weight.name}"
-                        rule = "are not the optimizer's main weights, rounded"
+                        rule = "differ from the optimizer's rounded main weights"
                         yield "main weights", f"{self.folder}: {values} {rule}"
 
 
 def layout_problem(stored: StoredTensor) -> str:
-    """Describes why a tensor's chunks do not fill it without overlap; empty if they do."""
+    """Describes why a tensor's chunks do not cover it exactly once; empty if they do."""
     for chunk in stored.chunks:
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         is_inside = len(ends) == len(stored.shape) and min(chunk.offsets, default=0) >= 0
         if not is_inside or any(map(operator.gt, ends, stored.shape)):
             place = f"{list(chunk.offsets)} of {list(chunk.sizes)}"
-            return f"has a chunk at {place}, outside of its shape {list(stored.shape)}"
+            return f"has a chunk at {place}, outside its shape {list(stored.shape)}"
     return _uneven(list(stored.chunks), stored.shape, 0)
 
 
 def _uneven(chunks: list[Chunk], shape: tuple[int, ...], axis: int) -> str:
-    """Describes why the chunks do not fill `shape` exactly once, from `axis` on; empty if they do."""
+    """Like `layout_problem`, but from `axis` on."""
+    # One chunk that spans all remaining axes fills them; otherwise cut this axis at every chunk boundary and
+    # check each slab separately.
     if len(chunks) == 1 and chunks[0].sizes[axis:] == shape[axis:]:
         return ""
     if axis == len(shape):
-        overlap = f"has chunks that overlap, at {list(chunks[0].offsets)}" if chunks else ""
-        return overlap or "is not filled by its chunks"
+        if not chunks:
+            return "is not filled by its chunks"
+        return f"has overlapping chunks at {list(chunks[0].offsets)}"
     spans = [(chunk.offsets[axis], chunk.offsets[axis] + chunk.sizes[axis]) for chunk in chunks]
     for low, high in pairwise(sorted({0, shape[axis], *chain.from_iterable(spans)})):
         pairs = zip(chunks, spans, strict=True)

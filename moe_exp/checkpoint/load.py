@@ -1,4 +1,4 @@
-"""Loads this package's checkpoints, and the weights in Megatron-LM's. Called by every rank."""
+"""Loads this package's checkpoints and the weights of Megatron-LM's. All ranks must call these functions."""
 
 import logging
 import os
@@ -60,41 +60,39 @@ _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ON
 
 
 class RestoreError(ConfigError):
-    """Loaded values differ from the saved ones, perhaps by a fault of a node. `names`: of the tensors."""
+    """Loaded values differ from the saved ones, possibly due to a faulty node. `names`: affected tensors."""
 
-    exit_code = FAILED  # so that a chain of jobs tries it again
+    exit_code = FAILED  # so that a chain of jobs retries it
 
     def __init__(self, folder: Path, names: Sequence[str], num_compared: int):
         self.names, self._arguments = list(names), (folder, list(names), num_compared)
-        rule = f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints"
+        rule = f"{len(names)} of {num_compared} tensors differ from what was saved (by their fingerprints)"
         rule += f": {first_few([shown(name) for name in names])}"
-        fix = "start again, on other nodes if it comes again"
+        fix = "start again, on other nodes if it happens again"
         if older := [one for one in iterations(folder.parent) if one < iteration_of(folder)]:
-            fix += f"; to go back to an older checkpoint write {older[-1]} into {folder.parent / LATEST}"
-        fix += "; FINGERPRINTS=false continues anyway"
-        super().__init__([f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}."])
+            fix += f"; to use an older checkpoint, write {older[-1]} into {folder.parent / LATEST}"
+        fix += "; to continue anyway, set FINGERPRINTS=false"
+        super().__init__([f"checkpoint={folder}: {rule}. The checkpoint was not modified. Fix: {fix}."])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
 
 
 def saved_progress(path: Path) -> Progress | None:
-    """Progress of a checkpoint (`path` as in `load`), without its tensors; None if Megatron-LM wrote it."""
+    """Reads a checkpoint's progress (`path` as in `load`); None if it only has weights."""
     common = read_common(one_checkpoint(path))
     return Progress(**common["progress"]) if "progress" in common else None
 
 
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
-    """Loads the checkpoint that `path` means into `trained`: one iteration's folder, or the newest of a
-    folder; of one that Megatron-LM wrote the weights alone, at iteration 0. Called by every rank.
-
-    ConfigError, before anything is loaded, if it is of another model or optimizer (`model_changes`);
-    RestoreError if memory differs from what was saved (FINGERPRINTS); ValueError if the folder has none, or
-    its parameters are not those of the model.
+    """Loads the checkpoint at `path` (an iter_ folder, or a folder whose newest checkpoint is used) into
+    `trained`. From Megatron-LM's checkpoints, only the weights are loaded and the iteration is 0. All ranks
+    must call it. ConfigError, before anything is loaded, if the model or optimizer differs (`model_changes`);
+    RestoreError if memory differs from what was saved (FINGERPRINTS); ValueError for other problems.
     """
     folder = one_checkpoint(path)
     common = compare_model(config, folder)
-    if "progress" not in common:  # weights alone
+    if "progress" not in common:  # only weights
         load_weights(runtime, folder, trained)
         if config.fingerprints:
             compare_restored(runtime, folder, trained, None)
@@ -106,8 +104,8 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     state["optimizer_shards"] = request.shards
     check_tensors(state, keys, folder)
     if layout(config, runtime) == common["layout"]:
-        # Random streams belong to tensor and pipeline ranks of one kind of device; with others they start
-        # from the seed.
+        # Random streams depend on the tensor and pipeline layout and the device type. If these have changed,
+        # the streams start from the seed.
         state["rng_state"] = rng_state(runtime)
     with parameters_in_sync(trained.model):
         loaded = _load_model(state, folder, trained, keys)
@@ -122,23 +120,23 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
 
 
 def resumed_progress(config: Config, common: dict[str, Any], *, has_average: bool) -> Progress:
-    """Progress of a run with `config` that continues from a checkpoint."""
+    """Progress with which a run with `config` resumes."""
     progress = Progress(**common["progress"])
-    # Older versions counted no tokens: they follow from the SEQ_LEN of that run, not of this one.
+    # Older versions did not count tokens. The count follows from the SEQ_LEN of that run, not of this one.
     if progress.consumed_samples and not progress.consumed_tokens:
         progress.consumed_tokens = progress.consumed_samples * common["config"]["seq_len"]
         progress.consumed_flops = flops_per_iteration(config, progress.consumed_samples)
     if config.ema_decay and not has_average:
-        logger.info("EMA_DECAY=%g: the average starts with the weights of the checkpoint", config.ema_decay)
+        logger.info("EMA_DECAY=%g: the moving average starts from the checkpoint's weights", config.ema_decay)
         progress.num_averaged = 1
     elif has_average and not config.ema_decay:
-        logger.info("EMA_DECAY=0: the checkpoint's average of the weights is dropped")
+        logger.info("EMA_DECAY=0: the checkpoint's moving average of the weights is discarded")
         progress.num_averaged = 0
     return progress
 
 
 def compare_model(config: Config, folder: Path) -> dict[str, Any]:
-    """Returns what is not sharded; ConfigError if an iteration's folder is of another model than `config`."""
+    """Returns the checkpoint's unsharded state; ConfigError if it belongs to another model than `config`."""
     common = read_common(folder)
     if "config" in common:
         refuse_other_checkpoint(config, folder, common)
@@ -146,13 +144,13 @@ def compare_model(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
-    """Loads only the weights of an iteration's folder; ValueError if they are not those of the model."""
+    """Loads only the weights of an iter_ folder; ValueError if they do not match the model."""
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
     check_tensors(state, keys, folder)
     with parameters_in_sync(trained.model):
         _load_model(state, folder, trained, keys)
-        # The optimizer has copies of its own of the weights that were there before.
+        # The optimizer's main weights are still copies of the initial weights.
         trained.optimizer.reload_model_params()
         restart_average(trained.optimizer)
 
@@ -161,14 +159,14 @@ def _load_model(
     state: dict[str, Any], folder: Path, trained: Trained, keys: CheckpointKeys
 ) -> dict[str, Any]:
     loaded = load_sharded(state, folder)
-    # Transformer Engine's state, and what `check_tensors` allows to be missing
+    # Transformer Engine's state, and the keys that `check_tensors` allows to be missing
     optional = ("_extra_state", ROUTER_BIAS, *LOSS_STATE)
     for index, chunk in enumerate(map(unwrapped, trained.model)):
         zero_missing_biases(chunk, keys)
         weights = loaded[f"model{index}"]
         on_one_side = set(chunk.state_dict()) ^ set(weights)
         if differing := sorted(name for name in on_one_side if not name.endswith(optional)):
-            rule = f"it and the model disagree on the parameters {first_few(differing)}"
+            rule = f"does not match the model's parameters {first_few(differing)}"
             raise unusable("checkpoint", rule, "resume with the same model")
         chunk.load_state_dict(weights, strict=False)
     return loaded
@@ -177,13 +175,15 @@ def _load_model(
 def load_sharded(
     state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True
 ) -> dict[str, Any]:
-    """The steps of Megatron's `dist_checkpointing.load`, which unpickles `.metadata`, and objects with
-    `weights_only=False`, without running anything of a file. Called by every rank; `state` is used up. With
-    `validate_access_integrity` every value has to have one rank that owns it. Raises a ValueError on every
-    rank, if `.metadata` or an object holds more than the format's classes, tensors and plain values, or a
-    file or a tensor is not what was asked for.
+    """Loads like Megatron's `dist_checkpointing.load`, but without executing code from files: Megatron
+    unpickles `.metadata`, and loads objects with `weights_only=False`. All ranks must call it; `state` is
+    consumed. With `validate_access_integrity`, exactly one rank must own each value.
+
+    Raises:
+        ValueError: on every rank, if `.metadata` or an object contains anything but the format's classes,
+            tensors and plain values, or if a file or a tensor does not match the request.
     """
-    # Here it runs nothing; Megatron reads it again.
+    # Megatron unpickles `.metadata` without restrictions, so a restricted unpickler has to accept it first.
     on_every_rank(lambda: read_metadata(folder))
     loaded = on_every_rank(lambda: read_common(folder))
     force_all_tensors_to_non_fp8(state)
@@ -194,7 +194,7 @@ def load_sharded(
         validate_sharding_integrity(determine_global_metadata(sharded)[1])
 
     def read() -> dict[str, Any]:
-        # Every `torch.load` of this process is `weights_only` until the end, whatever its caller says.
+        # Forces `weights_only` for every `torch.load` in this process, regardless of the caller's argument.
         before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
         os.environ[_FORCE] = "1"
         try:
@@ -202,20 +202,20 @@ def load_sharded(
                 warnings.filterwarnings("ignore", LOAD_WARNINGS, UserWarning)
                 return dict(TorchDistLoadShardedStrategy().load(sharded, folder))
         except (CheckpointException, pickle.UnpicklingError) as error:
-            # The first is no Exception but a BaseException, with what went wrong by rank.
+            # CheckpointException is only a BaseException; it maps each failed rank to its error.
             cause: BaseException = error
             if isinstance(error, CheckpointException):
                 cause = next(iter(error.failures.values()))[0]
             reason = " ".join(str(cause).split())[:200]
             if isinstance(cause, pickle.UnpicklingError):
-                reason = "an object in it is no plain value, loading it would run code"
+                reason = "it contains an object whose loading would execute code"
             raise unusable(f"checkpoint={folder}", f"cannot be used ({reason})") from None
         finally:
             del os.environ[_FORCE]
             os.environ.update({name: value for name, value in before.items() if value is not None})
 
-    # From Megatron 0.19 on its ranks read by themselves: where the files of one are damaged, the others would
-    # continue without it.
+    # Since Megatron 0.19, each rank reads independently: without this exchange, a rank with damaged files
+    # would fail while the others continue.
     merge(loaded, on_every_rank(read))
     return dict(apply_factory_merges(loaded, factories))
 
@@ -223,22 +223,21 @@ def load_sharded(
 def compare_restored(
     runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
-    """Compares the model and the optimizer's state (not if `converted` is None) with the fingerprints of the
-    iteration's folder that they were loaded from, by one reduction. Returns the number of tensors compared;
-    raises a RestoreError on every rank if one differs.
+    """Compares the model and the optimizer's state (skipped if `converted` is None) with the fingerprints in
+    the iter_ folder that they were loaded from, using one reduction. Returns the number of tensors compared;
+    raises RestoreError on every rank if one differs.
     """
-    # The checksums of the files say that they are what was written; fingerprints, that they were written
-    # from, and read into, the right places: under whatever layout, no value has changed on its way through
-    # the files.
+    # Checksums show that the files are intact. Fingerprints also show that each value was written from and
+    # read into the right place, under any parallel layout.
     saved = from_first_rank(lambda: fingerprints.read(folder))
     if saved is None:
-        of = "as those of Megatron-LM and of older versions: what was loaded is not compared"
-        logger.info("%s has no fingerprints, %s", folder, of)
+        of = "written by Megatron-LM or an older version; the loaded values are not verified"
+        logger.info("%s has no fingerprints (%s)", folder, of)
         return 0
     with parameters_in_sync(trained.model):
         mine = fingerprints_of(_pieces(runtime, trained, converted))
-    # Weights of another type than the checkpoint's are left out: they follow from the fp32 main weights,
-    # which are compared. Each total becomes a signed number, as torch sums no unsigned ones.
+    # Weights whose dtype differs from the checkpoint's are skipped: they follow from the fp32 main weights,
+    # which are compared. Totals become signed because PyTorch cannot sum unsigned integers.
     table = torch.zeros(2, len(saved), dtype=torch.int64)
     for place, (name, one) in enumerate(saved.items()):
         if name in mine and mine[name].dtype == one.dtype:
@@ -254,17 +253,17 @@ def compare_restored(
     names = [name for name, one in found.items() if one != saved[name]]
     if names:
         raise RestoreError(folder, names, len(found))
-    logger.info("what was loaded is what was saved: %d tensors have the same fingerprints", len(found))
+    logger.info("verified the loaded values: the fingerprints of all %d tensors match", len(found))
     return len(found)
 
 
 def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[TensorPiece]:
-    """All values of model and optimizer, each once over all ranks, under the keys of a save."""
+    """Yields the values of model and optimizer, each on one rank only, under the keys of a save."""
     weights = weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
     if converted is not None:
-        # Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read: kept, they are
-        # rounded again, and blocks of values that share a scale have other borders under another layout.
+        # Moments kept in 8 bits or bf16 are compared as read: the optimizer's copy is rounded again, and
+        # under another layout the blocks that share a scale have different boundaries.
         exact = []
         for owned in owned_state(trained.optimizer):
             moments = MOMENTS if owned.is_converted else ()

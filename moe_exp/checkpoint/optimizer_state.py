@@ -1,18 +1,19 @@
 """The optimizer's state as shards of whole tensors: each rank writes and reads only the values that it owns.
 
-For the parameter with the key K a checkpoint has, in fp32 and of its shape, `optimizer.state.param.K` (main
-weights), the moments (of Adam `optimizer.state.exp_avg.K` and `optimizer.state.exp_avg_sq.K`, of SGD
-`optimizer.state.momentum_buffer.K`), and with EMA_DECAY `optimizer.state.ema.K`, the average of the weights.
+For each parameter with key K, a checkpoint stores the following fp32 tensors with the parameter's shape:
+`optimizer.state.param.K` (main weights), the moments (Adam: `optimizer.state.exp_avg.K` and
+`optimizer.state.exp_avg_sq.K`; SGD: `optimizer.state.momentum_buffer.K`), and with EMA_DECAY
+`optimizer.state.ema.K` (moving average of the weights).
 
-Megatron's distributed optimizer gives each data parallel rank a range of the values of a parameter, counted
-in memory order. Megatron writes these keys too (`fully_reshardable`), but gathers all state of the model on
-every data parallel rank. Here a range is a few boxes (`boxes_of_range`), each a shard with its offsets:
+Megatron's distributed optimizer assigns each data-parallel rank a range of a parameter's values in memory
+order. Megatron writes the same keys (`fully_reshardable`), but gathers the whole state on every data-parallel
+rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box is a shard with its offsets:
 
-    parameter of this rank    [W, D], rows 8.. of a whole [4W, D] on tensor parallel rank 2, say
+    parameter on this rank    [W, D], for example the rows of tensor-parallel rank 2 in a whole [4W, D]
     range of this rank        values 100 to 250 of W * D
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0), of shape [4W, D]
 
-The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place.
+The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place.
 Moments in bf16 or 8 bits are converted to fp32 and back (`engine/optimizer_classes.py`).
 """
 
@@ -52,24 +53,24 @@ _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 @dataclass(frozen=True)
 class Owned:
-    """The state of the values `start` to `stop` of a parameter, in memory order, which this rank keeps."""
+    """Optimizer state that this rank keeps for values `start` to `stop` of a parameter, in memory order."""
 
-    parameter: Tensor  # of the model
+    parameter: Tensor  # the model's
     start: int
     stop: int
     values: Mapping[str, Tensor]  # `param`, the moments and `ema` by name, fp32 [stop - start]
-    # which set of data parallel ranks, that share a parameter's values, this one is in; None: each keeps all
+    # distributed optimizer instance, whose ranks share each parameter's values; None: every rank keeps all
     instance: int | None
-    is_converted: bool  # the moments are copies: the optimizer keeps them in bf16 or 8 bits
-    keep: Callable[[], None]  # after the values were filled in place, has the optimizer take such moments
+    is_converted: bool  # the moments are fp32 copies of the optimizer's bf16 or 8-bit moments
+    keep: Callable[[], None]  # writes such moments back to the optimizer once the copies are filled
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
-    """State that this rank keeps of every part of a chain of optimizers (dense parameters, experts)."""
+    """Yields this rank's state of each optimizer in the chain (dense parameters, experts)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
-        # each parameter, its main weights and the values of it that are here
+        # parameter, its main weights, the range kept here, and the instance
         kept: list[tuple[Tensor, Tensor, tuple[int, int], int | None]] = []
         if isinstance(part, DistributedOptimizer):
             of_dtypes = chain.from_iterable(buffer.values() for buffer in part.gbuf_ranges)
@@ -79,7 +80,7 @@ def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
                     main, own = part.optimizer.param_groups[group]["params"][place], ranges["param"]
                     instance = part.distributed_optimizer_instance_id
                     kept.append((parameter, main, (own.start, own.end), instance))
-        else:  # every data parallel rank has all of it
+        else:  # every data-parallel rank has the whole state
             pairs = [(one, one) for group in part.optimizer.param_groups for one in group["params"]]
             if isinstance(part, Float16OptimizerWithFloat16Params):
                 pairs = [(one, one) for group in part.fp32_from_fp32_groups for one in group]
@@ -96,7 +97,8 @@ def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
             yield Owned(parameter, start, stop, values, instance, is_converted, keep)
 
 
-# Which box of a parameter is which box of a checkpoint's tensor; axes of one alone have size 1.
+# A box of a parameter and the shard of a checkpoint's tensor with the same values. Axes that only one of the
+# two has are of size 1.
 _Piece = tuple[Box, ShardedTensor]
 
 
@@ -104,9 +106,9 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
     shape = tuple(parameter.shape)
     if isinstance(described, ShardedTensor):
         return [(Box((0,) * len(shape), shape), described)]
-    # A parameter that is several pieces of the checkpoint's tensors (the halves of a gated projection that
-    # tensor parallel ranks split, or one key for every expert) is described by a factory of Megatron's. It
-    # splits a tensor without memory: the strides and offsets of its views say which boxes they are.
+    # Megatron describes a parameter that is stored in several pieces (the two halves of a gated projection,
+    # one key per expert) by a factory. Run on a tensor without memory, the factory returns views whose
+    # strides and offsets identify the boxes.
     probe = torch.empty(shape, dtype=parameter.dtype, device="meta")
     built = described.build_fn(described.key, probe, described.replica_id, None)
     pieces = []
@@ -116,23 +118,23 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
         strides = zip(view.shape, view.stride(), probe.stride()[num_dropped:], strict=True)
         is_box = all(size == 1 or a == b for size, a, b in strides)
         is_view = view.untyped_storage()._cdata == probe.untyped_storage()._cdata
-        assert is_box and is_view, f"{shard.key}: is no box of its parameter"
+        assert is_box and is_view, f"{shard.key}: must be a box of its parameter"
         sizes = (1,) * num_dropped + tuple(view.shape)
         pieces.append((box_at(view.storage_offset(), sizes, shape), shard))
     num_values = sum(box.num_values for box, _ in pieces)
-    assert num_values == math.prod(shape), f"{described.key}: its pieces do not fill it"
+    assert num_values == math.prod(shape), f"{described.key}: must be filled by its pieces"
     return pieces
 
 
 def optimizer_shards(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    """This rank's part of the optimizer's state to save, as views; `weights`: as of `weights_state`."""
+    """This rank's shards of the optimizer's state, as views; `weights` comes from `weights_state`."""
     return {str(number): one for number, one in enumerate(shards_of(owned_state(optimizer), weights))}
 
 
 def shards_of(
     state: Iterable[Owned], weights: Mapping[str, Any], key_of: Callable[[str, str], str] | None = None
 ) -> Iterator[ShardedTensor]:
-    """The shards that some state is in a checkpoint, by default under the keys that are written."""
+    """Yields the shards of `state` in a checkpoint, by default under the keys that a save uses."""
     by_parameter, key_of = _by_parameter(weights), key_of or _written
     for owned in state:
         shape, pieces = owned.parameter.shape, _pieces(owned.parameter, by_parameter[owned.parameter])
@@ -140,15 +142,16 @@ def shards_of(
         for box, (whole, shard) in itertools.product(of_range, pieces):
             if (part := intersection(box, whole)) is None:
                 continue
-            # From the place in the parameter to that in the checkpoint's tensor: the piece may have dropped
-            # leading axes of the parameter, and has axes before its own (layers, experts).
+            # Translates the offsets in the parameter to offsets in the checkpoint's tensor: the piece may
+            # lack the parameter's leading axes, and the checkpoint may prepend axes (layers, experts).
             num_before, num_dropped = shard.prepend_axis_num, len(part.sizes) - len(shard.local_shape)
             inside = [a - o for a, o in zip(part.offsets, whole.offsets, strict=True)]
             offsets = zip(shard.global_offset, [0] * num_before + inside[num_dropped:], strict=True)
             place = tuple(map(sum, offsets))
             sizes, replica_id = (1,) * num_before + part.sizes[num_dropped:], shard.replica_id
             if owned.instance is not None:
-                # The last of the three counts data parallel ranks, of which each writes its own values.
+                # The last of the three numbers would count data-parallel ranks as replicas, but each of them
+                # owns different values.
                 replica_id = (*replica_id[:2], owned.instance)
             begin = first_value(box, shape) - owned.start
             for name, values in owned.values.items():
@@ -156,13 +159,13 @@ def shards_of(
                 yield ShardedTensor(
                     key=key_of(name, shard.key), data=in_box.view(sizes), dtype=values.dtype,
                     local_shape=sizes, global_shape=shard.global_shape, global_offset=place,
-                    axis_fragmentations=None,  # no regular grid
+                    axis_fragmentations=None,  # not a regular grid
                     replica_id=replica_id,
                 )  # fmt: skip
 
 
 def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """Unsharded state as Megatron writes it: group settings, steps, loss scale. Called by every rank."""
+    """Unsharded state in Megatron's format: group settings, steps, loss scale. All ranks must call it."""
     mine: list[dict[str, Any]] = []
     for part in optimizer.chained_optimizers:
         groups = [] if part.is_stub_optimizer else part.optimizer.param_groups
@@ -170,12 +173,12 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
         sharding = {"param_state_sharding_type": "fully_reshardable"}
         mine.append({"optimizer": {"param_groups": settings}, **sharding})
         if (scaler := getattr(part, "grad_scaler", None)) is not None:
-            # On the host: unpickled by other ranks, a tensor of this rank's GPU would be on that GPU there.
+            # Moved to the host: other ranks would unpickle a GPU tensor onto this rank's GPU.
             scale = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in scaler.state_dict().items()}
             mine[-1]["grad_scaler"] = scale
     chains: list[list[dict[str, Any]]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(chains, mine)
-    # A pipeline stage without experts has a shorter chain of optimizers.
+    # Pipeline stages without experts have a shorter chain of optimizers.
     step, longest = max(_found(chains, "step", int), default=None), max(chains, key=len)
     for described in longest if step is not None else ():
         for group in described["optimizer"]["param_groups"]:
@@ -184,7 +187,7 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 
 
 def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
-    """Every value of that name and kind inside what a checkpoint holds of the optimizer."""
+    """Yields all values with this name and type in a checkpoint's nested optimizer state."""
     if isinstance(saved, Mapping):
         if name in saved and isinstance(saved[name], kind):
             yield saved[name]
@@ -194,10 +197,10 @@ def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
 
 
 class OptimizerRequest:
-    """The optimizer's state as it is asked of a checkpoint with `keys`, and what is to be done when it is
-    there; the load overwrites it. `weights` is the model's state under those keys. Without `with_moments` (of
-    another optimizer) the main weights are taken, and moments and steps begin at zero. Without an average of
-    the weights there (`has_average`), this run's begins with the weights.
+    """Requests the optimizer's state from a checkpoint with `keys`. The load fills `shards` in place, then
+    `finish` completes the state. `weights` is the model's state under those keys. Without `with_moments` (the
+    checkpoint has another optimizer), only main weights are loaded, and moments and steps start at zero. If
+    the checkpoint has no moving average (`has_average`), this run's average starts from the weights.
     """
 
     def __init__(
@@ -213,15 +216,16 @@ class OptimizerRequest:
         self._main_weights: list[tuple[Tensor, Tensor]] = []
         self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in keys.optimizer)
         self.has_average = any(key.startswith(_written(AVERAGE, "")) for key in keys.optimizer)
-        # what the optimizer keeps in another type than it is read in: moments, as they are read
+        # fp32 moments, as read, that the optimizer keeps in another dtype
         self.converted: list[Owned] = []
         state, in_checkpoint = list(owned_state(optimizer)), _by_parameter(weights)
-        # biases of routers, which older versions did not have: zero, see `zero_missing_biases`
+        # router biases, which older versions did not have: zero, see `zero_missing_biases`
         self._missing = [owned for owned in state if owned.parameter not in in_checkpoint]
         asked = (self._asked(owned) for owned in state if owned.parameter in in_checkpoint)
 
         def key_of(name: str, key: str) -> str:
-            # Before 2026-12 main weights had another name without the distributed optimizer; fp32 had none.
+            # Before 2026-12, runs without the distributed optimizer saved main weights under another name,
+            # and fp32 runs saved none.
             before = _written("fp32_param", key)
             return before if name == "param" and before in keys.optimizer else _written(name, key)
 
@@ -239,17 +243,16 @@ class OptimizerRequest:
             return replace(owned, values=others)
         if main.untyped_storage().data_ptr() != owned.parameter.untyped_storage().data_ptr():
             return replace(owned, values={"param": main, **others})
-        # In fp32 they are the model's weights. Of a bf16 checkpoint both would be read into them, in an order
-        # that nobody knows.
+        # In fp32 the main weights are the model's weights. From a bf16 checkpoint, both would be loaded into
+        # the same memory, in an undefined order.
         loaded = torch.empty_like(main)
         self._main_weights.append((main, loaded))
         return replace(owned, values={"param": loaded, **others})
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
-        """After the load: main weights, the `model` chunks' weights from them, steps and loss scale. `saved`
-        is what `optimizer_groups` was, or Megatron's own. Learning rate, betas and weight decay stay this
-        run's.
+        """Completes the load: sets main weights, `model` weights, steps and loss scale. `saved` comes from
+        `optimizer_groups` or Megatron. Learning rate, betas and weight decay remain this run's.
         """
         for weights, loaded in self._main_weights:
             weights.copy_(loaded)
@@ -261,7 +264,7 @@ class OptimizerRequest:
             keep()
         if not self.has_average:
             restart_average(self.optimizer)
-        # those of the model follow from the main weights, as after a step
+        # the model's weights follow from the main weights, as after an optimizer step
         update_model_weights(self.optimizer, model)
         step = max(_found(saved, "step", int), default=0) if self._with_moments else 0
         scaler = next(_found(saved, "grad_scaler"), None)

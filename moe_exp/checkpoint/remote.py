@@ -1,11 +1,11 @@
-"""The copy of a run at an object store (REMOTE_DIR): the folders and files that it has here.
+"""Copies a run to an object store (REMOTE_DIR) and back, with the same folder layout:
 
 REMOTE_DIR/RUN_NAME/
-    config.yaml provenance.json metrics.jsonl skipped_samples.json    as they were after the last checkpoint
-    checkpoints/iter_0000300/...                                      complete with its manifest.json
+    config.yaml provenance.json metrics.jsonl skipped_samples.json    as of the last checkpoint
+    checkpoints/iter_0000300/...                                      complete once it has a manifest.json
     checkpoints/latest_checkpointed_iteration.txt                     written last
 
-All functions raise a ValueError or a ConnectionError as `Store` does.
+All functions raise ValueError or ConnectionError as `Store` does.
 """
 
 import logging
@@ -34,43 +34,43 @@ from moe_exp.runs.run_folder import LATEST, RunFolder
 logger = logging.getLogger(__name__)
 
 _WHOLE = re.compile(rf"(iter_(\d{{7,}}))/{re.escape(MANIFEST)}")
-_FETCHED = ".fetched"  # suffix of a folder that is being copied from the store
+_FETCHED = ".fetched"  # suffix of a folder while its files are downloaded
 
 
 def remote_run(config: Config) -> str:
-    """URL of the run's copy; empty: it has none."""
+    """URL of the run's copy; empty without REMOTE_DIR."""
     return f"{config.remote_dir.rstrip('/')}/{config.name}" if config.remote_dir else ""
 
 
 def ahead_problem(config: Config) -> str:
-    """Empty, or why the copy is not this run's: it has continued elsewhere since the newest one here."""
+    """Describes the conflict if the run continued elsewhere and its copy is ahead; otherwise empty."""
     run = RunFolder.of(config)
     there = newest_there(f"{remote_run(config)}/checkpoints")
     here = folders.latest_iteration(run.checkpoints)
     if there is None or here is None or there <= here:
         return ""
     events = (one for one in iter_metrics(run.metrics) if one.get("event") == "checkpoint")
-    if any(one["iteration"] == there for one in events):  # a rollback here went back past it
+    if any(one["iteration"] == there for one in events):  # saved here, then undone by a rollback
         return ""
-    fix = f"remove {run.checkpoints} to continue from {there}, or give another RUN_NAME"
-    rule = f"has the checkpoint at iteration {there}, and {run.path} has only {here}"
+    fix = f"remove {run.checkpoints} to resume from iteration {there}, or set another RUN_NAME"
+    rule = f"has a checkpoint at iteration {there}, but the newest in {run.path} is at {here}"
     return problem("remote_dir", config.remote_dir, rule, fix)
 
 
 def newest_there(url: str) -> int | None:
-    """Iteration of the newest complete checkpoint of a checkpoints folder at a store; None if it has none."""
+    """Iteration of the newest complete checkpoint in a store's checkpoints folder, or None."""
     try:
         text = Store(url).read(LATEST).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     if not text.isdecimal():
         place = f"{url}/{LATEST}={text[:20]!r}"
-        raise folders.unusable(place, "must hold the number of an iteration", "write it")
+        raise folders.unusable(place, "must contain an iteration number", "write the number into it")
     return int(text)
 
 
 def _complete(names: Iterable[str]) -> dict[int, str]:
-    """Folders of the complete checkpoints by iteration, in order, from the files of a checkpoints folder."""
+    """Folder names of complete checkpoints by iteration, sorted, given the files of a checkpoints folder."""
     found = (match for name in names if (match := _WHOLE.fullmatch(name)))
     return dict(sorted((int(match[2]), match[1]) for match in found))
 
@@ -79,16 +79,15 @@ def _complete(names: Iterable[str]) -> dict[int, str]:
 
 
 def check_writable(config: Config) -> None:
-    """Writes and removes a file in REMOTE_DIR, so that a start ends if that fails, and not the first save."""
+    """Writes and removes a file in REMOTE_DIR, so that missing permissions show at the start."""
     store = Store(remote_run(config))
     store.write(".writable", b"")
     store.remove(".writable")
 
 
 def send_checkpoint(config: Config, iteration: int) -> int:
-    """Copies a checkpoint of the run and the small files of its folder; removes those there that the rules of
-    KEEP_LAST keep no longer. Continues what a call that was stopped has begun. Returns the checkpoint's
-    bytes; raises a FileNotFoundError if it is not here any more.
+    """Uploads a checkpoint and the run's small files, then prunes remote checkpoints (KEEP_LAST). Resumes an
+    interrupted upload. Returns the size (bytes); FileNotFoundError if the local checkpoint is gone.
     """
     run, store = RunFolder.of(config), Store(remote_run(config))
     folder = folders.iteration_folder(run.checkpoints, iteration)
@@ -98,7 +97,7 @@ def send_checkpoint(config: Config, iteration: int) -> int:
     for path in _small_files(run):
         if path.is_file():
             store.write(path.name, path.read_bytes())
-    # last, so that what it names is complete
+    # Written after the files, so that it never names an incomplete checkpoint.
     store.write(f"checkpoints/{LATEST}", str(iteration).encode())
     if config.keep_last:
         there = Store(f"{store.url}/checkpoints")
@@ -111,11 +110,11 @@ def send_checkpoint(config: Config, iteration: int) -> int:
             if manifest.valid_loss is not None:
                 losses[one] = manifest.valid_loss
         rules = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
-        # Newer ones are of an attempt that was given up, or the only good copies of what is damaged here:
-        # they stay until the run has passed them, as in its own folder. What is not complete will not be.
+        # Newer checkpoints are from an abandoned attempt, or the only good copies of damaged local ones. They
+        # stay until the run has passed them, as in the local folder. Incomplete ones will never be completed.
         removed = folders.which_to_remove(passed, losses, **rules)
         kept = {complete[one] for one in complete.keys() - set(removed)}
-        # first, what completes one
+        # Manifests go first: without one, a half-removed checkpoint does not count as complete.
         for name in sorted(names, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)):
             if re.match(r"iter_\d{7,}/", name) and name.partition("/")[0] not in kept:
                 there.remove(name)
@@ -127,7 +126,7 @@ def _small_files(run: RunFolder) -> list[Path]:
 
 
 class Uploads:
-    """Copies checkpoints to REMOTE_DIR during training, on rank 0, one at a time."""
+    """Uploads checkpoints to REMOTE_DIR during training, on rank 0, one at a time."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -137,39 +136,39 @@ class Uploads:
         self._next: int | None = None
         self._events: deque[tuple[str, int, dict[str, Any]]] = deque()
         newest = folders.latest_iteration(RunFolder.of(config).checkpoints)
-        if newest is not None:  # which an earlier start may not have copied
+        if newest is not None:  # an earlier start may not have uploaded it
             self.add(newest)
 
     def add(self, iteration: int) -> None:
-        """Has a checkpoint copied."""
+        """Schedules the upload of a checkpoint."""
         with self._lock:
-            # Only the newest of those that follow the one under way: a store that is slower than the saves
-            # gets fewer.
+            # Only the newest waits for the current upload: if the store is slower than the saves, it skips
+            # checkpoints.
             self._next = iteration
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
                 self._thread.start()
 
     def held(self) -> set[int]:
-        """Iterations that retention must leave."""
+        """Iterations that retention must not remove."""
         with self._lock:
             return {one for one in (self._under_way, self._next) if one is not None}
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until all are copied, or have failed, or `seconds` have passed."""
+        """Waits until all uploads have ended, or for `seconds`."""
         if (thread := self._thread) is not None:
-            logger.info("waiting for the copy of the last checkpoint at %s", remote_run(self._config))
+            logger.info("waiting for the upload of the last checkpoint to %s", remote_run(self._config))
             thread.join(seconds)
             if thread.is_alive():
-                logger.warning("the copy is not complete: the next start continues it")
+                logger.warning("the upload is incomplete; the next start resumes it")
 
     def events(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """Kind, iteration and facts of what happened since the last call, for metrics.jsonl."""
+        """Kind, iteration and details of all events since the last call, for metrics.jsonl."""
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def _work(self) -> None:
         while True:
-            # As one step: an `add` in between would leave its checkpoint to a thread that ends.
+            # Under one lock: an `add` in between would leave its checkpoint to a thread that is ending.
             with self._lock:
                 self._under_way, self._next = self._next, None
                 if self._under_way is None:
@@ -179,14 +178,14 @@ class Uploads:
             start, url = time.monotonic(), remote_run(self._config)
             try:
                 num_bytes = send_checkpoint(self._config, iteration)
-            # whatever it is: the run continues
+            # Training must continue regardless of what failed; the next save tries again.
             except Exception as error:
-                what = "the checkpoint at iteration %d was not copied to %s: %s"
+                what = "cannot upload the checkpoint at iteration %d to %s: %s"
                 logger.warning(what, iteration, url, error)
                 self._events.append(("upload_failed", iteration, {"reason": str(error)}))
                 continue
             seconds = time.monotonic() - start
-            what = "copied the checkpoint at iteration %d to %s, %s in %.1f s"
+            what = "uploaded the checkpoint at iteration %d to %s (%s in %.1f s)"
             logger.info(what, iteration, url, bytes_text(num_bytes), seconds)
             self._events.append(("upload", iteration, {"seconds": round(seconds, 3), "bytes": num_bytes}))
 
@@ -195,7 +194,7 @@ class Uploads:
 
 
 def fetch_run(config: Config) -> None:
-    """Downloads the run's newest complete checkpoint and small files, unless a checkpoint is here."""
+    """Downloads the run's newest complete checkpoint and small files, unless a local checkpoint exists."""
     run, url = RunFolder.of(config), remote_run(config)
     if not url or folders.usable(run.checkpoints):
         return
@@ -203,7 +202,7 @@ def fetch_run(config: Config) -> None:
     with FileLock(run.path / ".remote.lock"):
         if folders.usable(run.checkpoints) or newest_there(f"{url}/checkpoints") is None:
             return
-        # first: with a checkpoint here nothing more is fetched
+        # Before the checkpoint: as soon as one exists locally, nothing more is fetched.
         for path in _small_files(run):
             if not path.exists() and (known := Store(url).find(path.name)):
                 Store(url).download(path.name, path, known, lambda *_: None)
@@ -211,8 +210,8 @@ def fetch_run(config: Config) -> None:
 
 
 def fetch_load_dir(config: Config) -> Path:
-    """The checkpoint of LOAD_DIR=URL, copied into the run folder by `fetch_checkpoint`."""
-    place = xxhash.xxh3_64_hexdigest(config.load_dir.encode())[:8]  # another URL, another checkpoint
+    """Downloads the checkpoint of LOAD_DIR=URL into the run folder and returns its local folder."""
+    place = xxhash.xxh3_64_hexdigest(config.load_dir.encode())[:8]  # one folder per URL
     folder = RunFolder.of(config).path / "loaded" / place
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
@@ -220,9 +219,9 @@ def fetch_load_dir(config: Config) -> Path:
 
 
 def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
-    """Copies the newest complete checkpoint of a checkpoints or run folder at a store, or the one of an
-    iteration's folder; a repeated call resumes. Returns its local folder. Raises a ValueError if the store
-    has no checkpoint, the disk is too small, or files arrive damaged (they are removed).
+    """Downloads the newest complete checkpoint from a checkpoints, run or iter_ folder in a store; a repeated
+    call resumes. Returns its local folder. Raises ValueError if the store has no checkpoint, the disk lacks
+    space, or files arrive damaged (those are removed).
     """
     store, iteration = find_there(url.rstrip("/"))
     final = folders.iteration_folder(checkpoints, iteration)
@@ -232,7 +231,7 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     listed = store.files()
     for name, entry in manifest.files.items():
         if name not in listed or listed[name].bytes != entry["bytes"]:
-            rule = "is missing, or has another size than its manifest says"
+            rule = "is missing, or its size differs from the manifest"
             raise folders.unusable(f"{store.url}/{name}", rule, "name another checkpoint")
     partial = final.with_name(final.name + _FETCHED)
     partial.mkdir(parents=True, exist_ok=True)
@@ -245,12 +244,12 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     for name, entry in manifest.files.items():
         if line := next(folders.damages(partial, {name: entry}), ""):
             damaged.append(line)
-            (partial / name).unlink(missing_ok=True)  # so that only this file is fetched again
+            (partial / name).unlink(missing_ok=True)  # the next call fetches only this file
     if damaged:
         more = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
-        fix = f"repeat the command; if it is damaged there, too, remove {store.url}"
-        raise folders.unusable(store.url, f"what came is damaged, {damaged[0]}{more}", fix)
-    for other in checkpoints.glob(f"iter_*{_FETCHED}"):  # which an earlier call has not completed
+        fix = f"repeat the command; if the store's copy is damaged, remove {store.url}"
+        raise folders.unusable(store.url, f"the download is damaged, {damaged[0]}{more}", fix)
+    for other in checkpoints.glob(f"iter_*{_FETCHED}"):  # left by interrupted calls
         if other != partial:
             shutil.rmtree(other, ignore_errors=True)
     folders.publish(partial, iteration)
@@ -259,15 +258,15 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
 
 
 def find_there(url: str) -> tuple[Store, int]:
-    """The folder of a checkpoint that a URL means, and its iteration; raises as `fetch_checkpoint`."""
+    """Resolves a URL to a checkpoint's folder and iteration; raises as `fetch_checkpoint`."""
     if (named := _WHOLE.fullmatch(f"{url.rpartition('/')[2]}/{MANIFEST}")) and Store(url).find(MANIFEST):
         return Store(url), int(named[2])
     for checkpoints in (url, f"{url}/checkpoints"):
         if (newest := newest_there(checkpoints)) is None:
             continue
-        # one that is not complete was being replaced when its run was killed
+        # `latest` may name an incomplete checkpoint if the run was killed while it was being replaced
         complete = _complete(Store(checkpoints).files())
         if whole := [one for one in complete if one <= newest]:
             return Store(f"{checkpoints}/{complete[whole[-1]]}"), whole[-1]
-    fix = "name a checkpoints folder, a run folder or the folder of one iteration"
+    fix = "name a checkpoints folder, a run folder or an iter_ folder"
     raise folders.unusable(url, "has no complete checkpoint", fix)

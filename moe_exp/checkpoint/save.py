@@ -1,11 +1,11 @@
-"""Saving: a checkpoint is written beside the others and becomes one of them by a rename, or leaves no trace.
-Called by every rank.
+"""Saves checkpoints atomically: a folder is written under a temporary name, then renamed or, on failure,
+removed. All ranks must call these functions.
 
-1. `CheckpointWriter.begin`: a folder of another name, and the plan of who writes what, with all collectives.
-2. A thread writes this rank's files. With ASYNC_SAVE training continues meanwhile, from a copy of the state
-   in host memory.
-3. `CheckpointWriter.finish`: all ranks report to rank 0 what they have written. It writes what makes the
-   folder a checkpoint, syncs and renames.
+1. `CheckpointWriter.begin` creates the temporary folder and plans which rank writes what (all collectives).
+2. A thread writes this rank's files. With ASYNC_SAVE, it writes a copy of the state in host memory while
+   training continues.
+3. `CheckpointWriter.finish`: all ranks report their files to rank 0, which writes metadata and manifest,
+   syncs and renames the folder.
 
 Between 1 and 3 no rank waits for another: if one runs out of disk space, the others learn of it in step 3.
 """
@@ -59,43 +59,41 @@ Item = tuple[MetadataIndex, Tensor | io.BytesIO]
 
 
 class SaveError(RuntimeError):
-    """A checkpoint that had to be written was not."""
+    """A required checkpoint could not be written."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended, the same on every rank."""
+    """Result of a save, the same on every rank."""
 
-    iteration: int  # of the checkpoint
-    seconds: float  # from the call of `begin` until it was published
-    num_bytes: int  # of all its files; 0 where it failed
-    error: str  # why there is no new checkpoint; empty: there is
+    iteration: int
+    seconds: float  # from the call of `begin` to the rename
+    num_bytes: int  # total size; 0 if the save failed
+    error: str  # reason why the save failed; empty on success
 
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """Tensors and files that this rank writes. Over all ranks every value of every tensor is in one item."""
+    """What this rank writes. Across all ranks, exactly one item contains each value of each tensor."""
 
     items: list[Item]  # pieces of tensors, and objects as bytes, with their names in `.metadata`
-    common: dict[str, Any]  # what is not sharded, the same on every rank; rank 0 writes it
-    metadata: Metadata | None  # of the whole checkpoint but for where the pieces lie; rank 0 alone has it
+    common: dict[str, Any]  # unsharded state, the same on every rank; written by rank 0
+    metadata: Metadata | None  # of the whole checkpoint, without the pieces' file positions; only on rank 0
 
     def staged(self) -> "CheckpointPlan":
-        """A copy in host memory, which later steps of training do not change."""
-        items: list[Item] = []
-        # of tensors that are on the CPU, too; objects are bytes already
-        for index, data in self.items:
-            items.append((index, data.to("cpu", copy=True) if isinstance(data, Tensor) else data))
+        """A copy in host memory that training does not change."""
+        # Tensors that are already on the CPU are copied as well, since training changes them in place.
+        items = [(name, x.to("cpu", copy=True) if isinstance(x, Tensor) else x) for name, x in self.items]
         return replace(self, items=items, common=copy.deepcopy(self.common))
 
 
 class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron has no types
-    """Stands where Megatron's planning hands over to its writer, and keeps what would have been written."""
+    """Replaces Megatron's writer: records the items that the planner passes to it."""
 
     items: list[Item]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Megatron's makes the folder, and where that fails on one rank the others wait for it.
+        # Megatron's version creates the folder; if that fails on one rank, the others wait forever.
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -103,12 +101,12 @@ class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron ha
 
 
 def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
-    """Divides a state (`whole_state`, used up) over all ranks. The ranks of `group` (data and context
-    parallel) hold the same pieces and write a part of them each.
+    """Divides the state from `whole_state` (consumed) among all ranks. The ranks of `group` (data and context
+    parallel) have the same pieces, and each writes a part of them.
     """
-    # By this description Megatron-LM asks a checkpoint for the keys that it has.
+    # Megatron-LM reads this description to choose the keys that it requests.
     state["content_metadata"] = CONTENT
-    # Whether every piece has one owner is checked by the wrapper, once the pieces are divided.
+    # The wrapper checks that every piece has one owner, after the pieces are divided.
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
     strategy.apply_saving_parallelization(sharded)
@@ -118,7 +116,7 @@ def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
     state = mcore_to_pyt_state_dict(by_key)
     (_, metadata, _), *_ = save_state_dict_async_plan(state, writer, None, 0, planner=planner)
     if metadata is not None:
-        # of all ranks, in the file, for a reuse that we do not make
+        # Megatron keeps all ranks' plans in the file to reuse them, which we do not do.
         del metadata.all_local_plans
     return CheckpointPlan(writer.items, common, metadata)
 
@@ -127,10 +125,10 @@ def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
 class Written:
     """Report of a rank to rank 0 about its files."""
 
-    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)  # where each of its pieces lies
-    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its files, for the manifest
-    fingerprints: Fingerprints = field(default_factory=dict)  # its shares of those of the tensors
-    error: str = ""  # why it failed, in a line; empty: it did not
+    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)  # file position of each piece
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # manifest entries of its files
+    fingerprints: Fingerprints = field(default_factory=dict)  # its shares of the tensors' fingerprints
+    error: str = ""  # one-line reason for a failure; empty on success
 
 
 @dataclass(frozen=True)
@@ -143,13 +141,11 @@ class _Pending:
     metadata: Metadata | None
     facts: dict[str, Any]
     written: Future[Written]
-    shares: Fingerprints  # of this rank
+    shares: Fingerprints  # this rank's
 
 
 class CheckpointWriter:
-    """The saves of a run, one at a time. Retention keeps `loaded`, the iteration that training resumed from,
-    and those that `held` names on rank 0.
-    """
+    """Saves checkpoints, one at a time. Retention keeps the iterations `loaded` and (on rank 0) `held()`."""
 
     def __init__(
         self,
@@ -163,29 +159,27 @@ class CheckpointWriter:
         self._held = held
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
-        self._published: set[int] = set()  # by this start; on rank 0
+        self._published: set[int] = set()  # since this start; only on rank 0
 
     @property
     def is_pending(self) -> bool:
-        """Whether a save was begun and not finished; equal on every rank."""
+        """Whether a save has started but not finished; the same on every rank."""
         return self._pending is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes files of it."""
+        """Whether this rank is still writing files of the pending save."""
         return self._pending is not None and not self._pending.written.done()
 
     def begin(self, trained: Trained, progress: Progress, valid_loss: float | None = None) -> None:
-        """Begins to write a checkpoint; the one before has to be finished. Without ASYNC_SAVE `trained` must
-        not change before `finish`. `valid_loss`: nats per token, if measured now.
-        """
-        assert self._pending is None, "finish the save before"
+        """Starts a save. Without ASYNC_SAVE, `trained` must not change until `finish`. `valid_loss`: nats."""
+        assert self._pending is None, "finish the previous save first"
         start, iteration = time.monotonic(), progress.iteration
         partial = folders.iteration_folder(self._checkpoints, iteration)
         partial = partial.with_name(partial.name + folders.PARTIAL)
 
         def make() -> str:
-            """Makes an empty folder to write into; returns why that failed, or nothing."""
+            """Creates an empty folder to write into; returns the error, or an empty string."""
             try:
                 folders.recover(partial.parent)
                 partial.mkdir(parents=True)
@@ -193,7 +187,7 @@ class CheckpointWriter:
                 return _line(error, 0)
             return ""
 
-        # All learn of it at once: without a folder no rank has to plan. Later errors wait for `finish`.
+        # All ranks learn of this error now, and none of them plans. Later errors are reported in `finish`.
         if error := from_first_rank(make):
             failed = self._thread.submit(Written, error=error)
             self._pending = _Pending(iteration, start, partial, None, {}, failed, {})
@@ -203,7 +197,7 @@ class CheckpointWriter:
             plan = plan_save(state, self._runtime.groups.dp_cp)
         plan.common["versions"] = package_versions()
         written = self._write(partial, plan)
-        # Of the tensors themselves, not of a copy of them, and while the thread writes.
+        # Computed from the tensors themselves rather than the staged copy, while the thread is writing.
         tensors = ((index, data) for index, data in plan.items if isinstance(data, Tensor))
         pieces = ((index.fqn, data, tuple(index.offset or ())) for index, data in tensors)
         shares = fingerprints.fingerprints_of(pieces) if self._config.fingerprints else {}
@@ -215,22 +209,20 @@ class CheckpointWriter:
         self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written, shares)
 
     def _write(self, partial: Path, plan: CheckpointPlan) -> Future[Written]:
-        """Has the thread write this rank's files; an error stays on its rank until all are asked."""
+        """Starts the thread that writes this rank's files; an error is reported in `finish`."""
         try:
             if self._config.async_save:
                 plan = plan.staged()
-        # torch says "not enough memory" with the second
+        # PyTorch raises RuntimeError when memory runs out.
         except (MemoryError, RuntimeError) as error:
             return self._thread.submit(Written, error=_line(error, self._runtime.rank))
         if self._runtime.device.type == "cuda":
-            # the thread has a stream of its own
+            # The thread uses its own stream, which does not wait for pending kernels or copies.
             torch.cuda.synchronize()
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
 
     def finish(self) -> Saved | None:
-        """Waits for the files of all ranks and publishes the checkpoint; None if no save was begun. A save
-        that fails raises nothing, and leaves nothing but all older checkpoints.
-        """
+        """Waits for all ranks' files and publishes; None without a save. A failed save does not raise."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -240,29 +232,15 @@ class CheckpointWriter:
         return from_first_rank(lambda: self._conclude(pending, all_written))
 
     def _conclude(self, pending: _Pending, all_written: list[Written]) -> Saved:
-        """On rank 0: publishes the checkpoint and prunes, or removes what there is of the new one."""
-        num_bytes = 0
+        """On rank 0: publishes the checkpoint and removes old ones, or removes the files of a failed save."""
+        num_bytes, errors = 0, [one.error for one in all_written if one.error]
+        error = "; ".join(dict.fromkeys(errors))  # ranks of one node often report the same error
         try:
-            if not (error := "; ".join(dict.fromkeys(one.error for one in all_written if one.error))):
-                # What makes a checkpoint of the files of all ranks. The manifest is the last.
-                metadata, partial = pending.metadata, pending.partial
-                assert metadata is not None
-                places = (one.places.items() for one in all_written)
-                metadata.storage_data = dict(chain.from_iterable(places))
-                metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
-                write_metadata(partial, metadata)
-                names = [METADATA, "metadata.json"]
-                if found := fingerprints.added(one.fingerprints for one in all_written):
-                    fingerprints.write(partial, found)
-                    names.append(fingerprints.FILE)
-                entries = {name: entry for one in all_written for name, entry in one.entries.items()}
-                entries |= {name: folders.entry_of(partial / name) for name in names}
-                manifest = folders.Manifest(pending.iteration, dict(sorted(entries.items())), pending.facts)
-                manifest.write(partial)
-                num_bytes = manifest.num_bytes
+            if not error:
+                num_bytes = _complete(pending, all_written)
                 folders.publish(pending.partial, pending.iteration)
                 self._published.add(pending.iteration)
-        # A full disk, or whatever else: the run continues without this checkpoint.
+        # The run continues without this checkpoint, for example if the disk is full.
         except Exception as caught:
             error = _line(caught, 0)
         if error:
@@ -275,16 +253,15 @@ class CheckpointWriter:
         config, checkpoints = self._config, self._checkpoints
         if not config.keep_last:
             return
-        # The new one is published: an error is no reason to end the run.
+        # The new checkpoint is already published, so an error here must not end the run.
         try:
-            # Those newer than it are of an attempt that was given up; training will come to them again.
+            # Newer ones are from an abandoned attempt; training will reach these iterations again.
             found = [iteration for iteration in folders.iterations(checkpoints) if iteration <= newest]
             losses = folders.valid_losses(checkpoints)
         except OSError as error:
-            logger.warning("cannot list %s, no checkpoint is removed: %s", checkpoints, error)
+            logger.warning("cannot list %s, so no checkpoint is removed: %s", checkpoints, error)
             return
-        # Those after `loaded` that this start has not published are damaged, or of an attempt that was
-        # given up.
+        # Checkpoints after `loaded` that this start has not published are damaged or abandoned.
         newer = [] if self._loaded is None else [i for i in found if i > self._loaded]
         passed = [iteration for iteration in newer if iteration not in self._published]
         sound = [iteration for iteration in found if iteration not in passed]
@@ -295,19 +272,39 @@ class CheckpointWriter:
             try:
                 removed = folders.take_name(folders.iteration_folder(checkpoints, iteration))
                 delete = functools.partial(shutil.rmtree, removed, ignore_errors=True)
-                # All ranks wait here, and a network file system takes long for many files.
+                # All ranks are waiting here, and a network file system is slow at removing many files.
                 self._thread.submit(delete) if config.async_save else delete()
             except OSError as error:
                 logger.warning("cannot remove the checkpoint at iteration %d: %s", iteration, error)
 
 
+def _complete(pending: _Pending, all_written: list[Written]) -> int:
+    """Writes the files that turn all ranks' files into a checkpoint; returns its size (bytes)."""
+    metadata, partial = pending.metadata, pending.partial
+    assert metadata is not None
+    metadata.storage_data = dict(chain.from_iterable(one.places.items() for one in all_written))
+    metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
+    write_metadata(partial, metadata)
+    names = [METADATA, "metadata.json"]
+    if found := fingerprints.added(one.fingerprints for one in all_written):
+        fingerprints.write(partial, found)
+        names.append(fingerprints.FILE)
+    entries = dict(chain.from_iterable(one.entries.items() for one in all_written))
+    for name in names:
+        entries[name] = folders.entry_of(partial / name)
+    # The manifest is written last: its presence marks the other files as complete.
+    manifest = folders.Manifest(pending.iteration, dict(sorted(entries.items())), pending.facts)
+    manifest.write(partial)
+    return manifest.num_bytes
+
+
 def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[str, Any]) -> Written:
-    """Writes `items` and, on rank 0, `common`, synced; an error is in what it returns."""
+    """Writes and syncs `items` and, on rank 0, `common`; returns an error instead of raising it."""
     try:
         places, entries = {}, {}
         if items:
             name = f"__{rank}_0.distcp"
-            # hashed while it is written, as reading it again would take as long
+            # Hashed while writing: reading the file again would take as long as writing it.
             with HashedFile(folder / name) as file:
                 for index, data in items:
                     start = file.tell()
@@ -319,7 +316,7 @@ def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[st
                         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
                             values = values.clone()
                         torch.save(values, cast("IO[bytes]", file))
-                        del values  # before the next is copied, so that the host holds only one
+                        del values  # frees the host copy before the next one is made
                     places[index] = _StorageInfo(name, start, file.tell() - start)
             entries[name] = file.entry()
         if rank == 0:
@@ -332,7 +329,7 @@ def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[st
 
 
 def _line(error: Exception, rank: int) -> str:
-    """An error in a line, with the rank that had it."""
+    """Formats an error as one line with its rank."""
     reason = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror

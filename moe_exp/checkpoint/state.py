@@ -1,4 +1,4 @@
-"""State of a checkpoint: sharded model, optimizer, schedule, random streams, and progress."""
+"""The state in a checkpoint: sharded model, optimizer, schedule, random streams and progress."""
 
 import contextlib
 from collections.abc import Iterator
@@ -31,25 +31,25 @@ CONTENT = {
 class Progress:
     """How far training has come."""
 
-    iteration: int = 0  # the last that was done
-    consumed_samples: int = 0  # number of the next sample in `sample_order`, without `skipped_samples`
-    skipped_iterations: int = 0  # without an optimizer step
+    iteration: int = 0  # completed iterations
+    consumed_samples: int = 0  # index of the next sample in `sample_order`, not counting `skipped_samples`
+    skipped_iterations: int = 0  # iterations without an optimizer step
     sample_order: dict[str, Any] | None = None  # `SampleOrder.facts`; None in older versions' checkpoints
-    consumed_tokens: int = 0  # of all iterations, each as the settings were then
-    consumed_flops: int = 0  # of the model, likewise
-    # [first, end) of those that are left out of the order, see `data.skipping`
+    consumed_tokens: int = 0  # counted with the settings at the time of each iteration
+    consumed_flops: int = 0  # model FLOPs, counted likewise
+    # [first, end) of samples that are skipped in the order, see `data.skipping`
     skipped_samples: list[list[int]] = field(default_factory=list)
-    num_averaged: int = 0  # updates of the average of the weights (EMA_DECAY); 0: there is none yet
-    # `SpikeDetector.state`, so that a spike right after a resume is seen; None: nothing is known
+    num_averaged: int = 0  # updates of the moving average of the weights (EMA_DECAY); 0: no average yet
+    # `SpikeDetector.state`, to detect a spike right after a resume; None: unknown
     spike_windows: dict[str, Any] | None = None
 
     @property
     def num_steps(self) -> int:
-        """Steps of the optimizer until now."""
+        """Number of optimizer steps so far."""
         return self.iteration - self.skipped_iterations
 
     def add(self, config: Config, batch_size: int, *, flops: int, skipped: bool) -> None:
-        """Counts one iteration of `batch_size` samples, which took `flops` of the model."""
+        """Counts one iteration with `batch_size` samples and `flops` model FLOPs."""
         self.iteration += 1
         self.consumed_samples += batch_size
         self.skipped_iterations += skipped
@@ -59,7 +59,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """Model, optimizer and schedule: what a checkpoint holds beside `Progress`."""
+    """Model, optimizer and schedule: what a checkpoint restores besides `Progress`."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -68,7 +68,8 @@ class Trained:
 
 @contextlib.contextmanager
 def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, every parameter is whole, which overlapped gather leaves to the next forward."""
+    """Context in which every parameter is complete."""
+    # With overlapped gather, updated parameters arrive only during the next forward pass.
     overlapped = model[0].ddp_config.overlap_param_gather
     if overlapped:
         for chunk in model:
@@ -80,7 +81,7 @@ def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
 
 
 def whole_state(config: Config, runtime: Runtime, trained: Trained, progress: Progress) -> dict[str, Any]:
-    """State dict to save. Called by every rank."""
+    """State dict to save. All ranks must call it."""
     weights = weights_state(runtime, trained.model, None)
     return {
         **weights,
@@ -102,9 +103,9 @@ def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
 def weights_state(
     runtime: Runtime, model: list[DistributedDataParallel], keys: CheckpointKeys | None
 ) -> dict[str, Any]:
-    """Weights of this rank's chunks, `model0`, `model1`, ...; with `keys`, those of a checkpoint."""
+    """Weights of this rank's chunks `model0`, `model1`, ...; with `keys`, under a checkpoint's keys."""
     metadata = sharding_metadata(runtime)
-    # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
+    # Unwrapped, because the data-parallel wrapper would prefix Megatron's keys with `module.`.
     return {f"model{i}": model_state(unwrapped(chunk), metadata, keys) for i, chunk in enumerate(model)}
 
 
@@ -114,18 +115,18 @@ def unwrapped(chunk: DistributedDataParallel) -> Any:
 
 
 def layout(config: Config, runtime: Runtime) -> dict[str, Any]:
-    """Layout that the random streams belong to."""
+    """Layout on which the random streams depend."""
     return {"tp": config.tp, "pp": config.pp, "device": runtime.device.type}
 
 
 def rng_state(runtime: Runtime) -> ShardedObject:
-    """The random streams of this rank's place in tensor and pipeline parallelism."""
+    """The random streams of this rank's position in tensor and pipeline parallelism."""
     state = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     if runtime.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state()
     groups = runtime.groups
     shape, place = (groups.pp.size(), groups.tp.size()), (groups.pp.rank(), groups.tp.rank())
-    # equal on all data parallel ranks, of which the first writes it
+    # the same on all data-parallel ranks; the first of them writes it
     return ShardedObject("rng_state", [state], shape, place, replica_id=groups.dp_cp.rank())
 
 

@@ -1,20 +1,20 @@
-"""A dense checkpoint as the initial weights of an MoE model, which computes the same function at step 0.
+"""Initializes an MoE model from a dense checkpoint so that both compute the same function at step 0.
 
 Plain (Komatsuzaki et al. 2023, Sparse Upcycling, arXiv:2212.05055): every expert is a copy of the dense MLP.
 Granular (He et al. 2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524): the
 MLP's hidden units are split into G shards, and expert e is a copy of shard e mod G, with 1/G of the width.
 
-The algebra. The dense MLP is a sum over its hidden units, y = W2 act(W1 x) + b2, so also over shards: y =
-sum_s W2_s h_s + b2, h_s = act(W1_s x). With a gate h_s = act(W1gate_s x) * (W1up_s x), and a shard takes the
-same rows of either half. The G experts jG to jG + G - 1 are a virtual group and have equal rows in the
-router, so equal scores: the top K = G*T are T whole groups, each shard T times. The router weights of a token
-have to add up to a constant c (the scaling factor, if they are normalized); the weights of one group's
-members are equal, so each shard's weights add up to c/G:
+Derivation: the dense MLP y = W2 act(W1 x) + b2 is a sum over hidden units, and therefore over shards: y =
+sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard has
+the same rows of both halves. The G experts jG to jG + G - 1 form a virtual group with equal router rows and
+thus equal scores: the top K = G*T are T whole groups, which contain each shard T times. The router weights of
+a token must add up to a constant c (the scaling factor, if they are normalized). The weights within a group
+are equal, so the weights of each shard add up to c/G:
 
     sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
 
-He et al. also draw half of the router anew; we keep groups equal until the gradient parts them, which it does
-at the first step: the weights of two members have different gradients.
+He et al. also reinitialize half of the router. We keep the rows of a group equal; they diverge at the first
+step, because their gradients differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.format.naming import single_styles
 from moe_exp.checkpoint.integrity import dense_source, find_source
 from moe_exp.checkpoint.load import load_sharded
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metadata, unwrapped
@@ -36,8 +37,7 @@ from moe_exp.layers.megatron.moe_parts import MegatronExperts
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-# Name in our experts to (Megatron's in the dense MLP, axis that is split, halves of that axis when there is a
-# gate).
+# Our experts' tensor names: (Megatron's name in the dense MLP, split axis, halves of that axis with a gate).
 _DENSE = {
     "weight1": ("linear_fc1.weight", 0, 2),
     "weight2": ("linear_fc2.weight", 1, 1),
@@ -53,13 +53,13 @@ def experts_of(
     granularity: int,
     weights_sum: float,
 ) -> dict[str, Tensor]:
-    """The tensors of some experts, by their numbers in the whole layer, from shards of the dense MLP by their
-    numbers. `weights_sum` is c, what the router weights of a token add up to. Returns `weight1` [L, W/G, D],
-    `weight2` [L, D, F/G], and the biases if the MLP has them, for L experts.
+    """Builds the tensors of L `experts` (numbers in the whole layer) from the dense MLP's `shards` by number.
+    `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D], `weight2`
+    [L, D, F/G], and the biases if the MLP has them.
     """
-    # The whole factor goes to the second projection, which is linear: exact for every activation. He et al.
-    # scale both projections, which is exact only if the activation passes a factor on; where the values start
-    # makes no difference to Adam's steps relative to them that would be worth an inexact start.
+    # The second projection is linear, so applying the whole factor to it is exact for every activation.
+    # He et al. scale both projections, which is exact only if the activation is homogeneous; a different
+    # initial scale matters too little to Adam's relative steps to justify an inexact start.
     factors = {"weight2": granularity / weights_sum, "bias2": 1 / weights_sum}
     chosen = [shards[expert % granularity] for expert in experts]
     stacked = {name: torch.stack([shard[name] for shard in chosen]) for name in chosen[0]}
@@ -67,14 +67,14 @@ def experts_of(
 
 
 def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
-    """Router rows [E, D], each group of G that follow each other equal to its first row."""
+    """Router rows [E, D] in which each group of G consecutive rows is equal to its first row."""
     return weight_ED[::granularity].repeat_interleave(granularity, dim=0)
 
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
-    """Replaces the initial weights by those of the dense run UPCYCLE_FROM, of any layout; the optimizer
-    starts from zero. The router keeps its initial weights, except the equal rows of virtual groups. Called by
-    every rank. Returns what was done, in a line; ValueError if it is no dense run of the same sizes.
+    """Replaces the initial weights with those of the dense run UPCYCLE_FROM, saved under any layout. The
+    optimizer starts from zero. The router keeps its initial weights, but rows in a virtual group become
+    equal. All ranks must call it. Returns a one-line summary; ValueError if the dense model does not fit.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
     keys = CheckpointKeys.read(folder)
@@ -82,18 +82,17 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     with torch.no_grad(), parameters_in_sync(trained.model):
         requests = {str(layer): _requests(layer, module, config, keys) for layer, module in experts.items()}
         state: dict[str, Any] = {"experts": requests}
-        # What the two models share: all but the MLPs of the MoE layers, under the dense model's keys.
+        # Both models share all weights except the MLPs of MoE layers, under the dense model's keys.
         for index, chunk in enumerate(map(unwrapped, trained.model)):
             layers = [i for i, layer in enumerate(chunk.decoder.layers) if layer.layer_number - 1 in experts]
             mlps = tuple(f"decoder.layers.{i}.mlp." for i in layers)
             whole = model_state(chunk, sharding_metadata(runtime), keys)
             outside = {name: value for name, value in whole.items() if not name.startswith(mlps)}
             state[f"model{index}"] = {name: _off_the_grid(value) for name, value in outside.items()}
-        # Several experts ask for the same piece, and all ranks for what they hold: no piece has one owner
-        # that could be checked.
+        # Several experts and ranks request the same pieces, so the check for a single owner does not apply.
         loaded = load_sharded(state, folder, validate_access_integrity=False)
         for index, chunk in enumerate(map(unwrapped, trained.model)):
-            # without Transformer Engine's state, which is no tensor
+            # without Transformer Engine's state, which is not a tensor
             own = {name: one for name, one in chunk.state_dict().items() if isinstance(one, Tensor)}
             found = loaded[f"model{index}"]
             weights = {name: value.view_as(own[name]) for name, value in found.items() if name in own}
@@ -101,23 +100,23 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
         for layer, module in moe_layers(list(trained.model)):
             _fill(module.experts, loaded["experts"][str(layer)], config)
             module.router.weight.copy_(virtual_group_router(module.router.weight, config.upcycle_granularity))
+        # The optimizer's main weights are still copies of the initial weights.
         trained.optimizer.reload_model_params()
     torch.distributed.barrier()
     granularity, copies = config.upcycle_granularity, config.num_experts // config.upcycle_granularity
     what = f"{config.num_experts} copies of the dense MLP"
     if granularity > 1:
-        what = f"{copies} copies of each of {granularity} shards of the dense MLP"
-        what += f", router in {copies} virtual groups"
+        shards = f"{copies} copies of each of {granularity} shards of the dense MLP"
+        what = f"{shards}, router in {copies} virtual groups"
     assert config.router_weights_sum is not None  # config/sections/backends.py
-    factor = granularity / config.router_weights_sum
-    what = f"{sum(config.moe_layers)} MoE layers with {what}"
-    return f"upcycled from {folder}: {what}, second projection times {factor:g}"
+    what += f", second projection scaled by {granularity / config.router_weights_sum:g}"
+    return f"upcycled from {folder}: {sum(config.moe_layers)} MoE layers with {what}"
 
 
 def _off_the_grid(shard: Any) -> Any:
-    """The same shard with its layer axis as one of its own, of size 1."""
-    # Megatron asks for shards with a layer axis before their own as one grid over all layers; here some
-    # layers are wanted, and in other pieces.
+    """The same shard with the prepended layer axis turned into an ordinary axis of size 1."""
+    # Megatron requests shards with a prepended layer axis as one grid over all layers. Here, only some
+    # layers are needed, in other pieces.
     if isinstance(shard, ShardedTensorFactory):
         build, merge = shard.build_fn, shard.merge_fn
         dim = shard.data.dim()
@@ -138,18 +137,19 @@ def _local_experts(experts: MegatronExperts) -> range:
 
 
 def _requests(layer: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys) -> dict[str, Any]:
-    """Shard to name to the pieces (two with a gate) of dense tensors that make this rank's experts."""
+    """Pieces of dense tensors (two with a gate) for this rank's experts, by shard and name."""
     parameters = dict(experts.named_parameters(recurse=False))
 
     def pieces(name: str, shard: int) -> list[ShardedTensor]:
         key, axis, halves = _DENSE[name]
         like, halves = parameters[name][0], halves if experts.gated else 1
         rank, size = experts.etp_group.rank(), experts.etp_group.size()
-        # Of one half: the output bias is split over expert tensor parallel ranks alone.
+        # Position within one half. The output bias is split only across expert-tensor-parallel ranks.
         count, index = config.upcycle_granularity * size, shard * size + rank
         if name == "bias2":
             count, index = size, rank
-        before = ((0, layer, config.num_layers),) if keys.layers_are_stacked else ()
+        single_layers, _ = single_styles(keys.tensors)
+        before = () if single_layers else ((0, layer, config.num_layers),)
         full_key = f"decoder.layers.mlp.{key}" if before else f"decoder.layers.{layer}.mlp.{key}"
         shape = [length // halves if dim == axis else length for dim, length in enumerate(like.shape)]
         places = [(len(before) + axis, half * count + index, halves * count) for half in range(halves)]
@@ -165,7 +165,7 @@ def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tenso
     shards: dict[int, dict[str, Tensor]] = {}
     for shard, tensors in loaded.items():
         shards[int(shard)] = {}
-        for name, pieces in tensors.items():  # with the layer axis or without
+        for name, pieces in tensors.items():  # with or without the layer axis
             like = parameters[name][0]
             joined = torch.cat(pieces, dim=_DENSE[name][1] - like.dim())
             shards[int(shard)][name] = joined.view_as(like)

@@ -1,1 +1,1 @@
-"""Uses a trained model: logits of given tokens, losses on held-out text, generated text."""
+"""Uses a trained model: computes logits for given tokens, evaluates held-out text and generates text."""

@@ -1,12 +1,13 @@
-"""Results of `moe-exp eval`, as tables and JSON: losses, and which experts take the tokens of which source.
+"""Results of `moe-exp eval` as tables and JSON: losses, and the experts' use by each source.
 
-Shapes: L MoE layers, P sources, E experts, K top-k, T tokens. A source is a data prefix; its share s_pe of an
-expert is the fraction of its slots (tokens times K, before drops) routed there. An expert's specialisation is
-its term of the mutual information of expert and source, in bits, with equally weighted sources:
+Shapes: L MoE layers, P sources, E experts, K top-k, T tokens. A source is a data prefix. The share s_pe is
+the fraction of source p's slots (tokens times K, before drops) that are routed to expert e. Specialisation is
+the expert's term in the mutual information of expert and source, in bits, with equally weighted sources:
 
     b_e = 1/P sum_p s_pe log2(s_pe / mean_p s_pe),    sum_e b_e = I(expert; source), from 0 to log2 P.
 
-b_e is 0 if all sources use an expert equally, and small if it is rarely used, however one-sidedly.
+b_e is 0 if all sources use an expert equally, and small for a rarely used expert, even if only one source
+uses it.
 """
 
 import math
@@ -30,8 +31,8 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class RouterCounts:
-    """Counts the choices of this rank's routers, [P, L, E]. `layers` are (index in the whole model, layer
-    with a `router`). Before every batch set `source`, and `valid_T` to exclude padding.
+    """Counts the choices of this rank's routers, [P, L, E]. `layers` are pairs of an index in the whole model
+    and a layer with a `router`. Set `source` before every batch, and `valid_T` to exclude padding.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class RouterCounts:
 
     def _add(self, layer: int, router: nn.Module, inputs: Any, decision: RoutingDecision) -> None:
         chosen_TK, num_experts = decision.expert_TK, self.counts_PLE.size(2)
-        kept_TK = decision.kept_TK  # of a router with a free number of experts
+        kept_TK = decision.kept_TK  # only from routers with a variable number of experts per token
         if self.valid_T is not None:
             valid_TK = self.valid_T.unsqueeze(1).expand_as(chosen_TK)
             kept_TK = valid_TK if kept_TK is None else kept_TK & valid_TK
@@ -58,12 +59,12 @@ class RouterCounts:
 class LayerUsage:
     """Usage of one layer's experts."""
 
-    layer: int  # in the model, from 1
+    layer: int  # number in the model, from 1
     counts_PE: npt.NDArray[np.int64]  # slots
 
     @property
     def shares_PE(self) -> Float64Array:
-        """Shares, see above; rows sum to 1."""
+        """Shares s_pe, see above; rows sum to 1."""
         shares: Float64Array = self.counts_PE / self.counts_PE.sum(axis=1, keepdims=True)
         return shares
 
@@ -78,11 +79,11 @@ class LayerUsage:
 
     @property
     def order_E(self) -> npt.NDArray[np.int64]:
-        """Experts, most specialised first; ties, and one source, by usage."""
+        """Experts, most specialised first; ties (as with one source) by usage."""
         return np.lexsort((-self.shares_PE.mean(axis=0), -self.bits_E.round(12)))
 
     def to_json(self, sources: list[str]) -> dict[str, Any]:
-        """Plain values: lists by expert, tables by source name."""
+        """Values for JSON: lists by expert, objects by source name."""
         by_source = list(zip(sources, self.counts_PE.tolist(), self.shares_PE.tolist(), strict=True))
         return {
             "layer": self.layer,
@@ -96,13 +97,13 @@ class LayerUsage:
 
 @dataclass(frozen=True)
 class Row:
-    """Result for one data prefix, or for all."""
+    """Result for one data prefix or for all."""
 
-    data: str  # the prefix
+    data: str  # prefix, or `total`
     sequences: int
-    tokens: int  # predicted ones
-    nats: float  # cross entropy summed over them
-    text_bytes: int | None  # their UTF-8 bytes; None without a tokenizer
+    tokens: int  # predicted tokens
+    nats: float  # cross-entropy summed over the predicted tokens
+    text_bytes: int | None  # UTF-8 bytes of the predicted tokens; None without a tokenizer
 
     @property
     def lm_loss(self) -> float:
@@ -120,7 +121,7 @@ class Row:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """Values for JSON; None if missing or not finite."""
+        """Values for JSON; None if unknown or not finite."""
         losses = {name: getattr(self, name) for name in ("lm_loss", "lm_loss_ppl", "bits_per_byte")}
         known = {name: x if x is not None and math.isfinite(x) else None for name, x in losses.items()}
         sizes = {"sequences": self.sequences, "tokens": self.tokens, "bytes": self.text_bytes}
@@ -131,7 +132,7 @@ class Row:
 class Evaluation:
     """Result of one evaluation."""
 
-    checkpoint: str  # folder of the iteration
+    checkpoint: str  # iter_ folder
     iteration: int
     rows: Sequence[Row]  # per data prefix
     experts: Sequence[LayerUsage] = field(default=())  # per MoE layer, if counted
@@ -146,7 +147,7 @@ class Evaluation:
         return Row("total", sequences, tokens, nats, text_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values as `--json` prints them; `experts` only if counted."""
+        """Values that `--json` prints; `experts` only if counted."""
         values: dict[str, Any] = {"checkpoint": self.checkpoint, "iteration": self.iteration}
         values |= {"data": [row.to_json() for row in self.rows], "total": self.total.to_json()}
         names = [row.data for row in self.rows]
@@ -154,7 +155,7 @@ class Evaluation:
 
 
 def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
-    """Prints a table of losses, and per layer one of the `num_experts` most specialised experts."""
+    """Prints a table of losses, and for each layer a table of the `num_experts` most specialised experts."""
     console, names = table_console(), short_names([row.data for row in result.rows])
     table = Table(title=f"iteration {result.iteration} of {escape(result.checkpoint)}", title_justify="left")
     table.add_column("data", overflow="fold")
@@ -173,12 +174,13 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
     for layer in result.experts:
         shares, bits, order = layer.shares_PE, layer.bits_E, layer.order_E
         fair = 1 / shares.shape[1]
-        most = f", of at most {math.log2(len(names)):.3f}" if len(names) > 1 else ""
+        most = f" (maximum {math.log2(len(names)):.3f})" if len(names) > 1 else ""
         title = f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%})"
         title += f"; {bits.sum():.3f} bits{most}"
         left_out = shares.shape[1] - num_experts
-        one_source = "One source alone shows no specialisation: the bits are 0." if len(names) == 1 else ""
-        caption = one_source or (f"and {left_out} less specialised" if left_out > 0 else None)
+        caption = f"and {left_out} less specialised experts" if left_out > 0 else None
+        if len(names) == 1:
+            caption = "Specialisation needs at least two sources; with one, the bits are 0."
         table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         for name in ("expert", "bits", *(escape(name) for name in names)):
             table.add_column(name, justify="right", overflow="fold")
@@ -188,7 +190,7 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """The shortest distinct endings of paths, of up to three parts; else the whole paths."""
+    """The shortest distinct endings of paths, with up to three parts; otherwise the whole paths."""
     for count in range(1, 4):
         names = ["/".join(Path(prefix).parts[-count:]) for prefix in prefixes]
         if len(set(names)) == len(names):

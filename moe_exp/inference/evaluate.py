@@ -1,6 +1,6 @@
-"""Evaluates held-out text: loss, perplexity, bits per byte and expert usage, per data prefix and in total.
-Replicas share the batches as in `score`; sums are in float64 and reduced once at the end. Token files are cut
-into sequences that predict every token but a text's first exactly once.
+"""Evaluates held-out text: loss, perplexity, bits per byte and expert usage, for each data prefix and in
+total. Replicas share the batches, as in `score`. Sums are in float64 and reduced once at the end. Token files
+are cut into sequences that predict every token exactly once, except the first of each text.
 """
 
 import json
@@ -51,44 +51,44 @@ class EvalRequest(ranks.Request):
     """Settings of an evaluation."""
 
     checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
-    # prefixes of .bin/.idx files, each a row; none: VALID_DATA of the run, its SPLIT, or the embedded corpus
+    # prefixes of .bin/.idx files, one row each; empty: the run's VALID_DATA or SPLIT, or the embedded corpus
     data: tuple[str, ...] = ()
-    # another run, in place of the checkpoint's own: its held-out data, cut and masked as there
+    # another run whose held-out data is used, cut and masked as in that run
     data_of: str = ""
-    allow_other_data: bool = False  # of another tokenizer, by its manifest
-    samples: int | None = None  # only the first sequences of each prefix; None: all
-    by_document: bool = False  # every document alone, see `Cut`
-    experts: int | None = None  # show this many experts per layer; None: count no experts
+    allow_other_data: bool = False  # accept data of another tokenizer (according to its manifest)
+    samples: int | None = None  # limit of sequences per prefix; None: all
+    by_document: bool = False  # evaluate every document by itself, see `Cut`
+    experts: int | None = None  # number of experts to show per layer; None: do not count experts
     batch_size: int | None = None  # sequences; None: 256 MB of logits, or with `capacity` the training's MBSZ
     tokenizer: str = ""  # see `text.tokenizer_for`
-    dtype: str = ""  # compute type; empty: the training's
-    capacity: bool = False  # as in training: drop tokens over capacity, leave out incomplete sequences
-    document_mask: bool | None = None  # tokens see their document only; None: as in training
+    dtype: str = ""  # compute dtype; empty: the training's
+    capacity: bool = False  # as in training: drop tokens over capacity, skip incomplete sequences
+    document_mask: bool | None = None  # limit attention to the document; None: as in training
     as_json: bool = False  # print one JSON object instead of tables
-    layout: ranks.Layout = field(default_factory=ranks.Layout)  # of the ranks
+    layout: ranks.Layout = field(default_factory=ranks.Layout)  # parallel layout
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How texts are cut into sequences."""
+    """Options for cutting texts into sequences."""
 
     seq_len: int  # S, predicted tokens per sequence; a text's last sequence may have fewer
-    by_document: bool = False  # each document is a text; else all are one, as in validation during training
-    whole_only: bool = False  # leave out sequences shorter than S, as validation during training does
-    samples: int | None = None  # only the first sequences; None: all
-    share: token_files.Share = (0.0, 1.0)  # the part of the documents, as SPLIT divides them
-    share_of_sequences: bool = False  # DATA_ORDER=megatron divides the sequences of the file instead
+    by_document: bool = False  # each document is a text; otherwise all are one, as in training's validation
+    whole_only: bool = False  # skip sequences shorter than S, as in validation during training
+    samples: int | None = None  # limit of sequences; None: all
+    share: token_files.Share = (0.0, 1.0)  # range of the documents, as divided by SPLIT
+    share_of_sequences: bool = False  # DATA_ORDER=megatron divides the file's sequences instead of documents
 
 
 class HeldOut:
-    """Sequences of one .bin/.idx prefix: i is the tokens `begins[i]` to `ends[i] - 1`, all but the first of
-    which are predicted. ValueError if files are missing, damaged or predict no token.
+    """Sequences of one .bin/.idx prefix. Sequence i consists of the tokens `begins[i]` to `ends[i] - 1`; all
+    but the first are predicted. ValueError if files are missing or damaged, or have no token to predict.
     """
 
     def __init__(self, prefix: str, cut: Cut):
         self.prefix = prefix_of(prefix)
         self.files = token_files.TokenFiles(self.prefix)
-        # First the texts, then their sequences: the last token of one is the first of the next.
+        # Adjacent sequences of a text share one token: the last of one is the first of the next.
         divided = self.files.sequence_bounds if cut.share_of_sequences else self.files.document_bounds
         first, last = divided[list(token_files.share_range(len(divided) - 1, cut.share))]
         bounds = np.unique(np.clip(self.files.document_bounds, first, last))
@@ -103,10 +103,10 @@ class HeldOut:
             begins, ends = begins[whole], ends[whole]
         self.begins, self.ends = begins[: cut.samples], ends[: cut.samples]
         if not len(self.begins):
-            least = f"a whole sequence of SEQ_LEN + 1 = {cut.seq_len + 1}" if cut.whole_only else "two"
-            where = "each of its documents" if cut.by_document else "it"
-            rule = f"{where} has fewer tokens than {least}"
-            raise setting_error("data", self.prefix, rule, "give more text")
+            least = f"SEQ_LEN + 1 = {cut.seq_len + 1}" if cut.whole_only else "two"
+            where = "each document must have" if cut.by_document else "must have"
+            rule = f"{where} at least {least} tokens"
+            raise setting_error("data", self.prefix, rule, "use more text")
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -120,7 +120,7 @@ class HeldOut:
     def count_bytes(
         self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """Bytes of the predicted tokens of `sequences`, from `first` on, but those after `masked_id`."""
+        """Bytes of the predicted tokens in `sequences`, from number `first` on, except after `masked_id`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
@@ -132,15 +132,15 @@ class HeldOut:
         return total
 
     def id_problem(self, vocab_size: int) -> str | None:
-        """Line on the first id that the model does not have, or None."""
+        """Describes the first id beyond the model's vocabulary, or None."""
         last = int(self.ends[-1])
         for begin in range(int(self.begins[0]), last, _SCANNED_TOKENS):
             ids = self.files.read(begin, min(begin + _SCANNED_TOKENS, last))
             for value in (int(ids.min()), int(ids.max())):
                 if not 0 <= value < vocab_size:
                     place = begin + int((ids == value).argmax())
-                    rule = f"has the id {value} at token {place}, the model has 0 to {vocab_size - 1}"
-                    return problem("data", self.prefix, rule, "give files of the training's tokenizer")
+                    rule = f"has id {value} at token {place}, but the model's ids are 0 to {vocab_size - 1}"
+                    return problem("data", self.prefix, rule, "use files of the training's tokenizer")
         return None
 
 
@@ -152,13 +152,13 @@ class EvaluationPlan:
     folder: Path
     config: Config
     sources: list[HeldOut]
-    token_bytes: list[TokenBytes] | None  # of each source
+    token_bytes: list[TokenBytes] | None  # one per source
     batch_size: int
-    eod_id: int | None  # the token that ends a document, with DOCUMENT_MASK
+    eod_id: int | None  # end-of-document token, only with DOCUMENT_MASK
 
     @property
     def batches(self) -> list[tuple[int, int, int]]:
-        """(source, first sequence, number of sequences) per batch."""
+        """(source, first sequence, number of sequences) for each batch."""
         size, found = self.batch_size, []
         for number, source in enumerate(self.sources):
             found += [(number, at, min(size, len(source) - at)) for at in range(0, len(source), size)]
@@ -166,12 +166,12 @@ class EvaluationPlan:
 
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> EvaluationPlan:
-    """Checks a request without loading weights, and `check_ids` its tokens; ValueError with all problems."""
+    """Checks a request (and with `check_ids` its tokens) without weights; ValueError with all problems."""
     folder = one_checkpoint(expanded(request.checkpoint))
     saved, order = saved_config(folder), saved_order(folder)
     owner = _Owner.of(request.data_of) if request.data_of else _Owner(saved, order)
     if owner.settings.seq_len > (longest := saved.longest_sample):
-        text = "data: sequences of SEQ_LEN=%d as in %s; the model was trained on SEQ_LEN=%d"
+        text = "data: sequences have SEQ_LEN=%d as in %s, but the model was trained with SEQ_LEN=%d"
         logger.warning(text, owner.settings.seq_len, owner.named, longest)
     saved = saved.model_copy(update={name: getattr(owner.settings, name) for name in _HOW_DATA_IS_CUT})
     problems = _number_problems(request, saved)
@@ -184,7 +184,7 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
         document_mask=mask and not request.by_document,
         seq_len=saved.seq_len,
     ).model_copy(update={"eod_mask_loss": saved.eod_mask_loss})
-    # the tokenizer of the data of --data-of, if it is known
+    # tokenizer of the --data-of run, if known
     of_data = None
     with suppress(ValueError):
         of_data = tokenizer_for(owner.settings, "", order=owner.order) if owner.named else None
@@ -199,7 +199,7 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
         tokenizers = [tokenizer, of_data] if of_data else [tokenizer]
         _compare_tokenizers(request, tokenizers, trained_documents(saved, order), sources)
     if saved.use_moe and saved.moe_type == "moe" and not request.capacity:
-        logger.info("MOE_TYPE=moe: no token is dropped here; --capacity drops as in training")
+        logger.info("MOE_TYPE=moe: evaluating without dropped tokens; use --capacity to drop as in training")
     eod_id = None
     if config.document_mask:
         problems, eod_id = check_ends(config, [source.prefix for source in sources])
@@ -207,7 +207,7 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
             raise ConfigError(problems)
     token_bytes = None
     if tokenizer:
-        # Documents of a source may begin and end with other tokens; a table is made once for all that agree.
+        # Each source's documents may start and end with other tokens; sources that agree share a table.
         as_in_data = []
         for source in sources:
             ends = documents_of(source.prefix) or tokenizer
@@ -221,21 +221,21 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
 
 @dataclass(frozen=True)
 class _Owner:
-    """The run whose held-out data is used, if no --data is given."""
+    """The run whose held-out data is used without --data."""
 
     settings: Config
-    order: Mapping[str, Any]  # as of `saved_order`
-    named: str = ""  # --data-of; empty: it is the run of the checkpoint
+    order: Mapping[str, Any]  # from `saved_order`
+    named: str = ""  # --data-of; empty: the checkpoint's run
 
     def error(self, rule: str) -> ValueError:
-        """The error about its data."""
-        others = "" if self.named else ", or --data-of, a run"
-        name, fix = "data_of" if self.named else "data", f"give --data, prefixes of .bin/.idx files{others}"
-        return setting_error(name, self.named, rule, fix)
+        """Builds the error about the run's data."""
+        others = "" if self.named else ", or --data-of with a run"
+        fix = f"pass --data with prefixes of .bin/.idx files{others}"
+        return setting_error("data_of" if self.named else "data", self.named, rule, fix)
 
     @classmethod
     def of(cls, data_of: str) -> "_Owner":
-        """The run that --data-of names, also one that has saved no checkpoint yet."""
+        """Reads the run that --data-of names, which may not have saved a checkpoint yet."""
         path = expanded(data_of)
         if (path / "config.yaml").is_file() and not any(path.glob("checkpoints/iter_*")):
             return cls(load_config({"config": path}, {}), {}, data_of)
@@ -243,25 +243,25 @@ class _Owner:
             folder = one_checkpoint(path)
             return cls(saved_config(folder), saved_order(folder), data_of)
         except ValueError as error:
-            # under the name of the option that the user gave
+            # name the option that the user gave
             raise ValueError(str(error).replace("checkpoint=", "DATA_OF=", 1)) from None
 
     def data(self) -> tuple[list[str], token_files.Share]:
-        """Prefixes of the validation data, and the share of their documents."""
+        """Prefixes of the validation data, and the range of their documents to use."""
         given = self.settings
         if given.train_data == UNKNOWN_DATA:
-            raise self.error("the model was converted, and its training data is not known")
+            raise self.error("is required, as the training data of a converted model is unknown")
         saved = find_prepared_text(given, self.order.get("tokenizer") or "")
         share = token_files.parse_split(saved.split)[1] if saved.split else None
         if saved.valid_data:
-            logger.info("data: %s", "VALID_DATA of the run" if given.valid_data else "held out of TRAIN_DATA")
+            where = "the run's VALID_DATA" if given.valid_data else "held-out documents of TRAIN_DATA"
+            logger.info("data: %s", where)
             return [prefix for _, prefix in token_files.parse_blend(saved.valid_data)], (0.0, 1.0)
         if saved.train_data and share:
-            logger.info("data: the part of TRAIN_DATA that SPLIT=%s holds out for validation", saved.split)
+            logger.info("data: the validation part of TRAIN_DATA (SPLIT=%s)", saved.split)
             return [prefix for _, prefix in token_files.parse_blend(saved.train_data)], share
         if saved.train_data:
-            rule = "there is none, and the training had neither VALID_DATA nor a SPLIT for validation"
-            raise self.error(rule)
+            raise self.error("is required, as the training had neither VALID_DATA nor a SPLIT for validation")
         logger.info("data: the held-out part of the embedded corpus")
         return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix], (0.0, 1.0)
 
@@ -273,27 +273,27 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
     problems = []
     for name in ("samples", "batch_size", "experts"):
         if (value := getattr(request, name)) is not None and value < 1:
-            fix = "give a positive number, or leave it out"
-            problems.append(problem(name, value, "must be at least 1", fix))
+            problems.append(problem(name, value, "must be at least 1", "use a positive number, or omit it"))
     if request.experts is not None and not saved.use_moe:
-        rule = "the model is dense, it has none"
-        problems.append(problem("experts", request.experts, rule, "leave --experts out"))
+        rule = "requires an MoE model, but this one is dense"
+        problems.append(problem("experts", request.experts, rule, "omit --experts"))
     if request.capacity and saved.seq_len % request.layout.tp:
-        rule = f"must divide the {saved.seq_len} tokens of a sequence with --capacity"
-        problems.append(problem("tp", request.layout.tp, rule, "use another TP, or leave --capacity out"))
+        rule = f"must divide the sequence length {saved.seq_len} with --capacity"
+        problems.append(problem("tp", request.layout.tp, rule, "use another TP, or omit --capacity"))
     if request.data_of and request.data:
-        fix = "leave one of the two out"
-        problems.append(problem("data_of", request.data_of, "--data names other data", fix))
+        fix = "omit one of the two"
+        problems.append(problem("data_of", request.data_of, "cannot be combined with --data", fix))
     if request.capacity and request.by_document:
-        rule = "training drops tokens in sequences of SEQ_LEN, whatever documents are in them"
-        problems.append(problem("by_document", "true", rule, "leave --capacity or --by-document out"))
+        # Training drops tokens in sequences of SEQ_LEN, regardless of their documents.
+        rule = "cannot be combined with --capacity"
+        problems.append(problem("by_document", "true", rule, "omit --capacity or --by-document"))
     return problems
 
 
 def _tokenizer(
     request: EvalRequest, saved: Config, order: Mapping[str, Any], of_data: TextTokenizer | None
 ) -> TextTokenizer | None:
-    """The model's, else that of --data-of, else None; ValueError if the two differ."""
+    """The model's tokenizer, otherwise that of --data-of, otherwise None; ValueError if the two differ."""
     try:
         found = tokenizer_for(saved, request.tokenizer, order=order)
     except ValueError as error:
@@ -303,8 +303,8 @@ def _tokenizer(
             logger.warning("no bits per byte: %s", error)
         return of_data
     if of_data and not same_tokenizer(found.recorded(), of_data.recorded()):
-        rule = f"its tokenizer, {of_data.name}, differs from the model's, {found.name}"
-        fix = "name a run with the model's tokenizer, or tokenize its text with that one and give --data"
+        rule = f"its tokenizer {of_data.name} differs from the model's {found.name}"
+        fix = "name a run with the model's tokenizer, or pass --data with text tokenized by that tokenizer"
         raise setting_error("data_of", request.data_of, rule, fix)
     return found
 
@@ -327,7 +327,7 @@ def _sources(request: EvalRequest, saved: Config, owner: _Owner, *, check_ids: b
         sources.append(source)
     if not problems and len({source.prefix for source in sources}) < len(sources):
         named = " ".join(source.prefix for source in sources)
-        problems.append(problem("data", named, "names a prefix twice", "name each once"))
+        problems.append(problem("data", named, "must not name a prefix twice", "name each once"))
     if problems:
         raise ConfigError(problems)
     return sources
@@ -339,27 +339,28 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """ValueError, or with --allow-other-data, and for the run's own data, a warning."""
+    """Raises ValueError for data of another tokenizer; warns if it is allowed or the run's own data."""
     for source in sources:
         facts, documents = token_files.tokenizer_facts(source.files.manifest), documents_of(source.prefix)
         if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):
-            rule = f"{source.prefix} is by its manifest of another tokenizer than {tokenizers[0].name}"
-            fix = "give --tokenizer, that of the data, if the model was trained with it"
+            rule = f"the manifest of {source.prefix} names another tokenizer than {tokenizers[0].name}"
+            fix = "if the model was trained with the data's tokenizer, pass it as --tokenizer"
         elif trained and documents and trained != documents:
             rule = f"documents of {source.prefix} begin or end with other tokens than those of the training"
-            fix = "tokenize them as for the training (--eod-token, --prepend-bos)"
+            fix = "tokenize the text as for the training (--eod-token, --prepend-bos)"
         else:
             continue
         name, value = ("data_of", request.data_of) if request.data_of else ("data", " ".join(request.data))
         if value and not request.allow_other_data:
-            raise setting_error(name, value, rule, f"{fix}, or give --allow-other-data")
+            raise setting_error(name, value, rule, f"{fix}, or pass --allow-other-data")
         logger.warning("%s", rule)
 
 
 def evaluate(plan: EvaluationPlan, rank: Runtime) -> Evaluation:
-    """Evaluates the model, called by and with the same result on every rank; ValueError if loading fails."""
+    """Evaluates the model. All ranks must call it and get the same result. ValueError if loading fails."""
     stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
-    sums = torch.zeros(len(plan.sources), 3, dtype=torch.float64, device=rank.device)  # nats, tokens, bytes
+    # nats, tokens and bytes; float64 counts exactly up to 2^53
+    sums = torch.zeros(len(plan.sources), 3, dtype=torch.float64, device=rank.device)
     counts = None
     if plan.request.experts is not None:
         sizes = (len(plan.sources), plan.config.num_layers, plan.config.num_experts)
@@ -391,19 +392,19 @@ def _run_batches(
     for (number, first, count), is_mine in batches:
         source = plan.sources[number]
         sequences = source.read(first, count)
-        # inputs and labels [B, S] with S of the longest; padding changes no logits before it
+        # Inputs and labels [B, S], padded to the longest sequence; padding does not change logits before it.
         tokens = torch.zeros(len(sequences), max(map(len, sequences)) - 1, dtype=torch.int64)
         labels = torch.full_like(tokens, _IGNORED)
         for row, ids in enumerate(sequences):
             tokens[row, : len(ids) - 1] = torch.from_numpy(ids[:-1])
             labels[row, : len(ids) - 1] = torch.from_numpy(ids[1:])
         if counts is not None:
-            # the mask of this rank's tokens that count, in the routers' order
+            # mask of this rank's tokens that count, in the routers' token order
             valid_BS = nn.functional.pad((labels != _IGNORED) & is_mine, (0, -labels.size(1) % tp.size()))
             valid_SB = valid_BS.transpose(0, 1).chunk(tp.size())[tp.rank()]
             counts.source, counts.valid_T = number, valid_SB.flatten().to(stage.rank.device)
         masks = plan.config.eod_mask_loss and not plan.request.by_document
-        # the token whose next one does not count
+        # The prediction after an end-of-document token does not count, as in training.
         if (masked_id := source.files.end_of_document[0] if masks else None) is not None:
             labels[tokens == masked_id] = _IGNORED
         logits = stage.logits(tokens)
@@ -420,7 +421,7 @@ def _run_batches(
 
 
 def print_evaluated(plan: EvaluationPlan, rank: Runtime) -> None:
-    """Evaluates and prints on rank 0. Called by every rank."""
+    """Evaluates the model and prints the result on rank 0. All ranks must call it."""
     result = evaluate(plan, rank)
     if not rank.is_first:
         return

@@ -1,5 +1,5 @@
-"""Generates text from prompts, one at a time (so none is padded), with a key/value cache. Every rank runs the
-same loop: the first replica's last stage draws a token and sends it to all.
+"""Generates text with a key/value cache, one prompt after another, without padding. All ranks run the same
+loop: the last stage of the first replica samples a token and sends it to all ranks.
 """
 
 import contextlib
@@ -23,15 +23,7 @@ from moe_exp.config import Config, setting_error
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded
-from moe_exp.inference.ranks import (
-    Layout,
-    Request,
-    Stage,
-    config_for_use,
-    load_model,
-    planned_quietly,
-    run_rank,
-)
+from moe_exp.inference import ranks
 from moe_exp.inference.text import TextStream, decoder_of, encode, tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.generate")  # by name: torchrun runs this module as __main__
@@ -42,46 +34,45 @@ class Sampling:
     """Sampling settings."""
 
     temperature: float = 0.0  # divides logits; 0: greedy, always the most probable token
-    top_k: int = 0  # draw from the k most probable tokens; 0: from all
-    # after `top_k`, draw from the fewest most probable tokens with this total probability (nucleus sampling,
-    # Holtzman et al. 2020, arXiv:1904.09751); 1: from all
+    top_k: int = 0  # sample from the k most probable tokens; 0: from all
+    # after `top_k`, sample from the fewest most probable tokens with this total probability (nucleus
+    # sampling, Holtzman et al. 2020, arXiv:1904.09751); 1: from all
     top_p: float = 1.0
     seed: int = 1234
 
     def check(self) -> None:
-        """Raises ValueError with one line for an invalid value."""
-        draws, all_tokens = self.temperature != 0, "give for instance 0.9, or 1 for all tokens"
-        greedy = "has no effect with the temperature 0, which is greedy"
-        fix = "give --temperature, for instance 0.8, or leave it out"
+        """Raises ValueError for the first invalid value."""
+        draws, all_tokens = self.temperature != 0, "use a value such as 0.9, or 1 for all tokens"
+        greedy, fix = "has no effect with temperature 0 (greedy)", "set --temperature to 0.8, or omit it"
         is_number = 0 <= self.temperature < float("inf")
-        for name, holds, rule, way_out in (
-            ("temperature", is_number, "must be a number of at least 0", "give 0 for greedy, or about 0.8"),
-            ("top_k", self.top_k >= 0, "must not be negative", "give a number of tokens, or 0 for all"),
-            ("top_p", 0 < self.top_p <= 1, "must be over 0 and at most 1", all_tokens),
-            ("seed", self.seed >= 0, "must not be negative", "give another number"),
+        for name, is_valid, rule, way_out in (
+            ("temperature", is_number, "must be a number of at least 0", "use 0 for greedy, or about 0.8"),
+            ("top_k", self.top_k >= 0, "must not be negative", "use a number of tokens, or 0 for all"),
+            ("top_p", 0 < self.top_p <= 1, "must be greater than 0 and at most 1", all_tokens),
+            ("seed", self.seed >= 0, "must not be negative", "use another number"),
             ("top_k", draws or not self.top_k, greedy, fix),
             ("top_p", draws or self.top_p == 1, greedy, fix),
         ):
-            if not holds:
+            if not is_valid:
                 raise setting_error(name, getattr(self, name), rule, way_out)
 
 
 class Sampler:
-    """Draws the tokens of one text, reproducibly on any rank and device; one random stream per text index."""
+    """Samples one text's tokens, reproducibly on any rank and device, with one random stream per text."""
 
     def __init__(self, sampling: Sampling, text_index: int = 0):
         self.sampling = sampling
         digest = hashlib.sha256(f"{sampling.seed}:{text_index}".encode()).digest()
-        # torch uses at most 32 bits of the seed here
+        # PyTorch's CPU generator uses only 32 bits of the seed
         self._stream = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
     def draw(self, logits_V: Tensor) -> tuple[int, float]:
-        """A token and its log-probability in nats, at temperature 1 among all tokens."""
+        """Samples a token; returns it and its log-probability (nats, at temperature 1 among all tokens)."""
         log_probs_V = logits_V.double().log_softmax(0)
         token = int(log_probs_V.argmax())
         if self.sampling.temperature:
             probs_K, tokens_K = candidates(logits_V, self.sampling)
-            # inverse CDF of a number from the CPU's stream, as a GPU's streams differ
+            # Inverse CDF of a random number from the CPU: GPUs have different random streams.
             point = torch.rand((), generator=self._stream, dtype=torch.float64).item() * probs_K.sum().item()
             index = torch.searchsorted(probs_K.cumsum(0), point, right=True).clamp_(max=len(probs_K) - 1)
             token = int(tokens_K[index])
@@ -89,45 +80,45 @@ class Sampler:
 
 
 def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Tokens that may be drawn, most probable first: probabilities among all tokens, float64 [K]; ids [K]."""
+    """Candidate tokens, most probable first: probabilities among all tokens, float64 [K], and ids [K]."""
     logits_V = logits_V.double() / sampling.temperature
     probs_V, tokens_V = logits_V.softmax(0).sort(descending=True, stable=True)
     if sampling.top_k:
         probs_V, tokens_V = probs_V[: sampling.top_k], tokens_V[: sampling.top_k]
     if sampling.top_p < 1:
         share_V = probs_V / probs_V.sum()
-        # keeps tokens until those before reach the sum, so always the first
+        # A token is kept if the tokens before it have less than `top_p`, so the first one always is.
         kept = int((share_V.cumsum(0) - share_V < sampling.top_p).sum())
         probs_V, tokens_V = probs_V[:kept], tokens_V[:kept]
     return probs_V, tokens_V
 
 
 @dataclass(frozen=True)
-class GenerateRequest(Request):
-    """Settings of a generation."""
+class GenerateRequest(ranks.Request):
+    """Settings of a generation job."""
 
     checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
     prompts: tuple[str, ...]
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128  # per prompt
-    max_positions: int = 0  # tokens of prompt and text; 0: the training's SEQ_LEN, the most the model saw
+    max_positions: int = 0  # limit of tokens in prompt and text; 0: the training's SEQ_LEN
     stops: tuple[str, ...] = ()  # stop texts
     tokenizer: str = ""  # see `text.tokenizer_for`
     allow_special: bool = False  # parse special tokens in prompts
-    dtype: str = ""  # compute type; empty: the training's
+    dtype: str = ""  # compute dtype; empty: the training's
     as_json: bool = False  # print one JSON object per prompt instead of the text
-    layout: Layout = field(default_factory=Layout)  # of the ranks
+    layout: ranks.Layout = field(default_factory=ranks.Layout)  # parallel layout
 
 
 @dataclass
 class Generated:
-    """A text, as `--json` prints it."""
+    """A generated text, with the fields that `--json` prints."""
 
     prompt: str
     prompt_tokens: list[int]
-    text: str = ""  # after the prompt
-    tokens: list[int] = field(default_factory=list)  # of the text, and end of document
-    logprobs: list[float] = field(default_factory=list)  # of `tokens`, nats, temperature 1 among all tokens
+    text: str = ""  # without the prompt
+    tokens: list[int] = field(default_factory=list)  # tokens of the text, and the end-of-document token
+    logprobs: list[float] = field(default_factory=list)  # for `tokens`, in nats, at temperature 1
     finish_reason: str = "length"  # `end_of_document`, `stop` or `length`
 
 
@@ -144,14 +135,14 @@ class GenerationPlan:
 
 
 def plan_generation(request: GenerateRequest) -> GenerationPlan:
-    """Checks a request without loading weights; ValueError with one line."""
+    """Checks a request without loading weights; ValueError for the first problem."""
     request.sampling.check()
     if request.max_new_tokens < 1:
-        fix = "give the number of tokens to generate"
+        fix = "use the number of tokens to generate"
         raise setting_error("max_new_tokens", request.max_new_tokens, "must be at least 1", fix)
     folder = one_checkpoint(expanded(request.checkpoint))
     saved = saved_config(folder)
-    config = config_for_use(folder, request.layout, dtype=request.dtype or None)
+    config = ranks.config_for_use(folder, request.layout, dtype=request.dtype or None)
     tokenizer = tokenizer_for(
         saved, request.tokenizer, order=saved_order(folder), allow_special=request.allow_special
     )
@@ -162,33 +153,32 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
         shown = repr(prompt if len(prompt) <= 40 else f"{prompt[:40]}...")
         prompts.append(tokens := encode(tokenizer, prompt))
         if not tokens:
-            fix = "give at least a character"
-            raise setting_error("prompt", shown, "has no token to continue from", fix)
+            raise setting_error("prompt", shown, "must have at least one token", "use at least one character")
         if len(tokens) >= max_positions:
-            limit = f"the {max_positions} positions there are"
-            rule = f"has {len(tokens)} tokens, and with one more that is over {limit}"
-            fix = f"shorten it, or give --max-positions; the training had SEQ_LEN={seq_len}"
+            rule = f"has {len(tokens)} tokens, but must have fewer than the {max_positions} positions"
+            fix = f"shorten it, or raise --max-positions; the training had SEQ_LEN={seq_len}"
             raise setting_error("prompt", shown, rule, fix)
     if max_positions > seq_len:
-        text = "max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense"
+        text = "max_positions=%d: the model was trained with SEQ_LEN=%d; longer text may be nonsense"
         logger.warning(text, max_positions, seq_len)
     if saved.use_moe and saved.moe_type == "moe":
-        logger.info("MOE_TYPE=moe: no token is dropped here, every token's experts are computed")
+        logger.info("MOE_TYPE=moe: generating without dropped tokens")
     return GenerationPlan(request, folder, config, tokenizer, prompts, max_positions)
 
 
 def new_tokens(
-    stage: Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
+    stage: ranks.Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
 ) -> Generator[tuple[int, float], None, None]:
-    """Yields tokens after a prompt, with log-probabilities, up to `max_positions`. Called by every rank."""
+    """Yields tokens after a prompt, with log-probabilities, up to `max_positions`. All ranks must call it."""
     next_tokens, num_tokens = list(prompt), len(prompt)
     with stage.cache(max_positions):
         while num_tokens < max_positions:
             logits = stage.logits(torch.tensor([next_tokens]), last_only=True)
-            # the first replica's last stage draws, all others contribute zeros
+            # One rank samples. All others contribute zeros, so that the sum broadcasts its token.
             draws = stage.writes and stage.rank.groups.dp.rank() == 0
             token, log_prob = sampler.draw(logits[0, 0]) if draws and logits is not None else (0, 0.0)
             if stage.rank.world_size > 1:
+                # float64 represents every token id exactly
                 box = torch.tensor([token, log_prob], dtype=torch.float64, device=stage.rank.device)
                 torch.distributed.all_reduce(box)
                 token, log_prob = int(box[0].item()), box[1].item()
@@ -198,14 +188,12 @@ def new_tokens(
 
 def generate(
     plan: GenerationPlan,
-    stage: Stage,
+    stage: ranks.Stage,
     *,
     begin: Callable[[str], None] = lambda prompt: None,
     show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Generated]:
-    """Yields a result per prompt. `begin` gets each prompt first, then `show` its text as it comes. Called by
-    every rank.
-    """
+    """Yields one result per prompt; calls `begin` with the prompt, then `show` with each part of its text."""
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
 
     def grow(result: Generated, text: str) -> None:
@@ -217,7 +205,7 @@ def generate(
         result, stream = Generated(prompt, tokens), TextStream(decode, tokens, plan.request.stops)
         last = min(plan.max_positions, len(tokens) + plan.request.max_new_tokens)
         begin(prompt)
-        times = [time.monotonic()]  # the start, then that of each token
+        times = [time.monotonic()]  # start time, then the time of each token
         drawn = new_tokens(stage, tokens, Sampler(plan.request.sampling, index), max_positions=last)
         with contextlib.closing(drawn):  # frees the cache
             for token, log_prob in drawn:
@@ -231,18 +219,18 @@ def generate(
                 if stream.stopped:
                     break
         grow(result, stream.finish())
-        if stream.stopped:  # also by what was held back, as it ended in part of a character
+        if stream.stopped:  # text that was held back may also complete a stop text
             result.finish_reason = "stop"
         yield result
-        if stage.rank.is_first:  # after the caller has ended the line
+        if stage.rank.is_first:  # after the caller has printed the end of the line
             later, rest = len(times) - 2, times[-1] - times[1]
             rate = f", {later / rest:,.0f} tokens/s" if rest else ""
-            what = "first token after %.2f s (prompt of %d tokens), then %d in %.2f s%s"
+            what = "first token after %.2f s (prompt: %d tokens), then %d tokens in %.2f s%s"
             logger.info(what, times[1] - times[0], len(tokens), later, rest, rate)
 
 
 def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
-    """Generates; rank 0 prints text as it comes, or JSON lines. A terminal also shows the prompts."""
+    """Generates text; rank 0 prints it continuously, or as JSON lines. Terminals also show the prompts."""
     as_json, out = plan.request.as_json, sys.stdout
     is_terminal = out.isatty() and not as_json
 
@@ -255,7 +243,7 @@ def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
             out.write(text)
             out.flush()
 
-    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+    stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder))
     for number, result in enumerate(generate(plan, stage, begin=begin, show=show), 1):
         if rank.is_first:
             more = number < len(plan.prompt_tokens) and not is_terminal
@@ -264,8 +252,8 @@ def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
 
 def main(request_file: str) -> None:
     """Runs one rank of a torchrun job."""
-    plan = planned_quietly(lambda: plan_generation(GenerateRequest.read(request_file)))
-    run_rank(plan.config, lambda rank: print_generated(plan, rank))
+    plan = ranks.planned_quietly(lambda: plan_generation(GenerateRequest.read(request_file)))
+    ranks.run_rank(plan.config, lambda rank: print_generated(plan, rank))
 
 
 if __name__ == "__main__":

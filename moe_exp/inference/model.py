@@ -1,4 +1,4 @@
-"""A trained model in this process, as `moe_exp.load_model` returns it."""
+"""A trained model in this process (`moe_exp.load_model`)."""
 
 import os
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from moe_exp.inference.text import decoder_of, encode, tokenizer_for
 
 
 class Model:
-    """The model of a checkpoint on one GPU, or on the CPU. No token is dropped, whatever the training did.
+    """A checkpoint's model on one GPU or on the CPU. It never drops tokens, even if the training did.
 
     Args:
-        path: run folder, checkpoints folder or an iter_ folder.
-        dtype: compute type, fp32, bf16 or fp16; empty: the training's.
+        path: run folder, checkpoints folder or iter_ folder.
+        dtype: compute dtype, fp32, bf16 or fp16; empty: the training's.
         tokenizer: tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: the
             training's.
 
     Attributes:
-        config: settings of the model.
-        folder: of the checkpoint.
+        config: the model's settings.
+        folder: iter_ folder of the checkpoint.
         module: Megatron's GPTModel, in eval mode.
 
     Raises:
-        ValueError: the checkpoint cannot be used, or the process is one of several ranks.
+        ValueError: if the checkpoint cannot be used, or the process is one of several ranks.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str = ""):
@@ -62,18 +62,18 @@ class Model:
 
         Args:
             prompt: the text to continue, at least one token.
-            max_new_tokens: the text may end earlier, where the model has seen no longer sequence.
-            temperature: divides logits; 0 takes the most probable token each time.
-            top_k: draws from the k most probable tokens; 0: from all.
-            top_p: draws from the most probable tokens that add up to this probability.
-            seed: of the random stream.
-            stop: text or texts to end before.
+            max_new_tokens: maximum number of new tokens; the text also ends at the training's SEQ_LEN.
+            temperature: divisor of the logits; 0 always chooses the most probable token.
+            top_k: sample from the k most probable tokens; 0: from all.
+            top_p: sample from the most probable tokens that add up to this probability.
+            seed: seed of the random stream.
+            stop: text or texts before which the output ends.
 
         Returns:
             `text` after the prompt, with its `tokens`, their `logprobs` and the `finish_reason`.
 
         Raises:
-            ValueError: a value is wrong, or there is no tokenizer.
+            ValueError: if an argument is invalid, or no tokenizer is found.
         """
         request = GenerateRequest(
             checkpoint=str(self.folder),
@@ -90,8 +90,8 @@ class Model:
     def score(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Logits for the token after each of `tokens`.
 
-        Tokens see those before the end of a document, also after a training with DOCUMENT_MASK, in which
-        they did not; `moe-exp score` does as the training.
+        Attention is not limited to a document, even if the model was trained with DOCUMENT_MASK. `moe-exp
+        score` follows the training.
 
         Args:
             tokens: ids, integers [B, S].
@@ -100,17 +100,17 @@ class Model:
             float32 [B, S, V], on the CPU.
 
         Raises:
-            ValueError: an id is not in the vocabulary, or the shape is another one.
+            ValueError: if an id is not in the vocabulary, or the shape or dtype is wrong.
         """
         ids, vocab_size = torch.as_tensor(tokens), self.config.vocab_size
         if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
             what = f"{ids.dtype} {list(ids.shape)}"
-            raise setting_error("tokens", what, "must be integers [B, S]", "give a row of ids for each text")
+            raise setting_error("tokens", what, "must be integers [B, S]", "pass a row of ids for each text")
         ids = ids.long()
         if ids.min() < 0 or ids.max() >= vocab_size:
             wrong = int(ids.max() if ids.max() >= vocab_size else ids.min())
-            fix = "use the tokenizer of the training, as `encode` does"
-            raise setting_error("tokens", wrong, f"the model has the ids 0 to {vocab_size - 1}", fix)
+            fix = "use the training's tokenizer, as `encode` does"
+            raise setting_error("tokens", wrong, f"must be from 0 to {vocab_size - 1}", fix)
         rows = batch_size_of(self.config, ids.size(1), len(ids), capacity=False)
         logits = (self._stage.logits(batch) for batch in ids.split(rows))
         return torch.cat([part.cpu() for part in logits if part is not None])

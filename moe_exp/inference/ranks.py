@@ -1,9 +1,8 @@
-"""The ranks that use a model: this process alone, or those of a torchrun job; how a checkpoint's model is
-spread over them, the settings that follow, and what each of them runs: one pipeline stage, which turns token
-ids into logits, with or without a key/value cache.
+"""Inference on the ranks of a torchrun job or in a single process: parallel layout, settings, loading, and
+the pipeline stage that turns token ids into logits, with or without a key/value cache.
 
-The weights of a checkpoint go into a model without optimizer, in any layout; each rank reads its own pieces,
-one at a time, without megatron-core, which would unpickle whatever the files contain.
+The model has no optimizer and can use any parallel layout. Each rank reads its pieces one by one, without
+megatron-core, which would unpickle arbitrary objects from the files.
 
 Shapes: B batch, S tokens, V vocabulary, D hidden.
 """
@@ -45,7 +44,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 
 T = TypeVar("T")
-# Settings that only training uses, but that would be checked against the new sizes.
+# Settings that only training uses, but whose checks could reject the inference layout and sizes.
 _NO_TRAINING: dict[str, Any] = {
     "mbsz": 1, "rampup_batch_size": "", "upcycle_from": "", "upcycle_granularity": 1, "load_dir": "",
     "train_data": "unused", "valid_data": "", "split": "", "data_stages": "", "eval_interval": 0,
@@ -53,8 +52,8 @@ _NO_TRAINING: dict[str, Any] = {
     "token_rounding": 0, "distributed_optimizer": False, "overlap": "false", "wandb_project": "",
     "optimizer": "adam", "optimizer_state_dtype": "fp32",
 }  # fmt: skip
-# The key/value cache is in our attention; kernels depend on this machine, not the training's. FP8 trainings
-# save their weights in DTYPE.
+# Only our attention has a key/value cache. Kernels depend on this machine, not on the one used for training.
+# Runs with FP8 save their weights in DTYPE.
 _OUR_PARTS: dict[str, Any] = {
     "impl": "local", "expert_backend": "auto", "dispatcher": "auto", "fp8": "none",
     "cross_entropy": "megatron",
@@ -64,21 +63,21 @@ _DROPLESS: dict[str, Any] = {"moe_type": "dmoe", "capacity_factor": 0.0, "min_ca
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes and nodes, as the settings of the same names."""
+    """Parallel sizes and nodes, named like the settings."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    gpus_per_node: int = 0  # 0: as many as the sizes need
-    threads_per_rank: int = 0  # 0: on a CPU its cores divided by the ranks
+    gpus_per_node: int = 0  # 0: as required by the parallel sizes
+    threads_per_rank: int = 0  # 0: without GPUs, the node's cores divided by its ranks
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str = "localhost"
     master_port: int = 23456
 
     def settings(self, *, use_moe: bool) -> dict[str, Any]:
-        """The equivalent fields of Config."""
+        """Corresponding fields of Config."""
         expert = self.pp * (self.ep * self.etp if use_moe else 1)
         num_ranks = math.lcm(self.tp * self.pp, expert)
         per_node = self.gpus_per_node or -(-num_ranks // self.nnodes)
@@ -95,17 +94,17 @@ def config_for_use(
     document_mask: bool | None = False,
     seq_len: int = 0,
 ) -> Config:
-    """Settings for inference with the model of an iteration's folder, by default in the training's dtype.
-    With `capacity`, MOE_TYPE=moe drops tokens as in training; without, none is dropped, and its result does
-    not depend on others in the batch. `document_mask`: as DOCUMENT_MASK; None: as in training. `seq_len`: of
-    the sequences; 0: as in training. ValueError for an unusable checkpoint, ConfigError for a wrong layout.
+    """Settings for inference with the model of an iter_ folder; `dtype=None`, `document_mask=None` and
+    `seq_len=0` keep the training's. With `capacity`, MOE_TYPE=moe drops tokens as in training. Otherwise, no
+    token is dropped, and results do not depend on the other tokens in the batch. ValueError if the checkpoint
+    is unusable, ConfigError if the layout does not fit the model.
     """
     saved = saved_config(folder)
     changes = layout.settings(use_moe=saved.use_moe) | _NO_TRAINING | _OUR_PARTS
     changes |= {} if capacity else _DROPLESS
     changes |= {} if document_mask is None else {"document_mask": document_mask}
-    changes["gbsz"] = changes["nnodes"] * changes["gpus_per_node"]  # a row for each replica
-    # which the ranks of TP can share
+    changes["gbsz"] = changes["nnodes"] * changes["gpus_per_node"]  # at least one row for each replica
+    # rounded up, so that the TP ranks can divide it
     changes["seq_len"] = -(-(seq_len or saved.seq_len) // layout.tp) * layout.tp
     config = saved_config(folder, **changes, **({"dtype": dtype} if dtype else {}))
     if problems := list(config.problems()):
@@ -114,11 +113,11 @@ def config_for_use(
 
 
 class Request:
-    """Base of the dataclasses that describe a job; its ranks read them from a JSON file."""
+    """Base of the dataclasses that describe a job. The launcher passes them to the ranks in a JSON file."""
 
     @classmethod
     def read(cls: type[T], file: str) -> T:
-        """Reads a file with the text of `to_json`."""
+        """Reads a request from a file with the result of `to_json`."""
         return TypeAdapter(cls).validate_json(Path(file).read_text(encoding="utf-8"))
 
     def to_json(self: Any) -> str:
@@ -126,17 +125,18 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: with `capacity` the training's, else 256 MB of logits, at most `most`."""
+    """Default batch size: the training's with `capacity`, otherwise 256 MB of logits, at most `most`."""
     return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
 def shared_batches(
     batches: Sequence[T], rank: Runtime, what: str, unit: str, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, bool]]:
-    """This rank's batches, and whether they count, with a progress bar on the first rank. Batch i goes to
-    replica i modulo their number; all run every step, as EP may span them: a replica without a batch gets one
-    that does not count.
+    """Yields this rank's batches and whether they count, with a progress bar on the first rank. Batch i
+    belongs to replica i modulo the number of replicas.
     """
+    # Expert parallelism may span replicas, so all of them must run every step: replicas without a batch in
+    # the last step repeat its first batch, which then does not count.
     replicas, total = rank.groups.dp, sum(map(size_of, batches))
     with progress(what, total, unit=unit) if rank.is_first else contextlib.nullcontext() as advance:
         for begin in range(0, len(batches), replicas.size()):
@@ -148,7 +148,7 @@ def shared_batches(
 
 
 def run_alone(config: Config, work: Callable[[Runtime], None]) -> None:
-    """Runs `work` in this process, as the only rank."""
+    """Runs `work` in this process as the only rank."""
     rank = runtime.start_alone(config)
     try:
         work(rank)
@@ -157,7 +157,7 @@ def run_alone(config: Config, work: Callable[[Runtime], None]) -> None:
 
 
 def run_rank(config: Config, work: Callable[[Runtime], None]) -> None:
-    """Runs `work` as a rank of a torchrun job; a ValueError prints one line and exits with 1."""
+    """Runs `work` as a rank of a torchrun job. A ValueError is printed in one line, with exit code 1."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_exp").setLevel(logging.INFO if os.environ.get("RANK") == "0" else logging.WARNING)
     with faults.stop_signal() as stop, faults.named_by_rank(stop):
@@ -165,22 +165,21 @@ def run_rank(config: Config, work: Callable[[Runtime], None]) -> None:
             work(runtime.start(config))
         except ValueError as error:
             print(f"moe-exp: {error}", file=sys.stderr, flush=True)
-            # skips the clean-up of process groups, which would wait for other ranks
+            # skips the cleanup of process groups, which would wait for other ranks
             os._exit(1)
         runtime.stop()
 
 
 def planned_quietly(plan: Callable[[], T]) -> T:
-    """Result of `plan`, without logging: the launcher, which planned the same, has logged already."""
+    """Returns the result of `plan` without logging, as the launcher has already logged the same messages."""
     logging.getLogger("moe_exp").setLevel(logging.ERROR)
     return plan()
 
 
 def check_files(folder: Path) -> None:
-    """Compares the files with weights with the manifest; ValueError if one differs."""
+    """Compares the files that contain weights with the manifest; ValueError if one differs."""
     manifest = Manifest.read(folder)
-    # written by Megatron-LM
-    if manifest is None:
+    if manifest is None:  # written by Megatron-LM
         return
     reader, keys = CheckpointReader(folder), CheckpointKeys.read(folder)
     needed = {chunk.file for key in keys.tensors for chunk in reader.tensors[key].chunks}
@@ -191,7 +190,7 @@ def check_files(folder: Path) -> None:
 
 
 def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
-    """This rank's stage with the weights of `folder`, in eval mode; ValueError if they do not fit."""
+    """Builds this rank's stage with the weights of `folder`, in eval mode; ValueError if they do not fit."""
     settings = transformer_config(config)
     failures = check_run(config, rank)
     model = build_chunk(config, settings, rank, 0, initial_weights=False, kernel_failures=failures)
@@ -207,15 +206,13 @@ def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
     for shard in formats.sharded_tensors(state):
         sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
         values = reader.read(shard.key, shard.global_offset, sizes)
-        # `data` is a view of the parameter, even if it consists of several shards
+        # `data` is a view of the parameter, also if the parameter has several shards
         shard.data.copy_(values.view(shard.data.shape))
     return model
 
 
 class Stage:
-    """Runs this rank's part of a model together with the others, by settings of `config_for_use`.
-    `eod_id`: the token that ends a document; required with DOCUMENT_MASK.
-    """
+    """Runs this rank's part of a model, with settings from `config_for_use`; DOCUMENT_MASK needs `eod_id`."""
 
     def __init__(self, config: Config, rank: Runtime, model: GPTModel, eod_id: int | None = None):
         self.config, self.rank, self.model = config, rank, model
@@ -224,20 +221,20 @@ class Stage:
         self._context: StaticInferenceContext | None = None
         self._positions = torch.empty(0)
         self._is_latent = config.multi_latent_attention
-        self.is_last = bool(model.post_process)  # it computes logits
-        self.writes = self.is_last and rank.groups.tp.rank() == 0  # the logits of its replica
-        # The sequence is gathered before the output layer, as generation needs only one row.
+        self.is_last = bool(model.post_process)  # computes logits
+        self.writes = self.is_last and rank.groups.tp.rank() == 0  # outputs its replica's logits
+        # `logits` gathers the sequence before the output layer, since generation only needs one row.
         if model.post_process:
             model.output_layer.sequence_parallel = False
 
     @contextlib.contextmanager
     def cache(self, num_positions: int) -> Iterator[None]:
-        """Inside, each call of `logits` continues one sequence, of at most `num_positions` tokens."""
-        # the last tokens may be padded to a multiple of TP
+        """Context in which each call of `logits` continues one sequence of at most `num_positions` tokens."""
+        # Each call may pad its tokens to a multiple of TP.
         room = num_positions + self.config.tp
         cores = [layer.self_attention.core_attention for layer in self.model.decoder.layers]
         if self._is_latent:
-            # multi-latent attention rotates its keys before Megatron's context stores them
+            # Multi-latent attention rotates its keys itself, so Megatron's own cache can store them.
             self._context = StaticInferenceContext(max_batch_size=1, max_sequence_length=room)
         else:
             self._caches = [KeyValueCache(room) for _ in cores]
@@ -250,21 +247,21 @@ class Stage:
             for core in cores:
                 core.cache = None
 
-    @torch.no_grad()  # inference_mode would not reach the threads that compute experts
+    @torch.no_grad()  # inference_mode would not apply to the threads that compute experts
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor | None:
-        """Logits for the token after each of `tokens`, int64 [B, S], equal on all ranks of a replica: float32
-        [B, S, V], with `last_only` [B, 1, V]; None before the last stage.
+        """Logits for the token after each of `tokens` (int64 [B, S], the same on all ranks of a replica):
+        float32 [B, S, V], or [B, 1, V] with `last_only`; None before the last stage.
         """
         num_tokens = tokens.size(1)
         padding = -num_tokens % self.config.tp
-        # Padding does not change logits before it: attention is causal, and no token is dropped.
+        # Padding does not change the logits before it: attention is causal, and no token is dropped.
         tokens = nn.functional.pad(tokens, (0, padding))
         documents = None
         if self._eod_id is not None:
             lengths = document_lengths(tokens.cpu(), self._eod_id)
             documents = Documents(lengths, document_positions(lengths).to(self.rank.device))
         tokens = tokens.to(self.rank.device)
-        # [S / TP, B, D]: the embedding, or received from the previous stage
+        # [S / TP, B, D]: computed by the embedding, or received from the previous stage
         pp = self.rank.groups.pp
         if self.model.pre_process:
             hidden: Tensor = self.model.embedding(input_ids=tokens, position_ids=None)
@@ -311,6 +308,6 @@ class Stage:
 
     def _angles(self, positions: int | Documents) -> Tensor:
         angles: Any = self.model.rotary_pos_emb(positions)
-        # YaRN also returns its factor, which attention has
+        # YaRN also returns its factor, which attention already applies
         found: Tensor = angles[0] if isinstance(angles, tuple) else angles
         return found

@@ -1,5 +1,5 @@
-"""Scores token ids: a .npy file of ids in, a .npy file of logits out, in batches. Replicas, in any layout,
-share the batches; the last stage of each writes its rows into the one file.
+"""Scores token ids: reads a .npy file of ids and writes a .npy file of logits, in batches. Replicas share the
+batches, and the last stage of each replica writes its rows into the same file.
 """
 
 import io
@@ -35,12 +35,12 @@ class ScoreRequest(ranks.Request):
     tokens: str  # .npy file of ids, integers [B, S]
     out: str  # .npy file for the logits
     batch_size: int | None = None  # rows; None: 256 MB of logits, or with `capacity` the training's MBSZ
-    dtype: str = ""  # compute type; empty: the training's
+    dtype: str = ""  # compute dtype; empty: the training's
     capacity: bool = False  # drop tokens over capacity as in training, see `ranks.config_for_use`
-    document_mask: bool | None = None  # tokens see their document only; None: as in training
-    eod_id: int | None = None  # the token that ends a document; None: that of the training's tokenizer
+    document_mask: bool | None = None  # limit attention to the document; None: as in training
+    eod_id: int | None = None  # end-of-document token; None: from the training's tokenizer
     overwrite: bool = False  # replace an existing `out`
-    layout: ranks.Layout = field(default_factory=ranks.Layout)  # of the ranks
+    layout: ranks.Layout = field(default_factory=ranks.Layout)  # parallel layout
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,24 @@ class ScoringPlan:
 
     @property
     def partial(self) -> Path:
-        """File for the logits until it is complete."""
+        """Temporary file for the logits."""
         return self.out.with_name(f".{self.out.name}.partial")
 
     @property
     def header(self) -> bytes:
-        """The beginning of a .npy file of the logits."""
+        """Header of the .npy file."""
         buffer, header = io.BytesIO(), {"descr": "<f4", "fortran_order": False, "shape": self.shape}
         np.lib.format.write_array_header_2_0(buffer, header)
         return buffer.getvalue()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the logits, float32."""
+        """Size of the logits (float32)."""
         return 4 * math.prod(self.shape)
 
 
 def plan_scoring(request: ScoreRequest) -> ScoringPlan:
-    """Checks a request without loading weights or writing files; ValueError with one line."""
+    """Checks a request without loading weights or writing files; ValueError for the first problem."""
     folder = one_checkpoint(expanded(request.checkpoint))
     saved = saved_config(folder)
     config = ranks.config_for_use(
@@ -91,22 +91,23 @@ def plan_scoring(request: ScoreRequest) -> ScoringPlan:
     eod_id = _end_of_document(request, saved, folder) if config.document_mask else None
     ids = _read_ids(Path(request.tokens), saved.vocab_size)
     if request.batch_size is not None and request.batch_size < 1:
-        fix = "give the number of rows at a time"
+        fix = "use the number of rows per batch"
         raise setting_error("batch_size", request.batch_size, "must be positive", fix)
+    # Padding tokens would take capacity from real ones.
     if request.capacity and ids.shape[1] % config.tp:
-        rule = f"with --capacity the {ids.shape[1]} tokens of a row cannot be padded to a multiple of it"
-        raise setting_error("tp", config.tp, rule, "use another TP, or leave --capacity out")
+        rule = f"must divide the {ids.shape[1]} tokens of a row with --capacity"
+        raise setting_error("tp", config.tp, rule, "use another TP, or omit --capacity")
     most, seq_len = ids.shape
     size = request.batch_size or ranks.batch_size_of(saved, seq_len, most, capacity=request.capacity)
     plan = ScoringPlan(folder, config, ids, Path(request.out), size, eod_id)
     _check_out(plan, Path(request.tokens), overwrite=request.overwrite)
     if ids.shape[1] > (seq_len := saved.longest_sample):
-        text = "tokens: rows of %d tokens, the model was trained on SEQ_LEN=%d"
+        text = "tokens: rows have %d tokens, but the model was trained with SEQ_LEN=%d"
         logger.warning(text, ids.shape[1], seq_len)
     if saved.use_moe and saved.moe_type == "moe":
-        drops = "no token is dropped here; --capacity drops as in training"
+        drops = "scoring without dropped tokens; use --capacity to drop as in training"
         if request.capacity:
-            drops = f"tokens over capacity are dropped per batch of {plan.batch_size}, as in training"
+            drops = f"dropping tokens over capacity in each batch of {plan.batch_size}, as in training"
         logger.info("MOE_TYPE=moe: %s", drops)
     return plan
 
@@ -116,20 +117,20 @@ def _end_of_document(request: ScoreRequest, saved: Config, folder: Path) -> int:
         try:
             found = tokenizer_for(saved, "", order=saved_order(folder)).eod_id
         except ValueError as error:
-            raise setting_error("eod_id", "", f"has to be given: {error}", "give --eod-id") from None
+            raise setting_error("eod_id", "", f"is required: {error}", "pass --eod-id") from None
     if found is None or not 0 <= found < saved.vocab_size:
-        rule = "the training's tokenizer has no end-of-document token"
+        rule = "is required, as the training's tokenizer has no end-of-document token"
         if found is not None:
-            rule = f"the model has the ids 0 to {saved.vocab_size - 1}"
-        fix = "give --eod-id, the id that ends a document, or --no-document-mask"
+            rule = f"must be from 0 to {saved.vocab_size - 1}"
+        fix = "pass --eod-id with the id that ends a document, or --no-document-mask"
         raise setting_error("eod_id", "" if found is None else found, rule, fix)
     return found
 
 
 def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
-    fix = "give a .npy file with integers [B, S], as numpy.save writes it"
+    fix = "use a .npy file with integers [B, S], as written by numpy.save"
     try:
-        # mapped, as it may be larger than the memory, and checked block by block
+        # memory-mapped and checked in blocks, since the file may be larger than memory
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise setting_error("tokens", path, "does not exist", fix) from None
@@ -138,9 +139,9 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
         raise setting_error("tokens", path, reason, fix) from None
     if not isinstance(ids, np.ndarray) or not np.issubdtype(ids.dtype, np.integer):
         kind = getattr(ids, "dtype", "several arrays")
-        raise setting_error("tokens", path, f"holds {kind}, not integers", fix)
+        raise setting_error("tokens", path, f"must contain integers, not {kind}", fix)
     if ids.ndim != 2 or not ids.size:
-        raise setting_error("tokens", path, f"has the shape {list(ids.shape)}", fix)
+        raise setting_error("tokens", path, f"must be a non-empty matrix, not shape {list(ids.shape)}", fix)
     rows = max(1, (64 << 20) // ids[0].nbytes)
     for first in range(0, len(ids), rows):
         block = ids[first : first + rows]
@@ -148,37 +149,37 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
             if not 0 <= value < vocab_size:
                 row, column = (int(index) for index in np.argwhere(block == value)[0])
                 place = f"row {first + row}, column {column}"
-                rule = f"has the id {value} in {place}, the model has 0 to {vocab_size - 1}"
-                raise setting_error("tokens", path, rule, "tokenize with the tokenizer of the training")
+                rule = f"has the id {value} in {place}, but the model's ids are 0 to {vocab_size - 1}"
+                raise setting_error("tokens", path, rule, "use the training's tokenizer")
     return ids
 
 
 def _check_out(plan: ScoringPlan, tokens: Path, *, overwrite: bool) -> None:
     out, folder = plan.out, plan.out.absolute().parent
     if out.is_dir():
-        raise setting_error("out", out, "is a folder", "give the name of a file")
+        raise setting_error("out", out, "is a folder", "name a file")
     if out.exists() and tokens.exists() and out.samefile(tokens):
-        raise setting_error("out", out, "is the file with the tokens", "give another name")
+        raise setting_error("out", out, "is the file with the tokens", "use another name")
     if out.exists() and not overwrite:
-        raise setting_error("out", out, "exists", "give another name, or --overwrite")
+        raise setting_error("out", out, "already exists", "use another name, or pass --overwrite")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        state = "cannot be written to" if folder.is_dir() else "does not exist"
-        fix = "give a file in a folder that you can write to"
-        raise setting_error("out", out, f"its folder {state}", fix)
+        state = "is not writable" if folder.is_dir() else "does not exist"
+        raise setting_error("out", out, f"its folder {state}", "name a file in a writable folder")
     if plan.num_bytes > (free := shutil.disk_usage(folder).free):
-        rule = f"its {list(plan.shape)} float32 values need {bytes_text(plan.num_bytes)}"
-        rule += f", {bytes_text(free)} are free"
-        raise setting_error("out", out, rule, "score fewer rows, or free some space")
+        rule = f"requires {bytes_text(plan.num_bytes)} for {list(plan.shape)} float32 values"
+        rule += f", but only {bytes_text(free)} are free"
+        raise setting_error("out", out, rule, "score fewer rows, or free disk space")
 
 
 def score(plan: ScoringPlan, rank: Runtime) -> None:
-    """Writes all logits to `out`, atomically. Called by every rank; ValueError if the model does not load."""
+    """Writes all logits to `out` atomically. All ranks must call it. ValueError if the model cannot load."""
     stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
     start, row_bytes, size = len(plan.header), 4 * plan.shape[1] * plan.shape[2], plan.batch_size
     batches = [range(i, min(i + size, len(plan.ids))) for i in range(0, len(plan.ids), size)]
     if rank.is_first:
         _make_file(plan)
     try:
+        # The other ranks open the file only after the first rank has created it.
         torch.distributed.barrier()
         with plan.partial.open("r+b") as file:
             for batch, is_mine in ranks.shared_batches(batches, rank, "score", "rows", len):
@@ -189,6 +190,7 @@ def score(plan: ScoringPlan, rank: Runtime) -> None:
                     logits.contiguous().cpu().numpy().tofile(file)
             file.flush()
             os.fsync(file.fileno())
+        # All rows must be on disk before the file gets its final name.
         torch.distributed.barrier()
         if rank.is_first:
             plan.partial.replace(plan.out)
@@ -198,10 +200,10 @@ def score(plan: ScoringPlan, rank: Runtime) -> None:
 
 
 def _make_file(plan: ScoringPlan) -> None:
-    """Creates the file at its full size, so that a full disk is noticed at once."""
+    """Creates the file at its full size, so that a full disk is detected immediately."""
     num_bytes = len(plan.header) + plan.num_bytes
     try:
-        # "x": two calls must not write into one file
+        # "x" prevents two jobs from writing to the same file
         with plan.partial.open("xb") as file:
             file.write(plan.header)
             file.flush()
@@ -210,8 +212,8 @@ def _make_file(plan: ScoringPlan) -> None:
             else:
                 os.truncate(file.fileno(), num_bytes)
     except FileExistsError:
-        rule = f"another call writes it, or was killed while it did: {plan.partial} is there"
-        raise setting_error("out", plan.out, rule, "wait for it, or remove that file") from None
+        rule = f"another job is writing it, or was killed and left {plan.partial}"
+        raise setting_error("out", plan.out, rule, "wait for that job, or remove that file") from None
     except OSError:
         plan.partial.unlink()
         raise

@@ -1,4 +1,4 @@
-"""Encodes prompts, and decodes a stream of tokens in whole characters."""
+"""Encodes prompts and decodes streams of tokens into whole characters."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,50 +16,51 @@ logger = logging.getLogger(__name__)
 
 Decoder = Callable[[Sequence[int]], str]
 
-_CONTEXT_TOKENS = 8  # decoders treat the first piece differently (leading space), so none is decoded alone
+# New tokens are decoded after this many others: decoders treat the first piece differently (leading space).
+_CONTEXT_TOKENS = 8
 
 
 def tokenizer_for(
     saved: Config, name: str, *, order: Mapping[str, Any] | None = None, allow_special: bool = False
 ) -> TextTokenizer:
-    """The tokenizer of the run with the settings `saved` and the `saved_order` `order`, for documents as in
-    its training. `name`: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`, in place of
-    the run's. `allow_special`: parse special tokens in text, such as <s>. ValueError if the
-    tokenizer is missing, has ids beyond the model's vocabulary, or lacks the end-of-document token.
+    """Returns the tokenizer `name` (a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`;
+    empty: the run's), which encodes documents as in the training of the run with settings `saved` and
+    `saved_order` `order`. `allow_special`: parse special tokens in text, such as <s>. ValueError if it is not
+    found, has ids beyond the model's vocabulary, or lacks the end-of-document token.
     """
-    give = "give --tokenizer, a folder with tokenizer.json or that file"
+    give = "pass --tokenizer with tokenizer.json or its folder"
     trained = (order or {}).get("tokenizer") or ""
     path = name or saved.tokenizer or find_prepared_text(saved, trained).tokenizer
     if not path and saved.train_data:
-        raise setting_error("tokenizer", "", "the training did not name one", give)
+        raise setting_error("tokenizer", "", "is unknown, as the training did not set it", give)
     if not path:
         path = str(embedded_folder(Path(saved.data_dir)) / "tokenizer.json")
         if not Path(path).is_file():
-            rule = f"the model was trained on the embedded corpus, whose tokenizer is not at {path}"
-            fix = "give --tokenizer, the tokenizer.json of the training's DATA_DIR"
+            rule = f"the embedded corpus's tokenizer was not found at {path}"
+            fix = "pass --tokenizer with the tokenizer.json in the training's DATA_DIR"
             raise setting_error("tokenizer", "", rule, fix)
     if path != "bytes" and not Path(path).exists():
         raise setting_error("tokenizer", path, "does not exist", give)
     documents = trained_documents(saved, order or {})
     tokenizer = (documents or DocumentTokens()).tokenizer(path, allow_special=allow_special)
     if tokenizer.vocab_size > saved.vocab_size:
-        rule = f"has {tokenizer.vocab_size} tokens, the model VOCAB_SIZE={saved.vocab_size}"
-        raise setting_error("tokenizer", path, rule, "give --tokenizer, the one of the training")
+        rule = f"has {tokenizer.vocab_size} tokens, but the model has VOCAB_SIZE={saved.vocab_size}"
+        raise setting_error("tokenizer", path, rule, "pass --tokenizer with the training's tokenizer")
     if tokenizer.vocab_size < saved.vocab_size:
-        text = "tokenizer %s has %d of the model's %d tokens; the others have no text"
+        text = "tokenizer %s has %d of the model's %d tokens; the others decode to no text"
         logger.info(text, path, tokenizer.vocab_size, saved.vocab_size)
     return tokenizer
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids as in documents: with the BOS if these have one, and without an end."""
+    """Token ids of a text, with the BOS token if documents start with one, and without an end token."""
     ids, _ = Encoders(tokenizer).get("tokenizers")([text])
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return begin + [int(token) for token in ids]
 
 
 def decoder_of(tokenizer: TextTokenizer) -> Decoder:
-    """Function from token ids to text; ignores ids that the tokenizer does not have."""
+    """Returns a function from token ids to text, which ignores unknown ids."""
     if tokenizer.kind == "bytes":
         return lambda ids: bytes(token for token in ids if token < 256).decode(errors="replace")
     if tokenizer.kind == "sentencepiece":
@@ -75,8 +76,8 @@ def decoder_of(tokenizer: TextTokenizer) -> Decoder:
 
 
 class TextStream:
-    """Decodes tokens that come one by one after `prompt`, up to (without) the first of `stops`. Holds back
-    text that may still change: part of a character, the beginning of a stop text.
+    """Decodes tokens one by one after `prompt`, up to the first text in `stops` (excluded). Holds back text
+    that may still change: an incomplete character or the beginning of a stop text.
     """
 
     def __init__(self, decode: Decoder, prompt: Sequence[int], stops: Sequence[str] = ()):
@@ -92,13 +93,13 @@ class TextStream:
         return self._stop(self._characters(final=False), final=False)
 
     def finish(self) -> str:
-        """Returns the text held back."""
+        """Returns the remaining text that was held back."""
         return "" if self.stopped else self._stop(self._characters(final=True), final=True)
 
     def _characters(self, *, final: bool) -> str:
         known = self._decode(self._ids[self._first : self._read])
         text = self._decode(self._ids[self._first :])
-        if text.endswith("\ufffd") and not final:  # decoded from bytes that are no character yet
+        if text.endswith("\ufffd") and not final:  # ends in an incomplete character
             return ""
         self._first, self._read = self._read, len(self._ids)
         return text[len(known) :]
@@ -108,8 +109,8 @@ class TextStream:
         if found := [index for stop in self._stops if (index := text.find(stop)) >= 0]:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        # the longest end of the text that a stop begins with
-        begun = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        held = 0 if final else max(begun, default=0)
+        # longest suffix of the text that is the beginning of a stop text
+        starts = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        held = 0 if final else max(starts, default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

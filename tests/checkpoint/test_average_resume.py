@@ -176,8 +176,8 @@ def test_newly_set_and_dropped(tmp_path):
 @pytest.mark.parametrize(
     ("decay", "has_average", "line", "number"),
     [
-        (0.9, False, "EMA_DECAY=0.9: the average starts with the weights of the checkpoint", 1),
-        (0.0, True, "EMA_DECAY=0: the checkpoint's average of the weights is dropped", 0),
+        (0.9, False, "EMA_DECAY=0.9: the moving average starts from the checkpoint's weights", 1),
+        (0.0, True, "EMA_DECAY=0: the checkpoint's moving average of the weights is discarded", 0),
         (0.9, True, None, 7),
         (0.0, False, None, 7),
     ],

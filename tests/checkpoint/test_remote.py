@@ -87,7 +87,7 @@ def test_only_what_came_damaged_is_fetched_again(url, tmp_path, monkeypatch):
     there.write("metadata.json", b"y")
     abandoned = run.checkpoints / "iter_0000050.fetched"
     abandoned.mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"what came is damaged.*metadata\.json: has changed"):
+    with pytest.raises(ValueError, match=r"the download is damaged.*metadata\.json: has changed"):
         fetch_run(config)
     assert not list(run.checkpoints.glob("iter_???????"))
     there.write("metadata.json", b"x")
@@ -105,7 +105,7 @@ def test_a_run_that_has_gone_on_elsewhere_is_not_turned_back(url, tmp_path):
     save(there, 5000)
     send_checkpoint(other, 5000)
     (line,) = [line for line in check_files(config) if line.startswith("REMOTE_DIR")]
-    assert "has the checkpoint at iteration 5000, and" in line and "Fix: remove" in line
+    assert "has a checkpoint at iteration 5000, but" in line and "Fix: remove" in line
     # one that this run itself has written, and went back from
     run.metrics.write_text(json.dumps({"kind": "event", "event": "checkpoint", "iteration": 5000}) + "\n")
     assert not [line for line in check_files(config) if line.startswith("REMOTE_DIR")]

@@ -286,7 +286,7 @@ def test_files_are_checked_before_anything_is_built(settings, tmp_path):
 
     assert problems() == []
     (line,) = problems(upcycle_from=str(tmp_path))
-    assert line.startswith(f"UPCYCLE_FROM={tmp_path}: holds no distributed checkpoint")
+    assert line.startswith(f"UPCYCLE_FROM={tmp_path}: is not a distributed checkpoint")
     (line,) = problems(normalization="LayerNorm")
     assert line.startswith("NORMALIZATION=LayerNorm: ") and "has NORMALIZATION=RMSNorm. Fix: " in line
 

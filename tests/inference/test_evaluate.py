@@ -123,7 +123,7 @@ def test_without_data_it_takes_what_the_run_held_out(prefixes, tmp_path, caplog)
     bounds = TokenFiles(prefixes["prose"]).document_bounds.tolist()
     with caplog.at_level("INFO", "moe_exp"):
         (source,) = plan_evaluation(EvalRequest(str(folder), tokenizer="bytes")).sources
-    assert "data: the part of TRAIN_DATA that SPLIT=50,50 holds out for validation" in caplog.text
+    assert "data: the validation part of TRAIN_DATA (SPLIT=50,50)" in caplog.text
     assert (source.begins[0], source.ends[-1]) == (bounds[2], bounds[4])
 
 
@@ -185,7 +185,7 @@ def refused(checkpoint: Path, capsys, *flags: str, lines: int = 1) -> str:
 
 
 def test_data_of_a_run_of_another_tokenizer(checkpoint, other, tmp_path, capsys):
-    assert f"DATA_OF={other}: its tokenizer, " in refused(checkpoint, capsys, "--data-of", str(other))
+    assert f"DATA_OF={other}: its tokenizer " in refused(checkpoint, capsys, "--data-of", str(other))
     flags = ["--data-of", str(other), "--tokenizer", str(tmp_path / "same.json")]
     assert evaluated(checkpoint, capsys, *flags)["total"]["tokens"]
 
@@ -196,7 +196,7 @@ def test_data_of_another_tokenizer_by_its_manifest(checkpoint, prefixes, tmp_pat
         shutil.copyfile(prefixes["prose"] + suffix, tmp_path / f"made{suffix}")
     data = {"train_data": "x", "valid_data": str(tmp_path / "made"), "tokenizer": ""}
     made = write_checkpoint(tiny_model("mixtral"), tmp_path / "made/iter_0000000", **data)
-    rule = f"{tmp_path}/made is by its manifest of another tokenizer"
+    rule = f"the manifest of {tmp_path}/made names another tokenizer"
     assert f"DATA_OF={made}: {rule}" in refused(checkpoint, capsys, "--data-of", str(made))
     flags = ["--data", str(tmp_path / "made")]
     assert f"DATA={tmp_path}/made: {rule}" in refused(checkpoint, capsys, *flags)
@@ -213,9 +213,11 @@ def test_a_converted_model_was_not_trained_on_the_embedded_corpus(tmp_path, caps
     assert main(["ckpt", "average", "ours", "averaged"]) == 0
     for name in ("ours", "averaged"):
         capsys.readouterr()
-        assert "DATA=: the model was converted" in refused(tmp_path / name, capsys)
+        assert "DATA=: is required, as the training data of a converted model" in refused(
+            tmp_path / name, capsys
+        )
         assert main(["generate", "--checkpoint", name, "--prompt", "a"]) == 1
-        assert "TOKENIZER=: the training did not name one." in capsys.readouterr().err
+        assert "TOKENIZER=: is unknown, as the training did not set it." in capsys.readouterr().err
         for setting in ("load_dir", "upcycle_from"):
             rule = f"TRAIN_DATA=: {setting.upper()}={name} has another vocabulary than the embedded corpus"
             assert rule in "".join(check_files(Config(**{setting: name}, num_experts=4, vocab_size=2048)))
@@ -242,7 +244,7 @@ def test_first_tokens_of_documents_count_as_such(tmp_path):
 def test_a_share_of_the_documents(prefixes):
     source = HeldOut(prefixes["prose"], Cut(SEQ_LEN, by_document=True, share=(0.5, 1.0)))
     assert (source.ends - source.begins - 1).sum() == len(joined(documents("prose")[2:])) - 2
-    with pytest.raises(ValueError, match="it has fewer tokens than two"):
+    with pytest.raises(ValueError, match="must have at least two tokens"):
         HeldOut(prefixes["prose"], Cut(SEQ_LEN, share=(0.0, 0.1)))
 
 
@@ -306,7 +308,7 @@ def test_without_a_tokenizer_there_are_no_bits_per_byte(prefixes, tmp_path, caps
     with caplog.at_level("WARNING", "moe_exp"):
         (row,) = evaluated(folder, capsys, *flags)["data"]
     assert (row["bytes"], row["bits_per_byte"]) == (None, None) and row["lm_loss"] > 0
-    assert "no bits per byte: TOKENIZER=: the training did not name one." in caplog.text
+    assert "no bits per byte: TOKENIZER=: is unknown, as the training did not set it." in caplog.text
     assert evaluated(folder, capsys, *flags, "--tokenizer", "bytes")["total"]["bits_per_byte"] > 0
 
 
@@ -318,16 +320,16 @@ def test_bad_input(checkpoint, run, prefixes, tmp_path, capsys):
     none, other = str(tmp_path / "none"), str(tmp_path / "other")
     numbers = ["--samples", "0", "--batch-size", "-1", "--experts", "0"]
     cases = [
-        (["--data", prose, none, other], ["none.bin is missing. Fix: ", f"has the id {VOCAB} at token 2, "]),
-        (["--data", str(tmp_path / "tiny")], ["tiny: it has fewer tokens than two. Fix: "]),
-        (["--data", prose, prose + ".idx"], ["names a prefix twice. Fix: "]),
+        (["--data", prose, none, other], ["none.bin is missing. Fix: ", f"has id {VOCAB} at token 2, "]),
+        (["--data", str(tmp_path / "tiny")], ["tiny: must have at least two tokens. Fix: "]),
+        (["--data", prose, prose + ".idx"], ["must not name a prefix twice. Fix: "]),
         (["--data", prose, *numbers], ["SAMPLES=0: must be", "BATCH_SIZE=-1: must be", "EXPERTS=0: must be"]),
         (["--data", prose, "--capacity", "--by-document"], ["BY_DOCUMENT=true: "]),
         (["--data", prose, "--ep", "8"], ["EP=8: does not divide NUM_EXPERTS=4. Fix: "]),
-        ([], ["DATA=: there is none, and the training had neither VALID_DATA nor a SPLIT"]),
-        (["--data-of", str(run), "--data", prose], [f"DATA_OF={run}: --data names other data."]),
+        ([], ["DATA=: is required, as the training had neither VALID_DATA nor a SPLIT"]),
+        (["--data-of", str(run), "--data", prose], [f"DATA_OF={run}: cannot be combined with --data."]),
         (["--data-of", none], [f"DATA_OF={none}: does not exist. Fix: "]),
-        (["--data-of", str(tmp_path)], [f"DATA_OF={tmp_path}: holds no distributed checkpoint"]),
+        (["--data-of", str(tmp_path)], [f"DATA_OF={tmp_path}: is not a distributed checkpoint"]),
         (["--data-of", str(checkpoint)], [f"DATA_OF={checkpoint}: "]),
     ]
     for flags, lines in cases:
@@ -337,7 +339,9 @@ def test_bad_input(checkpoint, run, prefixes, tmp_path, capsys):
 
 def test_a_dense_model_has_no_experts(prefixes, tmp_path, capsys):
     folder = write_checkpoint(tiny_model("llama"), tmp_path / "iter_0000000")
-    assert "EXPERTS=8: the model is dense" in refused(folder, capsys, "--data", prefixes["code"], "--experts")
+    assert "EXPERTS=8: requires an MoE model" in refused(
+        folder, capsys, "--data", prefixes["code"], "--experts"
+    )
 
 
 @pytest.mark.parametrize("eod_mask_loss", [False, True])

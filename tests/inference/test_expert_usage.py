@@ -59,7 +59,7 @@ def test_every_token_but_the_first_is_predicted_once(tmp_path_factory, lengths, 
     firsts = {0, *ends[:-1]} if by_document else {0}
     expected = [token for place, token in enumerate(tokens) if place not in firsts]
     if not expected:
-        with pytest.raises(ValueError, match="fewer tokens than two"):
+        with pytest.raises(ValueError, match="at least two tokens"):
             HeldOut(str(prefix), Cut(seq_len, by_document))
         return
     held_out = HeldOut(str(prefix), Cut(seq_len, by_document))

@@ -13,9 +13,19 @@ from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoin
 from helpers.relative_error import relative_error
 from moe_exp import cli
 from moe_exp.checkpoint.format.folders import Manifest, entries_of
+from moe_exp.checkpoint.format.settings import _LAYOUT
+from moe_exp.config import Config
+from moe_exp.config.setting_types import traits
 from moe_exp.data.samples.dataset import SampleStream, split_batch
 from moe_exp.data.tokens.tokens import parse_blend
-from moe_exp.inference.ranks import Layout, check_files, config_for_use
+from moe_exp.inference.ranks import (
+    _DROPLESS,
+    _NO_TRAINING,
+    _OUR_PARTS,
+    Layout,
+    check_files,
+    config_for_use,
+)
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
@@ -81,7 +91,7 @@ def test_the_file(checkpoint, tmp_path, dtype, capsys):
     assert relative_error(load(out), theirs(load(tokens))) < 1e-5
     before = out.read_bytes()
     assert run_score(checkpoint, tokens, out) == 1
-    assert "exists. Fix: give another name, or --overwrite." in capsys.readouterr().err
+    assert "already exists. Fix: use another name, or pass --overwrite." in capsys.readouterr().err
     assert out.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy", "logits.npy"]
 
@@ -97,10 +107,16 @@ def test_another_type(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("array", "line"),
     [
-        (np.zeros(3, np.int64), r"has the shape \[3\]\. Fix: give a \.npy file with integers \[B, S\]"),
-        (np.zeros((2, 0), np.int64), r"has the shape \[2, 0\]\. Fix: "),
-        (np.zeros((2, 3)), r"holds float64, not integers\. Fix: "),
-        (np.array([[0, 1], [2, VOCAB]]), rf"has the id {VOCAB} in row 1, column 1, the model has 0 to "),
+        (
+            np.zeros(3, np.int64),
+            r"must be a non-empty matrix, not shape \[3\]\. Fix: use a \.npy file with integers \[B, S\]",
+        ),
+        (np.zeros((2, 0), np.int64), r"must be a non-empty matrix, not shape \[2, 0\]\. Fix: "),
+        (np.zeros((2, 3)), r"must contain integers, not float64\. Fix: "),
+        (
+            np.array([[0, 1], [2, VOCAB]]),
+            rf"has the id {VOCAB} in row 1, column 1, but the model's ids are 0 to ",
+        ),
         (np.array([[0, -1]]), r"has the id -1 in row 0, column 1, "),
         (np.array([[{}]], dtype=object), r"cannot be read \(.*Python objects.*\)\. Fix: "),
         (None, r"does not exist\. Fix: "),
@@ -123,7 +139,7 @@ def test_ids_that_cannot_be(checkpoint, tmp_path, capsys, array, line):
 @pytest.mark.parametrize(
     ("changes", "flags", "text"),
     [
-        ({"checkpoint": ""}, [], "holds no distributed checkpoint"),
+        ({"checkpoint": ""}, [], "is not a distributed checkpoint"),
         ({"out": "ids.npy"}, [], "is the file with the tokens"),
         ({"out": ""}, [], "is a folder"),
         ({"out": "none/x.npy"}, [], "its folder does not exist"),
@@ -145,7 +161,7 @@ def test_a_second_call_leaves_the_file_of_the_first_alone(checkpoint, tmp_path, 
     tokens, partial = saved_ids(tmp_path / "ids.npy"), tmp_path / ".logits.npy.partial"
     partial.write_bytes(b"rows")
     assert run_score(checkpoint, tokens, tmp_path / "logits.npy") == 1
-    assert "another call writes it, or was killed while it did: " in capsys.readouterr().err
+    assert "another job is writing it, or was killed and left " in capsys.readouterr().err
     assert partial.read_bytes() == b"rows"
 
 
@@ -153,7 +169,7 @@ def test_rows_longer_than_those_of_the_training(checkpoint, tmp_path, caplog):
     np.save(tmp_path / "ids.npy", np.ones((1, SEQ_LEN + 3), np.int64))
     with caplog.at_level("WARNING", "moe_exp"):
         assert run_score(checkpoint, tmp_path / "ids.npy", tmp_path / "logits.npy") == 0
-    assert f"rows of {SEQ_LEN + 3} tokens, the model was trained on SEQ_LEN={SEQ_LEN}" in caplog.text
+    assert f"rows have {SEQ_LEN + 3} tokens, but the model was trained with SEQ_LEN={SEQ_LEN}" in caplog.text
 
 
 def test_damaged_and_foreign_checkpoints(checkpoint, tmp_path, capsys):
@@ -186,4 +202,29 @@ def test_documents_of_a_row_do_not_see_each_other(checkpoint, tmp_path, capsys):
     assert run_score(checkpoint, tokens, tmp_path / "plain.npy") == 0
     assert relative_error(load(tmp_path / "plain.npy"), alone) > 1e-3
     assert run_score(checkpoint, tokens, tmp_path / "no.npy", *flags[:2], "9999") == 1
-    assert "EOD_ID=9999: the model has the ids 0 to" in capsys.readouterr().err
+    assert "EOD_ID=9999: must be from 0 to" in capsys.readouterr().err
+
+
+# Settings outside the model whose checks depend neither on the parallel layout nor on sizes.
+INDEPENDENT = {
+    "preset", "lr", "min_lr", "router_lr_mult", "expert_lr_mult", "lr_groups", "lr_decay_style",
+    "train_iters", "warmup_iters", "decay_iters", "wsd_decay_iters", "wsd_decay_style", "wsd_decay_ends",
+    "lr_power_a", "lr_power_b", "sgd_momentum", "muon_momentum", "qk_clip", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_eps", "clip_grad", "ema_decay", "average_every", "seed", "text_documents",
+    "prepend_bos", "text_field", "data_order", "document_tokens", "eod_mask_loss", "document_packing",
+    "allow_other_data", "tokenizer", "data_dir", "run_dir", "run_name", "remote_dir",
+    "allow_other_model", "allow_other_optimizer", "save_interval", "save_at_end", "async_save",
+    "keep_last", "keep_every", "verify_checkpoint", "exit_interval", "log_interval", "log_timers",
+    "eval_iters", "tensorboard_axes", "prometheus_file", "wandb_mode", "fingerprints", "check_interval",
+    "disk_check", "max_bad_steps", "spike_action", "max_rollbacks", "preflight", "preflight_timeout",
+    "preflight_slow", "hang_timeout", "hang_timeout_other", "trace_calls_from", "trace_calls_mb",
+    "trace_calls_in", "max_restarts", "exit_duration", "profile_iters", "memory_snapshot",
+}  # fmt: skip
+
+
+def test_config_for_use_decides_every_setting():
+    """Fails for a new setting: add it to `ranks._NO_TRAINING` if its check depends on layout or sizes."""
+    replaced = {*_LAYOUT, *_NO_TRAINING, *_OUR_PARTS, *_DROPLESS, *Layout().settings(use_moe=True)}
+    replaced |= {"gbsz", "seq_len", "dtype", "document_mask"}
+    others = {name for name in Config.model_fields if traits(Config, name).part not in ("model", "experts")}
+    assert others - replaced == INDEPENDENT

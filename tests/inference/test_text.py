@@ -69,9 +69,13 @@ def test_a_trained_tokenizer(tmp_path):
     ("settings", "name", "rule"),
     [
         ({"vocab_size": 200, "train_data": "x"}, ".", r"^TOKENIZER=.*: has \d+ .* VOCAB_SIZE=200"),
-        ({"train_data": "x"}, "", r"^TOKENIZER=: the training did not name one\. Fix: give --tokenizer"),
-        ({"train_data": "x"}, "nowhere", r"^TOKENIZER=nowhere: does not exist\. Fix: give --tokenizer"),
-        ({"data_dir": "data"}, "", "embedded corpus, whose tokenizer is not at"),
+        (
+            {"train_data": "x"},
+            "",
+            r"^TOKENIZER=: is unknown, as the training did not set it\. Fix: pass --tokenizer",
+        ),
+        ({"train_data": "x"}, "nowhere", r"^TOKENIZER=nowhere: does not exist\. Fix: pass --tokenizer"),
+        ({"data_dir": "data"}, "", "embedded corpus's tokenizer was not found at"),
     ],
 )
 def test_tokenizers_that_cannot_be(settings, name, rule, tmp_path, monkeypatch):

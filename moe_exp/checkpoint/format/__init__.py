@@ -1,1 +1,1 @@
-"""The files of a checkpoint and what is in them, on one process."""
+"""Reads and writes a checkpoint's files in one process."""

@@ -1,17 +1,16 @@
-"""Folders of checkpoints: names, the mark of a complete one, which can be used, and which are kept. No torch.
+"""Checkpoint folders: names, completeness, selection and retention. Does not import PyTorch.
 
 checkpoints/
-  latest_checkpointed_iteration.txt   iteration of the newest complete checkpoint; the name is Megatron's
+  latest_checkpointed_iteration.txt   iteration of the newest complete checkpoint (Megatron's file name)
   iter_0000300/                       one checkpoint
     .metadata, __0_0.distcp, ...      tensors, see torch_dist.py
-    common.pt, metadata.json          the rest, and the format's name, as Megatron writes them
+    common.pt, metadata.json          unsharded state and the format's name, as in Megatron
     manifest.json                     size and checksum of every other file; written last
-  iter_0000600.partial/               one that is being written; renamed once every rank is done
-  iter_0000100.removed/               one that is being removed
-  iter_0000300.replaced/              one whose place the next one of the same iteration takes, while that
-                                      happens
+  iter_0000600.partial/               being written; renamed once every rank is done
+  iter_0000100.removed/               being removed
+  iter_0000300.replaced/              old checkpoint while a new one of the same iteration replaces it
 
-A run that is killed leaves some of the last three behind; `recover` ends what it had begun.
+A killed run can leave folders of the last three kinds behind; `recover` completes or undoes its work.
 """
 
 from __future__ import annotations
@@ -39,45 +38,45 @@ _NAME = re.compile(r"iter_(\d{7,})")
 
 
 def iteration_folder(checkpoints: Path, iteration: int) -> Path:
-    """Folder of one checkpoint, named as Megatron names it."""
+    """Folder of one checkpoint, with Megatron's name."""
     return checkpoints / f"iter_{iteration:07d}"
 
 
 def iteration_of(folder: Path) -> int:
-    """The iteration in the name of a checkpoint's folder; 0 if it has another name."""
+    """Iteration in a checkpoint folder's name; 0 if the name has another form."""
     number = folder.name.removeprefix("iter_")
     return int(number) if number.isdecimal() else 0
 
 
 def latest_iteration(checkpoints: Path) -> int | None:
-    """Iteration of the newest complete checkpoint, or None; a ValueError if the file cannot be read."""
+    """Iteration of the newest complete checkpoint, or None; ValueError if the file cannot be read."""
     path = checkpoints / LATEST
     try:
         text = regular(path).read_text().strip()
-    # `checkpoints` is an iteration's folder or a file, or a run has saved nothing
+    # `checkpoints` is an iter_ folder or a file, or the run has not saved yet
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         reason = f"cannot be read ({getattr(error, 'strerror', error)})"
-        raise unusable(path, reason, "make it readable, or name another") from None
+        raise unusable(path, reason, "make it readable, or name another checkpoint") from None
     if not text.isdecimal():
-        fix = "write that of the newest iter_ folder into it"
-        raise unusable(f"{path}={text[:20]!r}", "must hold the number of an iteration", fix)
+        fix = "write the number of the newest iter_ folder into it"
+        raise unusable(f"{path}={text[:20]!r}", "must contain an iteration number", fix)
     return int(text)
 
 
 def unusable(place: object, reason: str, fix: str = "use another checkpoint") -> ValueError:
-    """The error about a checkpoint, or a part of it."""
+    """Builds the error about a checkpoint or a part of it."""
     return ValueError(f"{place}: {reason}. Fix: {fix}.")
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:
-    """`a, b and 3 more`."""
+    """Shortens a list to a text such as `a, b and 3 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def iterations(checkpoints: Path) -> list[int]:
-    """Iterations of all folders that are not partial, whole or damaged, in order."""
+    """Iterations of all non-partial checkpoints, intact or damaged, in order."""
     if not checkpoints.is_dir():
         return []
     found = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir() if path.is_dir())
@@ -85,34 +84,34 @@ def iterations(checkpoints: Path) -> list[int]:
 
 
 def usable(path: Path) -> list[Path]:
-    """The folders of the checkpoints that a run may resume from, the best first, whole or damaged. `path` is
-    a checkpoints folder, a run folder or an iteration's; checkpoints newer than `latest` are left out:
-    whoever goes back writes an older iteration there. Raises a ValueError if `latest` holds no number.
+    """Folders of the checkpoints that a run may resume from, newest first, intact or damaged. `path` is a
+    checkpoints folder, a run folder or an iter_ folder. Checkpoints newer than `latest` are skipped, because
+    users write an older iteration there to go back. Raises ValueError if `latest` contains no number.
     """
     for checkpoints in (path, path / "checkpoints"):
         newest, found = latest_iteration(checkpoints), iterations(checkpoints)
         if newest is not None:
-            # Its own folder even where that is gone: somebody has to say so.
+            # Includes the folder that `latest` names even if it is missing, so that the caller reports it.
             found = sorted({newest, *(i for i in found if i < newest)})
-        if found:  # killed between the first checkpoint and `latest`
+        if found:  # also if the run was killed after the first checkpoint and before writing `latest`
             return [iteration_folder(checkpoints, i) for i in reversed(found)]
     return [path] if (path / "metadata.json").is_file() or _NAME.match(path.name) else []
 
 
 def holds_checkpoints(path: Path) -> bool:
-    """Whether `path` is a run folder, or one of distributed checkpoints or of one of their iterations."""
+    """Whether `path` is a run folder, a checkpoints folder or an iter_ folder."""
     is_run = (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
     return is_run or any((folder / "metadata.json").is_file() for folder in usable(path))
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether the weights came from `convert from-hf`, unchanged or averaged, and not from a training."""
+    """Whether the weights come from `convert from-hf`, unchanged or averaged, rather than from training."""
     manifest = Manifest.read(folder)
     return manifest is not None and "converted_from" in manifest.facts
 
 
 def one_checkpoint(path: Path) -> Path:
-    """The iteration's folder that `path` means, or its newest one; a ValueError if there is none."""
+    """Resolves `path` to an iter_ folder: itself, or the newest in it; ValueError if none is found."""
     for checkpoints in (path, path / "checkpoints"):
         if (iteration := latest_iteration(checkpoints)) is not None:
             return existing(iteration_folder(checkpoints, iteration))
@@ -120,41 +119,40 @@ def one_checkpoint(path: Path) -> Path:
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or a ValueError if it is not that of a whole distributed checkpoint."""
+    """Returns `folder`; ValueError unless it contains a complete distributed checkpoint."""
     name = f"checkpoint={folder}"
     if folder.suffix in (PARTIAL, REMOVED, REPLACED):
-        rule = f"is incomplete: a run was killed while it wrote or removed it ({folder.suffix})"
-        raise unusable(name, rule, "name another one")
+        rule = f"is incomplete: a run was killed while writing or removing it ({folder.suffix})"
+        raise unusable(name, rule, "name another checkpoint")
     if (folder / "metadata.json").is_file():
         return folder
     if not folder.is_dir():
         rule = "is a file" if folder.exists() else "does not exist"
     elif runs := sorted(path.parent.parent.name for path in folder.glob(f"*/checkpoints/{LATEST}")):
-        first = ", ".join(runs[:5]) + (" ..." if len(runs) > 5 else "")
-        rule = f"holds no checkpoint itself; the runs in it do: {first}"
+        rule = f"is not a run folder, but contains the runs {first_few(runs)}"
     else:
-        rule = "holds no distributed checkpoint (no metadata.json)"
+        rule = "is not a distributed checkpoint (metadata.json not found)"
         if (folder / "config.json").is_file():
-            rule += "; it is a Hugging Face folder, which moe-exp convert from-hf converts"
+            rule += "; to convert a Hugging Face folder, use moe-exp convert from-hf"
     raise unusable(name, rule, "name an iter_ folder, a checkpoints folder or a run folder")
 
 
 class NewerFormatError(ValueError):
-    """A newer version wrote it: nothing is wrong, so no older checkpoint may take its place."""
+    """A newer version wrote the checkpoint. It is not damaged, so no older checkpoint may replace it."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Sizes and checksums of the files of a checkpoint."""
 
-    iteration: int  # the last that was done
-    # name to {"bytes": size, "xxh3_128": 32 hex digits}; all but manifest.json itself
+    iteration: int  # completed iterations
+    # name to {"bytes": size, "xxh3_128": 32 hex digits}; all files except manifest.json
     files: Mapping[str, Mapping[str, Any]]
-    facts: Mapping[str, Any]  # what else the writer noted: loss at the time of saving, versions
+    facts: Mapping[str, Any]  # other facts recorded by the writer: validation loss, versions, layout
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of `folder`; None: of Megatron-LM. NewerFormatError, or ValueError if unreadable."""
+        """Manifest of `folder`; None for Megatron-LM's checkpoints. Raises NewerFormatError, ValueError."""
         path = folder / MANIFEST
         try:
             return cls.parse(regular(path).read_bytes(), str(folder))
@@ -165,7 +163,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, folder: str) -> Manifest:
-        """The manifest of `folder`; raises as `read`."""
+        """Manifest of `folder` from its text; raises as `read`."""
         path = f"{folder}/{MANIFEST}"
         try:
             content = json.loads(text)
@@ -175,15 +173,15 @@ class Manifest:
                     for name, entry in content["files"].items()
                 }
                 return cls(int(content["iteration"]), files, dict(content["facts"]))
-        # as a flipped bit will have it
+        # A flipped bit can cause any of these.
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise _unreadable(path, error) from None
-        rule = f"has format version {version}, this moe_exp reads up to {FORMAT_VERSION}"
+        rule = f"has format version {version}, but this moe_exp supports only up to {FORMAT_VERSION}"
         raise NewerFormatError(f"{path}: {rule}. Fix: update moe_exp.")
 
     @property
     def valid_loss(self) -> float | None:
-        """Validation loss when it was saved, nats per token."""
+        """Validation loss at the time of the save, nats per token."""
         loss = self.facts.get("valid_loss")
         return float(loss) if isinstance(loss, int | float) else None
 
@@ -201,18 +199,18 @@ def _unreadable(path: str | Path, error: Exception) -> ValueError:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """Manifest entry of one file. Reads the whole file."""
+    """Manifest entry of one file; reads the whole file."""
     return {"bytes": path.stat().st_size, "xxh3_128": file_hash(path)}
 
 
 def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Manifest entries of a folder's files, in order of their names."""
+    """Manifest entries of a folder's files, sorted by name."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
     return {path.name: entry_of(path) for path in files}
 
 
 def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: bool = True) -> Iterator[str]:
-    """A line for each file of the entries `names` that is missing or changed; without `checksums` by size."""
+    """Yields one line per missing or changed file in `names`; without `checksums`, compares only sizes."""
     for name, entry in names.items():
         path = folder / name
         try:
@@ -233,12 +231,13 @@ def set_latest(checkpoints: Path, iteration: int) -> None:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Renames `partial` to the newest checkpoint; killed anywhere, `recover` finds a whole one."""
+    """Renames `partial` to publish it. If killed at any point, `recover` finds a complete checkpoint."""
     checkpoints = partial.parent
     final = iteration_folder(checkpoints, iteration)
     replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
     sync_folder(partial)
-    # Whatever needs space comes before the first rename.
+    # Everything that needs disk space comes before the first rename. If the run is killed between renames,
+    # `recover` restores the name of the replaced checkpoint.
     next_latest = latest.with_suffix(".next")
     write_atomically(next_latest, str(iteration))
     if final.exists():
@@ -250,16 +249,16 @@ def publish(partial: Path, iteration: int) -> None:
 
 
 def take_name(folder: Path) -> Path:
-    """Takes the name by which a checkpoint is found, before its files are removed; returns the new one."""
+    """Renames a checkpoint, so that it is not found while its files are removed; returns the new folder."""
     removed = folder.with_name(folder.name + REMOVED)
     shutil.rmtree(removed, ignore_errors=True)  # left by a run that was killed
     return folder.rename(removed)
 
 
 def recover(checkpoints: Path) -> None:
-    """Ends what killed runs had begun; a checkpoint that was not replaced gets its name back."""
+    """Cleans up after killed runs; restores the name of a checkpoint whose replacement was not completed."""
     for path in sorted(checkpoints.glob("iter_*.*")):
-        # a folder that cannot be written is found out, and said, elsewhere
+        # a folder that cannot be written is reported elsewhere
         with contextlib.suppress(OSError):
             if path.suffix == REPLACED and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
@@ -268,7 +267,7 @@ def recover(checkpoints: Path) -> None:
 
 
 def valid_losses(checkpoints: Path) -> dict[int, float]:
-    """Iteration to validation loss, nats per token, of the checkpoints whose manifest has one."""
+    """Validation loss (nats per token) by iteration, for checkpoints whose manifest has one."""
     losses = {}
     for iteration in iterations(checkpoints):
         with contextlib.suppress(ValueError):
@@ -281,13 +280,13 @@ def valid_losses(checkpoints: Path) -> dict[int, float]:
 def which_to_remove(
     iterations: Sequence[int], losses: Mapping[int, float], *, last: int, every: int, best: int
 ) -> list[int]:
-    """The iterations that no rule keeps, in order; the newest always stays. Kept are the `last` newest (0:
-    all), the multiples of `every` (0: none), and the `best` with the lowest of `losses` (iteration to
-    validation loss, nats per token, finite), of equal ones the newer. ValueError for a negative number.
+    """Returns the iterations that no rule keeps, in order. The rules keep the `last` newest (0: all),
+    multiples of `every` (0: none), and the `best` iterations with the lowest finite validation loss in
+    `losses` (nats per token; ties: the newer). ValueError if a number is negative.
     """
     for name, value in (("last", last), ("every", every), ("best", best)):
         if value < 0:
-            raise unusable(f"{name}={value}", "must be 0 or more", "give 0 to leave this rule out")
+            raise unusable(f"{name}={value}", "must be 0 or more", "set it to 0 to disable this rule")
     if not last:
         return []
     ordered = sorted(set(iterations))
@@ -299,30 +298,30 @@ def which_to_remove(
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
-    """Yields an empty folder that is renamed to `target` at the end, or removed if the work fails.
-    ValueError, and no change, if `target` exists (unless empty), cannot be created, or the disk lacks room
-    for `num_bytes`.
+    """Yields an empty folder that is renamed to `target` on success and removed on failure. Raises
+    ValueError, without changing anything, if `target` exists (unless empty) or cannot be created, or if less
+    than `num_bytes` of disk space is free.
     """
     check_target(target)
     partial = target.with_name(target.name + PARTIAL)
     if partial.exists():
-        rule = "an earlier call left it behind, or another one is writing it"
+        rule = "is left over from a killed command, or another command is writing it"
         raise unusable(f"DST={partial}", rule, "remove it")
     missing = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.mkdir(parents=True)
     except OSError as error:
         _remove_empty(missing)
-        rule = f"cannot be made ({error.strerror})"
-        raise unusable(f"DST={target}", rule, "give a folder where you can write") from None
+        rule = f"cannot be created ({error.strerror})"
+        raise unusable(f"DST={target}", rule, "name a writable folder") from None
     try:
         free = shutil.disk_usage(partial).free
-        # headers, index and tokenizer take the rest
+        # 1% for headers, index and tokenizer
         if free < num_bytes * 1.01:
-            rule = f"needs {bytes_text(num_bytes)}, {bytes_text(free)} are free"
-            raise unusable(f"DST={target}", rule, "free some, or give a folder on another disk")
+            rule = f"requires {bytes_text(num_bytes)}, but only {bytes_text(free)} are free"
+            raise unusable(f"DST={target}", rule, "free disk space, or name a folder on another disk")
         yield partial
-        # After a crash of the machine the new name must not stand for files that never reached the disk.
+        # Synced before the rename: after a power failure, `target` must not have incomplete files.
         for path in filter(Path.is_file, partial.rglob("*")):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -336,27 +335,27 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
 
 def _remove_empty(folders: list[Path]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):  # never created, or in use by now
+        with contextlib.suppress(OSError):  # never created, or no longer empty
             folder.rmdir()
 
 
 def check_target(target: Path) -> None:
-    """Raises ValueError if `target` exists and is not an empty folder."""
+    """Raises ValueError if `target` exists, unless it is an empty folder."""
     is_empty = target.is_dir() and not any(target.iterdir())
     if not is_empty and (target.exists() or target.is_symlink()):
-        raise unusable(f"DST={target}", "exists already", "give a new folder, or remove it")
+        raise unusable(f"DST={target}", "already exists", "name a new folder, or remove this one")
 
 
 def checkpoints_folder(path: Path) -> Path | None:
-    """`path` if it is a checkpoints folder, or that of the run folder `path`; None if it is neither."""
+    """Checkpoints folder that `path` is or, as a run folder, contains; None if it is neither."""
     both = (path, path / "checkpoints")
     return next((one for one in both if (one / LATEST).exists() or iterations(one)), None)
 
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
-    """Checkpoints of a checkpoints or run folder that no rule of `which_to_remove` keeps, with their bytes.
-    Never `latest`; `last` counts from it, too. ValueError if there are none, `last` < 1 or `best` without
-    validation losses.
+    """Checkpoints of a checkpoints or run folder that no rule of `which_to_remove` keeps, with their sizes
+    (bytes). `latest` is always kept, and `last` counts from it. ValueError if the folder has no checkpoints,
+    `last` < 1, or `best` is given and no checkpoint has a validation loss.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:
@@ -365,7 +364,7 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]
         raise unusable(f"keep-last={last}", "must be 1 or more", "keep at least the newest")
     found, latest, losses = iterations(checkpoints), latest_iteration(checkpoints), valid_losses(checkpoints)
     if best and not losses:
-        rule = f"no checkpoint in {checkpoints} says what its validation loss was"
+        rule = f"no checkpoint in {checkpoints} has a validation loss"
         raise unusable(f"keep-best={best}", rule, "omit --keep-best")
     # Checkpoints newer than `latest` are damaged or abandoned, so they must not displace older ones.
     sound = [iteration for iteration in found if latest is None or iteration <= latest]
@@ -376,17 +375,17 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]
 
 
 def remove(found: Collection[Path]) -> Iterator[Path]:
-    """Removes checkpoints, and yields each once it is gone; ValueError, and no change, while a run writes."""
+    """Removes checkpoints and yields each removed one; ValueError if a run is writing to the folder."""
     if not found:
         return
     checkpoints = next(iter(found)).parent
     lock = RunFolder(checkpoints.parent).lock
-    was_used = lock.exists() and os.access(lock, os.W_OK)  # else no run ever wrote here
+    was_used = lock.exists() and os.access(lock, os.W_OK)  # otherwise no run has written here
     try:
         with FileLock(lock, timeout=0) if was_used else contextlib.nullcontext():
             for one in found:
                 shutil.rmtree(take_name(one))
                 yield one
     except Timeout:
-        fix = "wait for its end; KEEP_LAST has it prune by itself"
-        raise unusable(f"PATH={checkpoints}", "a run is writing there", fix) from None
+        fix = "wait until the run ends, or set KEEP_LAST in the run"
+        raise unusable(f"PATH={checkpoints}", "a run is writing to it", fix) from None

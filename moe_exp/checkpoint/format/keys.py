@@ -1,17 +1,14 @@
-"""The keys of a Megatron checkpoint (`torch_dist`), and the weights of a model under the keys that a
-checkpoint has.
+"""The keys of a Megatron checkpoint (`torch_dist`), and a model's weights under a given checkpoint's keys.
 
-Megatron writes one model in several ways, which are all read here, by what is in the checkpoint:
+Megatron has several ways to write the same model. All of them can be read here:
 
-- Layers. `decoder.layers.X` with a layer axis before those of the tensor if all layers are alike;
-  `decoder.layers.<layer>.X` if some are dense and some MoE, and always with `singleton_local_shards`,
-  which Megatron-LM's script sets.
+- Layers: `decoder.layers.X` with a prepended layer axis if all layers are alike. `decoder.layers.<layer>.X`
+  if some are dense and some MoE, and always with `singleton_local_shards`, which Megatron-LM's script sets.
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
-- The norm before an MoE. `pre_mlp_layernorm.weight` by the Transformer Engine spec and by us,
-  `mlp.linear_fc1.layer_norm_weight` by Megatron's local spec. That of a dense MLP is
-  `mlp.linear_fc1.layer_norm_weight` everywhere.
-- Biases of routers (ADD_BIAS_LINEAR). Versions of ours and of Megatron whose routers had no bias wrote
-  none: it is zero.
+- The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
+  `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Before a dense MLP, it is always the latter.
+- Router biases (ADD_BIAS_LINEAR): older versions of this package and of Megatron had routers without bias. A
+  missing bias is zero.
 """
 
 import logging
@@ -39,7 +36,7 @@ ROUTER_BIAS = ".mlp.router.bias"  # end of its key
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    """Tensors of the model and of the optimizer by key, with their shapes, and unique keys of objects."""
+    """Shapes of the model's and the optimizer's tensors by key, and the unique keys of objects."""
 
     tensors: Mapping[str, tuple[int, ...]]
     optimizer: Mapping[str, tuple[int, ...]]
@@ -47,16 +44,12 @@ class CheckpointKeys:
 
     @classmethod
     def read(cls, folder: Path) -> "CheckpointKeys":
-        """The keys of the checkpoint in `folder`, which is one iteration's."""
+        """Reads the keys from an iter_ folder."""
         found = CheckpointReader(folder)
         shapes = {key: tensor.shape for key, tensor in found.tensors.items()}
         optimizer = {key: shape for key, shape in shapes.items() if is_optimizer(key)}
         weights = {key: shape for key, shape in shapes.items() if key not in optimizer}
         return cls(weights, optimizer, frozenset(found.objects))
-
-    @property
-    def layers_are_stacked(self) -> bool:
-        return not single_styles(self.tensors)[0]
 
     @property
     def has_router_biases(self) -> bool:
@@ -66,8 +59,8 @@ class CheckpointKeys:
 def model_state(
     model: GPTModel, metadata: Mapping[str, Any], keys: CheckpointKeys | None = None
 ) -> dict[str, Any]:
-    """The sharded state of a model without wrappers: as Megatron would write it (`metadata` has
-    `dp_cp_group`), or under the keys of a checkpoint that is to be read.
+    """Sharded state of an unwrapped model: as Megatron would write it (`metadata` has `dp_cp_group`), or
+    under the keys of a checkpoint to be read.
     """
     if keys is None:
         return model.sharded_state_dict(metadata=dict(metadata))
@@ -75,7 +68,7 @@ def model_state(
     metadata = {**metadata, "singleton_local_shards": single_experts}
     whole = model.sharded_state_dict(metadata=dict(metadata))
     state = {name: value for name, value in whole.items() if not name.startswith("decoder.layers.")}
-    # Layer by layer: of a whole block Megatron decides by moe_layer_freq which of the two ways it is.
+    # Layer by layer, because for a whole block Megatron chooses the style by moe_layer_freq.
     for index, layer in enumerate(model.decoder.layers):
         in_model, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
         offsets = () if single_layers else ((0, in_model, model.config.num_layers),)
@@ -87,7 +80,7 @@ def model_state(
         of_local_spec = value.key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         if value.key not in keys.tensors and of_local_spec in keys.tensors:
             value.key = of_local_spec
-    # Where another loss takes the place of theirs, they are left out or begin at zero.
+    # The state of a loss that the checkpoint's run did not use may be missing; it then starts at zero.
     optional = LOSS_STATE if keys.has_router_biases else (ROUTER_BIAS, *LOSS_STATE)
 
     def is_there(value: Any) -> bool:
@@ -107,12 +100,12 @@ def zero_missing_biases(model: GPTModel, keys: CheckpointKeys) -> None:
     for bias in missing:
         bias.zero_()
     if missing:
-        logger.warning("the checkpoint has no biases of routers: they are zero, which is the same model")
+        logger.warning("the checkpoint has no router biases; setting them to zero (the same model)")
 
 
 def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) -> None:
-    """Compares the tensors of all ranks' states with a checkpoint's: none is missing, of another shape, or
-    without a use. Called by every rank; raises a ValueError on each, with the first keys that differ.
+    """Checks that the tensors of all ranks' states match a checkpoint's: none missing, unused or of another
+    shape. All ranks must call it. Raises ValueError on every rank, with the first keys that differ.
     """
     gathered: list[set[tuple[str, tuple[int, ...], bool]]] = [set()] * torch.distributed.get_world_size()
     shards = sharded_tensors(state)
@@ -128,19 +121,19 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
         if other != shape and not (may_be_padded and differ_by_padding(other, shape)):
             rules.append(f"has {key} of shape {list(other)}, the model of shape {list(shape)}")
     if rules:
-        fix = "give the model the settings of the one in the checkpoint"
+        fix = "use the checkpoint's model settings"
         raise unusable(f"checkpoint={folder}", rules[0], fix)
 
 
 def differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
-    """Whether two embeddings [V, D] are of one vocabulary."""
-    # Megatron-LM pads V to a multiple of 128 * TP, of at most 64, we to one of 128.
+    """Whether the shapes [V, D] of two embeddings differ only by padding of the vocabulary."""
+    # Megatron-LM pads V to a multiple of 128 * TP (TP at most 64), this package to a multiple of 128.
     more = shape[0] - in_model[0]
     return shape[1:] == in_model[1:] and -128 < more < 128 * 64
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
-    """All tensors of a sharded state, a dictionary or a list, those of factories one by one."""
+    """Yields all tensors of a sharded state (a dict or list), including those that factories build."""
     for value in nested_values(state):
         if isinstance(value, ShardedTensorFactory):
             yield from sharded_tensors([value.build()])

@@ -1,14 +1,13 @@
-"""The tensors of a checkpoint as those of single layers and experts, in whichever of Megatron's styles it was
-written (see keys.py).
+"""A checkpoint's tensors by layer and expert, regardless of Megatron's file style (see keys.py).
 
-A logical tensor has one name whatever the style: `decoder.layers.3.self_attention.linear_qkv.weight`,
-`decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W,
-`decoder.layers.3.pre_mlp_layernorm.weight` for the norm before the MLP of every layer, dense or MoE, and what
-is in no layer under its own key. It is a box of one stored tensor, or two of them that are joined (the gate's
-half and the other), and is read alone.
+A logical tensor has the same name in every style: `decoder.layers.3.self_attention.linear_qkv.weight`,
+`decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W, and
+`decoder.layers.3.pre_mlp_layernorm.weight` for the norm before every MLP, dense or MoE. Tensors outside
+layers keep their keys. A logical tensor is a box of one stored tensor, or two joined boxes (the gate's half
+and the other), and can be read by itself.
 
-The same names are given to the optimizer's `param` (the fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema`
-(the average of the weights).
+The optimizer's `param` (fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema` (moving average of the weights)
+use the same names.
 """
 
 import itertools
@@ -23,7 +22,7 @@ from torch import Tensor
 from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
 
-# Chunks that stay in memory for a reader of logical tensors, of which many may lie in one chunk.
+# Memory for a reader's recent chunks: one chunk can contain many logical tensors.
 KEEP_BYTES = 256 << 20
 
 _STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)(\w+)\.(.+)")
@@ -31,9 +30,9 @@ _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _EXPERTS = re.compile(r"(.*\.)?experts\.experts\.(?!\d)(.+)")
 _SINGLE_EXPERT = re.compile(r"(.*\.)?experts\.experts\.(\d+\..+)")
-# Halves of a gated projection in the style of single experts: `_w` is the gate.
+# Halves of a gated projection in the single-expert style: `_w` is the gate.
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
-# Other names of the norms before the MLP and the attention, and those that are used here.
+# Megatron's alternative names of the norms before MLP and attention, and the names used here.
 _NORMS = (
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
@@ -44,7 +43,7 @@ _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A part of a stored tensor; its first `num_leading` axes count layers and experts, each of size 1."""
+    """A part of a stored tensor. Its first `num_leading` axes (layer, expert) have size 1."""
 
     stored: StoredTensor
     offsets: tuple[int, ...]
@@ -58,10 +57,10 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor of one layer or expert, or of the whole model."""
+    """A tensor of one layer, of one expert or of the whole model."""
 
-    name: str  # as at the top of this file
-    boxes: tuple[StoredBox, ...]  # where its values are; several are joined along the first axis
+    name: str  # see the top of this file
+    boxes: tuple[StoredBox, ...]  # location of its values; several boxes are joined along the first axis
     reader: CheckpointReader = field(repr=False, compare=False)
 
     @property
@@ -78,7 +77,7 @@ class LogicalTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Its values, or the box of them at `offsets` with `sizes`; a ValueError if a file is damaged."""
+        """Reads all values, or the box at `offsets` with `sizes`; ValueError if a file is damaged."""
         if not self.shape:
             return self._read_part(self.boxes[0], (), ())
         offsets, sizes = offsets or (0,) * len(self.shape), sizes or self.shape
@@ -97,7 +96,7 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """Megatron's prefix, state (`param`: either name of the main weights) and key of an optimizer tensor."""
+    """Megatron's prefix, state (`param` for main weights) and parameter key of an optimizer key, or None."""
     if (match := _STATE.fullmatch(key)) is None:
         return None
     return match[1] + match[2] + ".", "param" if match[2] == "fp32_param" else match[2], match[3]
@@ -108,20 +107,18 @@ def is_optimizer(key: str) -> bool:
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Whether each layer, and each expert and half of a gated projection, has its own key of the weights."""
+    """Whether each layer, and whether each expert and half of a gated projection, has its own key."""
     keys = list(weights)
     return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
 
 def states(reader: CheckpointReader) -> list[str]:
-    """The states of the optimizer that a checkpoint has: `exp_avg`, `exp_avg_sq`, `param`."""
+    """Optimizer states in a checkpoint, such as `exp_avg`, `exp_avg_sq` and `param`."""
     return sorted({found[1] for key in reader.tensors if (found := optimizer_state(key))})
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """The logical tensors of the weights, or of a state of the optimizer, by name, in an order that reads few
-    chunks twice if the reader has `keep_bytes=KEEP_BYTES`.
-    """
+    """Logical tensors of the weights, or of an optimizer state, by name, sorted to read chunks only once."""
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
         of_optimizer = optimizer_state(key)
@@ -131,8 +128,7 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
         if of_optimizer:
             key = of_optimizer[2]
         if len(stored.shape) < (n := num_leading(key)):
-            reason = f"has {len(stored.shape)} axes, and no room for layers and experts"
-            raise unusable(stored.key, reason)
+            raise unusable(stored.key, f"has {len(stored.shape)} axes, too few for layers and experts")
         sizes = (1,) * n + stored.shape[n:]
         for place in itertools.product(*map(range, stored.shape[:n])):
             name, half = logical_name(key, place)
@@ -140,21 +136,21 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
             parts.setdefault(name, {})[half] = StoredBox(stored, offsets, sizes, n)
 
     def order(name: str) -> tuple[object, ...]:
-        # by layer, then kind of tensor, then expert: those of one chunk follow one another
+        # by layer, then kind of tensor, then expert: the tensors of one chunk are adjacent
         layer, inner = layer_of(name)
         numbers = [int(part) for part in inner.split(".") if part.isdigit()]
         return (layer is not None, layer or 0, re.sub(r"\.\d+\.", ".", inner), numbers)
 
     found = {}
     for name in sorted(parts, key=order):
-        # `_w`, the gate, before `_v`
+        # reversed, so that the gate `_w` comes before `_v`
         boxes = tuple(box for _, box in sorted(parts[name].items(), reverse=True))
         found[name] = LogicalTensor(name, boxes, reader)
     return found
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """The name of what lies at `place` on a key's leading axes, and its half: `w`, `v` or nothing."""
+    """Logical name at `place` on a key's leading axes, and its half: `w`, `v` or empty."""
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
         key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"
@@ -173,18 +169,18 @@ def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
 
 
 def num_leading(key: str) -> int:
-    """How many axes of a stored tensor count layers and experts."""
+    """Number of leading axes of a stored tensor that count layers and experts."""
     return int(_STACKED.fullmatch(key) is not None) + int(_EXPERTS.fullmatch(key) is not None)
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
-    """The layer of a logical tensor, or None, and its name inside it."""
+    """Layer of a logical tensor, or None, and its name within the layer."""
     match = _IN_LAYER.fullmatch(name)
     return (int(match[1]), match[2]) if match else (None, name)
 
 
 def group_of(name: str) -> str:
-    """Group of a logical tensor, such as attention, norms or experts; see `_GROUPS`."""
+    """Group of a logical tensor: `norms`, a group of `_GROUPS` or `other`."""
     parts = name.split(".")
     if any("norm" in part for part in parts[-2:]):
         return "norms"

@@ -1,4 +1,4 @@
-"""The settings of the run that wrote a checkpoint, for a program that builds its model again."""
+"""The settings that a checkpoint was written with, for programs that rebuild its model."""
 
 import logging
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN_DATA = "(unknown)"  # TRAIN_DATA of a converted model: empty would mean the embedded corpus
 
-# How the run was spread over machines, which says nothing about the model, and what training alone is for:
-# with deterministic algorithms torch would refuse to draw tokens on a GPU.
+# Settings that do not affect the model: the parallel layout and training options. With deterministic
+# algorithms, PyTorch refuses to sample tokens on a GPU.
 _LAYOUT: dict[str, Any] = {
     "nnodes": 1, "node_rank": 0, "gpus_per_node": 1, "master_addr": "localhost", "threads_per_rank": 0,
     "tp": 1, "pp": 1, "vpp": None, "ep": 1, "etp": 1, "cp": 1, "dispatcher": "auto", "num_workers": 0,
@@ -30,23 +30,24 @@ _LAYOUT: dict[str, Any] = {
 
 
 def saved_order(folder: Path) -> dict[str, Any]:
-    """`SampleOrder.facts` of the data that a run was trained on; empty if they are not recorded."""
+    """`SampleOrder.facts` of a checkpoint's training data; empty if not recorded."""
     return order_in(read_common(folder))
 
 
 def order_in(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, from `read_common`: weights alone have it without the progress."""
+    """`saved_order` from the result of `read_common`."""
+    # Weights-only checkpoints store it outside `progress`.
     return (common.get("progress") or common).get("sample_order") or {}
 
 
 def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, Any]) -> None:
-    """ConfigError if a checkpoint is of another model or optimizer, or if the learning rate would jump."""
-    has_optimizer = "progress" in common  # else the checkpoint has weights alone
+    """Raises ConfigError if model or optimizer differ from the checkpoint's, or the learning rate jumps."""
+    has_optimizer = "progress" in common  # otherwise the checkpoint only has weights
     name = f"the checkpoint {folder}"
     if has_optimizer:
         name = f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}"
     is_own = RunFolder.of(config).checkpoints.resolve() in folder.resolve().parents
-    instead = "" if is_own else ", or LOAD_DIR= (--load-dir '') to begin with new weights"
+    instead = "" if is_own else ", or LOAD_DIR= (--load-dir '') to start with new weights"
     refuse_other_model(config, common["config"], name, with_optimizer=has_optimizer, instead=instead)
     old = as_config(common["config"], f"the checkpoint {folder}")
     if has_optimizer and (line := schedule_change(config, old, saved_start(common))):
@@ -54,21 +55,21 @@ def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, A
 
 
 def saved_start(common: Mapping[str, Any]) -> Start:
-    """Iteration and samples in a checkpoint's `read_common`; it has more than weights."""
+    """Iteration and samples in the result of `read_common`, for a checkpoint with progress."""
     progress = common["progress"]
     consumed = progress["consumed_samples"]
     return Start(progress["iteration"], consumed, consumed - common["scheduler"]["num_steps"])
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """Settings in an iteration's folder, for one rank, with `changes`; ValueError if damaged or not ours."""
+    """Settings in an iter_ folder, for one rank, with `changes`; ValueError if damaged or not moe_exp's."""
     name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):
-        rule = "was not written by moe_exp, it has no settings"
-        raise unusable(name, rule, "name a checkpoint of moe_exp, such as of a run with it as LOAD_DIR")
+        rule = "was not written by moe_exp (it has no settings)"
+        raise unusable(name, rule, "name a checkpoint of moe_exp, such as one of a run with this LOAD_DIR")
     if unknown := sorted(set(saved) - set(Config.model_fields) - set(REMOVED)):
-        logger.warning("%s: settings of another version are left out: %s", folder, ", ".join(unknown))
+        logger.warning("%s: ignoring settings of another version: %s", folder, ", ".join(unknown))
     known = known_settings(saved)
     if not known.get("train_data") and is_converted(folder):
         known["train_data"] = UNKNOWN_DATA
@@ -76,7 +77,7 @@ def saved_config(folder: Path, **changes: Any) -> Config:
 
 
 def config_of(settings: Mapping[str, Any], place: str, fix: str) -> Config:
-    """Config of settings that were read at `place`; ValueError if a value is none of its setting."""
+    """Builds the Config from settings that were read from `place`; ValueError if a value is invalid."""
     try:
         return Config(**settings)
     except ValidationError as error:

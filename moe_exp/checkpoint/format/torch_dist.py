@@ -1,15 +1,13 @@
-"""Reads the files of a `torch_dist` checkpoint piece by piece, on one process and without process groups.
+"""Reads the files of a `torch_dist` checkpoint piece by piece, in one process and without process groups.
 
-The format is that of torch.distributed.checkpoint. A tensor has a key, a shape and a type, and lies in
-chunks: boxes that do not overlap and fill it. A chunk is what `torch.save` writes, at an offset of a
-`.distcp` file. `.metadata`, a pickle, holds the shapes and the places. Beside tensors there are objects:
-`torch.save` of a list with one item, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds common.pt
-(everything that is not sharded), from 0.19 on the object `common_state` in its place, and metadata.json (the
-name of the format).
+The format is that of torch.distributed.checkpoint. A tensor has a key, a shape and a dtype, and consists of
+chunks, which are non-overlapping boxes that fill it. A chunk is the output of `torch.save` at an offset of a
+`.distcp` file. The pickle `.metadata` stores shapes and positions. Objects are one-item lists, also written
+by `torch.save`, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds metadata.json (the name of the
+format) and common.pt (unsharded state); since 0.19, the object `common_state` replaces common.pt.
 
-Nothing here runs code from a file: the pickle may name the classes of the format and no others, all else is
-`weights_only`. What is read is compared with the checksum that `torch.save` puts beside it (CRC-32):
-`torch.load` itself ignores it.
+No code from files is executed: `.metadata` may only name the format's classes, and everything else is loaded
+with `weights_only`. Chunks are checked against the CRC-32 that `torch.save` stores and `torch.load` ignores.
 """
 
 import io
@@ -36,13 +34,13 @@ from moe_exp.host.megatron_versions import COMMON_OBJECT
 
 COMMON = "common.pt"
 METADATA = ".metadata"
-# What a .metadata may be made of.
+# Modules and classes that a .metadata may name.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _CLASSES = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
     ("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"),
 }  # fmt: skip
-# What Megatron-LM's common.pt may be made of, beside objects of its own classes, of which copies are read.
+# Classes that Megatron-LM's common.pt may name, besides Megatron's own, which are replaced by `Inert` copies.
 _PLAIN = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
@@ -54,7 +52,7 @@ _PLAIN = {
 
 
 class Box(NamedTuple):
-    """A part of a tensor: where it begins and how long it is along every axis."""
+    """A part of a tensor: its start and size along every axis."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -65,9 +63,8 @@ class Box(NamedTuple):
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes that values `start` to `stop` of a tensor of `shape` fill, in memory order, at most 2n - 1
-    with n axes. Each is one piece of memory: value i of a box is value i of the tensor after its first. Of
-    shape (4, 3) the values 2 to 9, counted from 0, are three boxes:
+    """Splits the values `start` to `stop` (exclusive) of a tensor of `shape` into boxes in memory order, at
+    most 2n - 1 for n axes. Each box is contiguous in memory. Example: values 2 to 10 of shape (4, 3):
 
         . . 0      (0, 2) of size 1 x 1
         1 1 1      (1, 0) of size 2 x 3
@@ -80,7 +77,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return [Box((start,), (stop - start,)) if shape else Box((), ())]
     row, inner = math.prod(shape[1:]), tuple(shape[1:])
     (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
-    # The first and the last row may be covered in part; all rows between them are one box.
+    # The first and the last row may be covered partially; all rows between them form one box.
     in_part = [(first, begin, row if begin else 0), (last, 0, end)]
     if first == last:
         in_part = [(first, begin, end)]
@@ -95,7 +92,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def first_value(box: Box, shape: Sequence[int]) -> int:
-    """Place of a box's first value in the memory order of a tensor of `shape`."""
+    """Position of a box's first value in the memory order of a tensor of `shape`."""
     place = 0
     for offset, size in zip(box.offsets, shape, strict=True):
         place = place * size + offset
@@ -103,7 +100,7 @@ def first_value(box: Box, shape: Sequence[int]) -> int:
 
 
 def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
-    """The box of `sizes` whose first value has this place in memory order; undoes `first_value`."""
+    """The box of `sizes` whose first value is at `place` in memory order; inverse of `first_value`."""
     offsets = []
     for size in reversed(shape):
         place, offset = divmod(place, size)
@@ -112,7 +109,7 @@ def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Overlap of two boxes of a tensor."""
+    """Overlap of two boxes of a tensor, or None."""
     lows = tuple(map(max, one.offsets, other.offsets))
     ends = ([a + n for a, n in zip(box.offsets, box.sizes, strict=True)] for box in (one, other))
     sizes = tuple(high - low for low, high in zip(lows, map(min, *ends), strict=True))
@@ -120,45 +117,45 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Index of a box in a tensor that begins at `origin`."""
+    """Index of a box in a tensor that starts at `origin`."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.offsets, box.sizes, origin, strict=True))
 
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # Python 3.13 pickles a path under the private name; other versions know `pathlib` alone.
+        # Python 3.13 pickles paths under a private module name that other versions do not have.
         if module == "pathlib._local":
             module = "pathlib"
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
             return value
         if (module, name) in _CLASSES or (module in _MODULES and "." not in name):
             found = super().find_class(module, name)
-            # Of those modules their own classes alone, not what they import.
+            # Only classes defined in these modules are allowed, not names that the modules import.
             if module not in _MODULES or (isinstance(found, type) and found.__module__ == module):
                 return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of the format")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of the format")
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """`.metadata`, unpickled with the format's classes alone; a ValueError if it is damaged."""
+    """Unpickles `.metadata`, allowing only the format's classes; ValueError if it is damaged."""
     path = folder / METADATA
     try:
         with regular(path).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-    # A damaged pickle can raise whatever its opcodes happen to do.
+            raise pickle.UnpicklingError(f"it contains a {type(metadata).__name__}")
+    # A damaged pickle can raise any exception.
     except Exception as error:
         raise _unusable(path, error) from None
     return metadata
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Reads what is not sharded: optimizer settings, schedule, progress, config; of Megatron-LM's arguments
-    copies (`Inert`). Raises a ValueError if the file is missing or damaged, or names code.
+    """Reads the unsharded state: optimizer settings, schedule, progress, config. Megatron-LM's arguments
+    become `Inert` copies. Raises ValueError if the file is missing or damaged, or names code.
     """
     path = folder / COMMON
-    # Megatron from 0.19 on writes an object in its place.
+    # Since Megatron 0.19, an object replaces this file.
     if not path.exists() and (folder / METADATA).exists():
         reader = CheckpointReader(folder)
         if COMMON_OBJECT in reader.objects:
@@ -166,13 +163,13 @@ def read_common(folder: Path) -> dict[str, Any]:
     try:
         with regular(path).open("rb") as file:
             return dict(_load_foreign(file))
-    # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
+    # Depending on the damage, PyTorch raises RuntimeError, UnpicklingError, EOFError and others.
     except Exception as error:
         raise _unusable(path, error) from None
 
 
 class Inert:
-    """Copy of an object without its code: its attributes, or the arguments that it was made from."""
+    """Copy of an object without its code: its attributes, or the arguments it was built from."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -187,7 +184,7 @@ class Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Reads Megatron-LM's arguments, an argparse.Namespace with enums of Megatron, without importing them."""
+    """Reads Megatron-LM's arguments (an argparse.Namespace with enums) without importing Megatron."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -196,10 +193,10 @@ class _InertUnpickler(pickle.Unpickler):
             return value
         if (module, name) == ("argparse", "Namespace") or module.partition(".")[0] == "megatron":
             return type(name, (Inert,), {})
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no plain value")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a plain value")
 
 
-# torch.load takes a module with these two names.
+# torch.load expects a module with these names.
 _INERT_PICKLE = types.SimpleNamespace(
     Unpickler=_InertUnpickler,
     load=lambda file, **options: _InertUnpickler(file, **options).load(),
@@ -208,11 +205,11 @@ _INERT_PICKLE = types.SimpleNamespace(
 
 
 def _load_foreign(file: IO[bytes]) -> Any:
-    """Plain values, or where Megatron-LM wrote other things, inert copies of them."""
+    """Loads plain values; Megatron-LM's objects become inert copies."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        # Files from before torch 1.6 are no archives, and torch reads them by another way.
+        # Files from before PyTorch 1.6 are not zip archives, and PyTorch reads them without `pickle_module`.
         if not zipfile.is_zipfile(file):
             raise
         file.seek(0)
@@ -224,7 +221,7 @@ def _unusable(path: Path, error: Exception) -> ValueError:
     if isinstance(error, FileNotFoundError):
         reason = "it is missing"
     elif found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
-        reason = f"it names {found[1]}, which is no part of the format"
+        reason = f"it names {found[1]}, which is not part of the format"
     else:
         reason = text[:200] or type(error).__name__
     return unusable(path, f"cannot be used ({reason})")
@@ -232,7 +229,7 @@ def _unusable(path: Path, error: Exception) -> ValueError:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, and where its bytes are."""
+    """A box of a tensor and the position of its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -256,9 +253,9 @@ class StoredTensor:
 
 
 class CheckpointReader:
-    """Reader of an iteration's folder; values are read on request. Chunks that were read last stay in memory
-    up to `keep_bytes` (the last one whatever its size), for callers that read one slice by slice; 0: none.
-    Raises a ValueError if its metadata is damaged.
+    """Reader of an iter_ folder; values are read on request. The most recent chunks stay in memory, up to
+    `keep_bytes` (the last one regardless of its size), for callers that read a chunk slice by slice; 0: none.
+    Raises ValueError if the metadata is damaged.
     """
 
     def __init__(self, folder: Path, *, keep_bytes: int = 0):
@@ -274,11 +271,11 @@ class CheckpointReader:
                     self._chunk(metadata, key, tuple(c.offsets), tuple(c.sizes)) for c in value.chunks
                 )
                 stored = StoredTensor(key, tuple(value.size), value.properties.dtype, chunks)
-                # a damaged shape, of 2**40 rows say, would take all memory where its rows are listed
+                # A damaged shape, such as 2**40 rows, would exhaust memory when its rows are listed.
                 held, rows = sum(chunk.num_bytes for chunk in chunks), max(stored.shape, default=0)
                 if stored.num_bytes > held or (stored.num_bytes <= 0 and rows > 2**20):
                     shape = "x".join(map(str, stored.shape))
-                    raise unusable(folder, f"says that {key} is {shape}, and holds {held} bytes of it")
+                    raise unusable(folder, f"shape of {key} is {shape}, but only {held} bytes are stored")
                 self.tensors[key] = stored
             else:
                 self.objects[key] = self._chunk(metadata, key, None, ())
@@ -288,17 +285,17 @@ class CheckpointReader:
     ) -> Chunk:
         place = metadata.storage_data.get(MetadataIndex(key, offsets))
         if place is None:
-            raise unusable(self.folder, f"does not say where {key} {offsets or ''} lies")
-        # a damaged or hostile file must not make anyone read elsewhere
+            raise unusable(self.folder, f"does not record the position of {key} {offsets or ''}")
+        # A damaged or malicious file must not cause reads outside the folder.
         if Path(place.relative_path).name != place.relative_path:
-            raise unusable(self.folder, f"says that {key} lies outside, in {place.relative_path}")
+            raise unusable(self.folder, f"places {key} outside the folder, in {place.relative_path}")
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """A tensor, or its box at `offsets` with `sizes`; KeyError if unknown, ValueError if damaged."""
+        """Reads a tensor or its box at `offsets` with `sizes`; KeyError if unknown, ValueError if damaged."""
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
-        # Chunks that the box may meet by the first axis: a stacked tensor has thousands.
+        # Narrows the search by the first axis, since a stacked tensor has thousands of chunks.
         near: Sequence[Chunk] = stored.chunks
         if stored.shape and len(stored.chunks) > 1:
             if key not in self._ordered:
@@ -308,7 +305,7 @@ class CheckpointReader:
             starts, ordered, longest = self._ordered[key]
             first = bisect_right(starts, offsets[0] - longest)
             near = ordered[first : bisect_left(starts, offsets[0] + sizes[0])]
-        # A whole chunk that is asked for once needs no copy of it.
+        # A request for exactly one chunk needs neither a copy nor a place in the cache.
         whole = next((chunk for chunk in near if (chunk.offsets, chunk.sizes) == (offsets, sizes)), None)
         if whole and whole not in self._kept:
             return self.read_chunk(stored, whole, keep=False)
@@ -320,29 +317,29 @@ class CheckpointReader:
                 result[slices(common, offsets)] = source
                 filled += source.numel()
         if filled != result.numel():
-            raise unusable(self.folder, f"lacks values of {key} ({filled} of {result.numel()})")
+            raise unusable(self.folder, f"only has {filled} of {result.numel()} values of {key}")
         return result
 
     def read_object(self, key: str) -> Any:
-        """An object of the checkpoint, or None; of Megatron-LM's arguments inert copies."""
+        """Reads an object of the checkpoint; Megatron-LM's arguments become inert copies."""
         return self._load(self.objects[key], foreign=key == COMMON_OBJECT)
 
     def common(self) -> dict[str, Any]:
         return read_common(self.folder)
 
     def read_chunk(self, stored: StoredTensor, chunk: Chunk, *, keep: bool = True) -> Tensor:
-        """A chunk's values, possibly kept ones: do not change them. A ValueError if damaged."""
+        """Reads a chunk's values. They may be cached: do not modify them. ValueError if damaged."""
         if chunk in self._kept:
             self._kept.move_to_end(chunk)
             return self._kept[chunk]
-        # The oldest ones go before it is read: the room is needed for it.
+        # Evicts the oldest chunks before reading, to make room for the new one.
         num_bytes = math.prod(chunk.sizes) * stored.dtype.itemsize
         num_bytes += sum(value.nbytes for value in self._kept.values())
         while self._kept and num_bytes > self.keep_bytes:
             num_bytes -= self._kept.popitem(last=False)[1].nbytes
         value = self._load(chunk)
         if not isinstance(value, Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != stored.dtype:
-            raise unusable(self.folder / chunk.file, f"holds something else than {stored.key}")
+            raise unusable(self.folder / chunk.file, f"does not contain {stored.key} at its position")
         if keep and self.keep_bytes:
             self._kept[chunk] = value
         return value
@@ -352,7 +349,6 @@ class CheckpointReader:
         try:
             with regular(path).open("rb") as file:
                 window = cast(IO[bytes], _Window(file, chunk.start, chunk.num_bytes))
-                # `torch.load` itself ignores the checksums.
                 with zipfile.ZipFile(window) as archive:
                     if (name := archive.testzip()) is not None:
                         raise ValueError(f"the checksum of {name} is wrong")
@@ -360,19 +356,19 @@ class CheckpointReader:
                 if foreign:
                     return _load_foreign(window)
                 return torch.load(window, map_location="cpu", weights_only=True)
-        # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
+        # any exception type, as in `read_common`
         except Exception as error:
             raise _unusable(path, error) from None
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file of its own, so that torch reads a chunk without a copy of its bytes."""
+    """A part of a file as a file object, so that PyTorch can read a chunk without a copy of its bytes."""
 
     def __init__(self, file: IO[bytes], start: int, num_bytes: int):
         super().__init__()
         size = os.fstat(file.fileno()).st_size
         if start < 0 or num_bytes < 0 or start + num_bytes > size:
-            raise ValueError(f"it ends at {size} bytes, a chunk lies at {start} to {start + num_bytes}")
+            raise ValueError(f"it has {size} bytes, but a chunk is at {start} to {start + num_bytes}")
         self._file, self._start, self._num_bytes, self._position = file, start, num_bytes, 0
 
     def readable(self) -> bool:

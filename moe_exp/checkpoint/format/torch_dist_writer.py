@@ -1,4 +1,4 @@
-"""Writes the files of a `torch_dist` checkpoint, see torch_dist.py, chunk by chunk on one process."""
+"""Writes the files of a `torch_dist` checkpoint (see torch_dist.py) chunk by chunk in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BACKEND = {
 
 
 def write_metadata(folder: Path, metadata: dcp.Metadata) -> None:
-    """Writes `.metadata`, and metadata.json, by which Megatron knows the format."""
+    """Writes `.metadata` and metadata.json, which tells Megatron the format."""
     with (folder / METADATA).open("wb") as file:
         pickle.dump(metadata, file)
         _sync(file)
@@ -34,8 +34,8 @@ def write_metadata(folder: Path, metadata: dcp.Metadata) -> None:
 
 
 class TorchDistWriter:
-    """Writes a checkpoint by chunks: `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`.
-    After `file_bytes` a new file begins. As a context it closes its file after an error.
+    """Writes a checkpoint in chunks: call `add_tensor`, `add_chunk` and `add_object` in any order, then
+    `finish`. Starts a new file after `file_bytes`. As a context manager, closes the open file after an error.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
@@ -61,37 +61,37 @@ class TorchDistWriter:
             self._file = None
 
     def add_tensor(self, key: str, values: Tensor) -> None:
-        """A whole tensor as one chunk."""
+        """Writes a whole tensor as one chunk."""
         self.add_chunk(key, values, shape=tuple(values.shape), offsets=(0,) * values.dim())
 
     def add_chunk(self, key: str, values: Tensor, *, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """The box at `offsets` of a tensor of `shape`; boxes must fill it without overlap."""
+        """Writes the box at `offsets` of a tensor of `shape`; boxes must fill the tensor without overlap."""
         info = self._tensors.get(key)
         if info is None:
             properties = dcp.TensorProperties(dtype=values.dtype)
             info = self._tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
         if tuple(info.size) != tuple(shape) or info.properties.dtype != values.dtype:
             kinds = f"{tuple(shape)} {values.dtype} and {tuple(info.size)} {info.properties.dtype}"
-            raise ValueError(f"{key}: chunks disagree, {kinds}.")
+            raise ValueError(f"{key}: chunks must have one shape and dtype, not {kinds}.")
         info.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), values.size()))
         values = values.detach().contiguous()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
-            # torch.save writes the whole storage of a view
+            # torch.save would write the view's whole storage
             values = values.clone()
         self._write(dcp.MetadataIndex(key, offsets), values)
 
     def add_object(self, key: str, value: Any) -> None:
-        """An object under a full key such as `rng_state/shard_0.0_1.1`."""
+        """Writes an object under a full key such as `rng_state/shard_0.0_1.1`."""
         self._objects[key] = dcp.BytesStorageMetadata()
         self._write(dcp.MetadataIndex(key), [value])
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Writes `common` and the metadata; a ValueError if a tensor is not filled."""
+        """Writes `common` and the metadata; ValueError if a tensor is not filled."""
         self.next_file()
         for key, info in self._tensors.items():
             filled = sum(math.prod(chunk.sizes) for chunk in info.chunks)
             if filled != math.prod(info.size):
-                raise ValueError(f"{key}: {filled} of {math.prod(info.size)} values were written.")
+                raise ValueError(f"{key}: only {filled} of {math.prod(info.size)} values were written.")
         parts: dict[str, Any] = {**self._tensors, **self._objects}
         metadata = dcp.Metadata(parts, storage_data=self._places, storage_meta=dcp.StorageMeta())
         metadata.version = "1.0.0"

@@ -1,1 +1,1 @@
-"""Hugging Face folders <-> checkpoints of this package."""
+"""Converts between Hugging Face folders and this package's checkpoints."""

@@ -1,5 +1,5 @@
-"""Checkpoint -> Hugging Face, in one process, with one layer's largest tensor in memory at a time; which
-transformers architecture a model has, and why the others do not fit.
+"""Converts checkpoints to Hugging Face folders, in one process that keeps only one stacked tensor of one
+layer in memory, and chooses the transformers architecture.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ from moe_exp.host.files import expanded, write_json
 from moe_exp.host.processes import own_command
 from moe_exp.host.progress import progress
 
-_MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # distributed optimizer, plain one
+_MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # the second: older versions, Megatron-LM
 
 
 @dataclass(frozen=True)
 class Exported:
     """Result of an export."""
 
-    architecture: str  # of transformers
-    num_bytes: int  # of weights
+    architecture: str  # transformers class
+    num_bytes: int  # size of the weights
     notes: tuple[str, ...]  # lines for the user
 
 
@@ -54,20 +54,21 @@ def to_hf(
     tokenizer: Path | None = None,
     like: Path | None = None,
 ) -> Exported:
-    """Writes a Hugging Face folder with the weights of a checkpoint of this package, of any layout.
-
-    Raises ValueError, and leaves nothing on disk, for a checkpoint without settings, a model that no
-    architecture expresses, missing or unused tensors, and a target that cannot be written.
+    """Writes a Hugging Face folder with the weights of a checkpoint of this package, saved under any layout.
 
     Args:
-        source: an iteration's folder, a checkpoints folder or a run folder.
+        source: iter_ folder, checkpoints folder or run folder.
         target: folder to create.
-        dtype: of the written weights, `fp32`, `bf16` or `fp16`; None: kept.
+        dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
         main_weights: use the optimizer's fp32 copies, which are more precise than the weights of a bf16 run.
-        max_shard_bytes: of tensors per file.
+        max_shard_bytes: maximum size of the tensors in each file.
         tokenizer: folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
         like: Hugging Face folder that provides generation_config.json, token ids and max_position_embeddings;
-            None: the one that the checkpoint, or LOAD_DIR of its run, was converted from.
+            None: the folder that the checkpoint, or its run's LOAD_DIR, was converted from.
+
+    Raises:
+        ValueError: if the checkpoint has no settings, no architecture is equivalent to the model, tensors are
+            missing or unused, or the target cannot be written. No files are left on disk.
     """
     check_target(target)
     if tokenizer is not None:
@@ -75,10 +76,9 @@ def to_hf(
     of_like = ("config.json", model_folder.GENERATION)
     if like is not None and not any((like / name).is_file() for name in of_like):
         rule = f"has neither config.json nor {model_folder.GENERATION}"
-        raise unusable(f"LIKE={like}", rule, "name a Hugging Face folder, or leave it out")
+        raise unusable(f"LIKE={like}", rule, "name a Hugging Face folder, or omit the option")
     if max_shard_bytes < 1:
-        rule = "must be at least 1 byte"
-        raise unusable(f"MAX_SHARD_SIZE={max_shard_bytes}", rule, "give a size such as 5GB")
+        raise unusable(f"MAX_SHARD_SIZE={max_shard_bytes}", "must be at least 1 byte", "use a size like 5GB")
     folder = one_checkpoint(source)
     config = saved_config(folder)
     architecture = choose_architecture(config)
@@ -97,20 +97,20 @@ def to_hf(
         name, of_torch = architecture.name, str(weights.usual_dtype).removeprefix("torch.")
         fields = fields_of(config, architecture) | model_folder.token_ids(partial)
         longest = 0 if like else fields["max_position_embeddings"]
-        # JSON files of the folder that the checkpoint, or LOAD_DIR of its run, came from
+        # An imported checkpoint keeps its source's JSON files beside it.
         if like is None:
             places = [folder.parent, *([expanded(config.load_dir)] if config.load_dir else [])]
             originals = [place / model_folder.ORIGINAL for place in places]
             like = next(filter(Path.is_dir, originals), None)
         fields |= model_folder.kept_fields(like)
-        # the training may have extended the length of its source
+        # training may have extended the source's length
         fields["max_position_embeddings"] = max(longest, fields["max_position_embeddings"])
-        # transformers 5 renamed `torch_dtype`, which others still read, to `dtype`
+        # transformers 5 renamed `torch_dtype` to `dtype`, but other software still reads `torch_dtype`
         fields |= model_folder.as_trained(trained, fields)
         fields |= {"dtype": of_torch, "torch_dtype": of_torch}
         write_json(partial / "config.json", fields)
         model_folder.write_generation_config(partial, like, fields, trained)
-        num_values = sum(math.prod(entry.shape) for entry in weights.entries)  # of all that is written
+        num_values = sum(math.prod(entry.shape) for entry in weights.entries)
         facts = f"`{name}`, {num_values:,} parameters, weights in {of_torch}"
         iteration = iteration_of(folder, read_common(folder))
         model_folder.write_model_card(partial, target.name, facts, source=folder, iteration=iteration)
@@ -118,7 +118,7 @@ def to_hf(
 
 
 def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
-    """The config.json of a model, without dtype and token ids."""
+    """Fields of a model's config.json, except dtype and token ids."""
     fields: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     for rule in architecture.fields:
         fields |= rule.write(config)
@@ -126,7 +126,7 @@ def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
 
 
 class _Weights:
-    """The tensors that a model needs; ValueError if one is missing, unused or of another shape."""
+    """The tensors that a model needs; ValueError if one is missing, unused or has another shape."""
 
     def __init__(
         self, reader: CheckpointReader, planned: list[MappedPiece], *, main: bool, dtype: torch.dtype | None
@@ -134,14 +134,14 @@ class _Weights:
         self.reader, self.main, self.dtype = reader, main, dtype
         name = f"checkpoint={reader.folder}"
         if main and not any(key.startswith(_MAIN) for key in reader.tensors):
-            raise unusable(name, "has no fp32 weights of an optimizer", "omit --weights main")
+            raise unusable(name, "has no fp32 main weights", "omit --weights main")
         self._kept: tuple[str, tuple[int, ...], Tensor] | None = None
         needed = {piece.key: piece.shape for piece in planned if piece.key}
         found = {key: stored.shape for key in needed if (stored := self._stored(key))}
         of_model = {key for key in reader.tensors if not is_optimizer(key)}
         unused = sorted(key for key in of_model - set(needed) if not key.endswith(LOSS_STATE))
         if lists := misfits(needed, found, unused):
-            # Keys of single layers or experts are Megatron-LM's other style, which `ckpt reshape` rewrites.
+            # Keys for single layers or experts are another Megatron-LM style, which `ckpt reshape` converts.
             fix = "use another checkpoint of the run"
             single_layers, single_experts = single_styles(unused)
             # dense and MoE layers cannot be stacked
@@ -151,12 +151,12 @@ class _Weights:
                 options = ["--weights-only", "--layers", layers, "--experts", "stacked"]
                 source = str(reader.folder)
                 command = [*own_command(), "ckpt", "reshape", source, f"{source}_stacked", *options]
-                fix = f"stack them first, {shlex.join(command)}"
+                fix = f"stack them first: {shlex.join(command)}"
             raise unusable(name, f"tensors {lists}", fix)
 
         stored = self._stored(planned[0].key)
         assert stored is not None
-        self.usual_dtype = dtype or stored.dtype  # of most written weights
+        self.usual_dtype = dtype or stored.dtype  # dtype of most written weights
         self.entries = [  # all tensors to write, in order
             model_folder.Entry(part.name, part.shape, self.dtype_of(piece, part))
             for piece in planned
@@ -169,31 +169,31 @@ class _Weights:
         return next((self.reader.tensors[name] for name in names if name in self.reader.tensors), None)
 
     def dtype_of(self, piece: MappedPiece, part: Theirs) -> torch.dtype:
-        """Type in which a tensor is written."""
+        """Dtype in which a tensor is written."""
         stored = self._stored(piece.key) if piece.key else None
-        # rounding it would change the choice of experts; transformers always keeps it in fp32
+        # Rounding the bias would change which experts are chosen; transformers always keeps it in fp32.
         if part.name.endswith("e_score_correction_bias"):
             return torch.float32 if stored is None else stored.dtype
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
     def values(self, piece: MappedPiece) -> Tensor:
-        """Values of a piece; a layer's experts are read at once, as they may be one chunk of the file."""
+        """Reads a piece's values. A layer's experts are read together, as one chunk may contain them all."""
         stored = self._stored(piece.key)
         assert stored is not None
         num_layer_axes = len(piece.shape) - len(piece.theirs[0].shape) - (piece.expert is not None)
         layer, rest = piece.offsets[:num_layer_axes], piece.shape[num_layer_axes:]
         if self._kept is None or self._kept[:2] != (stored.key, layer):
-            # before the next is read, so that only one is in memory
+            # freed before the next tensor is read, so that only one is in memory
             self._kept = None
             values = self.reader.read(stored.key, (*layer, *(0,) * len(rest)), ((1,) * num_layer_axes + rest))
             self._kept = stored.key, layer, values.view(rest)
         return self._kept[2] if piece.expert is None else self._kept[2][piece.expert]
 
     def parts(self, piece: MappedPiece, config: Config) -> Iterator[Tensor]:
-        """The tensors that are written for a piece; at its end it holds none of them any more."""
+        """Yields the tensors to write for a piece, one at a time."""
         shapes = [part.shape for part in piece.theirs]
+        # Tensors that only the Hugging Face model has are zeros, which have no effect.
         parts: Iterable[Tensor] = map(torch.zeros, shapes)
-        # a tensor that only they have is of zeros, without an effect
         if piece.key:
             ours = self.values(piece)
             ours = ours if piece.factor == 1 else ours.float() * piece.factor
@@ -205,7 +205,7 @@ class _Weights:
 def _tokenizer_of(config: Config, folder: Path) -> Path | None:
     named = config.tokenizer
     if not named:
-        # of a run on prepared text, which finds its tokenizer beside that
+        # A run on prepared text finds the tokenizer next to the text.
         with contextlib.suppress(ValueError):
             named = find_prepared_text(config, saved_order(folder).get("tokenizer") or "").tokenizer
     paths = [Path(named)] if named else []
@@ -218,22 +218,21 @@ def _notes(config: Config, has_tokenizer: bool) -> list[str]:
     notes = []
     if not has_tokenizer:
         named = config.tokenizer
-        why = f"TOKENIZER={named} is not there" if named else "the checkpoint names none"
-        fix = "give --tokenizer, or copy its files into the folder"
+        why = f"TOKENIZER={named} not found" if named else "the checkpoint does not name one"
+        fix = "pass --tokenizer, or copy its files into the folder"
         notes.append(f"no tokenizer was written: {why}; {fix}")
     if added := config.padded_vocab_size - config.vocab_size:
-        share = "they have a share in the softmax of training"
-        notes.append(f"{added} rows that pad the vocabulary were left out; {share}")
+        notes.append(f"omitted {added} rows of vocabulary padding, part of the softmax in training")
     return notes
 
 
 @dataclass(frozen=True)
 class Trait:
-    """A property of a model that an architecture may be able to express."""
+    """A model property that only some architectures can express."""
 
-    of: Callable[[Config], Any]  # its value
-    usual: Any  # what an architecture allows unless its `traits` list other values
-    settings: tuple[str, ...]  # that decide it, for error messages
+    of: Callable[[Config], Any]  # value for a model
+    usual: Any  # the only value that an architecture allows, unless its `traits` list others
+    settings: tuple[str, ...]  # settings that determine the value, for error messages
     note: str = ""
 
 
@@ -268,7 +267,7 @@ TRAITS: Mapping[str, Trait] = {
     "normalization": Trait(lambda c: c.normalization, "RMSNorm", ("normalization",)),
     "activation": Trait(lambda c: c.activation, "swiglu", ("activation",)),
     "biases": Trait(lambda c: c.add_bias_linear, False, ("add_bias_linear",)),
-    # an expert never gets more than all tokens of a micro-batch
+    # With a capacity of all tokens in a micro-batch, an expert can never overflow.
     "drops": Trait(
         lambda c: c.use_moe and (c.expert_capacity_factor or math.inf) * c.topk < c.num_experts, False,
         ("moe_type", "capacity_factor"), ", which may drop tokens,",
@@ -291,7 +290,7 @@ TRAITS: Mapping[str, Trait] = {
         ("head_dim", "hidden_size", "num_heads"),
     ),
     "rotates_whole_heads": Trait(lambda c: c.rotary_fraction == 1, True, ("rotary_fraction",)),
-    # of YaRN both mscale factors, or neither
+    # YaRN needs both mscale factors or neither
     "rope": Trait(
         lambda c: c.rope_scaling != "yarn"
         or (c.yarn_mscale > 0 if c.yarn_mscale_all_dim else c.yarn_mscale == 1),
@@ -318,8 +317,8 @@ TRAITS: Mapping[str, Trait] = {
 
 
 def choose_architecture(config: Config) -> Architecture:
-    """The transformers architecture that computes the same; UnsupportedModel, with reasons, if none does."""
-    against: dict[str, list[str]] = {}  # the settings that each cannot express
+    """The equivalent transformers architecture; UnsupportedModel with the settings that prevent an export."""
+    against: dict[str, list[str]] = {}  # settings that each architecture cannot express
     for architecture in ARCHITECTURES.values():
         reasons = against[architecture.name] = []
         for name, trait in TRAITS.items():
@@ -331,16 +330,17 @@ def choose_architecture(config: Config) -> Architecture:
     fewest = min(len(reasons) for reasons in against.values())
     nearest = {name: reasons for name, reasons in against.items() if len(reasons) == fewest}
     first = next(iter(nearest.values()))
+    # A reason that rules out every architecture explains more than the list for the nearest ones.
     if by_none := [reason for reason in first if all(reason in reasons for reasons in against.values())]:
-        what = f"{', '.join(by_none)}: no architecture of transformers that is converted here has this"
+        what = f"{', '.join(by_none)}: no supported transformers architecture has this"
     else:
-        each = "; ".join(f"{name} has no {', '.join(reasons)}" for name, reasons in nearest.items())
-        what = f"model: no architecture of transformers that is converted here computes this ({each})"
-    raise UnsupportedModel(f"{what}. Fix: train with settings that docs/huggingface.md lists.")
+        each = "; ".join(f"{name} does not support {', '.join(reasons)}" for name, reasons in nearest.items())
+        what = f"model: no supported transformers architecture is equivalent ({each})"
+    raise UnsupportedModel(f"{what}. Fix: train with the settings listed in docs/huggingface.md.")
 
 
 def exports_as(config: Config) -> str | None:
-    """The class of transformers that a model can be converted to; None if there is none."""
+    """The transformers class that a model can be converted to, or None."""
     try:
         return choose_architecture(config).name
     except UnsupportedModel:

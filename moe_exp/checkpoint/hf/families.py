@@ -1,5 +1,5 @@
-"""Tables of the supported architectures, checked against transformers 5.23 (modeling_*.py,
-configuration_*.py), and for serving against vLLM's vllm/model_executor/models/*.py on GitHub.
+"""Tables of the supported architectures, checked against transformers 5.23 (modeling_*.py and
+configuration_*.py) and, for serving, against vLLM's vllm/model_executor/models/*.py on GitHub.
 """
 
 from collections.abc import Mapping
@@ -13,19 +13,21 @@ from moe_exp.checkpoint.hf.tensor_rules import ZERO_EXPERT_SIZE, TensorRule
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model class of transformers."""
+    """A transformers model class."""
 
-    name: str  # of the class, as in `architectures` of config.json
+    name: str  # class name, as in `architectures` of config.json
     model_type: str  # as in config.json
     fields: tuple[FieldRule, ...]  # rules for config.json
     tensors: tuple[TensorRule, ...]  # rules for the weights
-    settings: Mapping[str, Any]  # of every model of this class
-    traits: Mapping[str, tuple[Any, ...]]  # of exporting.TRAITS to allowed values; others: only the usual one
-    defaults: Mapping[str, Any]  # fields to the defaults of its configuration class
-    null: Mapping[str, Any]  # fields that may be null, to its meaning; None: left to the rules
-    # patterns of tensors without effect, to the condition under which they have none
+    settings: Mapping[str, Any]  # settings that all models of this class share
+    traits: Mapping[
+        str, tuple[Any, ...]
+    ]  # names of exporting.TRAITS to allowed values; default: the usual one
+    defaults: Mapping[str, Any]  # field defaults of its configuration class
+    null: Mapping[str, Any]  # fields that may be null, to the meaning of null; None: the rules decide
+    # patterns of tensors without effect, to the condition under which they have no effect
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    predicts_more: bool = False  # published folders have multi-token prediction layers after the model's
+    predicts_more: bool = False  # published folders have extra layers for multi-token prediction
 
     @property
     def scales(self) -> bool:
@@ -49,7 +51,7 @@ def _common(*, theta: float = 10000.0, fraction: float | None = None) -> tuple[F
 
 
 _HEADS = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM)
-# vLLM always divides, regardless of config.json
+# vLLM always computes the head size as width / heads, regardless of config.json
 _HEADS_BY_WIDTH = (rules.KEY_VALUE_HEADS, FieldRule(("head_dim",), rules.HEAD_DIM.read, lambda c: {}))
 _NO_BIAS = must_be("attention_bias", False, because="biases in the attention projections are not supported")
 _TOPK = same("num_experts_per_tok", "topk")
@@ -145,8 +147,8 @@ _SHARED_GATE = (
     TensorRule("", _GATE_NAME | _shared_names("shared_expert"), "zeros", "moe", "no_shared"),
 )
 
-# Defaults and meanings of null in the classes of transformers. Without sizes: a folder that omits one hardly
-# has weights of the default size.
+# Defaults and meanings of null in transformers' configuration classes. Sizes have no defaults here: a folder
+# that omits one is unlikely to have weights of the default size.
 _DEFAULTS = {
     "hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -174,7 +176,7 @@ MIXTRAL = Architecture(
     fields=(
         *_common(theta=1e6), *_HEADS, _ONE_WIDTH, same("num_local_experts|num_experts", "num_experts"), _TOPK,
         rules.no_sliding_window(switched=False), rules.balancing(),
-        # there the noise also reaches the experts
+        # in transformers, the noise also reaches the experts
         same("router_jitter_noise", "router_jitter"),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
@@ -218,19 +220,25 @@ QWEN3_MOE = Architecture(
 )  # fmt: skip
 
 
-# transformers reports the tensors of an expert of size 0 as missing, and vLLM has no place for them: a model
-# without a shared expert gets a small one of zeros. The second field is ours.
+# transformers reports the tensors of an expert with size 0 as missing, and vLLM does not support them. A
+# model without a shared expert is therefore exported with a small one of zeros, marked by a field of our own.
 _WIDTH, _IS_ZERO = "shared_expert_intermediate_size", "shared_expert_is_zero"
 _ZEROS = {_WIDTH: ZERO_EXPERT_SIZE, _IS_ZERO: True}
+
+
+def _read_shared_expert(fields: rules.Fields) -> rules.Settings:
+    width = rules.given(fields, _WIDTH)
+    if rules.given(fields, _IS_ZERO, False):
+        width = 0
+    return {"shared_expert_size": width, "shared_expert_gate": width > 0}
+
+
 _SHARED_EXPERT = FieldRule(
     (_WIDTH, _IS_ZERO),
-    lambda f: {
-        "shared_expert_size": (size := rules.given(f, _WIDTH) * (not rules.given(f, _IS_ZERO, False))),
-        "shared_expert_gate": size > 0,
-    },
+    _read_shared_expert,
     lambda c: {_WIDTH: c.shared_expert_size} if c.shared_expert_size else _ZEROS,
 )
-# vLLM's class needs biases regardless of `qkv_bias`: zeros if ours has none.
+# vLLM's class requires biases regardless of `qkv_bias`; a model without them is exported with zeros.
 _WITH_BIAS = FieldRule(
     ("qkv_bias",), lambda f: {"qkv_bias": rules.given(f, "qkv_bias")}, lambda c: {"qkv_bias": True}
 )
@@ -266,11 +274,11 @@ DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",
     fields=(
         *_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION,
-        # in the original config.json; vLLM reads topk_method, too
-        must_be("scoring_func", "sigmoid", because="DeepSeek-V3 scores by sigmoid"),
+        # fields of the original config.json; vLLM also reads topk_method
+        must_be("scoring_func", "sigmoid", because="DeepSeek-V3 uses sigmoid scores"),
         must_be("topk_method", "noaux_tc", because="experts are chosen by score and bias"),
-        must_be("moe_layer_freq", 1, because="all layers behind the first dense ones must be MoE"),
-        must_be("rope_interleave", True, because="Megatron's latent attention turns neighbouring channels"),
+        must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
+        must_be("rope_interleave", True, because="Megatron's latent attention rotates adjacent channels"),
         must_be("ep_size", 1, because="it must be 1 in a config.json"),
     ),
     tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
@@ -338,7 +346,7 @@ QWEN3 = Architecture(
     null=_AS_MANY_AS_HEADS | {"sliding_window": None, "layer_types": None},
 )  # fmt: skip
 
-# in the order in which choose_architecture tries them
+# choose_architecture tries them in this order
 ARCHITECTURES = {
     a.name: a for a in (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3)
 }

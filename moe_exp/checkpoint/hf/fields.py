@@ -13,11 +13,11 @@ _REQUIRED = object()
 
 
 class UnsupportedModel(ValueError):
-    """A config.json that this package cannot compute, or a model that no config.json can express."""
+    """A config.json that this package does not support, or a model that no config.json can express."""
 
 
 def refuse(name: str, value: object, rule: str, fix: str = "convert another model") -> UnsupportedModel:
-    """The error about one field of a config.json."""
+    """Builds the error about one field of a config.json."""
     return UnsupportedModel(f"config.json: {name}={value}: {rule}. Fix: {fix}.")
 
 
@@ -25,9 +25,9 @@ def refuse(name: str, value: object, rule: str, fix: str = "convert another mode
 class FieldRule:
     """Fields of a config.json and the equivalent settings."""
 
-    names: tuple[str, ...]  # of the fields
+    names: tuple[str, ...]  # field names
     read: Callable[[Fields], Settings]  # fields -> settings; raises UnsupportedModel
-    write: Callable[[Config], dict[str, Any]]  # settings -> fields, all of `names` or some
+    write: Callable[[Config], dict[str, Any]]  # settings -> fields, all or some of `names`
 
 
 def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
@@ -36,14 +36,14 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
     if value is not None:
         return value
     if default is _REQUIRED:
-        fix = "take the config.json that belongs to the weights"
+        fix = "use the config.json that belongs to the weights"
         raise refuse(name, "(missing)", "the model cannot be built without it", fix)
     return default
 
 
 def same(names: str, setting: str) -> FieldRule:
-    """A field that is equivalent to one setting. Of two `names` (`num_experts|num_local_experts`) the first
-    is written; setting `head_dim.kv_channels` is read into head_dim, written from the property kv_channels.
+    """Rule for a field that is equivalent to one setting. Of `names` such as `num_experts|num_local_experts`,
+    the first is written. The setting `head_dim.kv_channels` is read into head_dim, written from kv_channels.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")
@@ -56,7 +56,7 @@ def same(names: str, setting: str) -> FieldRule:
 
 
 def must_be(name: str, *allowed: Any, because: str) -> FieldRule:
-    """A field that affects the computation and must have one of these values; the first is written."""
+    """Rule for a field that must have one of the `allowed` values; the first is written."""
 
     def read(fields: Fields) -> Settings:
         value = fields.get(name)
@@ -91,7 +91,7 @@ def no_sliding_window(*, switched: bool = True) -> FieldRule:
         used = given(fields, "use_sliding_window") if switched else True
         window = given(fields, "sliding_window", 0) if used else 0
         if window and window < given(fields, "max_position_embeddings"):
-            raise refuse("sliding_window", window, "attention over a window is not supported")
+            raise refuse("sliding_window", window, "sliding-window attention is not supported")
         if others := sorted({kind for kind in given(fields, "layer_types", []) if kind != "full_attention"}):
             raise refuse("layer_types", ",".join(others), "only full_attention is supported")
         return {}
@@ -99,7 +99,7 @@ def no_sliding_window(*, switched: bool = True) -> FieldRule:
     return FieldRule(names, read, lambda c: {})
 
 
-# softmax weights divided by their sum equal a softmax over the top-k
+# Softmax weights divided by their sum are equal to a softmax over the top-k scores.
 NORMALIZED_WEIGHTS = FieldRule(
     ("norm_topk_prob",),
     lambda f: {"router_pre_softmax": not given(f, "norm_topk_prob")},
@@ -111,12 +111,12 @@ def _read_dense_layers(fields: Fields) -> Settings:
     step, dense = given(fields, "decoder_sparse_step"), set(given(fields, "mlp_only_layers", []))
     num_layers = given(fields, "num_hidden_layers")
     if step < 1 or any(layer < 0 or layer >= num_layers for layer in dense):
-        rule = f"must name layers of {num_layers}"
+        rule = f"must name layers from 0 to {num_layers - 1}"
         raise refuse("mlp_only_layers", sorted(dense), rule, "correct the config.json")
     return _layer_settings([layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)])
 
 
-# of the Qwen family
+# Qwen family
 DENSE_LAYERS_BY_LIST = FieldRule(
     ("mlp_only_layers", "decoder_sparse_step"),
     _read_dense_layers,
@@ -128,17 +128,17 @@ DENSE_LAYERS_BY_LIST = FieldRule(
 
 
 def _layer_settings(is_moe: list[bool]) -> Settings:
-    """The shortest settings for which layers are MoE."""
+    """The shortest settings that select the MoE layers."""
     if not any(is_moe):
         fix = "convert it as a dense architecture"
-        raise refuse("mlp_only_layers", "all layers", "leaves no MoE layer", fix)
+        raise refuse("mlp_only_layers", "all layers", "must leave at least one MoE layer", fix)
     first = is_moe.index(True)
     if all(is_moe[first:]):
         return {"moe_layer_freq": "1", "first_k_dense": first}
     return {"moe_layer_freq": ",".join(str(int(bit)) for bit in is_moe), "first_k_dense": 0}
 
 
-# of the DeepSeek family, as the next four
+# DeepSeek family, up to SIGMOID_ROUTING
 FIRST_DENSE_LAYERS = FieldRule(
     ("first_k_dense_replace",),
     lambda f: _layer_settings(
@@ -146,7 +146,7 @@ FIRST_DENSE_LAYERS = FieldRule(
     ),
     lambda c: {"first_k_dense_replace": c.moe_layers.index(True)},
 )
-# each as wide as a routed one: here one shared expert of their total width
+# DeepSeek counts shared experts of a routed expert's width; here, one shared expert has their total width.
 SHARED_EXPERTS_BY_NUMBER = FieldRule(
     ("n_shared_experts",),
     lambda f: {"shared_expert_size": given(f, "n_shared_experts") * given(f, "moe_intermediate_size")},
@@ -159,13 +159,13 @@ def _read_groups(fields: Fields) -> Settings:
     if groups <= 1:
         return {"num_router_groups": 0, "router_group_topk": 0}
     if not groups_score_alike(given(fields, "num_experts_per_tok"), groups, used):
-        rule = "groups of experts are compared by num_experts_per_tok / topk_group of their experts"
+        rule = "groups are ranked by their best num_experts_per_tok / topk_group experts"
         fix = "convert a model where num_experts_per_tok is twice topk_group"
-        raise refuse("topk_group", used, f"{rule}, which is not the 2 of transformers", fix)
+        raise refuse("topk_group", used, f"{rule}, which must be 2 as in transformers", fix)
     return {"num_router_groups": groups, "router_group_topk": used}
 
 
-# transformers ranks a group by its 2 best, we by TOPK / ROUTER_GROUP_TOPK
+# transformers ranks a group by its 2 best experts, this package by its TOPK / ROUTER_GROUP_TOPK best
 LIMITED_GROUPS = FieldRule(
     ("n_group", "topk_group"),
     _read_groups,
@@ -178,7 +178,7 @@ def groups_score_alike(topk: int, groups: int, used: int) -> bool:
     return groups <= 1 or groups == used or topk // used == 2
 
 
-# DeepSeek-V3's sigmoid scores with a selection bias, updated with its paper's step
+# DeepSeek-V3's sigmoid scores with a selection bias; the update rate is from its paper
 SIGMOID_ROUTING = FieldRule(
     ("norm_topk_prob", "routed_scaling_factor"),
     lambda f: {
@@ -192,8 +192,8 @@ SIGMOID_ROUTING = FieldRule(
 
 
 def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
-    """Weights of balancing loss and z-loss. With `aux_loss_alpha` of DeepSeek, whose class has no loss, a
-    missing one is 0, and `seq_aux` chooses between the loss over a sequence, its default, and over a batch.
+    """Rule for the coefficients of balancing loss and z-loss. DeepSeek's class has no loss: `aux_loss_alpha`
+    is 0 if missing, and `seq_aux` chooses between a loss per sequence (default) and per batch.
     """
     is_optional = weight == "aux_loss_alpha"
     names = [weight, "router_z_loss_coef", *(("router_aux_loss_coef", "seq_aux") if is_optional else ())]
@@ -209,7 +209,8 @@ def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
 
     def write(config: Config) -> dict[str, Any]:
         losses = config.balancing_losses
-        # The formula of transformers and DeepSeek: E/(T*K) sum_e count_e mean_score_e, for other T.
+        # All three use the formula of transformers and DeepSeek, E/(T*K) sum_e count_e mean_score_e; only T,
+        # the set of tokens, differs.
         coefficient = sum(losses.get(kind, 0.0) for kind in ("aux_loss", "global_aux_loss", "seq_aux_loss"))
         fields = {} if is_optional and not coefficient else {weight: coefficient}
         fields |= {"seq_aux": "seq_aux_loss" in losses} if is_optional and fields else {}
@@ -218,7 +219,7 @@ def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
     return FieldRule(tuple(names), read, write)
 
 
-# Of the inner norms in transformers, regardless of config.json; Megatron has one for all norms.
+# transformers uses this epsilon in the inner norms regardless of config.json; Megatron has one for all norms.
 LATENT_EPSILON = 1e-6
 
 
@@ -231,10 +232,10 @@ _LATENT_SIZES = {
 def _read_latent_attention(fields: Fields) -> Settings:
     heads = given(fields, "num_attention_heads")
     if (found := given(fields, "num_key_value_heads", heads)) != heads:
-        rule = "latent attention has as many as heads"
+        rule = f"must be num_attention_heads={heads} in latent attention"
         raise refuse("num_key_value_heads", found, rule, "correct the config.json")
     if (found := given(fields, "rms_norm_eps")) != LATENT_EPSILON:
-        rule = f"transformers has {LATENT_EPSILON} inside latent attention, Megatron one for all norms"
+        rule = f"must be {LATENT_EPSILON}, the fixed value inside transformers' latent attention"
         raise refuse("rms_norm_eps", found, rule)
     settings = {setting: given(fields, name) for name, setting in _LATENT_SIZES.items()}
     return settings | {"q_lora_rank": given(fields, "q_lora_rank", 0), "num_query_groups": heads}
@@ -250,10 +251,9 @@ LATENT_ATTENTION = FieldRule(  # `head_dim` and `qk_head_dim` follow from the ot
 )
 
 
-# The rotary embedding: transformers 4 has `rope_theta` and the dictionary `rope_scaling`, transformers 5
-# `rope_parameters`, one dictionary with both. Both are read and written, as serving software reads one or the
-# other.
-_LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # built into Megatron, as the length 8192
+# Rotary embedding: transformers 4 has `rope_theta` and the dictionary `rope_scaling`, transformers 5 has the
+# dictionary `rope_parameters` for both. Serving software may read either form, so both are read and written.
+_LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fixed in Megatron, like the length 8192
 _SCALED = {"factor", "original_max_position_embeddings"}
 _YARN = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
 _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn": _SCALED | _YARN}
@@ -268,26 +268,26 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
         for name in ("rope_scaling", "rope_parameters"):
             values = given(fields, name, {})
             if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-                raise refuse(name, values, "one rotary embedding for all layers is supported")
+                raise refuse(name, values, "all layers must have the same rotary embedding")
             merged |= values
         for name in ("rope_theta", "partial_rotary_factor"):
             if fields.get(name) is not None:
                 merged.setdefault(name, fields[name])
-        # `type` in older config.json files
+        # older config.json files use `type`
         kind = merged.pop("rope_type", None) or merged.get("type", "default")
         merged.pop("type", None)
         merged = {name: value for name, value in merged.items() if value is not None} | {"rope_type": kind}
         settings = {"rotary_base": float(merged.pop("rope_theta", theta))}
         found = merged.pop("partial_rotary_factor", fraction or 1.0)
         if found != 1 and whole:
-            rule = "transformers turns whole heads in this architecture"
+            rule = "must be 1.0, as transformers rotates whole heads in this architecture"
             raise refuse("partial_rotary_factor", found, rule, "set it to 1.0")
         return settings | {"rotary_fraction": found} | _read_scaling(merged, fields)
 
     def write(config: Config) -> dict[str, Any]:
         scaling: dict[str, Any] = {}
         if config.rope_scaling not in ("none", "llama3", "yarn"):
-            rule = "has no form in config.json. Fix: use none, llama3 or yarn"
+            rule = "config.json cannot express this scaling. Fix: use none, llama3 or yarn"
             raise UnsupportedModel(f"ROPE_SCALING={config.rope_scaling}: {rule}.")
         if config.rope_scaling != "none":
             scaling["factor"] = config.rope_scaling_factor
@@ -314,26 +314,26 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
 def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
     kind = merged.pop("rope_type")
     if kind not in _KNOWN:
-        raise refuse("rope_type", kind, f"Megatron has {', '.join(_KNOWN)}")
+        raise refuse("rope_type", kind, f"must be one of {', '.join(_KNOWN)}")
     if unknown := sorted(set(merged) - _KNOWN[kind] - {"original_max_position_embeddings"}):
-        raise refuse(unknown[0], merged[unknown[0]], f"is unknown for the rotary embedding {kind}")
+        raise refuse(unknown[0], merged[unknown[0]], f"is unknown for rope_type={kind}")
     if kind == "default":
         return {"rope_scaling": "none"}
     original = merged.get("original_max_position_embeddings", given(fields, "max_position_embeddings"))
     if kind == "llama3":
         for name, value in (*_LLAMA3_FACTORS.items(), ("original_max_position_embeddings", 8192)):
             if (found := merged.get(name, original)) != value:
-                raise refuse(name, found, f"Megatron's Llama 3 scaling has {value}")
+                raise refuse(name, found, f"must be {value}, as in Megatron's Llama 3 scaling")
         return {"rope_scaling": "llama3", "rope_scaling_factor": given(merged, "factor")}
     factor = {"rope_scaling_factor": given(merged, "factor"), "rope_original_seq_len": original}
     betas = {name: merged.get(f"beta_{name}", usual) for name, usual in (("fast", 32.0), ("slow", 1.0))}
     settings = {f"yarn_beta_{name}": value for name, value in betas.items()}
     for name, usual in (("attention_factor", None), ("truncate", True)):
         if merged.get(name, usual) != usual:
-            raise refuse(name, merged[name], "Megatron's YaRN has no such setting")
+            raise refuse(name, merged[name], "Megatron's YaRN does not have this setting")
     mscale, all_dim = merged.get("mscale", 0), merged.get("mscale_all_dim", 0)
     if all_dim and not mscale:
-        raise refuse("mscale", mscale, f"with mscale_all_dim={all_dim} Megatron's YaRN needs both")
-    # transformers reads the two only where both are there.
+        raise refuse("mscale", mscale, f"is required with mscale_all_dim={all_dim} in Megatron's YaRN")
+    # transformers ignores the two unless both are set.
     scales = {"yarn_mscale": mscale if all_dim else 1.0, "yarn_mscale_all_dim": all_dim or 0.0}
     return {"rope_scaling": "yarn"} | factor | settings | scales

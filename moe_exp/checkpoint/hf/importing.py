@@ -1,4 +1,4 @@
-"""Hugging Face -> checkpoint, in one process without ranks, with one tensor in memory at a time."""
+"""Converts Hugging Face folders to checkpoints, in one process that keeps only one tensor in memory."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ from moe_exp.runs.run_folder import LATEST
 logger = logging.getLogger(__name__)
 
 SETTINGS = "settings.env"
-# Named, so that no preset of the machine decides; the rate is about a tenth of the usual one of pretraining.
+# Written explicitly, so that no machine's preset decides. Pretraining rates are about ten times as high.
 _CONTINUED: Settings = {
     "preset": "reference", "optimizer": "adam", "lr": 3e-5, "min_lr": 3e-6, "lr_decay_style": "cosine"
 }  # fmt: skip
@@ -41,7 +41,7 @@ _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# Fields of config.json without effect on what the model computes in evaluation.
+# Fields of config.json that do not affect the model's output in evaluation.
 _WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "bos_token_id", "dtype",
     "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
@@ -71,13 +71,13 @@ _PLAIN: Settings = {
 class Imported:
     """Result of an import."""
 
-    config: Config  # of the model, launch settings at their defaults
-    architecture: str  # of transformers
-    command: str  # that continues training from it
+    config: Config  # the model's settings; launch settings have their defaults
+    architecture: str  # transformers class
+    command: str  # command that trains from this checkpoint
     notes: tuple[str, ...]  # lines for the user
 
 
-# Pieces, each with the tensors to read: name, and index if all experts are in one tensor.
+# Pieces with the tensors to read for each: name, and index if one tensor contains all experts.
 _Sources = list[tuple[MappedPiece, list[tuple[str, int | None]]]]
 
 
@@ -89,16 +89,17 @@ def from_hf(
     drop_mtp: bool = False,
     ignore_fields: Collection[str] = (),
 ) -> Imported:
-    """Writes a weights-only checkpoint of this package with the weights of a Hugging Face folder.
-
-    Raises ValueError, and leaves nothing on disk, if anything is missing, unused, misshapen or not supported.
+    """Writes a weights-only checkpoint with the weights of a Hugging Face folder.
 
     Args:
         source: folder with config.json and safetensors files.
         target: checkpoints folder to create: `iter_0000000`, the tokenizer, settings.env for the next run.
-        dtype: of the written weights, `fp32`, `bf16` or `fp16`; None: kept.
-        drop_mtp: leave out the layers for multi-token prediction, which the model does not need.
-        ignore_fields: fields of config.json that would be refused.
+        dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
+        drop_mtp: omit the layers for multi-token prediction, which the model does not need.
+        ignore_fields: fields of config.json to ignore even though they are unsupported.
+
+    Raises:
+        ValueError: if anything is missing, unused, misshapen or unsupported. No files are left on disk.
     """
     folders.check_target(target)
     folder = ModelFolder(source)
@@ -106,18 +107,18 @@ def from_hf(
     _check_counts(folder)
     settings = settings_of(folder.config, architecture, ignore=ignore_fields)
     config = config_of(settings, "config.json", "correct the config.json")
-    # A model that a run would refuse is refused, except for its data, which the next run names; without the
-    # fixes, which change settings: config.json determines them here.
+    # Refuses models that a run would refuse. The data settings are placeholders, since the next run sets
+    # them. The fixes are dropped: they propose settings, but here config.json determines the settings.
     if problems := list(config.model_copy(update={"train_data": "data", "valid_data": "data"}).problems()):
         rules = [line.partition(" Fix: ")[0] for line in problems]
-        says = [f"{folder.path}: config.json says {rule} Fix: convert another model." for rule in rules]
+        says = [f"{folder.path}: config.json results in {rule} Fix: convert another model." for rule in rules]
         raise ValueError("\n".join(says))
     sources, source_bytes = _match(folder, architecture, config, drop_mtp=drop_mtp)
     added = model_folder.tokens_beyond(folder.path, config.vocab_size)
     settings |= {"vocab_size": config.vocab_size + len(added)}
     config = config.model_copy(update={"vocab_size": settings["vocab_size"]})
     for number, (piece, reads) in enumerate(sources):
-        # a table of the vocabulary, which may have grown
+        # vocabulary tables, which may have grown
         if piece.join == "padded":
             shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
             sources[number] = replace(piece, shape=shape, box=shape), reads
@@ -137,7 +138,7 @@ def from_hf(
         if model_folder.copy_tokenizer(source, partial / "tokenizer"):
             config = config.model_copy(update={"tokenizer": str(target.resolve() / "tokenizer")})
         else:
-            logger.warning("%s: has no tokenizer.json; TOKENIZER stays empty", source)
+            logger.warning("%s: tokenizer.json not found; TOKENIZER stays empty", source)
         written = folders.iteration_folder(partial, 0)
         _write_weights(folder, sources, written, config, dtype, advance)
         layout = {name: getattr(config, name) for name in _LAYOUT}
@@ -150,7 +151,7 @@ def from_hf(
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json names; UnsupportedModel if it is not one of ours."""
+    """Architecture that a config.json names; UnsupportedModel if it is not supported."""
     names = fields.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
@@ -171,23 +172,22 @@ def settings_of(
         fix = "convert weights in bf16, fp16 or fp32"
         raise refuse("quantization_config", method, "quantized weights are not supported", fix)
     if fields.get("auto_map") and "auto_map" not in ignore:
-        does = f"what {architecture.name} of transformers does"
-        fix = f"give --ignore-field auto_map where that code computes {does}"
-        raise refuse("auto_map", "{...}", "the model comes with code of its own, which is never run", fix)
+        fix = f"if that code is equivalent to transformers' {architecture.name}, pass --ignore-field auto_map"
+        raise refuse("auto_map", "{...}", "the model has its own code, which is never executed", fix)
     known = {name for rule in architecture.fields for name in rule.names} | _WITHOUT_EFFECT
     known |= {"quantization_config", "auto_map"}
     for name, value in sorted(fields.items()):
         if name not in known and name not in ignore and value not in (None, False, 0, "", [], {}):
-            fix = f"give --ignore-field {name} where it does not change what the model computes"
+            fix = f"if it does not affect the model's output, pass --ignore-field {name}"
             raise refuse(name, value, f"is unknown for {architecture.name}", fix)
-    # The fields with the defaults of the configuration class, and null replaced by its meaning.
+    # Adds the configuration class's defaults, and replaces null by its meaning.
     completed = dict(architecture.defaults)
     for name, value in fields.items():
         if name in ignore:
             continue
         if value is None and name in architecture.defaults and name not in architecture.null:
-            rule = f"{architecture.name} of transformers takes no null there"
-            raise refuse(name, "null", rule, f"leave it out for {json.dumps(architecture.defaults[name])}")
+            rule = f"must not be null for {architecture.name}"
+            raise refuse(name, "null", rule, f"omit it to use {json.dumps(architecture.defaults[name])}")
         completed[name] = architecture.null.get(name) if value is None else value
     settings = _PLAIN | dict(architecture.settings)
     for of_fields in architecture.fields:
@@ -202,20 +202,20 @@ def settings_of(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Refuses absurd counts before names are listed for them: every layer or expert has tensors."""
+    """Refuses counts beyond the number of tensors and rows, before tensor names are generated for them."""
     rows = (weight.shape[0] for weight in folder.weights.values() if weight.shape)
     most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:
         value = folder.config.get(name)
         if isinstance(value, int) and value > most:
-            rule = f"{name}={value}: is more than its tensors can hold"
-            raise unusable(folder.path, rule, "take the config.json of the weights")
+            rule = f"{name}={value}: is more than its tensors allow"
+            raise unusable(folder.path, rule, "use the config.json that belongs to the weights")
 
 
 def _match(
     folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool
 ) -> tuple[_Sources, int]:
-    """The tensors of every piece, and their bytes; checks that every tensor is used and has its shape."""
+    """Finds each piece's tensors, and their total size (bytes); checks shapes and refuses unused tensors."""
     planned: _Sources = []
     needed: dict[str, tuple[int, ...]] = {}
     for piece in pieces(architecture.tensors, config, scales=architecture.scales):
@@ -226,19 +226,19 @@ def _match(
         elif piece.key:
             needed |= {part.name: part.shape for part in piece.theirs}
             planned.append((piece, [(part.name, None) for part in piece.theirs]))
-    # What is left over has to be without an effect, or left out by the caller.
+    # All remaining tensors must be without effect or explicitly dropped by the caller.
     unused, embedding = [], "model.embed_tokens.weight"
     num_predicting = folder.config.get("num_nextn_predict_layers") or 0 if architecture.predicts_more else 0
     for name in sorted(set(folder.weights) - set(needed)):
         layer = _LAYER.match(name)
         if config.tie_embeddings and name == "lm_head.weight":
             if embedding in folder.weights and not torch.equal(folder.read(name), folder.read(embedding)):
-                rule = f"tie_word_embeddings=true, but {name} is not {embedding}"
+                rule = f"tie_word_embeddings=true, but {name} differs from {embedding}"
                 raise unusable(folder.path, rule, "set tie_word_embeddings to false in config.json")
         elif layer and config.num_layers <= int(layer[1]) < config.num_layers + num_predicting:
             if not drop_mtp:
-                rule = f"is a layer for multi-token prediction, beyond num_hidden_layers={config.num_layers}"
-                raise unusable(folder.path, f"{name} {rule}", "give --drop-mtp to leave such layers out")
+                rule = f"belongs to multi-token prediction, beyond num_hidden_layers={config.num_layers}"
+                raise unusable(folder.path, f"{name} {rule}", "pass --drop-mtp to omit such layers")
         elif not _COMPUTED.fullmatch(name) and not any(
             re.fullmatch(pattern, name) and CONDITIONS[when](config)
             for pattern, when in architecture.without_effect.items()
@@ -248,21 +248,21 @@ def _match(
     types = [f"{name} {weight.dtype}" for name, weight in found.items() if weight.dtype not in DTYPES]
     shapes = {name: weight.shape for name, weight in found.items()}
     if wrong := misfits(dict(sorted(needed.items())), shapes, unused, types):
-        fix = "take the config.json that belongs to the weights, or fetch them again"
+        fix = "use the config.json that belongs to the weights, or download them again"
         raise unusable(folder.path, f"tensors {wrong}", fix)
     return planned, sum(math.prod(one.shape) * DTYPES[one.dtype].itemsize for one in found.values())
 
 
 def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.dtype:
-    """The embedding's type, in which the model is trained; refuses a key made of several types."""
+    """The embedding's dtype, in which the model is trained; refuses keys built from several dtypes."""
     if dtype is not None:
         return TORCH_DTYPES[dtype]
     by_key: dict[str, set[str]] = {}
     for piece, reads in sources:
         by_key.setdefault(piece.key, set()).update(folder.weights[name].dtype for name, _ in reads)
     if mixed := min((key for key, types in by_key.items() if len(types) > 1), default=""):
-        rule = f"{mixed} would be made of tensors of several types ({', '.join(sorted(by_key[mixed]))})"
-        raise unusable(folder.path, rule, "give --dtype bf16, fp16 or fp32")
+        rule = f"{mixed} would mix tensors of several types ({', '.join(sorted(by_key[mixed]))})"
+        raise unusable(folder.path, rule, "pass --dtype bf16, fp16 or fp32")
     (found,) = by_key[sources[0][0].key]
     return DTYPES[found]
 
@@ -275,9 +275,9 @@ def _write_weights(
         for piece, reads in sources:
             parts = [folder.read(name, index) for name, index in reads]
             advance(sum(part.numel() * part.element_size() for part in parts))
-            # one tensor of a folder may hold all that ours is made of, already joined (`TensorRule.alias`)
+            # One tensor may already contain all parts in joined form (`TensorRule.alias`).
             values = parts[0] if len(parts) < len(piece.theirs) else joined(piece.join, parts, config)
-            # rounding expert_bias would change the choice of experts
+            # Rounding expert_bias would change which experts are chosen.
             if dtype is not None and not piece.key.endswith("router.expert_bias"):
                 values = values.to(TORCH_DTYPES[dtype])
             writer.add_chunk(piece.key, values.view(piece.box), shape=piece.shape, offsets=piece.offsets)
@@ -285,11 +285,11 @@ def _write_weights(
 
 
 def _write_settings(path: Path, settings: Settings, config: Config, target: Path) -> None:
-    """Writes all settings of the model, its weights and its training, which no machine's preset changes."""
+    """Writes explicit settings for the model, its weights and its training, independent of presets."""
     values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
     values |= {"load_dir": str(target.resolve())} | _CONTINUED
     texts = {name.upper(): as_given(value) for name, value in values.items() if value != ""}
-    lines = ["# The model of this checkpoint, and how to continue its training, for moe-exp train --config"]
+    lines = ["# Settings for further training of this checkpoint: moe-exp train --config THIS_FILE"]
     lines += [f"{name}={shlex.quote(text)}" for name, text in texts.items()]
     write_atomically(path, "\n".join(lines) + "\n")
 
@@ -297,17 +297,16 @@ def _write_settings(path: Path, settings: Settings, config: Config, target: Path
 def _notes(config: Config, added: list[str]) -> list[str]:
     notes = []
     if config.seq_len > 8192:  # longer than usual
-        published = f"SEQ_LEN={config.seq_len} is the length that the model is published for"
-        notes.append(f"{published}; give --seq-len to train at another")
+        published = f"SEQ_LEN={config.seq_len} is the model's published length"
+        notes.append(f"{published}; pass --seq-len to train with another")
     if added:
-        what = f"the tokenizer has {len(added)} added tokens without an embedding, {folders.first_few(added)}"
-        mean = "theirs is the mean of the others until it is trained"
-        notes.append(f"VOCAB_SIZE={config.vocab_size}: {what}; {mean}")
+        what = f"the tokenizer has {len(added)} added tokens without embeddings, {folders.first_few(added)}"
+        notes.append(f"VOCAB_SIZE={config.vocab_size}: {what}; they start from the mean embedding")
     if padding := config.padded_vocab_size - config.vocab_size:
-        rows = f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {padding} rows of zeros were added"
-        notes.append(f"{rows}, whose logits are 0 and count in the softmax until training pushes them down")
+        rows = f"VOCAB_SIZE={config.vocab_size} is not a multiple of 128: added {padding} rows of zeros"
+        notes.append(f"{rows}; their logits of 0 count in the softmax until training lowers them")
     balances = ("aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate")
     balancing = " ".join(f"{name.upper()}={getattr(config, name)}" for name in balances)
     rates = f"LR={_CONTINUED['lr']} falling to MIN_LR={_CONTINUED['min_lr']}"
-    of_model = f", and the balancing of config.json: {balancing}" if config.use_moe else ""
-    return [*notes, f"{SETTINGS} continues the training with AdamW, {rates}{of_model}"]
+    of_model = f", and the load balancing from config.json: {balancing}" if config.use_moe else ""
+    return [*notes, f"{SETTINGS} trains with AdamW, {rates}{of_model}"]

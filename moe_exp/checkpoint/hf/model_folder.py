@@ -1,5 +1,5 @@
-"""A Hugging Face folder: its weights, safetensors files that are read and written with one tensor in memory,
-and the files beside them (tokenizer, generation settings, model card).
+"""Reads and writes Hugging Face folders: safetensors files, with only one tensor in memory, and the other
+files (tokenizer, generation settings, model card).
 """
 
 import contextlib
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 ADAPTER = "adapter_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # of the setting DTYPE
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # values of DTYPE
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-Advance = Callable[[int], None]  # gets the number of bytes that were converted
+Advance = Callable[[int], None]  # called with the number of bytes converted since the last call
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -38,18 +38,18 @@ TOKENIZER_FILES = (
     "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 GENERATION = "generation_config.json"
-ORIGINAL = "huggingface"  # folder beside a checkpoint with JSON files of its source, for exporting it again
+ORIGINAL = "huggingface"  # folder next to a checkpoint with its source's JSON files, for a later export
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _KEPT = (*_TOKENS, "max_position_embeddings")  # fields that survive an import and export
 
 
 def _damaged(place: object, reason: str) -> ValueError:
-    return unusable(place, reason, "fetch the folder again")
+    return unusable(place, reason, "download the folder again")
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A tensor of a folder, without its values."""
+    """A stored tensor, without its values."""
 
     file: str
     shape: tuple[int, ...]
@@ -57,19 +57,17 @@ class StoredWeight:
 
 
 class ModelFolder:
-    """Config and weights of a folder, values read on request; ValueError if it is incomplete or damaged.
-
-    The weights are those that `from_pretrained` of transformers reads: model.safetensors, or without it the
-    files that its index names. Weights that it would take from elsewhere are refused.
+    """Config and weights of a folder; values are read on request. ValueError if incomplete or damaged. Reads
+    the same files as transformers' `from_pretrained`: model.safetensors, otherwise those in the index.
     """
 
     def __init__(self, path: Path):
         self.path = path
         if not path.is_dir():
-            fix = "give a local folder with config.json and safetensors files"
-            raise unusable(f"SRC={path}", "is no folder", fix)
+            fix = "name a local folder with config.json and safetensors files"
+            raise unusable(f"SRC={path}", "is not a folder", fix)
         if (path / ADAPTER).is_file():
-            rule = f"has {ADAPTER}, and transformers adds the adapter to the weights"
+            rule = f"has {ADAPTER}, an adapter that transformers would add to the weights"
             fix = "merge the adapter: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)"
             raise unusable(f"SRC={path}", rule, fix)
         self.config = read_json(path / "config.json")
@@ -78,34 +76,34 @@ class ModelFolder:
         index = self._index()
         for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._read_header(file)
-        # a file may have more or other tensors than the index says
+        # A file's tensors may differ from the index.
         there = {name: weight.file for name, weight in self.weights.items()}
         index = there if index is None else index
         if differing := sorted(name for name in {*index, *there} if index.get(name) != there.get(name)):
             said, is_in = (where.get(differing[0], "no file") for where in (index, there))
             more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
-            raise _damaged(path / INDEX, f"says {differing[0]} is in {said}, it is in {is_in}{more}")
+            raise _damaged(path / INDEX, f"names {said} for {differing[0]}, which is in {is_in}{more}")
 
     def _index(self) -> dict[str, str] | None:
-        """File by tensor; None if all tensors are in SINGLE."""
+        """Map from tensor to file, or None if all tensors are in SINGLE."""
         has_index, is_single = ((self.path / name).is_file() for name in (INDEX, SINGLE))
         used = SINGLE if is_single else INDEX
         if (named := self.config.get("transformers_weights") or used) != used:
-            rule = f"transformers_weights={named}: names other weights, not {used}"
-            fix = "remove the field, and the weights that are not meant"
+            rule = f"transformers_weights={named}: must be {used}"
+            fix = "remove this field and the unused weights"
             raise unusable(f"{self.path}/config.json", rule, fix)
         if is_single:
             if has_index:
-                logger.warning("%s: reading %s, as transformers does, and not %s", self.path, SINGLE, INDEX)
+                logger.warning("%s: reading %s instead of %s, as transformers does", self.path, SINGLE, INDEX)
             return None
         if not has_index:
-            rule, fix = f"has neither {SINGLE} nor {INDEX}", "fetch the folder again"
+            rule, fix = f"has neither {SINGLE} nor {INDEX}", "download the folder again"
             if others := sorted(path.name for path in self.path.glob("*.safetensors")):
                 rule += f", but {first_few(others, 3)}"
-                fix = f"save the model with save_pretrained of transformers, or {fix}"
-            elif any(found for pattern in _PICKLES for found in self.path.glob(pattern)):
-                rule = "has pickled weights alone, which can run code when they are read"
-                fix = "load it with transformers and save it again: from_pretrained(...).save_pretrained(...)"
+                fix = f"save the model with transformers' save_pretrained, or {fix}"
+            elif any(any(self.path.glob(pattern)) for pattern in _PICKLES):
+                rule = "has only pickled weights, which can execute code when loaded"
+                fix = "convert it with transformers: from_pretrained(...).save_pretrained(...)"
             raise unusable(f"SRC={self.path}", rule, fix)
         index = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
@@ -124,7 +122,7 @@ class ModelFolder:
                 self.weights[name] = StoredWeight(file, tuple(entry.get_shape()), entry.get_dtype())
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """The values of a tensor, or of one index of its first axis; ValueError if damaged."""
+        """Reads a tensor, or one index of its first axis; ValueError if damaged."""
         with self._explained(self.weights[name].file):
             opened = self._opened(self.weights[name].file)
             return opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
@@ -134,7 +132,7 @@ class ModelFolder:
             path = self.path / file
             if not path.is_file():
                 raise _damaged(path, "is missing")
-            # Pages of a mapped file would count as memory of the process until it is closed.
+            # pread instead of mmap: mapped pages count as this process's memory until the file is closed.
             self._open = file, safe_open(str(path), framework="pt", backend="pread")
         return self._open[1]
 
@@ -147,21 +145,21 @@ class ModelFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file; ValueError if it is missing or holds something else."""
+    """Reads a JSON object from a file; ValueError if it is missing or not a JSON object."""
     try:
         content = files.read_json(path)
     except FileNotFoundError:
         raise _damaged(path, "is missing") from None
     except ValueError as error:
-        raise _damaged(path, f"is no JSON ({error})") from None
+        raise _damaged(path, f"is not JSON ({error})") from None
     if not isinstance(content, dict):
-        raise _damaged(path, "holds no object")
+        raise _damaged(path, "must contain a JSON object")
     return content
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -175,12 +173,11 @@ class Entry:
 def write_shards(
     folder: Path, entries: Sequence[Entry], tensors: Iterator[Tensor], advance: Advance, *, max_bytes: int
 ) -> None:
-    """Writes `tensors`, those of `entries` in order, into an existing folder, at most `max_bytes` of them per
-    file; a larger tensor gets its own file. Writes the index if there is more than one file. `advance` gets
-    the bytes of each.
+    """Writes `tensors`, in the order of `entries`, into files of at most `max_bytes` (except for larger
+    tensors), and an index for more than one file. Calls `advance` with each tensor's size (bytes).
     """
     shards: list[list[Entry]] = [[]]
-    num_bytes = 0  # of the last shard
+    num_bytes = 0  # size of the last shard
     for entry in entries:
         if shards[-1] and num_bytes + entry.num_bytes > max_bytes:
             shards.append([])
@@ -191,9 +188,9 @@ def write_shards(
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else [SINGLE]
     for name, shard in zip(names, shards, strict=True):
-        # The safetensors package needs all of a file in memory. The format
+        # Written by hand, because the safetensors package needs the whole file in memory. The format
         # (https://github.com/huggingface/safetensors): header length (8 bytes, little-endian), header (JSON,
-        # padded with spaces to a multiple of 8 bytes), values of tensor after tensor.
+        # padded with spaces to a multiple of 8 bytes), then the values of all tensors.
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         start = 0
         for entry in shard:
@@ -210,7 +207,7 @@ def write_shards(
                 assert (tuple(values.shape), values.dtype) == (entry.shape, entry.dtype)
                 file.write(values.detach().contiguous().flatten().view(torch.uint8).numpy().data)
                 advance(entry.num_bytes)
-                # before the next one is read, so that only one is in memory
+                # freed before the next tensor is read, so that only one is in memory
                 del values
     if count > 1:
         weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
@@ -220,16 +217,15 @@ def write_shards(
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies the tokenizer's files from a folder, or a tokenizer.json; returns whether that was there. Adds a
-    missing tokenizer_config.json with the usual end-of-text token: without it transformers guesses the class
-    from the model's and knows no end of text, which lm_eval needs to begin one.
-    """
+    """Copies the tokenizer files of a folder, or a tokenizer.json; returns whether it exists."""
     files = {name: source / name for name in TOKENIZER_FILES}
     files = {"tokenizer.json": source} if source.is_file() else files
     found = {name: path for name, path in files.items() if path.is_file()}
     for name, path in found.items():
         target.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
+    # Without tokenizer_config.json, transformers guesses the class from the model and knows no end-of-text
+    # token, which lm_eval needs to start a text.
     if "tokenizer.json" in found and "tokenizer_config.json" not in found:
         content = read_json(found["tokenizer.json"])
         known = (one for one in tokenizers.USUAL_EOD_TOKENS if tokenizers.token_id(content, one) is not None)
@@ -240,16 +236,14 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Makes a copied tokenizer encode a text as the training's documents, with their BOS or without one, and
-    name their end as its EOS. Returns the ids for config.json and generation_config.json.
-    """
+    """Makes a copied tokenizer use the training's BOS (or none) and end token; returns their ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
     if tokenizers.ids_before_text(content) != ([] if documents.bos_id is None else [documents.bos_id]):
         bos = None if documents.bos_id is None else tokenizers.token_text(content, documents.bos_id)
         named |= {} if bos is None else {"bos_token": bos}
-        # Only what trims offsets stays of the old one; then the BOS stands before a text, or nothing.
+        # Keeps only the steps that trim offsets, and adds one that inserts the BOS, if there is one.
         old = content["post_processor"]
         steps = [] if old is None else [old] if old["type"] != "Sequence" else old["processors"]
         steps = [step for step in steps if step["type"] == "ByteLevel"]
@@ -263,7 +257,7 @@ def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
         content["post_processor"] = {"type": "Sequence", "processors": steps} if len(steps) > 1 else one
         write_json(folder / "tokenizer.json", content)
     if config.get("tokenizer_class") != "PreTrainedTokenizerFast":
-        # Before transformers 5, the classes of some models decided by these, not by the post-processor.
+        # Before transformers 5, some tokenizer classes followed these fields instead of the post-processor.
         named |= {"add_bos_token": documents.bos_id is not None, "add_eos_token": False}
     write_json(folder / "tokenizer_config.json", config | named)
     if (path := folder / "special_tokens_map.json").is_file():
@@ -274,7 +268,7 @@ def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
 
 
 def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
-    """Added tokens with ids from `vocab_size`, in order; ValueError if not all are added ones."""
+    """Added tokens with ids from `vocab_size`, in order; ValueError if other tokens have such ids."""
     path = folder / "tokenizer.json"
     if not path.is_file() or (size := tokenizers.tokenizer_vocab_size(path)) <= vocab_size:
         return []
@@ -282,23 +276,23 @@ def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
     added = {token["id"]: token["content"] for token in tokens}
     beyond = range(vocab_size, size)
     if not added.keys() >= set(beyond):
-        rule = f"has {size} tokens, and not only added ones beyond vocab_size={vocab_size} of config.json"
-        raise unusable(path, rule, "fetch the tokenizer that belongs to the weights")
+        rule = f"has {size} tokens, but beyond vocab_size={vocab_size} of config.json not only added ones"
+        raise unusable(path, rule, "use the tokenizer that belongs to the weights")
     return [added[token] for token in beyond]
 
 
 def check_tokenizer(path: Path) -> None:
-    """Raises a ValueError unless `path` is a tokenizer.json, or a folder that has one."""
+    """Raises ValueError unless `path` is a tokenizer.json or a folder with one."""
     if path.is_file():
         read_json(path)
     elif not (path / "tokenizer.json").is_file():
-        fix = "name a folder with that file, or the file"
+        fix = "name the file, or a folder with it"
         raise unusable(f"TOKENIZER={path}", "has no tokenizer.json", fix)
 
 
 def token_ids(folder: Path) -> dict[str, int | None]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` from the files of `copy_tokenizer`, else None."""
-    # None goes into config.json, too: classes of transformers have default ids for missing fields
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` from the copied tokenizer files, or None."""
+    # None is also written into config.json: for missing fields, transformers' classes have default ids.
     if not (folder / "tokenizer.json").is_file():
         return dict.fromkeys(_TOKENS)
     content = read_json(folder / "tokenizer.json")
@@ -323,7 +317,7 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
 
 
 def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids that the training decided, without those that a list of the old ones contains."""
+    """The training's token ids, except where the old value is a list that contains the id."""
     lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
     return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
 
@@ -331,7 +325,7 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies generation_config.json from `like` with the trained ids, or writes one with the token ids."""
+    """Copies generation_config.json from `like` with the training's ids, or writes one with the token ids."""
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)
         write_json(folder / GENERATION, old | as_trained(trained, old))
@@ -340,8 +334,8 @@ def write_generation_config(
 
 
 def write_model_card(folder: Path, title: str, facts: str, *, source: Path, iteration: int) -> None:
-    """Writes README.md with what is known: the model and its origin."""
-    parent = source.resolve().parent  # of the iteration's folder
+    """Writes a README.md that names the model and its origin."""
+    parent = source.resolve().parent  # checkpoints folder
     run = parent.parent.name if parent.name == "checkpoints" else parent.name
     files.write_atomically(
         folder / "README.md",

@@ -1,18 +1,18 @@
-"""Maps tensors of a Hugging Face folder to those of a checkpoint, by rules, and joins and splits them.
+"""Rules that map a Hugging Face folder's tensors to a checkpoint's, and functions to join and split them.
 
 Sizes are letters: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense
 MLP, f one expert, S the shared expert, E experts. With multi-head latent attention: A and B the ranks of the
-compressed queries and keys, R = B and the rotary part of a key, N all queries, M keys without rotary part and
-values of all heads, O all values.
+compressed queries and keys, R = B plus the rotary part of a key, N all queries, M all heads' values and keys
+without rotary part, O all values.
 
 Ways to join, all reversible:
 
 - plain   one tensor on either side.
-- padded  zero rows fill our vocabulary up to a multiple of 128. Tokens of ours that theirs lacks have the
-          mean of its rows, so that none of them is more probable than the average token.
+- padded  zero rows pad our vocabulary to a multiple of 128. Tokens that only our vocabulary has get the mean
+          of the other rows, so that none is more probable than the average token.
 - rows    concatenated rows: gate and up projection are one tensor here, gate first.
-- heads   Megatron's order: per query group its query heads, its key, its value.
-- zeros   only theirs: a tensor without effect that other software requires.
+- heads   Megatron's order: for each query group its query heads, its key and its value.
+- zeros   only in the Hugging Face folder: a tensor without effect that other software requires.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +27,17 @@ from moe_exp.config import Config
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One of our tensors (per model, layer or expert) and the tensors of theirs that it is made of."""
+    """One of our tensors (per model, layer or expert) and the Hugging Face tensors it is built from."""
 
-    ours: str  # key, in layers without `decoder.layers.<layer>.`
-    theirs: Mapping[str, str]  # names (in layers without `model.layers.<layer>.`, `{expert}`: index) to sizes
+    ours: str  # key; in layers without `decoder.layers.<layer>.`
+    theirs: Mapping[str, str]  # names to sizes; in layers without `model.layers.<layer>.`; `{expert}`: index
     join: str = "plain"  # see above
     layers: str = "all"  # `model` (once), or the layers that have it: `all`, `moe`, `dense`
     when: str = ""  # key of CONDITIONS
-    # their name in folders that transformers 5 writes with `save_original_format=False`; for experts, of one
-    # tensor with all experts along its first axis
+    # name in folders that transformers 5 writes with `save_original_format=False`; there, one tensor contains
+    # all experts along its first axis
     alias: str = ""
-    weighted: bool = False  # the router weights multiply what it computes
+    weighted: bool = False  # its output is multiplied by the router weights
 
 
 CONDITIONS: Mapping[str, Callable[[Config], bool]] = {
@@ -56,7 +56,7 @@ CONDITIONS: Mapping[str, Callable[[Config], bool]] = {
 }
 
 
-# Of the shared expert of zeros that an export has if its architecture needs one; divisible by usual TP sizes
+# Width of the all-zero shared expert in exports whose architecture requires one; divisible by usual TP sizes.
 ZERO_EXPERT_SIZE = 64
 
 
@@ -76,7 +76,7 @@ def sizes_of(config: Config) -> dict[str, int]:
 
 
 def joined_shape(join: str, parts: list[tuple[int, ...]], config: Config) -> tuple[int, ...]:
-    """Shape of our tensor, from the shapes of theirs."""
+    """Shape of our tensor, given the shapes of theirs."""
     if join == "padded":
         return (config.padded_vocab_size, *parts[0][1:])
     return (sum(shape[0] for shape in parts), *parts[0][1:])
@@ -101,7 +101,7 @@ def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
 
 
 def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: Config) -> list[Tensor]:
-    """Their tensors, split from ours, as views if possible; without the rows beyond the vocabulary."""
+    """Their tensors, split from ours, as views if possible; without padding rows of the vocabulary."""
     if join == "padded":
         return [ours[: shapes[0][0]]]
     if join == "heads":
@@ -114,7 +114,7 @@ def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: 
 
 @dataclass(frozen=True)
 class Theirs:
-    """A tensor of a Hugging Face folder, or one expert of it."""
+    """A tensor of a Hugging Face folder, or one expert's part of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -122,21 +122,21 @@ class Theirs:
 
 @dataclass(frozen=True)
 class MappedPiece:
-    """A box of one of our tensors, and the tensors of theirs that it is made of."""
+    """A box of one of our tensors, and the Hugging Face tensors it is built from."""
 
-    key: str  # of ours; empty for a tensor that only they have
-    shape: tuple[int, ...]  # of the whole tensor under that key
-    offsets: tuple[int, ...]  # of the box
-    box: tuple[int, ...]  # its sizes, 1 for layer and expert
+    key: str  # our key; empty for a tensor that only the Hugging Face folder has
+    shape: tuple[int, ...]  # shape of the whole tensor under that key
+    offsets: tuple[int, ...]  # offsets of the box
+    box: tuple[int, ...]  # sizes of the box, 1 for layer and expert
     theirs: tuple[Theirs, ...]  # in joining order
     join: str  # see above
-    expert: int | None = None  # its index
-    alias: str = ""  # another name for theirs, see TensorRule
-    factor: float = 1.0  # theirs is ours times it: ROUTER_SCALING_FACTOR where config.json cannot express it
+    expert: int | None = None  # expert index
+    alias: str = ""  # alternative name, see TensorRule
+    factor: float = 1.0  # theirs = factor * ours: ROUTER_SCALING_FACTOR if config.json cannot express it
 
 
 def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[MappedPiece]:
-    """All tensors, the embedding first. `scales`: config.json has a field for ROUTER_SCALING_FACTOR."""
+    """Yields all pieces, the embedding first. `scales`: config.json has a field for ROUTER_SCALING_FACTOR."""
     sizes, rules = sizes_of(config), [rule for rule in rules if CONDITIONS[rule.when](config)]
     embedding, *others = [rule for rule in rules if rule.layers == "model"]
     yield from _pieces_of(embedding, config, sizes)
@@ -153,10 +153,10 @@ def _pieces_of(
     rule: TensorRule, config: Config, sizes: Mapping[str, int], layer: int | None = None, factor: float = 1.0
 ) -> Iterator[MappedPiece]:
     key, before = rule.ours, ""
-    of_layer: list[tuple[int, int]] = []  # index and size of the axis that counts layers
+    of_layer: list[tuple[int, int]] = []  # index and size on the layer axis
     if layer is not None:
         before, in_model = f"model.layers.{layer}.", "decoder.layers."
-        if len(set(config.moe_layers)) == 1:  # Megatron's condition for one tensor with all layers
+        if len(set(config.moe_layers)) == 1:  # Megatron's condition for stacking all layers in one tensor
             of_layer = [(layer, config.num_layers)]
         else:
             in_model += f"{layer}."
@@ -179,15 +179,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def misfits(needed: Shapes, found: Shapes, unused: Sequence[str], of_other_types: Sequence[str] = ()) -> str:
-    """'missing: a, b; without a use: c' with the first five tensors of each kind; empty if all fit."""
+    """Returns a text such as 'missing: a, b; unused: c' with the first five tensors of each kind, or ''."""
     others = []
     for name, shape in needed.items():
         if found.get(name, shape) != shape:
             others.append(f"{name} {list(found[name])} instead of {list(shape)}")
     lists = {
         "missing": [name for name in needed if name not in found],
-        "without a use": unused,
-        "of another shape": others,
-        "of a type that is not supported": of_other_types,
+        "unused": unused,
+        "with another shape": others,
+        "with an unsupported type": of_other_types,
     }
     return "; ".join(f"{what}: {first_few(names)}" for what, names in lists.items() if names)

@@ -1,1 +1,1 @@
-"""`moe-exp ckpt`: info, diff, reshape, average, prune, shrink."""
+"""Commands of `moe-exp ckpt`: info, diff, reshape, average, prune, shrink."""

@@ -1,4 +1,4 @@
-"""Compares two checkpoints of any layout and style by tensor name, block by block."""
+"""Compares two checkpoints by tensor name, regardless of layout and style."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 32 << 20
 _PLACES = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")  # do not affect numbers
-_MEMORIES = ("spike_windows",)  # recent losses, which differ whenever anything does
+_MEMORIES = ("spike_windows",)  # recent losses, which differ whenever anything else differs
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Difference of a tensor between A and B; `relative` is ||a - b|| / ||b||."""
+    """Difference of one tensor between A and B; `relative` is ||a - b|| / ||b||."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,11 +48,11 @@ class Comparison:
 
     @property
     def num_equal(self) -> int:
-        """Number of tensors that are equal in every value."""
+        """Number of tensors whose values are all equal."""
         return sum(tensor.is_equal for tensor in self.tensors)
 
     def worst(self, count: int) -> list[TensorDifference]:
-        """Unequal tensors with the largest relative difference."""
+        """The `count` tensors with the largest relative differences."""
         differing = [tensor for tensor in self.tensors if not tensor.is_equal]
         return sorted(differing, key=lambda tensor: -tensor.relative)[:count]
 
@@ -63,8 +63,8 @@ class Comparison:
 
 
 def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
-    """Compares two iteration folders, relative to `b`; `optimizer` states are named `exp_avg of NAME`. Raises
-    ValueError if one is damaged.
+    """Compares two iter_ folders relative to `b`; with `optimizer`, also its states, under names such as
+    `exp_avg of NAME`. Raises ValueError if one is damaged.
     """
     readers = [CheckpointReader(folder, keep_bytes=KEEP_BYTES) for folder in (a, b)]
     sides: list[dict[str, LogicalTensor]] = []
@@ -115,13 +115,14 @@ def compare_tensors(in_a: Mapping[str, Readable], in_b: Mapping[str, Readable]) 
 
 def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], None]) -> TensorDifference:
     num_equal, max_abs, squares, reference = 0, 0.0, 0.0, 0.0
-    # In blocks of rows, as the copies in fp64 take memory; a scalar has none.
+    # Compared in blocks of rows to limit the memory of the fp64 copies; a scalar has no rows.
     rows = max(1, _BLOCK_BYTES // max(1, math.prod(a.shape[1:]) * 8))
     for low in range(0, a.shape[0] if a.shape else 1, rows):
         offsets = (low, *(0 for _ in a.shape[1:])) if a.shape else ()
         sizes = (min(rows, a.shape[0] - low), *a.shape[1:]) if a.shape else ()
         x, y = a.read(offsets, sizes).double(), b.read(offsets, sizes).double()
         equal = (x == y) | (x.isnan() & y.isnan())
+        # inf - inf is NaN even though the values are equal
         difference = (x - y).masked_fill_(equal, 0.0)
         num_equal += int(equal.sum())
         if difference.numel():
@@ -129,7 +130,7 @@ def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], No
         squares += float(difference.square().sum())
         reference += float(y.square().sum())
         advance(x.numel() * a.dtype.itemsize)
-    # without a bound where B is zero, or one of the sums overflows
+    # infinite if B is zero or one of the sums overflows
     relative = math.inf if squares else 0.0
     if squares and math.isfinite(squares) and math.isfinite(reference) and reference > 0:
         relative = math.sqrt(squares / reference)
@@ -140,7 +141,7 @@ def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], No
 def _differing(
     a: Mapping[str, Any], b: Mapping[str, Any], *, without: tuple[str, ...]
 ) -> dict[str, tuple[Any, Any]]:
-    if not a or not b:  # one has no settings
+    if not a or not b:  # Megatron-LM's checkpoints have no settings
         return {}
     names = [name for name in sorted(a.keys() | b.keys()) if name.partition(".")[0] not in without]
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
@@ -167,4 +168,4 @@ def print_comparison(found: Comparison, *, top: int) -> None:
     total = len(found.tensors)
     only = f"{len(found.only_in_a)} are only in A, {len(found.only_in_b)} only in B"
     counts = f"{found.num_equal} of {total} tensors are equal, {total - found.num_equal} differ"
-    print(f"{counts}, {len(found.shapes)} have other shapes, {only}")
+    print(f"{counts}, {len(found.shapes)} have different shapes, {only}")

@@ -15,19 +15,19 @@ from moe_exp.config.choices import LOSS_STATE
 from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary
 
-# Router buffers, which no optimizer trains and Megatron keeps in fp32.
+# Router buffers: not trained by the optimizer, and kept in fp32 by Megatron.
 BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", *LOSS_STATE)
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 
 
 def chosen(path: Path, iteration: int | None = None) -> Path:
-    """Checkpoint folder that a path, and an iteration if given, select; ValueError if there is none."""
+    """Resolves a path, and optionally an iteration, to an iter_ folder; ValueError if not found."""
     if iteration is None:
         return folders.one_checkpoint(path)
     name, folder = f"iteration={iteration}", folders.checkpoints_folder(path)
     if folder is None:
-        fix = "omit --iteration, or name the folder of a run"
-        raise folders.unusable(name, f"{path} is no checkpoints folder", fix)
+        fix = "omit --iteration, or name a run folder"
+        raise folders.unusable(name, f"{path} is not a checkpoints folder", fix)
     if iteration not in (there := folders.iterations(folder)):
         fix = f"choose one of {', '.join(map(str, there)) or 'none'}"
         raise folders.unusable(name, f"{folder} has no such checkpoint", fix)
@@ -35,13 +35,13 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
 
 
 def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
-    """Iteration as stored in the checkpoint, else from the folder name, else 0."""
+    """Iteration stored in the checkpoint; otherwise from the folder name; otherwise 0."""
     own = common.get("progress", {}).get("iteration", common.get("iteration"))
     return int(own) if own is not None else folders.iteration_of(folder)
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Facts about an iteration's folder in display order, None if unknown; ValueError if it is damaged."""
+    """Facts about an iter_ folder in display order, None if unknown; ValueError if it is damaged."""
     reader, manifest = CheckpointReader(folder), folders.Manifest.read(folder)
     common, weights = reader.common(), naming.logical_tensors(reader)
     config, progress = common.get("config") or {}, common.get("progress") or {}
@@ -51,12 +51,12 @@ def describe(folder: Path) -> dict[str, Any]:
     of_weights = filterfalse(naming.is_optimizer, reader.tensors)
     styles = zip(("layers", "experts"), naming.single_styles(of_weights), strict=True)
     layout = {**config, **(common.get("layout") or {})}
-    tokens = progress.get("consumed_tokens")  # older checkpoints have samples alone
+    tokens = progress.get("consumed_tokens")  # older checkpoints only count samples
     if tokens is None and samples is not None and "seq_len" in config:
         tokens = samples * config["seq_len"]
     kept = naming.states(reader)
     if not kept and any(map(naming.is_optimizer, reader.tensors)):
-        kept = ["in a form of its layout"]
+        kept = ["in a layout-dependent format"]
     schedule = common.get("scheduler") or common.get("opt_param_scheduler")
     if isinstance(schedule, Mapping):
         schedule = {name: value for name, value in schedule.items() if isinstance(value, int | float | str)}
@@ -97,7 +97,7 @@ def count_parameters(weights: Mapping[str, naming.LogicalTensor]) -> dict[str, i
 
 
 def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str, Any]) -> str:
-    """One-line description of the model, from the shapes of its weights and its settings, if any."""
+    """One-line description of the model, from the shapes of its weights and its settings (may be empty)."""
     layers = {layer for name in weights if (layer := naming.layer_of(name)[0]) is not None}
     routers = [tensor.shape for name, tensor in weights.items() if name.endswith(".router.weight")]
     words = [f"{len(layers)} layers"]
@@ -115,13 +115,13 @@ def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str,
 
 
 def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
-    """Name, shape, dtype, chunks and bytes of the tensors that match a shell pattern; ValueError if none."""
+    """Name, shape, dtype, chunks and bytes of tensors that match a shell pattern; ValueError if none does."""
     reader = CheckpointReader(folder)
     found = [stored for key, stored in sorted(reader.tensors.items()) if fnmatch.fnmatchcase(key, pattern)]
     if not found:
-        example = next(iter(sorted(reader.tensors)), "none at all")
-        fix = f"give a pattern such as '*' ({example})"
-        raise folders.unusable(f"tensors={pattern}", f"fits none of {len(reader.tensors)} tensors", fix)
+        example = min(reader.tensors, default="no tensors")
+        fix = f"use a pattern such as '*' ({example})"
+        raise folders.unusable(f"tensors={pattern}", f"matches none of {len(reader.tensors)} tensors", fix)
     facts: list[dict[str, Any]] = []
     for stored in found:
         dtype = str(stored.dtype).removeprefix("torch.")
@@ -131,7 +131,7 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
 
 
 def describe_all(checkpoints: Path) -> list[dict[str, Any]]:
-    """Iteration, bytes, state (by file sizes) and whether it is the latest, for each checkpoint."""
+    """Iteration, size, state (by file sizes) and whether it is the latest, for each checkpoint."""
     latest, found = folders.latest_iteration(checkpoints), []
     for iteration in folders.iterations(checkpoints):
         folder = folders.iteration_folder(checkpoints, iteration)

@@ -1,13 +1,12 @@
-"""Rewrites a checkpoint with other keys (see keys.py), another dtype or the weights alone, or as the weighted
-average of several, in one process.
+"""Rewrites a checkpoint in one process: with other keys (see keys.py), another dtype, only the weights, or as
+the weighted average of several checkpoints.
 
-Any checkpoint loads under any layout, so the new one has a chunk for every layer and expert, whatever the
-layout of the run. In memory are the chunk being written and the source chunks read last.
+The new checkpoint has one chunk per layer and expert. Only this chunk and recent source chunks are in memory.
 
-The average of the last checkpoints of a run with a constant learning rate takes the place of its decay (Tian
-et al. 2025, WSM, arXiv 2507.17634). With weights c_0 ... c_k of the checkpoints t_0 ... t_k it is t_0 plus
-all later updates, those between t_{i-1} and t_i times w_i = c_i + ... + c_k. So a decay w_1 >= ... >= w_k has
-c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
+Averaging the last checkpoints of a run with a constant learning rate can replace its decay (Tian et al. 2025,
+WSM, arXiv 2507.17634). With weights c_0 ... c_k for the checkpoints t_0 ... t_k, the average is t_0 plus all
+later updates, where the updates from t_{i-1} to t_i are multiplied by w_i = c_i + ... + c_k. A decay
+w_1 >= ... >= w_k therefore corresponds to c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
 """
 
 import math
@@ -41,12 +40,12 @@ _EXPERT = re.compile(r".*\.experts\.(\d+)\..+")
 _STYLED_LAYER = re.compile(r"^decoder\.layers\.(\d+\.)?")
 _STYLED_EXPERT = re.compile(r"experts\.experts\.(\d+\.)?")
 
-_CHUNK_OVERHEAD_BYTES = 2500  # torch.save's per chunk, and its metadata
+_CHUNK_OVERHEAD_BYTES = 2500  # per chunk: overhead of torch.save, and an entry in .metadata
 Tensors = Mapping[str, naming.LogicalTensor]  # by name
 # Key, values, shape of the whole tensor and offsets.
 _Chunk = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
 
-# w_i by i and the number of checkpoints
+# w_i as a function of i and the number of checkpoints
 _DECAYS: dict[str, Callable[[int, int], float]] = {
     "uniform": lambda i, number: 1 - i / number,
     "1-sqrt": lambda i, number: 1 - math.sqrt(i / number),
@@ -54,24 +53,24 @@ _DECAYS: dict[str, Callable[[int, int], float]] = {
     "inverse-sqrt": lambda i, number: 1 / math.sqrt(1 + i),
 }
 WEIGHTS = (*_DECAYS, "ema")
-_BLOCK = 2**18  # values that are in fp64 at a time
+_BLOCK = 2**18  # values per step of an fp64 sum
 
 
 @dataclass(frozen=True)
 class Reshaping:
     """The changes to make."""
 
-    # leave out optimizer, schedule, random streams and progress: a run that loads it starts at iteration 0
+    # drop optimizer, schedule, random streams and progress: a run that loads it starts at iteration 0
     weights_only: bool = False
-    # of the weights: `bf16`, or `fp32`, which takes the optimizer's main weights if there are any; None: kept
+    # dtype of the weights: `bf16`, or `fp32` (from the optimizer's main weights, if any); None: unchanged
     dtype: str | None = None
-    layers: str | None = None  # `stacked` or `single`; None: kept, but single if the experts become single
-    experts: str | None = None  # `stacked` or `single`; None: kept
+    layers: str | None = None  # `stacked` or `single`; None: unchanged, but single if experts become single
+    experts: str | None = None  # `stacked` or `single`; None: unchanged
 
 
 @dataclass(frozen=True)
 class Written:
-    """The checkpoint that was written."""
+    """The new checkpoint."""
 
     folder: Path
     num_bytes: int
@@ -86,14 +85,13 @@ def reshape(
     values: Tensors | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Written:
-    """Rewrites the checkpoint of an iteration's folder as the only one of a new checkpoints folder, which
-    appears atomically. `keep_bytes`: memory for the source chunks read last, at least one chunk. `values`:
-    in place of the weights, with `facts` about them for the manifest. ValueError if the source is damaged,
-    the changes do not fit it, `target` exists or its disk is too small.
+    """Rewrites an iter_ folder into a new checkpoints folder, created atomically. `keep_bytes` is the memory
+    for recent source chunks. `values` replace the weights, and `facts` describe them in the manifest.
+    ValueError if the source is damaged, the changes do not apply, `target` exists, or the disk lacks space.
     """
     folders.check_target(target)
     reader = CheckpointReader(source, keep_bytes=keep_bytes)
-    work = _Work(reader, changes, values)  # refuses what does not fit
+    work = _Work(reader, changes, values)  # checks the changes
     tensors = list(work.tensors())
     num_bytes = sum(math.prod(tensor.shape) * dtype.itemsize for _, tensor, dtype in tensors)
     overhead_bytes = _CHUNK_OVERHEAD_BYTES * (2 * len(tensors) + len(reader.objects))
@@ -106,7 +104,7 @@ def reshape(
                 for key, chunk, shape, offsets in work.chunks(tensor):
                     chunk = chunk.to(dtype)
                     writer.add_chunk(prefix + key, chunk, shape=shape, offsets=offsets)
-                    if values is not None and work.experts_stacked:  # else keys are others
+                    if values is not None and work.experts_stacked:  # fingerprints use the stacked keys
                         found.append(fingerprints.fingerprints_of([(key, chunk, offsets)]))
                     advance(chunk.nbytes)
             for key, value in work.objects():
@@ -129,7 +127,7 @@ def reshape(
 
 
 class _Work:
-    """What is read and written. Raises a ValueError if the changes do not fit the checkpoint."""
+    """Plans what to read and write. Raises ValueError if the changes do not apply to the checkpoint."""
 
     def __init__(self, reader: CheckpointReader, changes: Reshaping, values: Tensors | None):
         self.reader, self.changes, self.values = reader, changes, values
@@ -144,29 +142,29 @@ class _Work:
         self.num_layers = len(layers)
         self.num_experts = max((_expert_of(name) + 1 for name in self.weights), default=0)
         single_layers, single_experts = naming.single_styles(filterfalse(naming.is_optimizer, reader.tensors))
-        # Megatron's ways of writing: one key for all layers, one for all experts (and both gated halves).
+        # Megatron's stacked styles: one key for all layers; one for all experts, with both gated halves.
         self.experts_stacked = changes.experts == "stacked" if changes.experts else not single_experts
         self.layers_stacked = not single_layers and self.experts_stacked
         if changes.layers:
             self.layers_stacked = changes.layers == "stacked"
         for key in [] if changes.weights_only else filter(naming.is_optimizer, reader.tensors):
             if (state := naming.optimizer_state(key)) is None or state[2] not in reader.tensors:
-                rule = f"{key} belongs to the layout that wrote it, and cannot be rewritten"
-                raise folders.unusable(f"SRC={reader.folder}", rule, "give --weights-only")
+                rule = f"{key} depends on the layout that wrote it and cannot be rewritten"
+                raise folders.unusable(f"SRC={reader.folder}", rule, "pass --weights-only")
         rule = ""
         if self.layers_stacked and len(set(map(frozenset, layers.values()))) > 1:
-            rule = "the layers differ, as dense and MoE layers do"
+            rule = "requires layers with the same tensors, but dense and MoE layers differ"
         elif self.layers_stacked and not self.experts_stacked:
-            rule = "Megatron has no such style with single experts"
+            rule = "cannot be combined with single experts in Megatron"
         if rule:
-            raise folders.unusable("layers=stacked", rule, "give --layers single")
+            raise folders.unusable("layers=stacked", rule, "pass --layers single")
         has_optimizer = "optimizer" in self.common and not changes.weights_only
         if changes.dtype == "bf16" and has_optimizer and "param" not in self.states:
-            rule = "the fp32 weights that the optimizer continues from would be lost"
-            raise folders.unusable("DTYPE=bf16", rule, "give --weights-only, too")
+            rule = "would lose the fp32 weights that the optimizer needs"
+            raise folders.unusable("DTYPE=bf16", rule, "add --weights-only")
 
     def tensors(self) -> Iterator[tuple[str, naming.LogicalTensor, torch.dtype]]:
-        """Prefix of the key, values and new dtype of the weights, then of the optimizer's states."""
+        """Yields key prefix, values and new dtype of all weights, then of the optimizer's states."""
         main = naming.logical_tensors(self.reader, "param") if self.changes.dtype == "fp32" else {}
         for name, stored in self.weights.items():
             dtype = stored.dtype
@@ -179,14 +177,14 @@ class _Work:
                 yield prefix, tensor, tensor.dtype
 
     def chunks(self, tensor: naming.LogicalTensor) -> Iterator[_Chunk]:
-        """Key, values, shape of the whole and offsets of each chunk of a tensor."""
+        """Yields key, values, whole shape and offsets of each chunk of a tensor."""
         key = tensor.boxes[0].stored.key
         _, _, key = naming.optimizer_state(key) or ("", "", key)
         key, axes = self._styled(key, tensor.name)
         values = tensor.read()
         parts = {"": values}
-        # Where experts are single, the halves of a gated first projection have keys of their own. A gate
-        # doubles it: [2F, D] before [D, F].
+        # In the single-expert style, the two halves of a gated first projection have separate keys. Gated
+        # projections are recognized by their shape: [2F, D] followed by [D, F].
         if not self.experts_stacked and (first := re.fullmatch(r"(.+\.linear_fc)1\.\w+", tensor.name)):
             second = self.weights.get(f"{first[1]}2.weight")
             if second is not None and values.size(0) == 2 * second.shape[1]:
@@ -197,7 +195,7 @@ class _Work:
             yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
 
     def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
-        """Key of a logical tensor in the new style, from the old one; index and size of its leading axes."""
+        """Key of a logical tensor in the new style, and index and size on each of its leading axes."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
         (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []
@@ -211,10 +209,10 @@ class _Work:
         return key, axes
 
     def objects(self) -> Iterator[tuple[str, Any]]:
-        """Objects of the new checkpoint, by full key."""
+        """Yields the new checkpoint's objects by full key."""
         for full_key in self.reader.objects:
             key, match = full_key, _OBJECT.fullmatch(full_key)
-            if full_key == COMMON_OBJECT:  # it becomes common.pt
+            if full_key == COMMON_OBJECT:  # written as common.pt
                 continue
             if match and match[1].endswith("._extra_state"):
                 place = tuple(map(int, match[2].split(".")))
@@ -243,59 +241,57 @@ class _Work:
 
 
 def _expert_of(name: str) -> int:
-    """The expert of a logical tensor; -1: it is of none."""
+    """Expert of a logical tensor; -1 for other tensors."""
     match = _EXPERT.fullmatch(name)
     return int(match[1]) if match else -1
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """The weight of each of `number` checkpoints, the oldest first; their sum is 1. `name`: `uniform` (a
-    linear decay), `1-sqrt`, `cosine` or `inverse-sqrt`, the decay whose place the average takes; `ema`, in
-    which each weighs `ema_decay` (0 to 1) times the one after it; or numbers with commas between them.
-    ValueError if there is no such name, or the numbers are not as many, or have no positive sum.
+    """Weights of `number` checkpoints, oldest first, with sum 1. `name`: the decay that the average replaces
+    (`uniform` for a linear one, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight is `ema_decay` times
+    the next), or comma-separated numbers. ValueError for an unknown name or unsuitable numbers.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]
         return [now - after for now, after in pairwise(decay)]
     if name == "ema":
         if not 0 < ema_decay < 1:
-            raise setting_error("ema_decay", ema_decay, "must be between 0 and 1", "give 0.9")
+            raise setting_error("ema_decay", ema_decay, "must be between 0 and 1", "use 0.9, for example")
         found = [ema_decay ** (number - 1 - i) for i in range(number)]
     else:
         try:
             found = [float(word) for word in name.split(",")]
         except ValueError:
-            rule, fix = f"is none of {', '.join(WEIGHTS)}", "give one of them, or numbers as in 1,2,3"
-            raise setting_error("weights", name, rule, fix) from None
+            rule = f"must be one of {', '.join(WEIGHTS)}, or numbers"
+            raise setting_error("weights", name, rule, "use a name, or numbers such as 1,2,3") from None
         if len(found) != number:
-            rule = f"{len(found)} numbers for {number} checkpoints"
-            raise setting_error("weights", name, rule, "give one for each, the oldest first")
+            rule = f"has {len(found)} numbers for {number} checkpoints"
+            raise setting_error("weights", name, rule, "list one number per checkpoint, oldest first")
     if not 0 < sum(found) < math.inf:
-        raise setting_error("weights", name, "must have a positive sum", "give other numbers")
+        raise setting_error("weights", name, "must have a positive sum", "use other numbers")
     return [one / sum(found) for one in found]
 
 
 def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
-    """Folders of the checkpoints that paths mean, of a run all or its `last`; ValueError if one is twice."""
+    """Resolves paths to iter_ folders: all, or the `last`, of each run; ValueError for duplicates."""
     if last < 0:
-        raise setting_error("last", last, "must not be negative", "give the number of checkpoints")
+        raise setting_error("last", last, "must not be negative", "use the number of checkpoints to average")
     found: list[Path] = []
     for path in paths:
         of_path = folders.usable(path)[::-1] or [path]
         found += [chosen(folder) for folder in of_path[-last:]]
     places = [path.resolve() for path in found]
     if twice := next((path for path in found if places.count(path.resolve()) > 1), None):
-        raise setting_error("SRC", twice, "is there twice", "name it once, with a larger weight")
+        raise setting_error("SRC", twice, "is listed twice", "list it once, with a larger weight")
     return found
 
 
 def average(
     sources: Sequence[Path], target: Path, weights: Sequence[float], *, of_ema: bool = False
 ) -> Written:
-    """Writes the average of the weights of `sources`, iterations' folders of any layout, the oldest first, as
-    a checkpoint without optimizer, of the last one's iteration. `of_ema`: of the averages that the run kept
-    (EMA_DECAY), and the expert bias, which has none. ValueError if they are not of one model, or have no such
-    average, or as of `reshape`.
+    """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
+    checkpoint with the last one's iteration. `of_ema` averages the run's moving averages (EMA_DECAY) and the
+    expert bias, which has none. ValueError if models differ or have no moving average, and as `reshape`.
     """
     keep_bytes = naming.KEEP_BYTES // len(sources)
     readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]
@@ -304,11 +300,11 @@ def average(
     for reader in readers if of_ema else ():
         if not reader.common().get("progress", {}).get("num_averaged"):
             fix = "omit --ema, or name a checkpoint of a run with EMA_DECAY"
-            raise setting_error("SRC", reader.folder, "has no average of the weights", fix)
+            raise setting_error("SRC", reader.folder, "has no moving average of the weights", fix)
     for source, tensors in zip(sources, stored, strict=True):
         if rule := _difference(source, tensors, sources[-1], stored[-1]):
             raise setting_error("SRC", source, rule, "average checkpoints of one model")
-    # Where all checkpoints have fp32 main weights, those are added.
+    # Tensors with fp32 main weights in all checkpoints are averaged from those, which are more precise.
     values: dict[str, naming.LogicalTensor] = {}
     for name in stored[-1]:
         of_each = main if all(name in one for one in main) else stored
@@ -324,42 +320,42 @@ def average(
 
 
 def _difference(source: Path, tensors: Tensors, last: Path, expected: Tensors) -> str:
-    """Why the weights of `source` are not those of the model of `last`; empty if they are."""
+    """Describes how the model of `source` differs from that of `last`; empty if it does not."""
     for name in sorted(expected.keys() | tensors.keys()):
         shapes = [list(one[name].shape) if name in one else None for one in (tensors, expected)]
         if shapes[0] != shapes[1]:
-            return f"has {name} of shape {shapes[0]}, {last} of shape {shapes[1]}"
+            return f"has {name} with shape {shapes[0]}, but in {last} its shape is {shapes[1]}"
     common, common_of_last = read_common(source), read_common(last)
-    if "config" in common and "config" in common_of_last:  # else not written by this package
+    if "config" in common and "config" in common_of_last:  # otherwise Megatron-LM's, without settings
         shapes_changed, functions_changed = model_changes(saved_config(last), common["config"], str(source))
         if changes := shapes_changed + functions_changed:
             name = changes[0].name.upper()
-            return f"has {name}={changes[0].before}, and {last} has {name}={changes[0].value}"
+            return f"has {name}={changes[0].before}, but {last} has {name}={changes[0].value}"
     orders = [order_in(one) for one in (common, common_of_last)]
     prints = [one.get("tokenizer") or "" for one in orders]
     if all(prints) and not same_fingerprint(*prints):
-        return f"was trained with another tokenizer than {last}"
+        return f"was trained with a different tokenizer than {last}"
     ends = [(one.get("eod_id"), one.get("bos_id")) for one in orders]
     if (None, None) not in ends and ends[0] != ends[1]:
-        return f"was trained with documents that end and begin with other tokens {ends[0]} than {last}"
+        return f"was trained with end and begin tokens {ends[0]}, but {last} with {ends[1]}"
     return ""
 
 
 @dataclass(frozen=True)
 class _Averaged(naming.LogicalTensor):
-    """The weighted sum of tensors."""
+    """Weighted sum of tensors, computed on request."""
 
     parts: tuple[naming.LogicalTensor, ...] = ()
     weights: tuple[float, ...] = ()
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Its values, or a box of them; the sum is rounded once."""
-        # In memory is one box of each checkpoint. What is no floating-point number is the last one's.
+        """Reads all values or a box of them; the sum is rounded once."""
+        # Integer tensors are not averaged: the last checkpoint's values are used.
         *values, out = [part.read(offsets, sizes).contiguous() for part in self.parts]
         if out.is_floating_point():
             flat = [one.view(-1).split(_BLOCK) for one in (*values, out)]
             for block in zip(*flat, strict=True):
-                # a sum that begins with 0 would lose the sign of -0
+                # starts with the first term, because adding it to 0 would lose the sign of -0
                 total = block[0].to(torch.float64).mul_(self.weights[0])
                 for one, weight in zip(block[1:], self.weights[1:], strict=True):
                     total.add_(one.to(torch.float64), alpha=weight)

@@ -1,8 +1,8 @@
-"""`moe-exp ckpt shrink`: rewrites plain torch files without the parts of storages that no tensor uses.
+"""`moe-exp ckpt shrink`: rewrites plain PyTorch files without the parts of storages that no tensor uses.
 
-`torch.save` writes the whole storage of a tensor, even for one row of a matrix or one layer of a flat buffer.
-Here every tensor gets a storage of its own size. Identical views (tied weights) stay shared; views that
-overlap in part share a storage cut to what they cover. Only tensors and plain containers are read.
+`torch.save` writes a tensor's whole storage, even for one row of a matrix or one layer of a flat buffer.
+Here, every tensor gets a storage of its own size. Identical views (tied weights) stay shared; overlapping
+views share a storage trimmed to the range that they cover. Only tensors and plain containers are supported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATTERNS = ("*.pt", "*.pth", "*.bin")
 
 @dataclass
 class ShrunkFile:
-    """File sizes before and after; `problem` says why a file was left alone."""
+    """File sizes before and after; `problem` is the reason why a file was not changed."""
 
     path: Path
     before_bytes: int
@@ -40,50 +40,50 @@ class ShrunkFile:
 
 
 def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bool = True) -> list[Path]:
-    """`path` if it is a file, else the files in it that match; ValueError if there are none."""
+    """`path` if it is a file, otherwise the matching files in it; ValueError if there are none."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise setting_error("PATH", path, "does not exist", "name a file or a folder")
     for pattern in patterns:
         if not pattern or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
-            fix = "give one such as '*.pt', and the folder as PATH"
-            raise setting_error("pattern", pattern, "must be a pattern of names inside of PATH", fix)
+            fix = "use one such as '*.pt', and pass the folder as PATH"
+            raise setting_error("pattern", pattern, "must match names inside PATH", fix)
     glob = path.rglob if recursive else path.glob
     found = sorted({file for pattern in patterns for file in glob(pattern) if file.is_file()})
     if not found:
-        rule, fix = f"has no files like {' '.join(patterns)}", "name another folder, or give --pattern"
-        raise setting_error("PATH", path, rule, fix)
+        fix = "name another folder, or pass --pattern"
+        raise setting_error("PATH", path, f"has no files that match {' '.join(patterns)}", fix)
     return found
 
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
-    """Rewrites a torch.save file if that makes it smaller, after reading the result back and comparing it.
-    `target` must not exist; None replaces the old file, with its permissions and time.
+    """Rewrites a torch.save file if that makes it smaller. The result is read back and compared first.
+    `target` must not exist; None replaces the old file and keeps its permissions and time.
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
-        why = f"belongs to a checkpoint, whose {MANIFEST} has its checksum: ckpt reshape --weights-only and"
-        return ShrunkFile(path, before, before, f"{why} ckpt prune make checkpoints smaller and fewer")
+        why = f"belongs to a checkpoint with its checksum in {MANIFEST}: use ckpt reshape --weights-only or"
+        return ShrunkFile(path, before, before, f"{why} ckpt prune instead")
     try:
         loaded = _load(path)
         tensors = _tensors_of(loaded)
-    # a damaged or foreign file can raise anything in the unpickler
+    # For a damaged or foreign file, the unpickler can raise any exception.
     except Exception as error:
         text = " ".join(str(error).split())
-        reason = text if isinstance(error, _Unsupported) else "is no file of torch.save, or damaged"
+        reason = text if isinstance(error, _Unsupported) else "is not a file of torch.save, or is damaged"
         if named := text.partition("Unsupported global: GLOBAL ")[2].split():
-            reason = f"holds more than tensors and plain containers ({named[0]}), and is not read"
+            reason = f"contains more than tensors and plain containers ({named[0]})"
         return ShrunkFile(path, before, before, reason)
     compact = _Compact(tensors)
     if compact.gain_bytes <= 0:
         return ShrunkFile(path, before, before)
     if dry_run:
         return ShrunkFile(path, before, max(0, before - compact.gain_bytes))
-    # of a link the file that it points to, which takes the new content
+    # For a symbolic link, the file it points to is replaced, not the link.
     place = path.resolve() if target is None else target
     if target is not None and target.exists():
-        return ShrunkFile(path, before, before, f"{target} exists already")
+        return ShrunkFile(path, before, before, f"{target} already exists")
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
@@ -96,7 +96,7 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
 
 
 def _write(temporary: Path, loaded: Any, compact: _Compact, path: Path) -> str:
-    """Writes the file and reads it back; returns what is wrong, or an empty string."""
+    """Writes the file and reads it back; returns a problem or an empty string."""
     state = path.stat()
     with temporary.open("wb") as file:
         torch.save(compact.replaced(loaded), file)
@@ -105,17 +105,17 @@ def _write(temporary: Path, loaded: Any, compact: _Compact, path: Path) -> str:
     temporary.chmod(state.st_mode & 0o7777)
     os.utime(temporary, ns=(state.st_atime_ns, state.st_mtime_ns))
     if temporary.stat().st_size >= state.st_size:
-        return "nothing is gained"
+        return "would not become smaller"
     different = difference(_load(path), _load(temporary))
-    return f"what was written is not what was read ({different})" if different else ""
+    return f"the written file differs from the original ({different})" if different else ""
 
 
 def _load(path: Path) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about storages of old files
+        warnings.simplefilter("ignore")  # PyTorch warns about the storage types of old files
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        # files from before torch 1.6 cannot be mapped
+        # files from before PyTorch 1.6 cannot be memory-mapped
         except RuntimeError:
             return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -125,7 +125,7 @@ class _Unsupported(ValueError):
 
 
 def _nodes(value: Any, where: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Place and value of all in nested containers, and of these, in order; a container is entered once."""
+    """Yields place and value of nested containers and items, in order; enters each container only once."""
     yield where, value
     seen = set() if seen is None else seen
     if isinstance(value, dict | list | tuple) and id(value) not in seen:
@@ -139,7 +139,7 @@ def _tensors_of(value: Any) -> list[Tensor]:
     for one in tensors:
         is_plain = one.layout is torch.strided and not one.is_quantized
         if not is_plain or type(one) not in (Tensor, torch.nn.Parameter):
-            raise _Unsupported(f"holds a tensor of another kind ({type(one).__name__}, {one.layout})")
+            raise _Unsupported(f"contains an unsupported tensor ({type(one).__name__}, {one.layout})")
     return tensors
 
 
@@ -152,7 +152,7 @@ def _view(tensor: Tensor) -> View:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First byte of the storage that a tensor covers, and one past the last."""
+    """Range of bytes [first, end) that a tensor covers in its storage."""
     if tensor.numel() == 0:
         return 0, 0
     first, axes = int(tensor.storage_offset()), zip(tensor.shape, tensor.stride(), strict=True)
@@ -162,7 +162,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class _Island:
-    """Overlapping views of one storage, which stay shared; of one dtype, as torch.save refuses several."""
+    """Overlapping views of one storage, which stay shared; of one dtype, since torch.save refuses several."""
 
     low: int
     high: int
@@ -179,7 +179,7 @@ class _Island:
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
     def parted(self) -> list[_Island]:
-        """One island per view if no two share an element (columns of a matrix), else itself."""
+        """One island per view if no views share elements (such as columns of a matrix), otherwise itself."""
         views: dict[View, list[Tensor]] = {}
         for tensor in self.members:
             views.setdefault(_view(tensor), []).append(tensor)
@@ -188,7 +188,7 @@ class _Island:
         return [_Island(*_extent(members[0]), members) for members in views.values()]
 
     def copied(self) -> dict[int, Tensor]:
-        """New tensors, by id of the old ones."""
+        """New tensors by id of the old ones."""
         first = self.members[0]
         if self.num_bytes == first.nbytes and self.is_one_view:
             copy = first.detach().clone()
@@ -219,7 +219,7 @@ class _Island:
                 return True
             try:
                 seen.fill_(True)
-            # it overlaps itself, as torch.as_strided allows
+            # the tensor overlaps itself, as torch.as_strided allows
             except RuntimeError:
                 return True
         return False
@@ -232,7 +232,7 @@ class _Compact:
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         self._islands: list[_Island] = []
         for members in storages.values():
-            # Views in the order of their first bytes: those that overlap are one island.
+            # Sorted by first byte, so that overlapping views are adjacent and become one island.
             found: list[_Island] = []
             for tensor in sorted(members, key=_extent):
                 low, high = _extent(tensor)
@@ -247,7 +247,7 @@ class _Compact:
         self._tensors: dict[int, Tensor] = {}
 
     def replaced(self, value: Any) -> Any:
-        """`value` with the new tensors; containers are changed in place, but for tuples."""
+        """Returns `value` with the new tensors; dicts and lists are changed in place."""
         for island in self._islands:
             self._tensors |= island.copied()
         return self._replaced(value, {})
@@ -270,10 +270,10 @@ class _Compact:
 
 
 def difference(a: Any, b: Any) -> str:
-    """First difference of two loaded files in structure, values or sharing; empty if there is none."""
+    """First difference between two loaded files in structure, values or sharing; empty if they are equal."""
 
     def alike(a: Any, b: Any) -> bool:
-        # of one type, bit by bit; containers are compared by what is in them
+        # Tensors are compared bit by bit. Containers are skipped, since _nodes also visits their items.
         if isinstance(a, Tensor):
             same = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
             bits = (one.detach().contiguous().reshape(-1).view(torch.uint8) for one in (a, b))
@@ -292,5 +292,5 @@ def difference(a: Any, b: Any) -> str:
     for index, pair in enumerate(zip(_tensors_of(a), _tensors_of(b), strict=True)):
         firsts = [known.setdefault(_view(tensor), index) for known, tensor in zip(views, pair, strict=True)]
         if firsts[0] != firsts[1]:
-            return f"tensor {index} is shared with another one in one of them"
+            return f"tensor {index} is shared in only one of them"
     return ""

@@ -190,13 +190,15 @@ def test_whatever_is_changed_after_a_load_is_named_on_every_rank(tmp_path):
     first, second = run_on_ranks(2, load_and, DONE, there, tmp_path / "saved", free_port(), join=False)
     assert first == second
     assert first[0] == str(len(saved))
-    named = [line.partition("by their fingerprints: ")[2].partition(". Nothing")[0] for line in first[1:]]
+    named = [
+        line.partition("by their fingerprints): ")[2].partition(". The checkpoint")[0] for line in first[1:]
+    ]
     assert named[0] == "decoder.layers.2.mlp.experts.experts.linear_fc1.weight"
     assert named[1].startswith("exp_avg of ")
     assert named[2].startswith("main weights of ")
     assert named[3] == "decoder.layers.1.self_attention.linear_proj.weight"
     for line in first[1:]:
-        assert line.startswith(f"checkpoint={folder}: 1 of {len(saved)} tensors are not what was saved")
+        assert line.startswith(f"checkpoint={folder}: 1 of {len(saved)} tensors differ from what was saved")
         assert "Fix: start again" in line
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -266,16 +268,16 @@ def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path, capsys)
     code, printed = run_to_end(settings | {"train_iters": 4})
     assert code == 1  # a failure of this start, for a chain of jobs to try again
     line = next(line for line in printed.splitlines() if line.startswith("moe-exp: checkpoint="))
-    assert f"1 of {len(saved)} tensors are not what was saved, by their fingerprints: {name}." in line
+    assert f"1 of {len(saved)} tensors differ from what was saved (by their fingerprints): {name}." in line
     (event,) = [event for event in records(tmp_path / "run", "event") if event["event"] == "restore_failed"]
     assert event["tensors"] == [name]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert "to go back to an older checkpoint" not in line  # there is none
+    assert "to use an older checkpoint" not in line  # there is none
     (folder.parent / "iter_0000001").mkdir()
     fix = str(RestoreError(folder, [name], 1)).partition("Fix: ")[2]
     assert f"write 1 into {folder.parent}/latest_checkpointed_iteration.txt" in fix
     (folder.parent / "iter_0000001").rmdir()
     assert load_config(settings, {}).fingerprints
     assert main(["ckpt", "verify", str(folder)]) == 1
-    assert f"{folder}: {name} is not what was in memory" in capsys.readouterr().out
+    assert f"{folder}: {name} differs from what was in memory" in capsys.readouterr().out
     assert run_to_end(settings | {"train_iters": 4, "fingerprints": "false"})[0] == 0

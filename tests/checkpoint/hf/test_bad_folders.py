@@ -57,14 +57,14 @@ def with_config(folder: Path, **fields: Any) -> Path:
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
 TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "missing": (lambda w: w.pop(EXPERT), rf"tensors missing: {EXPERT}\. "),
-    "extra": (lambda w: w.update({"model.layers.1.bias": torch.ones(2)}), r"without a use: .*\.1\.bias\. "),
-    "extra layer": (lambda w: w.update({"model.layers.3.mlp.bias": torch.ones(2)}), r"a use: .*layers\.3"),
+    "extra": (lambda w: w.update({"model.layers.1.bias": torch.ones(2)}), r"unused: .*\.1\.bias\. "),
+    "extra layer": (lambda w: w.update({"model.layers.3.mlp.bias": torch.ones(2)}), r"unused: .*layers\.3"),
     "misnamed": (
         lambda w: w.update({EXPERT.replace("w1", "w_1"): w.pop(EXPERT)}),
-        r"tensors missing: .*experts\.3\.w1\.weight; without a use: .*experts\.3\.w_1\.weight",
+        r"tensors missing: .*experts\.3\.w1\.weight; unused: .*experts\.3\.w_1\.weight",
     ),
     "another shape": (lambda w: w.update({EXPERT: torch.ones(24, 31)}), r"w1\.weight \[24, 31\] instead of"),
-    "another type": (lambda w: w.update({EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}), r"not supported: .*F8"),
+    "another type": (lambda w: w.update({EXPERT: w[EXPERT].to(torch.float8_e4m3fn)}), r"ed type: .*F8"),
     "two types": (lambda w: w.update({EXPERT: w[EXPERT].bfloat16()}), r"several types \(BF16, F32\)\. Fix: "),
     "many": (lambda w: [w.pop(name) for name in list(w) if "experts.3" in name], r"and 4 more\. "),
 }  # fmt: skip
@@ -85,7 +85,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another class": ("mixtral", {"architectures": ["GptOssForCausalLM"]}, r"architectures=GptOss"),
     "no class": ("mixtral", {"architectures": None, "model_type": "x"}, r"architectures=\(missing\): "),
     "clip": ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8\.0: "),
-    "window": ("mixtral", {"sliding_window": 32}, r"sliding_window=32: attention over a window"),
+    "window": ("mixtral", {"sliding_window": 32}, r"sliding_window=32: sliding-window attention"),
     "used window": ("qwen3", {"use_sliding_window": True, "sliding_window": 16}, r"sliding_window=16: "),
     "layer types": ("qwen3", {"layer_types": ["full_attention", "x"]}, r"layer_types=x: "),
     "attention bias": ("llama", {"attention_bias": True}, r"attention_bias=True: biases in the attention"),
@@ -95,7 +95,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "old rope type": (
         "llama", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, r"rope_type=dynamic: "
     ),
-    "rope by layer": ("llama", {"rope_parameters": {"full_attention": NEW_ROPE}}, r"one rotary embedding"),
+    "rope by layer": ("llama", {"rope_parameters": {"full_attention": NEW_ROPE}}, r"same rotary embedding"),
     "rope field": ("llama", {"rope_parameters": NEW_ROPE | {"beta": 2}}, r"config\.json: beta=2: is unknown"),
     "llama 3": ("llama", {"rope_parameters": NEW_LLAMA3 | {"low_freq_factor": 2.0}}, r"low_freq_factor=2\."),
     "yarn": ("qwen3", {"rope_parameters": NEW_YARN | {"attention_factor": 1.5}}, r"attention_factor=1\.5: "),
@@ -103,33 +103,33 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config=fp8: "),
     "own code": ("deepseek_v3", {"auto_map": {"AutoModel": "modeling.Model"}}, r"auto_map=\{\.\.\.\}: "),
     "unknown field": ("llama", {"logit_scale": 0.5}, r"logit_scale=0\.5: .*--ignore-field logit_scale"),
-    "epsilon of MLA": ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05: transformers has 1e-06"),
-    "groups": ("deepseek_v3", {"num_experts_per_tok": 2}, r"topk_group=2: groups of experts are compared by"),
+    "epsilon of MLA": ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05: must be 1e-06"),
+    "groups": ("deepseek_v3", {"num_experts_per_tok": 2}, r"topk_group=2: groups are ranked by"),
     "part of heads": (
         "qwen3", {"rope_parameters": NEW_ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: "
     ),
     "scoring": ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func=softmax: DeepSeek-V3"),
     "not interleaved": ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave=False: "),
-    "no experts": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers=all layers: leaves no MoE"),
-    "no such layer": ("qwen3_moe", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]: must name layers of 3"),
+    "no experts": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, r"mlp_only_layers=all layers: must leave"),
+    "no such layer": ("qwen3_moe", {"mlp_only_layers": [7]}, r"mlp_only_layers=\[7\]: must name layers"),
     "no size": ("qwen3_moe", {"moe_intermediate_size": None}, r"moe_intermediate_size=\(missing\): "),
     "a word for a number": ("llama", {"hidden_size": "large"}, r"head_dim: cannot be read \(.*str.*\)"),
     "negative": ("mixtral", {"num_local_experts": -4}, r"NUM_EXPERTS=-4: .* Fix: correct the config\.json"),
     "more experts than tensors": (
         "mixtral", {"num_local_experts": 6}, r"missing: .*experts\.4\.w1.*shape: .*gate\.weight \[4, 32\]"
     ),
-    "fewer experts than tensors": ("mixtral", {"num_local_experts": 2}, r"without a use: .*experts\.2\.w1"),
+    "fewer experts than tensors": ("mixtral", {"num_local_experts": 2}, r"unused: .*experts\.2\.w1"),
     "layers that no tensor holds": ("mixtral", {"num_hidden_layers": 10**12}, "num_hidden_layers=10{12}: "),
     "experts that no tensor holds": ("mixtral", {"num_local_experts": 10**12}, "num_local_experts=10{12}: "),
     "tied, but different": ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head"),
     # what no run could train
-    "YaRN turns whole heads": ("glm4_moe", {"rope_parameters": NEW_YARN}, r"says ROTARY_FRACTION=0\.5: "),
+    "YaRN turns whole heads": ("glm4_moe", {"rope_parameters": NEW_YARN}, r"in ROTARY_FRACTION=0\.5: "),
     "top-1, normalized": (
         "qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "ROUTER_PRE_SOFTMAX=false: .*TOPK=1"
     ),
     "a factor of 1": ("llama", {"rope_parameters": NEW_YARN | {"factor": 1.0}}, "ROPE_SCALING_FACTOR=1"),
     "YaRN's factors of latent attention": (
-        "deepseek_v3", {"rope_parameters": NEW_LLAMA3}, r"config\.json says ROPE_SCALING=llama3: "
+        "deepseek_v3", {"rope_parameters": NEW_LLAMA3}, r"config\.json results in ROPE_SCALING=llama3: "
     ),
 }  # fmt: skip
 
@@ -149,14 +149,14 @@ def test_prediction_layers_are_dropped_on_request_alone(folder, tmp_path, hf_fol
     shapes = {"eh_proj": (32, 64), "embed_tokens": (256, 32)}
     extra = {f"model.layers.3.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
     source = rewrite(folder("deepseek_v3"), lambda w: w.update(extra))
-    refused(source, r"layers\.3\.eh_proj\.weight is a layer for multi-token prediction.*--drop-mtp")
+    refused(source, r"layers\.3\.eh_proj\.weight belongs to multi-token prediction.*--drop-mtp")
     from_hf(source, tmp_path / "ours", drop_mtp=True)
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert set(weights_of(tmp_path / "back")) == set(weights_of(hf_folders["deepseek_v3"]))
     # No more of them than config.json says that there are.
     shutil.rmtree(tmp_path / "ours")
     with_config(source, num_nextn_predict_layers=0)
-    refused(source, r"without a use: model\.layers\.3", drop_mtp=True)
+    refused(source, r"unused: model\.layers\.3", drop_mtp=True)
 
 
 def test_tensors_without_effect_are_left_out(folder, tmp_path, hf_folders):
@@ -178,18 +178,21 @@ def sharded(tmp_path: Path) -> Path:
 def test_a_file_of_several(sharded):
     path = sorted(sharded.glob("*.safetensors"))[1]
     os.truncate(path, path.stat().st_size - 100)
-    refused(sharded, rf"{path.name}: is damaged \(.*\)\. Fix: fetch")
+    refused(sharded, rf"{path.name}: is damaged \(.*\)\. Fix: download")
     path.write_bytes(b"<html>not found</html>" * 10)
     refused(sharded, rf"{path.name}: is damaged")
     path.unlink()
-    refused(sharded, rf"{path.name}: is missing\. Fix: fetch the folder again")
+    refused(sharded, rf"{path.name}: is missing\. Fix: download the folder again")
 
 
 NORM = "model.layers.1.input_layernorm.weight"
 IN_INDEX: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
-    "elsewhere": (lambda m: m.update({NORM: m["lm_head.weight"]}), rf"{NORM} is in .*00006\..* in model-"),
-    "not there": (lambda m: m.pop(NORM), rf"says {NORM} is in no file, it is in model-"),
-    "too many": (lambda m: m.update(lost=m[NORM]), r"says lost is in .*, it is in no file"),
+    "elsewhere": (
+        lambda m: m.update({NORM: m["lm_head.weight"]}),
+        rf"00006\.\S+ for {NORM}, which is in model-",
+    ),
+    "not there": (lambda m: m.pop(NORM), rf"names no file for {NORM}, which is in model-"),
+    "too many": (lambda m: m.update(lost=m[NORM]), r"names .* for lost, which is in no file"),
     "outside": (lambda m: m.update(lost="../other.safetensors"), r"names a file outside the folder"),
     "empty": (lambda m: m.clear(), r"tensors missing: lm_head\.weight, .* and \d+ more"),
 }
@@ -218,7 +221,7 @@ def test_a_whole_file_beside_an_index_is_read_as_transformers_does(left, sharded
     if left == "no JSON":
         (sharded / INDEX).write_text("{")
     from_hf(sharded, sharded.parent / "ours")
-    assert f"reading model.safetensors, as transformers does, and not {INDEX}" in caplog.text
+    assert f"reading model.safetensors instead of {INDEX}" in caplog.text
     to_hf(sharded.parent / "ours", sharded.parent / "back")
     tokens = torch.arange(1, 30)[None]
     expected = their_logits(sharded, tokens)
@@ -243,11 +246,11 @@ def as_pickle(folder: Path) -> None:
 
 
 OTHER_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a pickle": (as_pickle, r"has pickled weights alone, .* Fix: load it with transformers"),
+    "a pickle": (as_pickle, r"has only pickled weights, .* Fix: convert it with transformers"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has neither model\.safetensors nor model"),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json: is no JSON"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json: is not JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json: is missing"),
-    "no folder": (shutil.rmtree, r"SRC=.*hf: is no folder"),
+    "no folder": (shutil.rmtree, r"SRC=.*hf: is not a folder"),
     "a variant": (as_variant, r"has neither .* but model\.fp16\.safetensors\. Fix: "),
     "an adapter": (as_adapter, r"SRC=.*: has adapter_config\.json, .* Fix: merge the adapter"),
     "an adapter in a model": (lambda f: (f / "adapter_config.json").write_text("{}"), r"merge the adapter"),
@@ -268,9 +271,9 @@ def test_target_is_there_or_cannot_be_made(folder, checkpoints, tmp_path):
     (tmp_path / "ours" / "mine").write_text("mine")
     for convert, source in ((from_hf, folder("llama")), (to_hf, checkpoints["llama"])):
         for target, text in (
-            (tmp_path / "ours", r"exists already\. Fix: give a new folder, or remove it"),
-            (tmp_path / "ours" / "mine" / "new", r"cannot be made \(Not a directory\)\. Fix: "),
-            (Path("/proc/ours"), r"cannot be made \(.*\)\. Fix: "),
+            (tmp_path / "ours", r"already exists\. Fix: "),
+            (tmp_path / "ours" / "mine" / "new", r"cannot be created \(Not a directory\)\. Fix: "),
+            (Path("/proc/ours"), r"cannot be created \(.*\)\. Fix: "),
         ):
             with pytest.raises(ValueError, match=f"DST={target}: {text}"):
                 convert(source, target)
@@ -280,7 +283,7 @@ def test_target_is_there_or_cannot_be_made(folder, checkpoints, tmp_path):
 def test_disk_without_room(checkpoints, tmp_path, monkeypatch):
     usage = shutil._ntuple_diskusage(10**6, 10**6 - 10, 10)
     monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ValueError, match=r"needs [\d.]+ [kM]B, [\d.]+ \w+ are free\. Fix: free some"):
+    with pytest.raises(ValueError, match=r"requires [\d.]+ [kM]B, but only [\d.]+ \w+ are free\. Fix: free"):
         to_hf(checkpoints["llama"], tmp_path / "back" / "in" / "a" / "folder")
     assert not list(tmp_path.iterdir())
 
@@ -302,8 +305,8 @@ NORM_KEY = "decoder.final_layernorm.weight"
     ("changed", "common", "text"),
     [
         ({}, True, rf"tensors missing: {NORM_KEY}\. "),
-        ({NORM_KEY: torch.ones(31)}, True, rf"of another shape: {NORM_KEY} \[31\]"),
-        ({NORM_KEY: torch.ones(32), "decoder.new": torch.ones(2)}, True, r"without a use: decoder\.new"),
+        ({NORM_KEY: torch.ones(31)}, True, rf"with another shape: {NORM_KEY} \[31\]"),
+        ({NORM_KEY: torch.ones(32), "decoder.new": torch.ones(2)}, True, r"unused: decoder\.new"),
         ({NORM_KEY: torch.ones(32)}, False, "was not written by moe_exp"),
     ],
     ids=["missing", "shape", "extra", "foreign"],
@@ -322,7 +325,7 @@ def test_checkpoint_that_does_not_fit_its_settings(changed, common, text, checkp
 
 
 def test_options_that_cannot_be(checkpoints, tmp_path):
-    with pytest.raises(ValueError, match=r"has no fp32 weights of an optimizer\. Fix: omit --weights main"):
+    with pytest.raises(ValueError, match=r"has no fp32 main weights\. Fix: omit --weights main"):
         to_hf(checkpoints["mixtral"], tmp_path / "back", main_weights=True)
     with pytest.raises(ValueError, match=r"MAX_SHARD_SIZE=0: must be at least 1 byte\. Fix: "):
         to_hf(checkpoints["mixtral"], tmp_path / "back", max_shard_bytes=0)

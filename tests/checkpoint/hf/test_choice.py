@@ -68,28 +68,40 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"normalization": "LayerNorm"}, "NORMALIZATION=LayerNorm: no architecture"),
-    ({"activation": "geglu"}, "ACTIVATION=geglu: no architecture"),
-    ({"activation": "squared_relu"}, "ACTIVATION=squared_relu: no architecture"),
-    ({"add_bias_linear": True}, "ADD_BIAS_LINEAR=True: no architecture"),
-    ({"moe_type": "moe"}, "MOE_TYPE=moe CAPACITY_FACTOR=0.0, which may drop tokens,: no architecture"),
+    ({"normalization": "LayerNorm"}, "NORMALIZATION=LayerNorm: no supported transformers architecture"),
+    ({"activation": "geglu"}, "ACTIVATION=geglu: no supported transformers architecture"),
+    ({"activation": "squared_relu"}, "ACTIVATION=squared_relu: no supported transformers architecture"),
+    ({"add_bias_linear": True}, "ADD_BIAS_LINEAR=True: no supported transformers architecture"),
+    (
+        {"moe_type": "moe"},
+        "MOE_TYPE=moe CAPACITY_FACTOR=0.0, which may drop tokens,: no supported transformers architecture",
+    ),
     ({"moe_type": "moe", "capacity_factor": 3.9, "num_experts": 8, "topk": 2}, "CAPACITY_FACTOR=3.9"),
-    ({"moe_latent_size": 32}, "MOE_LATENT_SIZE=32: no architecture"),
+    ({"moe_latent_size": 32}, "MOE_LATENT_SIZE=32: no supported transformers architecture"),
     ({"router_score": "sqrtsoftplus"}, "ROUTER_SCORE=sqrtsoftplus"),
     ({"aux_loss_type": "sinkhorn"}, "AUX_LOSS_TYPE=sinkhorn"),
     ({"force_routing": "balanced"}, "FORCE_ROUTING=balanced"),
-    ({"rotary_fraction": 0.5}, r"Qwen2MoeForCausalLM has no ROTARY_FRACTION=0\.5"),
-    ({"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300 SHARED_EXPERT_GATE=False: no architecture"),
+    ({"rotary_fraction": 0.5}, r"Qwen2MoeForCausalLM does not support ROTARY_FRACTION=0\.5"),
+    (
+        {"shared_expert_size": 300},
+        "SHARED_EXPERT_SIZE=300 SHARED_EXPERT_GATE=False: no supported transformers architecture",
+    ),
     # vLLM's Qwen2Moe divides, whatever config.json says.
-    ({"head_dim": 96, "first_k_dense": 1}, "QK_NORM=False .*; Qwen2MoeForCausalLM has no HEAD_DIM=96"),
+    (
+        {"head_dim": 96, "first_k_dense": 1},
+        "QK_NORM=False .*; Qwen2MoeForCausalLM does not support HEAD_DIM=96",
+    ),
     ({"router_score": "sigmoid"}, "ROUTER_SCORE=sigmoid"),
-    ({"qk_norm": True, "qk_norm_scope": "all", "first_k_dense": 1}, "Olmoe.* no USE_MOE=True .*FIRST_K"),
+    (
+        {"qk_norm": True, "qk_norm_scope": "all", "first_k_dense": 1},
+        "Olmoe.* not support USE_MOE=True .*FIRST_K",
+    ),
     (DEEPSEEK | GROUPS | {"topk": 6}, "TOPK=6 NUM_ROUTER_GROUPS=4 ROUTER_GROUP_TOPK=2"),
     (DEEPSEEK | {"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300"),
     (DEEPSEEK | {"norm_epsilon": 1e-5}, "NORM_EPSILON=1e-05"),
     (DEEPSEEK | {"qk_norm": False}, "MULTI_LATENT_ATTENTION=True QK_NORM=False"),
     ({"rope_scaling": "yarn", "rope_scaling_factor": 4, "yarn_mscale": 0.7}, "YARN_MSCALE=0.7"),
-    (DENSE | {"shared_expert_size": 0, "qkv_bias": True}, "LlamaForCausalLM has no QKV_BIAS=True"),
+    (DENSE | {"shared_expert_size": 0, "qkv_bias": True}, "LlamaForCausalLM does not support QKV_BIAS=True"),
     ({"preset": "olmoe-1b-7b", "rotary_fraction": 0.5}, "ROTARY_FRACTION=0.5"),
 ]
 

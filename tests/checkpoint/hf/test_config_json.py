@@ -13,6 +13,7 @@ from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.checkpoint.hf.importing import architecture_of, settings_of
 from moe_exp.config import Config
+from moe_exp.config.setting_types import traits
 
 COEF, Z = "router_aux_loss_coef", "router_z_loss_coef"
 LLAMA = {
@@ -83,7 +84,9 @@ def test_both_forms_are_written(form):
 
 def test_a_rope_scaling_without_a_form_is_refused_by_name():
     model = Config(**settings(LLAMA)).model_copy(update={"rope_scaling": "new"})
-    with pytest.raises(UnsupportedModel, match=r"^ROPE_SCALING=new: has no form .* use none, llama3 or yarn"):
+    with pytest.raises(
+        UnsupportedModel, match=r"^ROPE_SCALING=new: config.json cannot .* use none, llama3 or yarn"
+    ):
         fields_of(model, architecture_of(LLAMA))
 
 
@@ -251,5 +254,24 @@ def test_a_window_is_switched_off_by_fields_of_the_class_alone():
     settings(qwen)  # whose class has the switch, and it is off
     foreign = {"use_sliding_window": False, "max_window_layers": 0}
     for fields in (mixtral, mixtral | foreign, qwen | {"use_sliding_window": True}):
-        with pytest.raises(UnsupportedModel, match="sliding_window=1024: attention over a window"):
+        with pytest.raises(UnsupportedModel, match="sliding_window=1024: sliding-window attention"):
             settings(fields)
+
+
+# Settings of the model that an import leaves at their defaults, which are the plainest values.
+LEFT_AT_DEFAULTS = {
+    "dropout", "init_distribution", "parametrization", "mup_base_hidden_size",
+    "mup_base_moe_ffn_hidden_size", "mup_base_topk", "mup_rule", "null_experts", "pad_to_capacity",
+    "drop_policy", "token_rounding", "router_top_p", "router_dtype", "router_jitter", "router_bias_rule",
+    "expert_backend", "routing_kernels", "moe_sm_margin", "dispatcher", "upcycle_from",
+    "upcycle_granularity", "cross_entropy", "impl", "fp8", "fp8_recipe", "ep", "etp",
+}  # fmt: skip
+
+
+def test_settings_of_decides_every_setting_of_the_model():
+    """Fails for a new setting: add it to `importing._PLAIN` unless its default changes nothing."""
+    decided = set(settings(DEEPSEEK)) | {
+        name for _, new in OLD_AND_NEW.values() for name in settings(LLAMA | new)
+    }
+    of_model = {name for name in Config.model_fields if traits(Config, name).part in ("model", "experts")}
+    assert of_model - decided == LEFT_AT_DEFAULTS

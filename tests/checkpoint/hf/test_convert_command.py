@@ -36,7 +36,7 @@ def test_single_layers_and_experts_are_stacked_by_the_command_in_the_error(tmp_p
     assert main(["ckpt", "reshape", str(checkpoints["mixtral"]), str(tmp_path / "single"), *single]) == 0
     assert main(["convert", "to-hf", str(tmp_path / "single"), str(tmp_path / "none")]) == 1
     error = capsys.readouterr().err
-    advised = shlex.split(re.search(r"stack them first, .*(ckpt reshape .*)\.\n", error)[1])
+    advised = shlex.split(re.search(r"stack them first: .*(ckpt reshape .*)\.\n", error)[1])
     assert main(advised) == 0
     for source, name in ((Path(advised[3]), "hf"), (checkpoints["mixtral"], "expected")):
         assert main(["convert", "to-hf", str(source), str(tmp_path / name)]) == 0
@@ -49,8 +49,8 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, hf_folders, capsys):
     assert main(["convert", "from-hf", str(tmp_path / "none"), str(tmp_path / "ours")]) == 1
     assert main(["convert", "to-hf", str(hf_folders["llama"]), str(tmp_path / "back")]) == 1
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"moe-exp convert: SRC={tmp_path / 'none'}: is no folder. Fix: ")
-    assert second.startswith("moe-exp convert: checkpoint=") and "holds no distributed checkpoint" in second
+    assert first.startswith(f"moe-exp convert: SRC={tmp_path / 'none'}: is not a folder. Fix: ")
+    assert second.startswith("moe-exp convert: checkpoint=") and "is not a distributed checkpoint" in second
     assert not list(tmp_path.iterdir())
 
 

@@ -113,7 +113,7 @@ def test_more_tokens_than_rows_of_the_embedding(vocab_size, num_added, padded, t
     size = vocab_size + num_added
     assert done.config.vocab_size == size
     assert f"VOCAB_SIZE={size}\n" in (tmp_path / "ours/settings.env").read_text()
-    assert any("rows of zeros were added" in note for note in done.notes) == (size < padded)
+    assert any("rows of zeros" in note for note in done.notes) == (size < padded)
     grown = [note for note in done.notes if note.startswith(f"VOCAB_SIZE={size}: the tokenizer has")]
     assert len(grown) == bool(num_added) and all("<added_0>, <added_1>, <added_2>" in note for note in grown)
     reader, theirs = CheckpointReader(one_checkpoint(tmp_path / "ours")), weights_of(source)

@@ -37,8 +37,8 @@ def test_the_weights_of_each_name():
 @pytest.mark.parametrize(
     ("name", "number", "options", "message"),
     [
-        ("mean", 2, {}, "WEIGHTS=mean: is none of"),
-        ("1,2", 3, {}, "WEIGHTS=1,2: 2 numbers for 3"),
+        ("mean", 2, {}, "WEIGHTS=mean: must be one of"),
+        ("1,2", 3, {}, "WEIGHTS=1,2: has 2 numbers for 3"),
         ("1,-1", 2, {}, "WEIGHTS=1,-1: must have a positive sum"),
         ("nan,1", 2, {}, "WEIGHTS=nan,1: must have a positive sum"),
         ("ema", 2, {"ema_decay": 1.0}, "EMA_DECAY=1.0: must be between 0 and 1"),
@@ -144,7 +144,9 @@ def test_the_average_that_a_run_has_kept(tmp_path):
 def test_a_run_that_has_kept_none_or_has_not_averaged_yet(tmp_path, capsys):
     for folder in (write_checkpoint(tmp_path / "plain"), with_ema(tmp_path / "early", 5, num_averaged=0)):
         assert main(["ckpt", "average", str(folder), str(tmp_path / "out"), "--ema"]) == 1
-        assert f"SRC={folder}: has no average of the weights. Fix: omit --ema" in capsys.readouterr().err
+        assert (
+            f"SRC={folder}: has no moving average of the weights. Fix: omit --ema" in capsys.readouterr().err
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -163,7 +165,7 @@ def test_which_checkpoints_a_path_stands_for(tmp_path):
     assert sources_of([folders[1]]) == [folders[1]]
     shutil.rmtree(folders[2])
     for paths, last, rule in (
-        ([folders[0], folders[0]], 0, "SRC=.*iter_0000001: is there twice"),
+        ([folders[0], folders[0]], 0, "SRC=.*iter_0000001: is listed twice"),
         ([folders[0]], -1, "LAST=-1: must not be negative"),
         ([tmp_path / "none"], 0, "does not exist"),
         ([run], 0, "iter_0000003: does not exist"),
@@ -180,7 +182,7 @@ def test_the_command(tmp_path, capsys):
     assert first.split() == ["0.2500", f"{run}/checkpoints/iter_0000002"]
     assert iterations(tmp_path / "out") == [3]
     assert main(command) == 1
-    assert f"DST={tmp_path}/out: exists already" in capsys.readouterr().err
+    assert f"DST={tmp_path}/out: already exists" in capsys.readouterr().err
     assert main([*command[:3], str(tmp_path / "json"), *command[4:], "--json"]) == 0
     assert [one["weight"] for one in json.loads(capsys.readouterr().out)["sources"]] == [0.25, 0.75]
 
@@ -195,17 +197,20 @@ def other_model(folder: Path, shape: Any = (), order: dict[str, Any] | None = No
     return write_checkpoint(folder, tensors=tensors, common=common)
 
 
-ENDS = "documents that end and begin with other tokens"
+ENDS = "end and begin tokens"
 
 
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"shape": (17, 8)}, r"has output_layer\.weight of shape \[17, 8\]"),
-        ({"rotary_base": 12345.0}, r"has ROTARY_BASE=12345\.0, and .*b/iter_0000005 has ROTARY_BASE=\d"),
-        ({"order": {"eod_id": 2, "bos_id": None}}, rf"was trained with {ENDS} \(2, None\) than .*b/iter"),
-        ({"order": {"eod_id": 0, "bos_id": 1}}, rf"was trained with {ENDS} \(0, 1\) than .*b/iter"),
-        ({"order": {"tokenizer": "0123456789abcdef"}}, "was trained with another tokenizer than .*b/iter"),
+        ({"shape": (17, 8)}, r"has output_layer\.weight with shape \[17, 8\]"),
+        ({"rotary_base": 12345.0}, r"has ROTARY_BASE=12345\.0, but .*b/iter_0000005 has ROTARY_BASE=\d"),
+        ({"order": {"eod_id": 2, "bos_id": None}}, rf"was trained with {ENDS} \(2, None\), but .*b/iter"),
+        ({"order": {"eod_id": 0, "bos_id": 1}}, rf"was trained with {ENDS} \(0, 1\), but .*b/iter"),
+        (
+            {"order": {"tokenizer": "0123456789abcdef"}},
+            "was trained with a different tokenizer than .*b/iter",
+        ),
         ({"order": {"eod_id": None, "bos_id": None, "tokenizer": None}}, None),  # not known
         ({"order": {}}, None),
     ],

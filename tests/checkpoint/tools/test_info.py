@@ -60,7 +60,7 @@ def test_tensors_that_fit_a_pattern(tmp_path, capsys):
     router = {"name": "decoder.layers.mlp.router.weight", "shape": [2, 4, 8], "dtype": "bfloat16"}
     assert report["tensors"] == [router | {"num_chunks": 2, "num_bytes": 128}]
     assert main(["ckpt", "info", str(folder), "--tensors", "*.gate"]) == 1
-    assert "tensors=*.gate: fits none of" in capsys.readouterr().err
+    assert "tensors=*.gate: matches none of" in capsys.readouterr().err
 
 
 def test_all_checkpoints_of_a_run(tmp_path, capsys):
@@ -113,10 +113,12 @@ def test_megatron_lms_checkpoints(tmp_path, capsys, monkeypatch):
     assert report["parameters"]["total"] == sum(PARAMETERS.values())
 
 
-@pytest.mark.parametrize(("latest", "text"), [("x", "must hold the number"), ("9", "iter_0000009: does not")])
+@pytest.mark.parametrize(
+    ("latest", "text"), [("x", "must contain an iteration number"), ("9", "iter_0000009: does not")]
+)
 def test_what_is_no_checkpoint(latest, text, tmp_path, capsys):
     assert main(["ckpt", "info", str(tmp_path)]) == 1
-    assert "holds no distributed checkpoint (no metadata.json)" in capsys.readouterr().err
+    assert "is not a distributed checkpoint (metadata.json not found)" in capsys.readouterr().err
     (tmp_path / LATEST).write_text(latest)
     assert main(["ckpt", "info", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -139,7 +141,7 @@ def test_a_checkpoint_that_is_impossible_is_refused(command, damage, tmp_path, c
         if damage == "chunk":
             tensor.chunks[0] = replace(tensor.chunks[0], sizes=torch.Size([2**40, *others]))
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        expected = f"says that {key} is {2**40}x"
+        expected = f"shape of {key} is {2**40}x"
     target = [str(tmp_path / "b")] if command == "reshape" else []
     assert main(["ckpt", command, str(folder), *target]) in (1, 2)
     printed = capsys.readouterr()

@@ -95,7 +95,7 @@ def test_there_and_back_is_the_same_values(tmp_path):
 def test_bf16_needs_the_fp32_weights_that_the_optimizer_continues_from(tmp_path):
     tensors = {key: value for key, value in drawn_state().items() if ".state.param." not in key}
     source = write_checkpoint(tmp_path / "a", tensors=tensors)
-    with pytest.raises(ValueError, match=r"^DTYPE=bf16: the fp32 weights .* would be lost\. Fix: "):
+    with pytest.raises(ValueError, match=r"^DTYPE=bf16: would lose the fp32 weights .*\. Fix: "):
         reshape(source, tmp_path / "b", Reshaping(dtype="bf16"))
     assert not (tmp_path / "b").exists()
     reshape(source, tmp_path / "b", Reshaping(dtype="bf16", weights_only=True))
@@ -163,13 +163,13 @@ def refusals(tmp_path: Path, **common: Any) -> str:
 def test_mixed_layers_cannot_be_stacked(tmp_path):
     keys = ("decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.mlp.router.weight")
     write_checkpoint(tmp_path / "a", tensors=dict.fromkeys(keys, torch.ones(4, 8)))
-    assert "layers=stacked: the layers differ" in refusals(tmp_path, layers="stacked")
+    assert "layers=stacked: requires layers with the same tensors" in refusals(tmp_path, layers="stacked")
 
 
 def test_an_optimizer_in_a_form_of_its_layout(tmp_path):
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16).bucket_idx_0.exp_avg"
     write_checkpoint(tmp_path / "a", tensors=drawn_state() | {bucket: torch.ones(8)})
-    assert f"{bucket} belongs to the layout that wrote it" in refusals(tmp_path)
+    assert f"{bucket} depends on the layout that wrote it" in refusals(tmp_path)
     written = reshape(tmp_path / "a" / "iter_0000005", tmp_path / "b", Reshaping(weights_only=True))
     assert bucket not in CheckpointReader(written.folder).tensors
 

@@ -123,20 +123,20 @@ def test_values_are_compared_bit_by_bit():
         assert difference({"x": x, "y": [y]}, b) == found
     shared = torch.ones(2)
     found = difference({"x": shared, "y": shared[:]}, {"x": shared, "y": shared.clone()})
-    assert found == "tensor 1 is shared with another one in one of them"
+    assert found == "tensor 1 is shared in only one of them"
 
 
 def test_a_file_that_came_out_wrong_is_not_put_in_place(tmp_path, monkeypatch):
     path = save(tmp_path / "a.pt", {"x": torch.randn(4096)[:16]})
     before, right = contents(tmp_path), torch.save
     monkeypatch.setattr(torch, "save", lambda value, file: right({"x": value["x"] + 1}, file))
-    assert shrink(path).problem == "what was written is not what was read (['x']: tensors)"
+    assert shrink(path).problem == "the written file differs from the original (['x']: tensors)"
     assert contents(tmp_path) == before
 
 
 LEFT_ALONE = {
-    "class.pt": "left alone, it holds more than tensors and plain containers (fractions.Fraction",
-    "tokens.bin": "left alone, it is no file of torch.save, or damaged",
+    "class.pt": "left alone, it contains more than tensors and plain containers (fractions.Fraction",
+    "tokens.bin": "left alone, it is not a file of torch.save, or is damaged",
 }
 
 
@@ -186,14 +186,14 @@ def test_into_another_folder_and_by_pattern(tmp_path, capsys):
     assert torch.equal(load(out / "name.txt"), load(folder / "name.txt"))
     capsys.readouterr()
     assert main([*command, "--pattern", "*.txt", "--no-recursive"]) == 1
-    assert f"{folder}/name.txt: left alone, it {out}/name.txt exists already" in capsys.readouterr().err
+    assert f"{folder}/name.txt: left alone, it {out}/name.txt already exists" in capsys.readouterr().err
 
 
 def test_when_nothing_can_be_done(tmp_path, capsys):
     folder = tree(tmp_path)
     assert main(["ckpt", "shrink", str(folder / "tokens.bin")]) == 1
     assert main(["ckpt", "shrink", str(folder), "--pattern", "*.npz"]) == 1
-    assert f"PATH={folder}: has no files like *.npz. Fix: " in capsys.readouterr().err
+    assert f"PATH={folder}: has no files that match *.npz. Fix: " in capsys.readouterr().err
     assert main(["ckpt", "shrink", str(tmp_path / "no")]) == 1
 
 
@@ -208,7 +208,7 @@ def test_a_file_of_the_old_format_behind_a_link_which_stays(tmp_path):
 def test_files_of_a_checkpoint_stay_as_its_manifest_says(tmp_path):
     path = write_checkpoint(tmp_path, tensors={}, common={"x": torch.arange(10_000)[:7]}) / "common.pt"
     before = path.read_bytes()
-    assert shrink(path).problem.startswith("belongs to a checkpoint, whose manifest.json has its checksum: ")
+    assert shrink(path).problem.startswith("belongs to a checkpoint with its checksum in manifest.json: ")
     assert shrink(path, target=tmp_path / "elsewhere.pt").gain_bytes > 70_000
     assert path.read_bytes() == before
 
@@ -216,7 +216,7 @@ def test_files_of_a_checkpoint_stay_as_its_manifest_says(tmp_path):
 @pytest.mark.parametrize("pattern", ["/abs", "../*.pt", ""])
 def test_a_pattern_that_leads_out_of_the_folder(pattern, tmp_path, capsys):
     assert main(["ckpt", "shrink", str(tmp_path), f"--pattern={pattern}"]) == 1
-    assert f"PATTERN={pattern}: must be a pattern of names inside of PATH" in capsys.readouterr().err
+    assert f"PATTERN={pattern}: must match names inside PATH" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/iter_0000005"])

@@ -54,7 +54,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, bool, str]] = {
     "missing": (Path.unlink, DATA, True, rf"^\S+{DATA}: is missing\n\S+{DATA}: 81 {MORE}"),
     "cut metadata": (cut, ".metadata", True, rf"^\S+/\.metadata: has 1000 bytes instead .*\n\S+: 1 {MORE}"),
     "cut metadata, no manifest": (cut, ".metadata", False, r"\n\S+\.metadata: cannot be used .*Fix: .*\n$"),
-    "outside": (lead_outside, ".metadata", False, r"says that \S+ lies outside, in \.\./x\.distcp"),
+    "outside": (lead_outside, ".metadata", False, r"places \S+ outside the folder, in \.\./x\.distcp"),
     "newer": (make_newer, "manifest.json", True, r"has format version 99, .* Fix: update moe_exp\.\n$"),
 }
 
@@ -86,7 +86,10 @@ def test_main_weights_of_another_checkpoint(tmp_path):
     tensors = drawn_state()
     tensors[ROUTER][1, 2, 3:5] *= 2
     (line,) = findings(tmp_path, tensors)
-    assert "2 of 32 values of decoder.layers.1.mlp.router.weight are not the optimizer's main" in line
+    assert (
+        "2 of 32 values of decoder.layers.1.mlp.router.weight differ from the optimizer's rounded main"
+        in line
+    )
 
 
 def test_optimizer_of_another_model(tmp_path):
@@ -95,7 +98,7 @@ def test_optimizer_of_another_model(tmp_path):
     tensors["optimizer.state.exp_avg.more.weight"] = torch.zeros(3)
     lines = findings(tmp_path, tensors)
     assert [line.partition(": ")[2] for line in lines] == [
-        "the optimizer's exp_avg of more.weight belongs to no weight",
+        "the optimizer's exp_avg of more.weight has no matching weight",
         "output_layer.weight has the shape [16, 8], the optimizer's exp_avg [17, 8]",
     ]
 
@@ -107,13 +110,13 @@ def test_optimizer_of_another_model(tmp_path):
         ([((0, 0), (2, 6)), ((2, 0), (2, 2)), ((2, 2), (2, 4))], ""),
         # Ranges of values in memory order, as data parallel ranks own them.
         ([((0, 0), (1, 4)), ((0, 4), (1, 2)), ((1, 0), (2, 6)), ((3, 0), (1, 5)), ((3, 5), (1, 1))], ""),
-        ([((0, 0), (2, 6)), ((1, 0), (3, 6))], "has chunks that overlap, at [0, 0]"),
-        ([((0, 0), (4, 6)), ((3, 5), (1, 1))], "has chunks that overlap, at [0, 0]"),
+        ([((0, 0), (2, 6)), ((1, 0), (3, 6))], "has overlapping chunks at [0, 0]"),
+        ([((0, 0), (4, 6)), ((3, 5), (1, 1))], "has overlapping chunks at [0, 0]"),
         ([((0, 0), (2, 6)), ((2, 1), (2, 5))], "is not filled by its chunks"),
         ([((0, 0), (2, 6))], "is not filled by its chunks"),
         # As many values as there are, one of them twice.
-        ([((0, 0), (3, 6)), ((3, 0), (1, 5)), ((0, 0), (1, 1))], "has chunks that overlap, at [0, 0]"),
-        ([((0, 0), (4, 7))], "has a chunk at [0, 0] of [4, 7], outside of its shape [4, 6]"),
+        ([((0, 0), (3, 6)), ((3, 0), (1, 5)), ((0, 0), (1, 1))], "has overlapping chunks at [0, 0]"),
+        ([((0, 0), (4, 7))], "has a chunk at [0, 0] of [4, 7], outside its shape [4, 6]"),
     ],
 )
 def test_chunks_have_to_fill_a_tensor(boxes, problem):
