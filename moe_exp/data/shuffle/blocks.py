@@ -1,7 +1,7 @@
 """Block-wise reader with the checks and counts of `documents.read_documents` at a fraction of its CPU time.
 
-All blocks are read into one reused buffer, so that its pages stay in cache and no line is copied. Only finding
-the line end, parsing and two hashes run per line; everything else is vectorized over a block.
+All blocks are read into one reused buffer, so that its pages stay in cache and no line is copied. Each line is
+only searched, parsed and hashed twice; everything else is vectorized over a block.
 """
 
 import os
@@ -63,7 +63,7 @@ class LineBlocks:
         kept, at_start, left = 0, start == 0, sys.maxsize if end is None else end - start
         with _open(path, start, self.text_field, self.rule) as readinto:
             while True:
-                # Fill the buffer after the partial line of the last block; a stream may return less than free.
+                # Fill the buffer after the last block's partial line; a stream may return less than free.
                 free, num_bytes = self.view[kept:-1][:left], 0
                 while num_bytes < len(free) and (count := readinto(free[num_bytes:])):
                     num_bytes += count
@@ -137,8 +137,8 @@ class Documents:
 
 
 class DocumentBlocks:
-    """Reads the documents of files block by block and counts skipped lines in `tally`. `most_lines` limits the
-    memory (`LINE_BYTES` per line) of blocks with many short lines.
+    """Reads documents block by block and counts skipped lines in `tally`. `most_lines` limits the memory of
+    blocks with many short lines.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def estimate_merge(
 def find_shards(
     input_dir: Path, output: Path, valid_file_name: str, text_field: str
 ) -> tuple[list[Path], dict[str, Any] | None]:
-    """Files to merge, in order, and the manifest of the shuffle that wrote them (None: not from a shuffle)."""
+    """Files to merge, in order, and the manifest of their shuffle (None: not written by a shuffle)."""
     if not input_dir.is_dir():
         raise ValueError(f"input_dir={input_dir}: folder not found. Fix: set the folder with the shards.")
     if input_dir.resolve() == output.parent.resolve():

@@ -84,7 +84,7 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally:
-    """Counts the validation documents: those with a choice below `threshold`, else those with the smallest."""
+    """Counts of validation documents: those with a choice below `threshold`, else with the smallest one."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)

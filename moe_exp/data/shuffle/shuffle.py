@@ -7,8 +7,8 @@ is used), so duplicates stay together. Lines are written without BOM and CR, eac
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
-Tasks of datatrove's executors run three passes: index and scatter (scatter.py), and write (write.py). A single
-task does the first two at once. Peak disk use is the inputs, the scattered lines and the outputs.
+Tasks of datatrove's executors run three passes: index and scatter (scatter.py), and write (write.py); a single
+task does the first two at once. Peak disk use: inputs, scattered lines and outputs.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 
 class Memory(NamedTuple):
-    """Division of a memory budget: `longest_bytes` for the read buffer, which limits the line length (parsing
-    takes six times that), and `piece_bytes` for documents sorted at once. Excludes the interpreter (about 45 MB).
+    """Division of a memory budget: `longest_bytes` for the read buffer and longest line (parsing takes six times
+    that), `piece_bytes` for documents sorted at once. The interpreter (about 45 MB) is not included.
     """
 
     budget_bytes: int
@@ -102,8 +102,8 @@ def shuffle_documents(
         inputs: files of the kinds in `moe_exp.data.kinds`, or folders of them. The order matters.
         output: output folder.
         name: prefix of the file names in it.
-        tasks: number of reading tasks; as many write, but at most one per output file. To resume, use the same
-            number. Default: the local workers of `execution`, else 1 (in this process).
+        tasks: number of reading tasks; as many write, but at most one per output file. Must not change when
+            resuming. Default: the local workers of `execution`, else 1 (in this process).
         execution: where the tasks run (default: this machine).
         seed: seed of the order and of the choice of validation documents.
         num_shards: number of training files; some are empty if there are fewer documents.
@@ -296,7 +296,7 @@ def check_settings(
     valid_fraction: float = DEFAULT_VALID_FRACTION,
     memory_bytes: int | None = None,
 ) -> None:
-    """Checks the arguments of `shuffle_documents` that do not depend on the inputs, which may not exist yet."""
+    """Checks the arguments of `shuffle_documents` that are independent of the inputs."""
     if memory_bytes is not None:
         Memory.of(memory_bytes)
     if not name or Path(name).name != name:

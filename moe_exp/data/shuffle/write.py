@@ -46,11 +46,11 @@ class _Output(NamedTuple):
 
 
 def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
-    """Writes the output files of task `rank` of the `num_tasks` of this pass; returns their document count."""
+    """Writes the output files of task `rank` of `num_tasks`; returns their number of documents."""
     scattered = Scattered(job)
     outputs = _outputs(scattered)
     outputs = outputs[slice(*(task * len(outputs) // num_tasks for task in (rank, rank + 1)))]
-    # A single task publishes its files right after this pass; waiting for the disk would cost a tenth of its CPU.
+    # A single task publishes right after this pass; waiting for the disk would cost a tenth of its CPU time.
     with complete_files([one.path for one in outputs], is_durable=job.num_tasks > 1) as paths:
         for path in paths:
             path.touch()
