@@ -42,8 +42,8 @@ class Epoch:
 
 
 class Corpus:
-    """Windows of one prefix: in each epoch, its documents are concatenated and cut. Arguments and errors as in
-    `SampleStream`; `key` is the shuffle key. Memory: 8 bytes per document, 16 more per cached epoch.
+    """Windows of one prefix: in each epoch, its documents are concatenated and cut. Arguments and errors as
+    in `SampleStream`; `key` is the shuffle key. Memory: 8 bytes per document, 16 more per cached epoch.
     """
 
     def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
@@ -160,11 +160,11 @@ def permuted(index: int, size: int, key: int) -> int:
 
 # DOCUMENT_PACKING=best_fit: samples of whole documents.
 #
-# A document longer than a sample is cut into full samples and a remainder. Remainders and shorter documents are
-# placed, longest first, into the fullest sample with enough room (best-fit decreasing; Ding et al. 2024, "Fewer
-# Truncations Improve Language Modeling", arXiv 2404.10830). Pieces of equal length are interchangeable, so they
-# are placed as classes: planning takes no longer for a billion documents than for a million, and every epoch
-# uses the same plan with other documents.
+# A document longer than a sample is cut into full samples and a remainder. Remainders and shorter documents
+# are placed, longest first, into the fullest sample with enough room (best-fit decreasing; Ding et al. 2024,
+# "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). Pieces of equal length are
+# interchangeable, so they are placed as classes: planning takes no longer for a billion documents than for a
+# million, and every epoch uses the same plan with other documents.
 
 
 class Item(NamedTuple):
@@ -227,11 +227,11 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
 
 
 class PackedCorpus(Corpus):
-    """Windows of whole documents, padded with end-of-document tokens. Memory: 16 bytes per document and cached
-    epoch more than `Corpus`.
+    """Windows of whole documents, padded with end-of-document tokens. Memory: 16 bytes per document and
+    cached epoch more than `Corpus`.
 
-    Every token of a piece except its last is an input once per epoch; a cut document repeats that token as the
-    first of its next piece. Documents of one token are omitted.
+    Every token of a piece except its last is an input once per epoch; a cut document repeats that token as
+    the first of its next piece. Documents of one token are omitted.
     """
 
     def _filler_of(self, files: TokenFiles) -> int:
@@ -291,8 +291,8 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Fractions of documents that samples of `seq_len` tokens cut: `concatenated` (a document of n tokens is cut
-    with probability (n - 1) / seq_len) and `best_fit` (documents longer than a sample); and `filler`, the
+    """Fractions of documents that samples of `seq_len` tokens cut: `concatenated` (a document of n tokens is
+    cut with probability (n - 1) / seq_len) and `best_fit` (documents longer than a sample); and `filler`, the
     fraction of padding tokens with best fit.
     """
     counts = piece_counts(lengths, seq_len)

@@ -29,7 +29,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 
 class DataStage(NamedTuple):
-    """A stage of DATA_STAGES: its number (from 0), tokens per sample, and whether samples may end in padding."""
+    """A stage of DATA_STAGES: number (from 0), tokens per sample, and whether samples may end in padding."""
 
     number: int
     seq_len: int
@@ -57,7 +57,7 @@ class Samples(Protocol):
 
 
 class _StagePart(NamedTuple):
-    """A stage of a `SampleStream`: each file's corpus, and the number of its windows used by earlier stages."""
+    """A stage of a `SampleStream`: each file's corpus, and its windows used by earlier stages."""
 
     first_sample: int
     seq_len: int
@@ -71,12 +71,12 @@ class SampleStream:
     """Endless shuffled sequence of training samples from one token file or a weighted blend of files.
 
     In each epoch of a file, its documents are shuffled, concatenated and cut into windows of `seq_len` tokens
-    (plus one: the last label, which is also the first token of the next window), and the windows are shuffled.
-    Except for a remainder shorter than a window, every token is the input of exactly one sample per epoch. Each
-    file of a blend has its own epochs (see `blend_position`).
+    (plus one: the last label, which is also the first token of the next window), and the windows are
+    shuffled. Except for a remainder shorter than a window, every token is the input of exactly one sample per
+    epoch. Each file of a blend has its own epochs (see `blend_position`).
 
-    Sample numbers always count samples of the first stage's length: in a stage with F times longer samples, one
-    sample covers F numbers.
+    Sample numbers always count samples of the first stage's length: in a stage with F times longer samples,
+    one sample covers F numbers.
 
     Args:
         blend: (weight, prefix) pairs from `parse_blend`; weights are relative.
@@ -111,8 +111,8 @@ class SampleStream:
     def add_stage(self, blend: Sequence[tuple[float, str]], *, seq_len: int, first_sample: int) -> None:
         """Switches to another blend at `first_sample`; files continue at their current windows.
 
-        If `seq_len` changes (to a multiple of the first stage's), a file starts a new epoch and drops the rest
-        of the old one. `first_sample` must be a whole number of samples after the previous stage.
+        If `seq_len` changes (to a multiple of the first stage's), a file starts a new epoch and drops the
+        rest of the old one. `first_sample` must be a whole number of samples after the previous stage.
         """
         last = self._stages[-1]
         num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len
@@ -173,7 +173,7 @@ class SampleStream:
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
-    """Fingerprint (16 hex digits) of token files from sizes, document lengths, first and last bytes; not paths.
+    """Fingerprint (16 hex digits) of token files: sizes, document lengths, first and last bytes, not paths.
 
     Depends on the order of the files, as the shuffle does. Takes about 0.5 s for 50 million documents.
     """
@@ -257,8 +257,8 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
 def split_batch(
     tokens_BS1: torch.Tensor, positions_BS: torch.Tensor | None = None, masked_id: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Splits token ids [B, S1] into the inputs of Megatron's forward step, each [B, S]: `tokens`, `labels` (the
-    next tokens), `position_ids` (int64) and `loss_mask` (float32, 0 or 1).
+    """Splits token ids [B, S1] into the inputs of Megatron's forward step, each [B, S]: `tokens`, `labels`
+    (the next tokens), `position_ids` (int64) and `loss_mask` (float32, 0 or 1).
 
     Args:
         positions_BS: positions of the tokens in their documents, int64. Default: positions in the sample.
@@ -277,8 +277,8 @@ def split_batch(
 
 
 def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
-    """Mask of padding inputs, bool [B, S] (DOCUMENT_PACKING=best_fit): all trailing end-of-document tokens of a
-    sample except the first, which ends its last document.
+    """Mask of padding inputs, bool [B, S] (DOCUMENT_PACKING=best_fit): all trailing end-of-document tokens of
+    a sample except the first, which ends its last document.
     """
     at_end_BS1 = (tokens_BS1 == eod_id).flip(1).cumprod(dim=1).flip(1).bool()
     return torch.nn.functional.pad(at_end_BS1[:, :-2], (1, 0))
@@ -287,7 +287,7 @@ def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
 def context_part(
     batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
 ) -> dict[str, torch.Tensor]:
-    """Part of a batch [B, S] for a context-parallel rank: the tokens [first, end) of its `ranges`, [B, S/C]."""
+    """Part of a batch [B, S] for a context-parallel rank: the tokens in its `ranges`, [B, S/C]."""
     if len(ranges) == 1:
         return dict(batch)
     return {
@@ -298,9 +298,9 @@ def context_part(
 
 # Skipped samples: after a rollback, a run continues without the samples around the loss spike.
 #
-# Schedule, batch ramp-up and checkpoints count consumed samples; the stream has its own numbers. Consumed sample
-# n is the n-th sample of the stream that is not skipped, so all others keep their order and none is lost or
-# repeated. Ranges are [first, end) in numbers of the stream.
+# Schedule, batch ramp-up and checkpoints count consumed samples; the stream has its own numbers. Consumed
+# sample n is the n-th sample of the stream that is not skipped, so all others keep their order and none is
+# lost or repeated. Ranges are [first, end) in numbers of the stream.
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
@@ -340,8 +340,8 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
 def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
-    """Ranges to skip after resuming: the checkpoint's own (`saved`), plus those of the run (`wanted`) beyond its
-    position. For earlier samples, only the checkpoint records whether they were skipped or trained on.
+    """Ranges to skip after resuming: the checkpoint's own (`saved`), plus those of the run (`wanted`) beyond
+    its position. For earlier samples, only the checkpoint records whether they were skipped or trained on.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.
@@ -352,8 +352,8 @@ def skipped_from(
 class SkippingSamples:
     """`samples` without the `skipped` ranges, numbered by consumed samples.
 
-    `length`: number of samples of a finite stream such as Megatron's order, which repeats its first samples at
-    the end to replace the skipped ones. None: endless stream.
+    `length`: number of samples of a finite stream such as Megatron's order, which repeats its first samples
+    at the end to replace the skipped ones. None: endless stream.
     """
 
     def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):

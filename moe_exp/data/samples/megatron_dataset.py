@@ -2,8 +2,8 @@
 
 The same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ give the same samples as in Megatron-LM.
 
-Megatron stores the order in index files that it identifies by path and settings. If other text is tokenized to
-the same path, it would read the new tokens with the old document lengths. Here each folder of index files
+Megatron stores the order in index files that it identifies by path and settings. If other text is tokenized
+to the same path, it would read the new tokens with the old document lengths. Here each folder of index files
 belongs to one content of the token files (`dataset.fingerprint_of`) and is renamed into place when complete.
 """
 
@@ -50,8 +50,8 @@ class MegatronSamples:
         return DataStage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
-        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because a longer run
-        has a different order from its first sample.
+        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because a longer
+        run has a different order from its first sample.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
@@ -97,8 +97,8 @@ class MegatronOrder:
 def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSamples, MegatronSamples | None]:
     """Training and validation samples. Collective: every rank must call it.
 
-    The first call for an order writes about 12 bytes per sample and 4 per document and epoch to `cache_dir` on
-    rank 0, so all nodes must share that folder.
+    The first call for an order writes about 12 bytes per sample and 4 per document and epoch to `cache_dir`
+    on rank 0, so all nodes must share that folder.
 
     Raises:
         ValueError: if a file is missing or damaged, a part is smaller than one sample, or prefixes without
@@ -175,8 +175,8 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
     if not order.split:
         valid_blend = _blend(order.valid) if has_validation else None
         files = {"blend_per_split": [_blend(order.train), valid_blend, None]}
-    # A stub: the token files define their dtype and nothing is masked, but Megatron hashes the identifiers into
-    # the names of its index files.
+    # A stub: the token files define their dtype and nothing is masked, but Megatron hashes the identifiers
+    # into the names of its index files.
     tokenizer = SimpleNamespace(vocab_size=None, eod=None, unique_identifiers={"class": "_NoTokenizer"})
     config = GPTDatasetConfig(
         random_seed=order.seed,
@@ -190,7 +190,7 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
         **files,
     )
     if config.split_matrix is not None:
-        # No test part, and no validation part without evaluation: Megatron would search an empty part forever.
+        # No test part, and no validation part without evaluation: Megatron searches an empty part forever.
         config.split_matrix[2 if has_validation else 1 :] = [None] * (1 if has_validation else 2)
     sizes = [order.num_train_samples, order.num_valid_samples, 0]
     train, valid, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()

@@ -46,8 +46,8 @@ class SampleOrder:
     packing: str = "concatenate"
     eod_id: int | None = None  # see `DocumentTokens`; both follow from the files and are not compared
     bos_id: int | None = None
-    # Later entries of DATA_STAGES: `first_sample`, `seq_len`, `weights`, `files` (hash of the files' fingerprint
-    # and content) and `from_tokens` (not compared).
+    # Later entries of DATA_STAGES: `first_sample`, `seq_len`, `weights`, `files` (hash of the files'
+    # fingerprint and content) and `from_tokens` (not compared).
     stages: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -59,8 +59,8 @@ class SampleOrder:
         stage_prints: Sequence[str] = (),
         documents: DocumentTokens | None = None,
     ) -> SampleOrder:
-        """Order for `config` and files with this fingerprint and content. `stage_prints`: hash of both for each
-        later stage. `documents`: document tokens of the files.
+        """Order for `config` and files with this fingerprint and content. `stage_prints`: hash of both for
+        each later stage. `documents`: document tokens of the files.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -204,8 +204,8 @@ def order_changes(
 def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[Range, ...]]:
-    """Returns `config` with its stages (set in tokens) moved to batch boundaries, a message per moved stage, and
-    the skipped ranges of the stream. `progress`: the checkpoint's `Progress` facts (empty: from iteration 0).
+    """Returns `config` with its stages (set in tokens) moved to batch boundaries, a message per moved stage,
+    and the skipped ranges of the stream. `progress`: facts of the checkpoint (empty: from iteration 0).
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
@@ -246,7 +246,7 @@ def _shown(value: Any) -> str:
 
 
 def _manifest(train_data: str) -> str | None:
-    """Hash (16 hex digits) of the file hashes in all manifests, which unlike `content_of` cover whole files."""
+    """Hash (16 hex digits) of the file hashes in all manifests, which cover whole files."""
     digest = hashlib.blake2b(digest_size=8)
     for _, prefix in parse_blend(train_data) if train_data else []:
         listed = manifest_of(prefix).get("outputs")

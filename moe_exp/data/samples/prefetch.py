@@ -59,7 +59,7 @@ class ReadAhead:
     returns wrong samples.
 
     Args:
-        starts: maps the first sample of a batch to (first sample, number of samples) of it and its successors.
+        starts: maps the first sample of a batch to (first sample, number of samples) of it and later ones.
         num_workers: number of processes (at least 1), started at the first batch.
         pin_memory: copy batches to page-locked memory for asynchronous copies to the GPU.
     """
@@ -134,7 +134,7 @@ class ReadAhead:
             # checkpoint. Without the handler, the next batch raises it.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGCHLD, before)
-        # Otherwise multiprocessing sends SIGTERM at exit, which the workers block, and waits for them forever.
+        # Otherwise multiprocessing sends SIGTERM at exit, which the workers block, and waits forever.
         atexit.register(self.close)
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ is used), so duplicates stay together. Lines are written without BOM and CR, eac
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
-Tasks of datatrove's executors run three passes: index and scatter (scatter.py), and write (write.py); a single
-task does the first two at once. Peak disk use: inputs, scattered lines and outputs.
+Tasks of datatrove's executors run three passes: index and scatter (scatter.py), and write (write.py); a
+single task does the first two at once. Peak disk use: inputs, scattered lines and outputs.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 
 class Memory(NamedTuple):
-    """Division of a memory budget: `longest_bytes` for the read buffer and longest line (parsing takes six times
-    that), `piece_bytes` for documents sorted at once. The interpreter (about 45 MB) is not included.
+    """Division of a memory budget: `longest_bytes` for the read buffer and longest line (parsing takes six
+    times that), `piece_bytes` for documents sorted at once. The interpreter (about 45 MB) is not included.
     """
 
     budget_bytes: int

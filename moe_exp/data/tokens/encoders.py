@@ -1,9 +1,10 @@
 """Encoders from texts to token ids: the tokenizer's own package, or gigatoken, verified against it.
 
-gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters and
-digits added in Unicode 17) are split from their neighbors by only one of them. Whether that changes the ids
-depends on the merges, so a sample of texts cannot show it. Therefore each non-ASCII character is tried once with
-a vocabulary that reveals the splits, and documents with differing characters use the tokenizer's own package.
+gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
+and digits added in Unicode 17) are split from their neighbors by only one of them. Whether that changes the
+ids depends on the merges, so a sample of texts cannot show it. Therefore each non-ASCII character is tried
+once with a vocabulary that reveals the splits, and documents with differing characters use the tokenizer's
+own package.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ _PLAIN = [
 ]  # fmt: skip
 _NUM_PROBES = 300
 
-# A character C between neighbors of each class. The probe vocabulary merges every neighbor with every byte of a
-# non-ASCII character, so the ids show where the text was split.
+# A character C between neighbors of each class. The probe vocabulary merges every neighbor with every byte of
+# a non-ASCII character, so the ids show where the text was split.
 _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Measurements before the work starts: tokens per UTF-8 byte (without end-of-document tokens), and bytes per
-    second of one worker with cold caches.
+    """Measurements before the work starts: tokens per UTF-8 byte (without end-of-document tokens), and bytes
+    per second of one worker with cold caches.
     """
 
     backend: str  # gigatoken or tokenizers (the package that defines the tokenizer)
@@ -143,8 +144,8 @@ def one_thread() -> Iterator[None]:
 def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> Probe:
     """Chooses the backend (one of BACKENDS) and measures it on sample texts.
 
-    `auto` uses gigatoken if it is installed, loads the tokenizer and returns the same ids. Raises ValueError if
-    gigatoken was requested but cannot be used.
+    `auto` uses gigatoken if it is installed, loads the tokenizer and returns the same ids. Raises ValueError
+    if gigatoken was requested but cannot be used.
     """
     backend, reason = "tokenizers", "requested"
     if requested != "tokenizers" and encoders.tokenizer.kind == "bytes":
@@ -234,7 +235,7 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
         else:
             content = tokenizer.content.decode()
             if not tokenizer.allow_special:
-                # gigatoken has no option for special tokens in a text: remove them, so that it reads them as text.
+                # gigatoken has no option to read special tokens as text, so remove them.
                 loaded = orjson.loads(content)
                 tokens = loaded.get("added_tokens") or []
                 loaded["added_tokens"] = [token for token in tokens if not token["special"]]

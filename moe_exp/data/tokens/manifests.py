@@ -142,8 +142,8 @@ def with_document_tokens(config: Config, blend: str) -> Config:
 def with_vocab_size(
     config: Config, given: Container[str], recorded: Path | None = None
 ) -> tuple[Config, str]:
-    """Returns `config` with the vocabulary size of its data, and the reason; unchanged and '' if VOCAB_SIZE is
-    `given` or the size is unknown. The result is the same on all ranks and nodes.
+    """Returns `config` with the vocabulary size of its data, and the reason; unchanged and '' if VOCAB_SIZE
+    is `given` or the size is unknown. The result is the same on all ranks and nodes.
 
     Args:
         given: names of the settings that are not from a preset or a default.

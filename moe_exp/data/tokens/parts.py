@@ -1,4 +1,4 @@
-"""Tokenized parts of the inputs (tokens, document lengths and, written last, counts), and their joined file."""
+"""Tokenized parts of the inputs (tokens, document lengths and, last, counts), and the file that joins them."""
 
 from __future__ import annotations
 
@@ -98,9 +98,7 @@ def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
 def part_lines(
     part: Slice, *, text_field: str = "text", rule: TextRule = FILES
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (number in the part, from 1; line without its end). Raises BadDocument if compressed data is
-    damaged.
-    """
+    """Yields (number in the part, from 1; line without its end). Raises BadDocument for damaged files."""
     if part.end is None:
         yield from read_lines(part.path, text_field=text_field, rule=rule)
         return
@@ -288,7 +286,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Document excerpts to compare: the first document, random ones, and the first with unusual characters."""
+    """Document excerpts to compare: the first, random ones, and the first with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)

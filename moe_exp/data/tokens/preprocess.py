@@ -97,15 +97,15 @@ def tokenize_documents(
         backend: auto, gigatoken or tokenizers (the package that defines the tokenizer).
         start_over: replace existing files.
         part_bytes: input size per part (default: `default_part_bytes`).
-        block_bytes: block size of the .bin for one task to copy and hash. With several blocks, the manifest has
-            a hash of their hashes.
+        block_bytes: block size of the .bin for one task to copy and hash. With several blocks, the manifest
+            has a hash of their hashes.
 
     Returns:
         The manifest; None while SLURM jobs are running: repeat the call to publish their output.
 
     Raises:
-        ValueError: if a setting or a line is invalid, free space is too small, a part is damaged (the next call
-            makes it again), or a worker process died.
+        ValueError: if a setting or a line is invalid, free space is too small, a part is damaged (the next
+            call makes it again), or a worker process died.
         ChildProcessError: if a task's process died.
     """
     execution = execution or Execution()
@@ -329,8 +329,8 @@ def dry_run(
     backend: str,
     by_tasks: bool = False,
 ) -> None:
-    """Prints an estimate of tokens, disk space and time, and writes nothing. Raises ValueError if a setting is
-    invalid or free space is too small. `by_tasks`: all parts are made before any is joined.
+    """Prints an estimate of tokens, disk space and time, and writes nothing. Raises ValueError if a setting
+    is invalid or free space is too small. `by_tasks`: all parts are made before any is joined.
     """
     _check_backend(backend)
     num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers

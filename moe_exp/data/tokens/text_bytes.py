@@ -1,8 +1,8 @@
 """Number of UTF-8 text bytes per token, which makes losses of different tokenizers comparable.
 
-A table has two numbers per token, so nothing is decoded, and text cut within a character is counted exactly. The
-numbers sum to the length of a document's text if the tokenizer is lossless (else see `TokenBytes.note`). Special
-tokens and the unknown token have no bytes.
+A table has two numbers per token, so nothing is decoded, and text cut within a character is counted exactly.
+The numbers sum to the length of a document's text if the tokenizer is lossless (else see `TokenBytes.note`).
+Special tokens and the unknown token have no bytes.
 """
 
 import re
@@ -87,8 +87,8 @@ class TokenBytes:
         return int(self.each(ids, is_first).sum())
 
     def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
-        """Bytes of each of the consecutive tokens [N]; `is_first` [N]: whether it is the first of its document.
-        Ids outside the vocabulary have no bytes.
+        """Bytes of each of the consecutive tokens [N]; `is_first` [N]: whether it is the first of its
+        document. Ids outside the vocabulary have no bytes.
         """
         known = ids < len(self.inside_V)
         ids = np.where(known, ids, 0)
@@ -117,7 +117,7 @@ class TokenBytes:
 
 
 def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int | None]:
-    """Ids of the byte tokens for the space symbol, if it has no piece of its own; and the unknown token's id."""
+    """Ids of the byte tokens for the space symbol (None: it has its own piece), and of the unknown token."""
     if tokenizer.kind == "bytes":
         return None, None
     if tokenizer.kind == "sentencepiece":

@@ -51,7 +51,7 @@ class TextTokenizer:
     bos_token: str | None = None  # token that the tokenizer's own post-processor adds before a text
 
     def special_tokens(self) -> dict[int, str]:
-        """Special tokens (except the unknown token) that texts must not produce, by id; {} with `allow_special`."""
+        """Special tokens except the unknown token that texts must not produce, by id."""
         if self.allow_special:
             return {}
         tokens = {}
@@ -91,7 +91,7 @@ class TextTokenizer:
             logger.warning(text, self.name, self.bos_token, "--prepend-bos, PREPEND_BOS=true")
 
     def recorded(self) -> dict[str, Any]:
-        """`facts` plus `ids`, a hash of everything that determines the ids of a text; for `same_tokenizer`."""
+        """`facts` plus `ids`, a hash of what determines the ids of a text; for `same_tokenizer`."""
         is_json = self.kind == "huggingface"
         found = _ids_hash(orjson.loads(self.content)) if is_json else xxhash.xxh3_64_hexdigest(self.content)
         return self.facts() | {"ids": found}
@@ -160,8 +160,8 @@ def load_tokenizer(
 def load_named_tokenizer(
     name: str, *, eod_token: str | None = None, allow_special: bool = False, prepend_bos: bool = False
 ) -> TextTokenizer:
-    """Loads a tokenizer named as in TOKENIZER: a tokenizer.json or its folder, a SentencePiece .model file, or
-    `bytes`. Raises the errors of `load_tokenizer`.
+    """Loads a tokenizer named as in TOKENIZER: a tokenizer.json or its folder, a SentencePiece .model file,
+    or `bytes`. Raises the errors of `load_tokenizer`.
     """
     if name == "bytes":
         return load_tokenizer("ByteLevelTokenizer", prepend_bos=prepend_bos)
@@ -180,14 +180,14 @@ def is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
 
 
 def tokenizer_vocab_size(path: str | Path) -> int:
-    """Highest token id + 1 (including added tokens) of a tokenizer.json or its folder; else raises ValueError."""
+    """Highest token id + 1 (including added tokens) of a tokenizer.json or its folder."""
     # Reading the JSON is faster than building the tokenizer, which processes all merges.
     return _vocab_size(_read_tokenizer_json(Path(path), "tokenizer"))
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: 16 as in older checkpoints, then 16 of
-    everything that determines the ids of a text. Raises the errors of `tokenizer_vocab_size`.
+    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: 16 as in older checkpoints, then 16
+    of everything that determines the ids of a text. Raises the errors of `tokenizer_vocab_size`.
     """
     content = _read_tokenizer_json(Path(path), "tokenizer")
     names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
@@ -201,8 +201,8 @@ def same_fingerprint(one: str, other: str) -> bool:
 
 def _ids_hash(content: Mapping[str, Any]) -> str:
     """Hash (16 hex digits) of everything that determines the ids of a text."""
-    # Excludes dropout and post-processor, which are removed before tokenizing, and differences in notation: null
-    # and false are the defaults.
+    # Excludes dropout and post-processor, which are removed before tokenizing, and differences in notation:
+    # null and false are the defaults.
     given = {name: value for name, value in content["model"].items() if name != "dropout"}
     model = {name: value for name, value in given.items() if value is not None and value is not False}
     if merges := model.get("merges"):  # pairs; in older files, strings with a space between

@@ -29,8 +29,8 @@ def train_bpe(
 
     Args:
         texts: training documents.
-        vocab_size: maximum size including special tokens and the 256 bytes (ValueError if too small for these);
-            a small corpus may yield fewer tokens.
+        vocab_size: maximum size including special tokens and the 256 bytes (ValueError if too small for
+            these); a small corpus may yield fewer tokens.
         special_tokens: special tokens; the first one ends a document.
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special_tokens)
@@ -66,8 +66,8 @@ def train_tokenizer(
 ) -> dict[str, Any]:
     """Trains a byte-level BPE on files, writes a folder for AutoTokenizer, and returns its manifest.
 
-    Documents are streamed; memory grows with the number of distinct words. An equal amount of text is read from
-    the start of every file, up to `max_bytes` in total.
+    Documents are streamed; memory grows with the number of distinct words. An equal amount of text is read
+    from the start of every file, up to `max_bytes` in total.
 
     Args:
         inputs: files of the kinds in `moe_exp.data.kinds`.
@@ -79,8 +79,8 @@ def train_tokenizer(
         rule: how text files are split into documents.
 
     Raises:
-        ValueError: if `vocab_size` is too small, special tokens are equal, the inputs have no text, or a line is
-            invalid.
+        ValueError: if `vocab_size` is too small, special tokens are equal, the inputs have no text, or a line
+            is invalid.
     """
     special_tokens = [token for token in (eos_token, bos_token, pad_token) if token]
     if len(set(special_tokens)) < len(special_tokens):

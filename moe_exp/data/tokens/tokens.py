@@ -2,8 +2,8 @@
 
 Layout of the .idx file (little-endian), as in `megatron.core.datasets.indexed_dataset`: magic, version, dtype
 code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and
-int64 document indices. The .bin file has the tokens. We write one sequence per document, in order. Other programs
-may write several, or in another order, which only `moe-exp data tokenize --merge` accepts (and rewrites).
+int64 document indices. The .bin file has the tokens. We write one sequence per document, in order; files in
+another order are only accepted by `moe-exp data tokenize --merge`, which rewrites them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BinIdxWriter:
         return self
 
     def add_document(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Appends a document and the end-of-document token; raises ValueError for an id outside the vocabulary."""
+        """Appends a document and the end-of-document token; raises ValueError for an invalid id."""
         document = np.append(np.asarray(ids, dtype=np.int64), self.eod_id)
         if document.min() < 0 or document.max() >= self.vocab_size:
             worst = document.max() if document.max() >= self.vocab_size else document.min()
@@ -107,8 +107,8 @@ def write_index(
 ) -> None:
     """Writes an .idx file for sequences of the given sizes in tokens.
 
-    `document_indices`: first sequence of each document, then the number of sequences. Default: each sequence is
-    a document.
+    `document_indices`: first sequence of each document, then the number of sequences. Default: each sequence
+    is a document.
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
     with path.open("wb") as file:
@@ -157,7 +157,7 @@ def read_index(prefix: str | Path) -> Index:
 
 
 def order_problem(prefix: str | Path) -> str | None:
-    """Error that names the first sequence of `prefix`.idx that does not directly follow its predecessor, or None."""
+    """Error that names the first sequence of `prefix`.idx that is out of order, or None."""
     dtype, sizes, pointers, _ = read_index(prefix)
     start = 0
     for expected in _pointers_in_order(sizes, dtype):
@@ -240,8 +240,8 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
     """Parses 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...' into (weight, prefix) pairs.
 
     Prefixes may end in .bin or .idx. As in Megatron, several prefixes without weights are weighted by their
-    number of tokens, so the files must exist. A word that parses as a number is a weight. If the whole text is
-    an existing prefix, it is used as such, because DATA_DIR may contain spaces.
+    number of tokens, so the files must exist. A word that parses as a number is a weight. If the whole text
+    is an existing prefix, it is used as such, because DATA_DIR may contain spaces.
 
     Raises:
         ValueError: if the text has none of these forms, or files to be weighted by size cannot be read.
@@ -286,7 +286,7 @@ def _number(word: str) -> float | None:
 
 
 class TokenFiles:
-    """`prefix`.bin and `prefix`.idx as arrays; raises ValueError if they are missing, damaged or do not match."""
+    """`prefix`.bin and `prefix`.idx as arrays; raises ValueError if they are missing or damaged."""
 
     def __init__(self, prefix: str | Path):
         if wrong := bin_idx_problem(prefix):
@@ -375,8 +375,8 @@ def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_tokenizer(prefixes: Iterable[str]) -> str:
-    """Error if the manifests of token files record different tokenizers or different document tokens; empty if
-    they agree or do not record them.
+    """Error if the manifests of token files record different tokenizers or different document tokens; empty
+    if they agree or do not record them.
     """
     known: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
