@@ -187,7 +187,7 @@ def test_missing_and_damaged_data(here, tmp_path):
 
 def test_data_smaller_than_a_sample(here, tmp_path):
     large, small = write_tokens(tmp_path / "large", 1000), write_tokens(tmp_path / "small", 64)
-    rule = r"has 256 tokens for {}, one sample needs SEQ_LEN \+ 1 = 257\. Fix: "
+    rule = r"has 256 tokens for {}, but one sample requires SEQ_LEN \+ 1 = 257\. Fix: "
     problems = check_files(here(train_data=small, valid_data=large))
     only_problem(problems, rf"TRAIN_DATA={small}: {rule.format('training')}")
     problems = check_files(here(train_data=large, valid_data=small))

@@ -1,4 +1,4 @@
-"""Tokenized parts of the inputs (tokens, document lengths and, last, counts), and the file that joins them."""
+"""Tokenized parts of the inputs (tokens, document lengths, and last counts), and the file that joins them."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_longer_samples_count_as_several(prefixes):
     assert torch.equal(long, torch.cat([samples.batch(32, 4), samples.batch(36, 4)]))
     assert [samples.origin(index).prefix for index in (31, 35)] == [prefixes["a"], prefixes["b"]]
     for first, count in ((33, 4), (32, 3), (28, 8)):
-        with pytest.raises(ValueError, match=r"are not those of whole samples of a stage\. Fix: read"):
+        with pytest.raises(ValueError, match=r"must be whole samples of one stage\. Fix: read"):
             samples.batch(first, count)
 
 
@@ -227,7 +227,7 @@ def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):
     found = list(data_problems(config(stages, train_data=prefixes["a"], vocab_size=60000)))
     assert [line.partition(":")[0] for line in found] == ["DATA_STAGES=gone", f"DATA_STAGES={short}"]
     assert "there is no such file" in found[0]
-    assert "has 40 tokens for training, one sample needs SEQ_LEN + 1 = 65" in found[1]
+    assert "has 40 tokens for training, but one sample requires SEQ_LEN + 1 = 65" in found[1]
     masked = {"train_data": prefixes["a"], "vocab_size": 60000, "document_mask": True, "seq_len": 32}
     assert list(data_problems(config(stages[2:], **masked))) == []
     inside = [stages[2] | {"from_samples": 20, "seq_len": 32}]
@@ -286,8 +286,8 @@ def test_a_past_stage_is_kept_and_a_future_one_may_change(prefixes, whole, setti
     stages[0]["train_data"] = prefixes["c"]
     refused = runs.run("past", **settings | {"DATA_STAGES": json.dumps(stages)})
     assert refused.code == 2
-    assert "stage 1 has begun before sample 40" in refused.text
-    assert "Fix: give back the old stage; later ones may change" in refused.text
+    assert "stage 1 began before sample 40" in refused.text
+    assert "Fix: restore the old stage" in refused.text
     stages = json.loads(settings["DATA_STAGES"])
     stages[1] = {"from_samples": 56, "train_data": prefixes["b"]}
     other = runs.succeed("past", **settings | {"DATA_STAGES": json.dumps(stages)})
