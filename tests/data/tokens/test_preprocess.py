@@ -336,7 +336,7 @@ def test_a_difference_in_the_corpus_names_the_document(folder, tmp_path):
     texts = probe_texts(tokenizer)
     odd = next(text for text in texts if not np.array_equal(fast([text])[0], slow([text])[0]))
     part = Part(write(tmp_path / "x.jsonl", jsonl(["a", odd])), 0, 10**6, 0)
-    with pytest.raises(ValueError, match=r"x\.jsonl:2: gigatoken encodes this document differently .* Fix: add --backend token"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: gigatoken encodes .* Fix: add --backend token"):
         PartEncoder(PartSettings(tokenizer), "gigatoken").encode(part, tmp_path, lambda num_bytes: None)
     assert not list(tmp_path.glob("part.*"))
 
