@@ -296,7 +296,7 @@ def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
     try:
         manifest = shuffle(source.files, output, name="text", valid_fraction=share, **options)
     except ValueError as error:
-        if "no document in the input" in str(error):
+        if "has no documents" in str(error):
             rule, fix = "contains no text", "give files with text"
         elif "for validation" in str(error):
             rule = "contains only one document, so none can be held out for validation"

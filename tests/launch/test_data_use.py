@@ -115,4 +115,4 @@ def test_a_shuffle_that_holds_out_one_document(valid_fraction, is_one, tmp_path,
     with caplog.at_level(logging.WARNING):
         made = shuffle([path], tmp_path / "out", name="x", num_shards=1, valid_fraction=valid_fraction)
     assert (made["valid"]["num_documents"] == 1) == is_one
-    assert ["x: 1 of 20 documents is for validation" in line for line in caplog.messages] == [True] * is_one
+    assert ["x: only 1 of 20 documents is held out" in line for line in caplog.messages] == [True] * is_one

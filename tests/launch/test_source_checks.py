@@ -60,7 +60,7 @@ def save(config: Config, folder: Path | None = None, *, placed: Config | None = 
         ({"optimizer": "sgd"}, "OPTIMIZER=sgd: "),
         ({"seed": 7}, "SEED=7: the checkpoint at iteration 10 of .* has SEED=1234"),
         ({"seq_len": 32}, "SEQ_LEN=32: "),
-        ({"train_data": "b"}, "TRAIN_DATA=.*/b: its files are not those of the checkpoint"),
+        ({"train_data": "b"}, "TRAIN_DATA=.*/b: its files differ from those of the checkpoint"),
         ({"train_data": "b", "allow_other_data": True}, None),
         ({"split": "9,1"}, "SPLIT="),
     ],
@@ -114,7 +114,7 @@ def test_a_stage_that_has_begun_keeps_its_place(sample, first, here):
     if first == 80:
         assert others == []
         return
-    assert "stage 1 has begun before sample 80" in others[0]
+    assert "stage 1 began before sample 80" in others[0]
     (later,) = source_problems(here(data_stages=[stages[0] | {"from_tokens": 16 * 50}]))
     assert "its first_sample is 50, that of the checkpoint 40" in later
 

@@ -165,7 +165,7 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
     assert refused.curve("iteration") == [1, 2, 3, 4, 5, 6]
     (line,) = [line for line in refused.stderr.splitlines() if line.startswith("moe-exp: TRAIN_DATA=")]
     files = (
-        rf"TRAIN_DATA=\S+tokens: its files are not those of the checkpoint at iteration 6 of {source}"
+        rf"TRAIN_DATA=\S+tokens: its files differ from those of the checkpoint at iteration 6 of {source}"
         r" \(fingerprint \w+ instead of \w+\)"
     )
     assert re.search(rf"{files}, .*\. Fix: .* or ALLOW_OTHER_DATA=true to continue ", line)

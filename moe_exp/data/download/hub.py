@@ -1,8 +1,8 @@
-"""A dataset's files from the hub: listed at one commit, fetched, compared, and named in a manifest.
+"""Downloads of dataset files from the Hugging Face Hub.
 
-huggingface_hub moves the bytes, resumes a file and repeats a request a few times; failures that last longer
-are waited out here. When all files are there, one pass compares each with the SHA-256 (or git's SHA-1 of
-small ones) that the hub lists.
+huggingface_hub transfers the files, resumes partial ones and retries a request a few times; this module waits
+out longer failures. A final pass compares each file with the SHA-256 (git's SHA-1 for small files) that the
+Hub lists.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import xxhash
 
 from moe_exp.data.download.sources import Source, check_inside, check_names, chosen_files, local_files
-from moe_exp.data.download.stores import LISTING, download_from_store, has_size
+from moe_exp.data.download.stores import LISTING, download_from_store, has_size, kept_listing
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import RUNNING, CorpusStage, check_free_disk, free_disk, read_json, run_stage
-from moe_exp.host.files import bytes_text, write_json
+from moe_exp.host.files import bytes_text
 from moe_exp.host.object_store import first_line, patiently
 from moe_exp.host.progress import print_summary, progress, progress_of
 
@@ -34,18 +34,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHUNK_BYTES = 2**22
-# what the library and this keep beside the files of the hub
+# Names that huggingface_hub and this module use in the download folder.
 RESERVED = frozenset({"manifest.json", RUNNING, LISTING, ".cache", ".huggingface"})
-# The library's HTTP package differs from version to version, and so do the types of its errors.
+# The HTTP package, and with it the error types, depends on the version of huggingface_hub.
 _HTTP_PACKAGES = frozenset({"httpx", "httpx2", "httpcore", "requests", "urllib3"})
 _UNREACHABLE = frozenset({"ConnectError", "NewConnectionError", "ConnectionRefusedError", "gaierror"})
 
-_Hashes = tuple[str, str]  # of a file: XXH3-128 and SHA-256
+_Hashes = tuple[str, str]  # XXH3-128 and SHA-256 of a file
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file as the hub lists it: `sha256` if it is kept outside of git, else `blob`, git's SHA-1."""
+    """A file listed by the Hub. `sha256` is set for files in large-file storage; `blob` is git's SHA-1."""
 
     name: str
     bytes: int
@@ -55,7 +55,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source at one commit, sorted by name; all have a place of their own in a folder."""
+    """The files of a source at one commit, sorted by name and checked with `check_names`."""
 
     commit: str
     files: tuple[HubFile, ...]
@@ -84,25 +84,25 @@ def download(
     max_failures: int = 6,
     bytes_per_second: float = 50e6,
 ) -> list[Path]:
-    """Fetches the data files of a source into `folder` and returns them, sorted; those of a path stay there.
+    """Downloads the data files of a source into `folder` and returns their sorted paths.
 
-    Repeat the call to resume it, at the same commit. If all files are present, no request is sent. The token
-    is huggingface_hub's (HF_TOKEN, or `hf auth login`), the server HF_ENDPOINT. For a source with a URL see
-    `download_from_store`.
+    Repeat the call to resume it at the same commit. If all files are present, no request is sent. The access
+    token (HF_TOKEN or `hf auth login`) and server (HF_ENDPOINT) are huggingface_hub's. Local files are not
+    copied. For a source with a URL see `download_from_store`.
 
     Args:
-        source: what; for the standard library, which needs no files, the result is empty.
-        folder: gets the files under their names in the repository, and manifest.json.
-        dry_run: print how much there is to do, write nothing, and return the paths that there would be.
-        start_over: fetch everything again, at the commit that the revision stands for now.
-        max_failures: failures in a row, without one more complete file, before it gives up.
-        bytes_per_second: of the network, for the estimate of `dry_run`.
+        source: source to download; the embedded standard library has no files to download.
+        folder: destination of the files, under their names in the repository, and of manifest.json.
+        dry_run: print the remaining work, write nothing and return the expected paths.
+        start_over: download everything again, at the commit that the revision now refers to.
+        max_failures: give up after this many consecutive failures without a newly completed file.
+        bytes_per_second: assumed network speed for the estimate of `dry_run`.
 
     Raises:
-        ValueError: a pattern matches nothing; no access; no such dataset or revision; too little disk; a file
-            that is not what the listing says; the folder was made from something else; files are missing and
-            HF_HUB_OFFLINE is set.
-        ConnectionError: the server keeps failing.
+        ValueError: if a pattern matches nothing, access is denied, the dataset or revision is missing, free
+            space is too small, a file differs from the listing, the folder has other settings, or files are
+            missing and HF_HUB_OFFLINE is set.
+        ConnectionError: if the server keeps failing.
     """
     if source.path is not None:
         return local_files(source)
@@ -118,28 +118,23 @@ def download(
     with run_stage(
         "download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True
     ) as stage:
-        # of the interrupted or finished download, as the revision may be another commit by now
-        if stage.manifest is not None:
-            listing = Listing.of_manifest(stage.manifest)
-        elif listed := read_json(stage.folder / LISTING):
-            listing = Listing.from_json(listed)
-        else:
-            try:
-                listing = _list_files(source, max_failures)
-                check_free_disk(stage.folder, _size(listing.files), f"the download of {source.name}")
-                write_json(stage.folder / LISTING, asdict(listing))
-            except Exception:
-                # nothing is lost, as nothing is fetched yet
-                shutil.rmtree(stage.folder)  # which refuses calls with other patterns
-                raise
+
+        def list_now() -> dict[str, Any]:
+            listing = _list_files(source, max_failures)
+            check_free_disk(stage.folder, _size(listing.files), f"the download of {source.name}")
+            return asdict(listing)
+
+        # A resumed download keeps its commit: the revision may refer to another one by now.
+        listing = kept_listing(stage, Listing.of_manifest, Listing.from_json, list_now)
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
         if stage.manifest is None:
             _finish(stage, source, listing, hub.fetch(listing.files))
         elif missing := hub.missing(listing.files):
-            what = "%s: %d files are missing or have another size: fetching them"
+            what = "%s: downloading %d files that are missing or differ in size"
             logger.warning(what, folder, len(missing))
             hub.fetch(missing)
-        shutil.rmtree(stage.output / ".cache", ignore_errors=True)  # the library keeps a file for each in it
+        # huggingface_hub writes a metadata file per download there.
+        shutil.rmtree(stage.output / ".cache", ignore_errors=True)
         (stage.output / LISTING).unlink(missing_ok=True)
     return [folder / file.name for file in listing.files]
 
@@ -159,7 +154,7 @@ def _size(files: Sequence[HubFile]) -> int:
     return sum(file.bytes for file in files)
 
 
-# What there is
+# Listing
 
 
 def _list_files(source: Source, max_failures: int) -> Listing:
@@ -167,20 +162,20 @@ def _list_files(source: Source, max_failures: int) -> Listing:
     from huggingface_hub.hf_api import RepoFile
 
     repository = source.repository or ""
-    _check_online(f"the files of {repository} are not known yet")
+    _check_online(f"the files of {repository} have not been listed yet")
     api = HfApi(endpoint=endpoint())
 
     def list_once() -> Listing:
-        # a branch is looked up once, so that all files are of one commit
+        # Resolve a branch once, so that all files come from the same commit.
         commit: str | None = source.revision
         if not re.fullmatch(r"[0-9a-f]{40}", source.revision):
             commit = api.dataset_info(repository, revision=source.revision, timeout=60).sha
         found = api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
         files = {file.path: file for file in found if isinstance(file, RepoFile)}
-        for name in files:  # also of those that are not wanted: an error may name them
+        for name in files:  # including files that are not selected: errors may print their names
             check_inside(name, endpoint())
         sizes = {name: file.size for name, file in files.items()}
-        # the choice is ours, as the library's patterns do not say when they match nothing
+        # not with the library's own patterns, which do not report that they match nothing
         names = chosen_files(sizes, source.patterns, f"{repository} at {source.revision}")
         chosen = [
             HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id)
@@ -198,11 +193,9 @@ def _plan(
     max_failures: int,
     bytes_per_second: float,
 ) -> list[Path]:
-    """Prints what is left to download, and returns the paths that there would be. `settings`: of a download
-    that it may continue.
-    """
+    """Prints the remaining download and returns the expected paths. `settings`: of a download to resume."""
     listing, place = None, folder
-    if settings is not None:  # a finished or an interrupted one knows its files
+    if settings is not None:  # a finished or interrupted download has stored its listing
         partial = folder.with_name(folder.name + ".partial")
         if (manifest := read_json(folder / "manifest.json")) and manifest["settings"] == settings:
             listing = Listing.of_manifest(manifest)
@@ -215,11 +208,11 @@ def _plan(
     listing = listing or _list_files(source, max_failures)
     left = [file for file in listing.files if not has_size(place / file.name, file.bytes)]
     left_bytes, free_bytes = _size(left), free_disk(folder)
-    room = f"{bytes_text(free_bytes)} at {folder}{', too little' if free_bytes < left_bytes else ''}"
+    room = f"{bytes_text(free_bytes)} at {folder}{' (not enough)' if free_bytes < left_bytes else ''}"
     num_files = len(listing.files)
     rows = {
         "dataset": f"{source.repository} at {listing.commit}",
-        "files": f"{num_files:,}, of which {num_files - len(left):,} are there",
+        "files": f"{num_files:,} ({num_files - len(left):,} present)",
         "bytes to fetch": f"{left_bytes:,} ({bytes_text(left_bytes)})",
         "free disk": room,
         "time": f"{left_bytes / bytes_per_second / 3600:.1f} hours at {bytes_text(bytes_per_second)}/s",
@@ -229,12 +222,12 @@ def _plan(
     return [folder / file.name for file in listing.files]
 
 
-# Fetching and checking
+# Transfer and verification
 
 
 @dataclass
 class _Fetcher:
-    """Brings the files of a listing into a folder, complete and checked."""
+    """Downloads the files of a listing into a folder and verifies them."""
 
     source: Source
     listing: Listing
@@ -246,8 +239,8 @@ class _Fetcher:
         return [file for file in files if not has_size(self.folder / file.name, file.bytes)]
 
     def fetch(self, files: Sequence[HubFile]) -> dict[str, _Hashes]:
-        """Gets the missing ones of `files`, compares all with the listing, and returns their hashes."""
-        # once more, as a proxy or a disk may have damaged what the hub has
+        """Downloads the missing files, compares all with the listing and returns their hashes."""
+        # Try twice: a proxy or the disk may have damaged a file that is intact on the Hub.
         for attempt in (1, 2):
             if missing := self.missing(files):
                 self._get(missing)
@@ -264,19 +257,19 @@ class _Fetcher:
             for name in wrong:
                 (self.folder / name).unlink()
             if attempt == 1:
-                what = "%s: %d files have another hash than listed, fetching them again"
+                what = "%s: hash mismatch in %d files; downloading them again"
                 logger.warning(what, wrong[0], len(wrong))
         listed = f"{endpoint()} lists for {self.source.repository} at {self.listing.commit}"
-        rule = f"its hash is not what {listed}, fetched twice"
-        raise input_error(wrong[0], rule, "try again later, or another HF_ENDPOINT")
+        rule = f"its hash differs from the one that {listed}, after two downloads"
+        raise input_error(wrong[0], rule, "try again later or set another HF_ENDPOINT")
 
     def _get(self, missing: list[HubFile]) -> None:
         num_files = f"{len(missing)} of {len(self.listing.files)} files"
         _check_online(f"{num_files} are missing in {self.folder}, such as {missing[0].name}")
-        # of a killed process: the library starts such a file anew
+        # Left by a terminated process: huggingface_hub restarts such a file from its first byte.
         for leftover in (self.folder / ".cache").rglob("*.incomplete"):
             leftover.unlink()
-        for file in missing:  # a file of another size would be taken for complete
+        for file in missing:  # huggingface_hub would accept a file of another size as complete
             (self.folder / file.name).unlink(missing_ok=True)
         total = _size(missing)
         check_free_disk(self.folder, total, f"the download of {self.source.name}")
@@ -284,7 +277,7 @@ class _Fetcher:
         def get() -> None:
             from huggingface_hub.utils.tqdm import disable_progress_bars
 
-            disable_progress_bars()  # of each file
+            disable_progress_bars()  # one bar per file
             with ThreadPoolExecutor(self.max_workers) as pool:
                 list(pool.map(self._get_file, self.missing(missing)))
 
@@ -297,15 +290,15 @@ class _Fetcher:
         place: dict[str, Any] = {"revision": self.listing.commit, "endpoint": endpoint()}
         place |= {"repo_type": "dataset", "local_dir": self.folder}
         path = Path(hf_hub_download(self.source.repository or "", file.name, **place))
-        # the library compares with what the server says now, not with our listing
+        # huggingface_hub compares with the server's present metadata, not with our listing.
         if (size := path.stat().st_size) != file.bytes:
             path.unlink()
-            rule = f"has {size:,} bytes, {endpoint()} lists {file.bytes:,} at {self.listing.commit}"
-            raise input_error(file.name, rule, "try again later, or another HF_ENDPOINT")
+            rule = f"has {size:,} bytes, but {endpoint()} lists {file.bytes:,} at {self.listing.commit}"
+            raise input_error(file.name, rule, "try again later or set another HF_ENDPOINT")
 
 
 def bytes_there(folder: Path, files: Sequence[HubFile]) -> int:
-    """Bytes of complete files, and of those that still grow in the library's folder."""
+    """Bytes downloaded so far: complete files plus partial ones in huggingface_hub's cache folder."""
     total = _size([file for file in files if has_size(folder / file.name, file.bytes)])
     for path in (folder / ".cache").rglob("*.incomplete"):
         with suppress(FileNotFoundError):
@@ -314,14 +307,14 @@ def bytes_there(folder: Path, files: Sequence[HubFile]) -> int:
 
 
 def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:
-    """Hashes of a file; None if they are not what the listing says."""
+    """Hashes of a file, or None if they differ from the listing."""
     content, whole = hashlib.sha256(), xxhash.xxh3_128()
     blob = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
     with (folder / file.name).open("rb") as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             content.update(chunk)
             whole.update(chunk)
-            # git's hash is compared where the hub knows no SHA-256
+            # The Hub lists no SHA-256 for small files, only git's hash.
             if file.sha256 is None:
                 blob.update(chunk)
     found, listed = (content, file.sha256) if file.sha256 else (blob, file.blob)
@@ -332,29 +325,29 @@ def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:
 
 
 def endpoint() -> str:
-    """Address of the hub; the library reads HF_ENDPOINT once, when it is imported."""
+    """URL of the Hub. huggingface_hub itself reads HF_ENDPOINT only once, at import."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def _check_online(why: str) -> None:
-    # by both variables of the library, which would say less
+    # huggingface_hub checks the same variables, but its error does not name the missing files.
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
-            fix = "unset it, or bring the whole folder with its manifest.json"
+            fix = "unset it, or copy the complete folder including manifest.json from another machine"
             raise input_error(f"{name}={os.environ[name]}", why, fix)
 
 
 def _asked(
     action: Callable[[], T], source: Source, max_failures: int, num_left: Callable[[], int] = lambda: 0
 ) -> T:
-    """Result of an action that asks the hub: waits out failures that may pass, others become one line."""
+    """Runs an action that sends requests to the Hub: retries temporary failures, raises one-line errors."""
 
     def limit_of(error: Exception) -> int | None:
         is_unreachable = _response(error) is None and _kinds(error) & _UNREACHABLE
-        return 2 if is_unreachable else None  # the library has tried for half a minute each time
+        return 2 if is_unreachable else None  # huggingface_hub has already tried for half a minute
 
     def wait_of(error: Exception) -> float:
-        # in seconds; a date is left to the usual waits
+        # Seconds only: if the header is a date, the usual waits apply.
         seconds = getattr(_response(error), "headers", {}).get("Retry-After", "")
         return min(float(seconds), 900.0) if seconds.isdigit() else 0.0
 
@@ -365,41 +358,41 @@ def _asked(
         kinds, response, name = _kinds(error), _response(error), source.repository
         status, page = response.status_code if response is not None else None, f"{endpoint()}/datasets/{name}"
         if "RevisionNotFoundError" in kinds:
-            what, rule = f"revision={source.revision}", f"{name} has none of that name"
-            raise input_error(what, rule, f"--revision main, or one of {page}") from error
+            what, rule = f"revision={source.revision}", f"not found in {name}"
+            raise input_error(what, rule, f"use --revision main or a revision listed on {page}") from error
         if "GatedRepoError" in kinds or status == 403:
-            fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
-            raise input_error(f"source={name}", "its owner gives access on request", fix) from error
-        # the hub answers the same for a private dataset and for none
+            fix = f"accept its license on {page} and set HF_TOKEN to a token of that account"
+            raise input_error(f"source={name}", "access requires its owner's permission", fix) from error
+        # The Hub's answer does not distinguish a private dataset from a missing one.
         if status in (401, 404):
-            rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
-            fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token"
-            raise input_error(f"source={name}", rule, f"{fix} that may read it") from error
+            rule = f"no such public dataset at {endpoint()}"
+            fix = "check the name (a local folder must exist); for a private dataset set HF_TOKEN to a token"
+            raise input_error(f"source={name}", rule, f"{fix} with read access") from error
         if passes(error):
-            fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
+            fix = "check the network and HF_ENDPOINT, then repeat the command: complete files are kept"
             rule = f"{endpoint()} keeps failing ({first_line(error)})"
             raise ConnectionError(f"{name}: {rule}. Fix: {fix}.") from error
         if status is not None:
-            rule = f"{endpoint()} answers {status} ({first_line(error)})"
+            rule = f"{endpoint()} returned status {status} ({first_line(error)})"
             raise input_error(f"source={name}", rule, "check HF_ENDPOINT") from error
         raise
 
 
 def passes(error: BaseException) -> bool:
-    """Whether trying again may help: the server is busy or broken, or the connection is."""
+    """Whether a retry may help, because the server is busy or the connection failed."""
     if (response := _response(error)) is not None:
         return response.status_code in (408, 429) or response.status_code >= 500
     for cause in _causes(error):
         of_network = isinstance(cause, (ConnectionError, TimeoutError))
         if isinstance(cause, OSError) and cause.errno is not None and not of_network:
-            return False  # of this machine: disk full, no permission
-    # hf_xet raises RuntimeError.
+            return False  # an error of this machine: disk full, no permission
+    # hf_xet, the Hub's transfer library, raises RuntimeError when a connection fails.
     package = type(error).__module__.partition(".")[0]
     return isinstance(error, (OSError, RuntimeError)) or package in _HTTP_PACKAGES
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    # the library wraps what the server said
+    # huggingface_hub wraps the HTTP library's error, which has the response.
     while error is not None:
         yield error
         error = error.__cause__
@@ -410,6 +403,6 @@ def _kinds(error: BaseException) -> set[str]:
 
 
 def _response(error: BaseException) -> Any:
-    """What the server answered, or None."""
+    """The server's response, or None."""
     responses = (getattr(cause, "response", None) for cause in _causes(error))
     return next((one for one in responses if one is not None), None)

@@ -1,1 +1,1 @@
-"""Token files to training samples; the only part of `data` with torch."""
+"""Training samples from token files; the only part of `data` that imports torch."""

@@ -1,4 +1,4 @@
-"""The windows of one token file, epoch after epoch, and the keyed shuffles of their order. No torch."""
+"""Sample windows of a token file over successive epochs, and keyed shuffles of their order. No torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _Word = TypeVar("_Word", int, npt.NDArray[Any])
 
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 _FEISTEL_ROUNDS = 6
-_BLOCKS, _BLOCK = 64, 2**16  # documents whose lengths stand for all
+_BLOCKS, _BLOCK = 64, 2**16  # number and size of document blocks that `attended_share` samples
 
 
 class CorpusPiece(NamedTuple):
-    """Tokens `begin` to `end - 1` of the file, all of one document."""
+    """Tokens [begin, end) of the file, all from one document."""
 
     document: int
     begin: int
@@ -32,40 +32,37 @@ class CorpusPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Epoch:
-    """An order of documents."""
+    """The order of documents in one epoch."""
 
     documents: Int64Array  # numbers in the file
-    ends: Int64Array  # running sums of what is counted of each document: tokens, or whole windows
-    key: int  # of the shuffle of windows
-    # For `PackedCorpus`, documents with a rest, by its length.
+    ends: Int64Array  # running sums over documents of tokens (`Corpus`) or full windows (`PackedCorpus`)
+    key: int  # of the window shuffle
+    # `PackedCorpus` only: documents with a remainder, sorted by its length
     by_length: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 class Corpus:
-    """The windows of one prefix, epoch after epoch. Memory: 8 bytes a document, 16 more per cached epoch.
-
-    The documents of an epoch are concatenated and cut into windows. Arguments and errors are those of
-    `SampleStream`; `key` is that of the shuffles.
+    """Windows of one prefix: in each epoch, its documents are concatenated and cut. Arguments and errors as
+    in `SampleStream`; `key` is the shuffle key. Memory: 8 bytes per document, 16 more per cached epoch.
     """
 
     def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
         self.prefix, self.seq_len, self.key, self.shuffle = prefix, seq_len, key, shuffle
-        files = TokenFiles(prefix)  # not kept: it has the bounds of sequences, too
+        files = TokenFiles(prefix)  # not stored: it also caches the sequence bounds
         self.dtype, self._bounds = files.dtype, files.document_bounds
         self._first, self._end = share_range(len(self._bounds) - 1, share)
         self._filler = self._filler_of(files)
         if (windows := self._count_windows()) < 1:
             num_tokens = int(self._bounds[self._end] - self._bounds[self._first])
-            part = f" in the documents from {share[0]:.4g} to {share[1]:.4g} of it"
-            part = part if share != (0.0, 1.0) else ""
-            rule = f"has {num_tokens} tokens{part}, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
+            part = f" in its share {share[0]:.4g} to {share[1]:.4g}" if share != (0.0, 1.0) else ""
+            rule = f"has {num_tokens} tokens{part}, but one sample requires SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
         self.num_windows = windows
         self._tokens = open_tokens(prefix, self.dtype)
         self._epochs: dict[int, Epoch] = {}
 
     def window(self, index: int) -> Int64Array:
-        """Token ids [seq_len + 1] of window `index`, counted over all epochs."""
+        """Token ids [seq_len + 1] of window `index`, numbered across all epochs."""
         tokens = np.full(self.seq_len + 1, self._filler, dtype=np.int64)
         filled = 0
         for _, begin, end in self._place(index):
@@ -73,21 +70,21 @@ class Corpus:
         return tokens
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """Numbers in the file of the documents that window `index` has tokens of."""
+        """Numbers in the file of the documents in window `index`."""
         return tuple(piece.document for piece in self._place(index))
 
     def _place(self, index: int) -> Iterable[CorpusPiece]:
         number, index = divmod(index, self.num_windows)
         epoch = self._epoch(number)
         if self.shuffle:
-            # windows are shuffled without a table of them
+            # without a table: a corpus may have billions of windows
             index = permuted(index, self.num_windows, epoch.key)
         return self._pieces(epoch, index)
 
     def _epoch(self, number: int) -> Epoch:
         number = number if self.shuffle else 0
         if number not in self._epochs:
-            # Two: a global batch may reach over the end of an epoch.
+            # Cache two epochs, because a global batch may span an epoch boundary.
             while len(self._epochs) >= 2:
                 del self._epochs[next(iter(self._epochs))]
             documents = np.arange(self._end - self._first, dtype=np.int64)
@@ -97,10 +94,10 @@ class Corpus:
             self._epochs[number] = self._order(self._first + documents, window_key)
         return self._epochs[number]
 
-    # Overridden where windows are made otherwise.
+    # The methods below are overridden by `PackedCorpus`.
 
     def _filler_of(self, files: TokenFiles) -> int:
-        return 0  # of places that no piece fills: here there are none
+        return 0  # unused: the pieces fill every window
 
     def _count_windows(self) -> int:
         return (int(self._bounds[self._end] - self._bounds[self._first]) - 1) // self.seq_len
@@ -109,24 +106,24 @@ class Corpus:
         return Epoch(documents, np.cumsum(self._bounds[documents + 1] - self._bounds[documents]), window_key)
 
     def _pieces(self, epoch: Epoch, window: int) -> Iterable[CorpusPiece]:
-        """Pieces of a window of an epoch, in order."""
+        """The pieces of a window, in order."""
         start = window * self.seq_len
         stop = start + self.seq_len + 1
         first, last = np.searchsorted(epoch.ends, [start, stop - 1], side="right")
         for place in range(int(first), int(last) + 1):
             document, end = int(epoch.documents[place]), int(epoch.ends[place])
             count = min(stop, end) - start
-            # `end - start` tokens of the document are still to come
+            # `end - start` tokens of the document remain.
             begin = int(self._bounds[document + 1]) - (end - start)
             yield CorpusPiece(document, begin, begin + count)
             start += count
 
 
-# Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions.
+# Keyed shuffles. numpy's Generator is not used because its streams may change between numpy versions.
 
 
 def hash_of(text: str) -> int:
-    """64 bits of a hash, a key for the shuffles."""
+    """64-bit hash of a text, used as a shuffle key."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -139,22 +136,22 @@ def _mix(x: _Word) -> _Word:
 
 
 def shuffled(size: int, key: int) -> Int64Array:
-    """Permutation of range(size): sorted by a keyed hash, which has no ties as it is a bijection."""
+    """Permutation of range(size), sorted by a keyed bijective hash (which has no ties)."""
     return np.argsort(_mix(_mix(np.arange(size, dtype=np.uint64)) ^ np.uint64(key)))
 
 
 def permuted(index: int, size: int, key: int) -> int:
-    """Image of `index` under a keyed permutation of range(size), without a table of all windows.
+    """Image of `index` under a keyed permutation of range(size), computed without a table.
 
-    A Feistel network over the next power of four, walked until it lands below `size` (Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains", cycle-walking): less than four steps on average.
+    A Feistel network over the next power of four, repeated until the result is below `size` (cycle-walking;
+    Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): fewer than four passes on average.
     """
     half_bits = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1
     while True:
         left, right = index >> half_bits, index & mask
         for turn in range(_FEISTEL_ROUNDS):
-            # whatever the round function, a Feistel round can be undone: the network permutes
+            # A Feistel round is invertible for any round function, so the network is a permutation.
             left, right = right, left ^ (_mix(_mix(key + turn) ^ right) & mask)
         index = left << half_bits | right
         if index < size:
@@ -163,16 +160,16 @@ def permuted(index: int, size: int, key: int) -> int:
 
 # DOCUMENT_PACKING=best_fit: samples of whole documents.
 #
-# A document that is longer than a sample is cut into full ones and a rest. Rests and shorter documents, the
-# longest first, each go into the sample with the least room that is enough (best-fit decreasing; Ding et al.
-# 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). Pieces of one length are
-# exchangeable, so that whole classes of them are placed at once: the plan takes no longer for a billion
-# documents than for a million, and is the same in every epoch, which only deals other documents to it.
+# A document longer than a sample is cut into full samples and a remainder. Remainders and shorter documents
+# are placed, longest first, into the fullest sample with enough room (best-fit decreasing; Ding et al. 2024,
+# "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). Pieces of equal length are
+# interchangeable, so they are placed as classes: planning takes no longer for a billion documents than for a
+# million, and every epoch uses the same plan with other documents.
 
 
 class Item(NamedTuple):
-    """Pieces of one length: `each` in every sample of a group, of all pieces of this length those from
-    `first` on in its first sample.
+    """Pieces of one length in a group: `each` per sample; `first` is the number of the first one among all
+    pieces of this length.
     """
 
     length: int
@@ -182,21 +179,21 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Samples that are filled with pieces of the same lengths."""
+    """Samples filled with pieces of the same lengths."""
 
     count: int
     items: tuple[Item, ...] = ()
 
     def split(self, count: int) -> tuple[Group, Group]:
-        """The first `count` samples, and the others."""
+        """Splits off the first `count` samples."""
         later = tuple(item._replace(first=item.first + count * item.each) for item in self.items)
         return Group(count, self.items), Group(self.count - count, later)
 
 
 def best_fit(counts: Int64Array, room: int) -> list[Group]:
-    """Which pieces share a sample of `room` tokens, by the number of pieces of each length, [room + 1]."""
+    """Packs pieces into samples of `room` tokens. `counts`: number of pieces of each length, [room + 1]."""
     by_room: dict[int, list[Group]] = {}
-    rooms: list[int] = []  # those that groups have, ascending
+    rooms: list[int] = []  # sorted keys of `by_room`
 
     def put(left: int, group: Group) -> None:
         if group.count and left not in by_room:
@@ -214,11 +211,11 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
             del by_room[left], rooms[at]
         return left, group
 
-    for length in range(room, 1, -1):  # a piece has two tokens: one to predict the next from
+    for length in range(room, 1, -1):  # pieces have at least two tokens: an input and its label
         first, end = 0, int(counts[length])
         while first < end:
             left, group = take(length)
-            # The fullest sample with enough room stays the fullest until no other piece of this length fits.
+            # The chosen sample stays the fullest one until no other piece of this length fits, so fill it.
             each = min(left // length, end - first)
             group = group or Group((end - first) // each)
             chosen, others = group.split(min(group.count, (end - first) // each))
@@ -230,11 +227,11 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
 
 
 class PackedCorpus(Corpus):
-    """Windows of whole documents, filled up with end-of-document tokens. Memory: as `Corpus`, and 16 bytes
-    more per document and cached epoch.
+    """Windows of whole documents, padded with end-of-document tokens. Memory: 16 bytes per document and
+    cached epoch more than `Corpus`.
 
-    Every token of a piece but its last is the input of one sample per epoch. Of a document that is cut, the
-    last token of a piece is the first of the next. Documents of one token are left out.
+    Every token of a piece except its last is an input once per epoch; a cut document repeats that token as
+    the first of its next piece. Documents of one token are omitted.
     """
 
     def _filler_of(self, files: TokenFiles) -> int:
@@ -244,7 +241,7 @@ class PackedCorpus(Corpus):
         lengths = np.diff(self._bounds[self._first : self._end + 1])
         counts = piece_counts(lengths, self.seq_len)
         self._num_full = int(counts[-1])
-        # full samples are not packed
+        # Full samples have no room for other pieces and are not packed.
         counts[-1] = 0
         self._groups = best_fit(counts, self.seq_len + 1)
         self._group_ends = list(accumulate(group.count for group in self._groups))
@@ -253,7 +250,7 @@ class PackedCorpus(Corpus):
 
     def _order(self, documents: Int64Array, window_key: int) -> Epoch:
         num_full, rest = _cut(self._bounds[documents + 1] - self._bounds[documents], self.seq_len)
-        # stable: of one length in the order of the epoch
+        # Stable: pieces of equal length stay in the order of the epoch.
         by_length = documents[np.argsort(rest, kind="stable")][int((rest == 0).sum()) :]
         return Epoch(documents, np.cumsum(num_full), window_key, by_length)
 
@@ -280,7 +277,7 @@ class PackedCorpus(Corpus):
 
 
 def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
-    """Pieces of each length in tokens, [seq_len + 2], of documents of these lengths."""
+    """Number of pieces of each length in tokens, [seq_len + 2], for documents of the given lengths."""
     num_full, rest = _cut(lengths, seq_len)
     counts = np.bincount(rest, minlength=seq_len + 2)
     counts[0], counts[-1] = 0, num_full.sum()
@@ -288,15 +285,15 @@ def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
 
 
 def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
-    """Full samples of each document, and the tokens of the piece that is left, 0 or 2 to seq_len."""
+    """Number of full samples of each document, and the length of its remainder (0 or 2 to seq_len)."""
     num_full, predicted = np.divmod(np.maximum(lengths - 1, 0), seq_len)
     return num_full, np.where(predicted > 0, predicted + 1, 0)
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Share of the documents that samples of `seq_len` tokens cut, 0 to 1. `concatenated`: when all are one
-    text, one of n tokens with a probability of (n - 1) / seq_len, as its place is random; `best_fit`: those
-    longer than a sample. `filler`: share of the tokens that fill samples up by best fit.
+    """Fractions of documents that samples of `seq_len` tokens cut: `concatenated` (a document of n tokens is
+    cut with probability (n - 1) / seq_len) and `best_fit` (documents longer than a sample); and `filler`, the
+    fraction of padding tokens with best fit.
     """
     counts = piece_counts(lengths, seq_len)
     num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))
@@ -310,14 +307,14 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
 
 
 def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate") -> float:
-    """Pairs of a query and a key in one document over all pairs in a sample, mean over samples, 0 to 1.
+    """Mean fraction of query-key pairs in a sample that are in the same document, 0 to 1.
 
-    Of samples that are cut from the documents in the order of the file. Shuffled ones have nearly the same,
-    and so has a part of very many documents.
+    Computed for samples cut in file order, from a subset of very large files; shuffled samples have nearly
+    the same value.
     """
     bounds = files.document_bounds
     firsts, block = np.array([0]), len(bounds) - 1
-    if block > _BLOCKS * _BLOCK:  # too many, as each costs 50 bytes: blocks evenly over the file
+    if block > _BLOCKS * _BLOCK:  # limits memory (50 bytes per document): evenly spaced blocks
         firsts, block = np.linspace(0, block - _BLOCK, _BLOCKS, dtype=np.int64), _BLOCK
     lengths = np.concatenate([np.diff(bounds[first : first + block + 1]) for first in firsts])
     if packing == "best_fit":

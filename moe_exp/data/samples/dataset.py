@@ -1,10 +1,10 @@
-"""Token files -> the endless sequence of training samples -> batches.
+"""Token files -> endless sequence of training samples -> batches.
 
-Megatron's GPTDataset shuffles over all samples of the run, so the data order depends on the number of
-training iterations, and extending a run changes it; `megatron_dataset.py` reproduces that order. Here sample
-i is a function of the files, the sequence length, the seed and i alone, without an index on disk.
+Megatron's GPTDataset shuffles all samples of the run, so extending a run changes the data order;
+`megatron_dataset.py` reproduces that order. Here sample i depends only on the files, the sequence length, the
+seed and i, without an index on disk.
 
-Shape suffixes: B samples, S = seq_len tokens that are read, S1 one more, for the last label.
+Shape suffixes: B samples, S = seq_len input tokens, S1 = S + 1 (with the last label).
 """
 
 import hashlib
@@ -29,9 +29,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 
 class DataStage(NamedTuple):
-    """A part of the training data: its number, from 0, tokens per sample, and whether samples end in filler
-    (`PackedCorpus`).
-    """
+    """A stage of DATA_STAGES: number (from 0), tokens per sample, and whether samples may end in padding."""
 
     number: int
     seq_len: int
@@ -39,27 +37,27 @@ class DataStage(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The prefix of a sample's files, and the numbers there, from 0, of the documents that it is from."""
+    """Prefix of a sample's token files, and the numbers (from 0) of its documents there."""
 
     prefix: str
     documents: tuple[int, ...]
 
 
 class Samples(Protocol):
-    """Samples of a run by number, in an order that does not change during the run."""
+    """Samples of a run by number, in an order that is fixed during the run."""
 
     def stage_at(self, index: int) -> DataStage:
-        """The stage of DATA_STAGES that sample number `index` belongs to."""
+        """Stage of sample `index`."""
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
+        """Samples [first, first + count): int64 token ids of shape [count, S1]."""
 
     def origin(self, index: int) -> Origin:
-        """Origin of sample number `index`."""
+        """Origin of sample `index`."""
 
 
 class _StagePart(NamedTuple):
-    """A stage of a `SampleStream`: of every file the corpus, and the windows that earlier stages took."""
+    """A stage of a `SampleStream`: each file's corpus, and its windows used by earlier stages."""
 
     first_sample: int
     seq_len: int
@@ -70,26 +68,26 @@ class _StagePart(NamedTuple):
 
 
 class SampleStream:
-    """The endless, shuffled sequence of training samples over one token file or a weighted blend of several.
+    """Endless shuffled sequence of training samples from one token file or a weighted blend of files.
 
-    Within one file and epoch the documents are shuffled, concatenated and cut into windows of `seq_len`
-    tokens (plus one, for the last label, that is also the first of the next window), and the windows are
-    shuffled. Every token is the input of exactly one sample per epoch, but for the remainder that is shorter
-    than a window. The files of a blend have epochs of their own, see `blend_position`.
+    In each epoch of a file, its documents are shuffled, concatenated and cut into windows of `seq_len` tokens
+    (plus one: the last label, which is also the first token of the next window), and the windows are
+    shuffled. Except for a remainder shorter than a window, every token is the input of exactly one sample per
+    epoch. Each file of a blend has its own epochs (see `blend_position`).
 
-    Samples are counted in tokens of the first stage, as everywhere: in a stage whose samples are F times as
-    long, one stands for F numbers, and these are always read together.
+    Sample numbers always count samples of the first stage's length: in a stage with F times longer samples,
+    one sample covers F numbers.
 
     Args:
-        blend: (weight, prefix of .bin/.idx) pairs as of `parse_blend`; weights are relative.
+        blend: (weight, prefix) pairs from `parse_blend`; weights are relative.
         seq_len: tokens per sample.
         seed: key of both shuffles.
-        shuffle: False keeps the order of the file, as for validation.
-        share: the part of each file's documents that is read, from 0 to 1 (`tokens.files.parse_split`).
-        packing: DOCUMENT_PACKING; with "best_fit" the windows are those of `PackedCorpus`.
+        shuffle: False keeps the file order, as for validation.
+        share: part of each file's documents to use (begin and end, 0 to 1; see `parse_split`).
+        packing: DOCUMENT_PACKING; "best_fit" uses `PackedCorpus`.
 
     Raises:
-        ValueError: a file is missing, damaged or smaller than one window.
+        ValueError: if a file is missing, damaged or smaller than one window.
     """
 
     def __init__(
@@ -106,15 +104,15 @@ class SampleStream:
         self._shuffle, self._share, self._key = shuffle, share, str(seed)
         self._kind = PackedCorpus if packing == "best_fit" else Corpus
         self._stages: list[_StagePart] = []
-        # Windows that each corpus gave in stages so far; one that comes twice in a blend is two.
+        # Windows used of each corpus in earlier stages; a file listed twice in a blend has two corpora.
         self._given: dict[tuple[str, int, int], tuple[Corpus, int]] = {}
         self._append(blend, seq_len, first_sample=0, key=self._key)
 
     def add_stage(self, blend: Sequence[tuple[float, str]], *, seq_len: int, first_sample: int) -> None:
-        """Lets the samples from `first_sample` on come from another blend; files continue where they are.
+        """Switches to another blend at `first_sample`; files continue at their current windows.
 
-        With another `seq_len`, a multiple of that of the first stage, a file begins a new epoch, without what
-        was left of the one before. `first_sample` is as far after the stage before as whole samples reach.
+        If `seq_len` changes (to a multiple of the first stage's), a file starts a new epoch and drops the
+        rest of the old one. `first_sample` must be a whole number of samples after the previous stage.
         """
         last = self._stages[-1]
         num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len
@@ -130,7 +128,7 @@ class SampleStream:
         weights = [0, *accumulate(integer_weights([weight for weight, _ in blend]))]
         names: list[tuple[str, int, int]] = []
         for position, (_, prefix) in enumerate(blend):
-            # a file that comes twice in a blend is read by two corpora, each with its own order
+            # A file listed twice in a blend gets two corpora, each with its own order.
             times = sum(name[0] == prefix for name in names)
             names.append(name := (prefix, seq_len, times))
             if name not in self._given:
@@ -145,7 +143,7 @@ class SampleStream:
         return DataStage(number, self._stages[number].seq_len, self._kind is PackedCorpus)
 
     def sample(self, index: int) -> Int64Array:
-        """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
+        """Sample `index` (from 0): int64 token ids of shape [S1]."""
         corpus, window = self._place(index)
         return corpus.window(window)
 
@@ -154,30 +152,30 @@ class SampleStream:
         return Origin(corpus.prefix, corpus.documents(window))
 
     def _place(self, index: int) -> tuple[Corpus, int]:
-        """The corpus of a sample, and the number of its window there."""
+        """Corpus of a sample, and the number of its window there."""
         stage = self._stages[self.stage_at(index).number]
         local = (index - stage.first_sample) * self.seq_len // stage.seq_len
         position, window = blend_position(local, stage.weights)
         return stage.corpora[position], stage.taken[position] + window
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """The samples that stand for `first` to `first + count - 1`: int64 token ids of shape [count/F, S1].
-        ValueError if these numbers are not those of whole samples of one stage.
+        """Samples that cover the numbers [first, first + count): int64 token ids of shape [count/F, S1].
+        Raises ValueError if these are not whole samples of one stage.
         """
         number, seq_len, _ = self.stage_at(first)
-        # a longer sample stands for several numbers
+        # A longer sample covers several numbers.
         factor = seq_len // self.seq_len
         inside = (first - self._stages[number].first_sample) % factor
         if inside or count % factor or self.stage_at(first + count - 1).number != number:
-            rule = f"samples {first} to {first + count - 1} are not those of whole samples of a stage"
-            raise ValueError(f"{rule}. Fix: read {factor} at a time.")
+            rule = f"samples {first} to {first + count - 1}: must be whole samples of one stage"
+            raise ValueError(f"{rule}. Fix: read multiples of {factor}.")
         return torch.from_numpy(np.stack([self.sample(n) for n in range(first, first + count, factor)]))
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
-    """16 hex digits that identify token files by sizes, document lengths, first and last bytes, not by paths.
+    """Fingerprint (16 hex digits) of token files: sizes, document lengths, first and last bytes, not paths.
 
-    Order matters, as it keys the shuffle. About half a second for 50 million documents.
+    Depends on the order of the files, as the shuffle does. Takes about 0.5 s for 50 million documents.
     """
     digest = hashlib.blake2b(digest_size=8)
     for prefix in prefixes:
@@ -191,10 +189,10 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
 
 
 def content_of(prefixes: Sequence[str]) -> str:
-    """16 hex digits of the tokens themselves: of all up to 64 MiB, else of blocks of 16 KiB evenly over all.
+    """Hash (16 hex digits) of the tokens: of all up to 64 MiB, else of evenly spaced blocks of 16 KiB.
 
-    A stretch of other tokens that is longer than a 4096th of all files is always noticed; what is shorter,
-    by `moe-exp data verify`, which reads everything. 64 MiB take a tenth of a second from a local disk.
+    Always detects a changed range longer than 1/4096 of all files; `moe-exp data verify` reads everything.
+    Takes about 0.1 s for 64 MiB on a local disk.
     """
     sizes = [bin_bytes(prefix) or 0 for prefix in prefixes]
     step = max(_BLOCK_BYTES, sum(sizes) // _NUM_BLOCKS)
@@ -207,23 +205,23 @@ def content_of(prefixes: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-# Which data set of a blend gives which sample
+# Assignment of samples to the data sets of a blend
 
 
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
-    """Which data set sample `index` of a blend comes from, and how many samples it gave before.
+    """Data set of sample `index` of a blend, and the number of earlier samples from it.
 
-    The data sets are split in halves again and again. Of the n samples that reach a node, round(n * p) go to
-    its left half, where p is the share of that half. This has a closed form, so random access needs no
-    history. Rounding adds at most 1/2 per level: after any number of samples, each of K data sets is within
-    ceil(log2 K) / 2 samples of its share. The weights are 0 and running sums of integers: it is exact.
+    The data sets form a binary tree. Of the n samples that reach a node, round(n * p) go to its left half,
+    where p is the weight share of that half; this closed form needs no history. Rounding adds at most 1/2 per
+    level, so each of K data sets is always within ceil(log2 K) / 2 samples of its share. Integer weights make
+    it exact.
     """
     low, high = 0, len(cumulative_weights) - 1
     while high - low > 1:
         middle = (low + high) // 2
         left = cumulative_weights[middle] - cumulative_weights[low]
         total = cumulative_weights[high] - cumulative_weights[low]
-        # round(n * p) in integers; the left half got this sample if its count grows with it
+        # round(n * p) in integers; the sample belongs to the left half if it increases that count
         before, after = ((2 * n * left + total) // (2 * total) for n in (index, index + 1))
         if after > before:
             high, index = middle, before
@@ -233,7 +231,7 @@ def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, 
 
 
 def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
-    """How many of the first `count` samples of a blend come from each data set, see `blend_position`."""
+    """Number of samples from each data set among the first `count` of a blend (see `blend_position`)."""
     if len(cumulative_weights) == 2:
         return [count]
     middle = (len(cumulative_weights) - 1) // 2
@@ -246,8 +244,8 @@ def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """The same ratios in whole numbers."""
-    # By way of the text, so that 0.3 is 3/10 and not the binary fraction next to it.
+    """Integer weights with the same ratios."""
+    # Through the decimal text, so that 0.3 becomes 3/10 and not the nearest binary fraction.
     fractions = [Fraction(str(float(weight))) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * denominator) for fraction in fractions]
@@ -259,13 +257,12 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
 def split_batch(
     tokens_BS1: torch.Tensor, positions_BS: torch.Tensor | None = None, masked_id: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Splits token ids [B, S1] into `tokens`, `labels` (the next tokens), `position_ids` (int64), `loss_mask`
-    (float32 ones and zeros), each [B, S], as Megatron's forward step takes them.
+    """Splits token ids [B, S1] into the inputs of Megatron's forward step, each [B, S]: `tokens`, `labels`
+    (the next tokens), `position_ids` (int64) and `loss_mask` (float32, 0 or 1).
 
     Args:
-        positions_BS: of the tokens in their documents, int64; None: in the samples.
-        masked_id: the token that ends a document, after which the next one is not predicted; None: every
-            token counts.
+        positions_BS: positions of the tokens in their documents, int64. Default: positions in the sample.
+        masked_id: end-of-document token, whose label does not count in the loss. Default: all labels count.
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
     if positions_BS is None:
@@ -280,8 +277,8 @@ def split_batch(
 
 
 def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
-    """Which inputs, bool [B, S], only fill a sample up (DOCUMENT_PACKING=best_fit): of the end-of-document
-    tokens that it ends with, all but the first, which ends its last document.
+    """Mask of padding inputs, bool [B, S] (DOCUMENT_PACKING=best_fit): all trailing end-of-document tokens of
+    a sample except the first, which ends its last document.
     """
     at_end_BS1 = (tokens_BS1 == eod_id).flip(1).cumprod(dim=1).flip(1).bool()
     return torch.nn.functional.pad(at_end_BS1[:, :-2], (1, 0))
@@ -290,9 +287,7 @@ def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
 def context_part(
     batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
 ) -> dict[str, torch.Tensor]:
-    """The part of a batch, each [B, S], that a context parallel rank has: tokens `first` to `end - 1` of each
-    of its `ranges`, together [B, S/C].
-    """
+    """Part of a batch [B, S] for a context-parallel rank: the tokens in its `ranges`, [B, S/C]."""
     if len(ranges) == 1:
         return dict(batch)
     return {
@@ -301,15 +296,15 @@ def context_part(
     }
 
 
-# Samples without some that are left out: what a run continues with after it has gone back to before a spike.
+# Skipped samples: after a rollback, a run continues without the samples around the loss spike.
 #
-# Training counts the samples that it consumes; schedule, batch ramp-up and checkpoints know only that number.
-# The stream counts its own. Consumed sample n is the n-th of the stream that is not skipped: the order of all
-# others stays, and none is lost or repeated. Ranges are [first, end) in numbers of the stream.
+# Schedule, batch ramp-up and checkpoints count consumed samples; the stream has its own numbers. Consumed
+# sample n is the n-th sample of the stream that is not skipped, so all others keep their order and none is
+# lost or repeated. Ranges are [first, end) in numbers of the stream.
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
-    """The same numbers as ranges that neither overlap nor touch, in order; empty ones are left out."""
+    """Sorted, disjoint, non-adjacent and non-empty ranges that cover the same numbers."""
     found: list[Range] = []
     for first, end in sorted((int(first), int(end)) for first, end in ranges):
         if found and first <= found[-1][1]:
@@ -320,7 +315,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
-    """Number in the stream of consumed sample `consumed`. `skipped`: as `merged` returns them."""
+    """Stream number of consumed sample `consumed`. `skipped`: as returned by `merged`."""
     for first, end in skipped:
         if consumed < first:
             break
@@ -329,11 +324,11 @@ def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
 
 
 def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
-    """Numbers in the stream of the consumed samples [first, end). `skipped`: as `merged` returns them."""
+    """Stream numbers of the consumed samples [first, end). `skipped`: as returned by `merged`."""
     found = []
     begin = stream_number(first, skipped)
     while first < end:
-        # As far as the next skip, or to the end.
+        # Up to the next skipped range, or to the end.
         limit = next((start for start, _ in skipped if start > begin), begin + end - first)
         count = min(end - first, limit - begin)
         found.append((begin, begin + count))
@@ -345,25 +340,25 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
 def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
-    """Ranges that are skipped after a checkpoint: its own (`saved`), and those of the run (`wanted`) from its
-    place in the stream on. What lies before was skipped or trained on, and only the checkpoint knows.
+    """Ranges to skip after resuming: the checkpoint's own (`saved`), plus those of the run (`wanted`) beyond
+    its position. For earlier samples, only the checkpoint records whether they were skipped or trained on.
     """
     past = merged(saved)
-    # The sample before is the last that was trained; skips that follow it at once are ahead.
+    # Directly after the last trained sample: ranges that start there are still ahead.
     place = stream_number(consumed - 1, past) + 1 if consumed else 0
     return merged([*past, *((max(int(first), place), int(end)) for first, end in wanted if end > place)])
 
 
 class SkippingSamples:
-    """`samples` without the ranges `skipped`: `Samples` by numbers of consumed samples.
+    """`samples` without the `skipped` ranges, numbered by consumed samples.
 
-    `length`: of a stream that ends, such as Megatron's order: as many of its first samples as were skipped
-    come again at its end; None: it has no end.
+    `length`: number of samples of a finite stream such as Megatron's order, which repeats its first samples
+    at the end to replace the skipped ones. None: endless stream.
     """
 
     def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):
         self.skipped = merged(skipped)
-        # Without skips a stream that has come to its end says so itself.
+        # Without skips, a finite stream itself raises an error at its end.
         self._samples, self._length = samples, length if self.skipped else None
 
     def stage_at(self, index: int) -> DataStage:

@@ -1,8 +1,7 @@
-"""The order of a run's samples: saved with checkpoints, and compared when training resumes.
+"""Sample order of a run, saved in checkpoints and compared when training resumes.
 
-A checkpoint knows how many samples were consumed. That number means something only in the order in which they
-were counted: in another one, training would see some samples twice and others not at all, and nothing in its
-loss would show it.
+A checkpoint stores the number of consumed samples. With another order, training would repeat some samples and
+miss others, and the loss would not show it.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from moe_exp.data.tokens.tokens import manifest_of, parse_blend, parse_split
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Everything that the order of the training samples depends on."""
+    """Everything that determines the order of the training samples."""
 
-    fingerprint: str  # `dataset.fingerprint_of` the token files; not their paths, so files may be moved
-    weights: list[str]  # of files in the blend, such as 7/10; empty if Megatron reads them without
-    share: list[float]  # of each file's documents that is read, begin and end from 0 to 1
+    fingerprint: str  # `dataset.fingerprint_of` the token files; independent of paths, so files may be moved
+    weights: list[str]  # blend weights such as 7/10; empty if Megatron reads the files without weights
+    share: list[float]  # part of each file's documents that is used, begin and end from 0 to 1
     seed: int
     seq_len: int
     data_order: str
-    num_samples: int | None  # of the whole run, which Megatron's order depends on; None: ours does not
+    num_samples: int | None  # of the whole run, only for Megatron's order
     tokenizer: str | None = None  # `tokenizer_fingerprint` of TOKENIZER
     content: str = ""  # `dataset.content_of` the tokens
-    manifest: str | None = None  # hashes of whole files by their manifests; None if one has none
+    manifest: str | None = None  # hash of the file hashes in the manifests; None if one is missing
     packing: str = "concatenate"
-    eod_id: int | None = None  # as of `DocumentTokens`; both follow from the files, and are not compared
+    eod_id: int | None = None  # see `DocumentTokens`; both follow from the files and are not compared
     bos_id: int | None = None
-    # The later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
-    # fingerprint and hash of its files together; and `from_tokens`, which is not compared.
+    # Later entries of DATA_STAGES: `first_sample`, `seq_len`, `weights`, `files` (hash of the files'
+    # fingerprint and content) and `from_tokens` (not compared).
     stages: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -60,8 +59,8 @@ class SampleOrder:
         stage_prints: Sequence[str] = (),
         documents: DocumentTokens | None = None,
     ) -> SampleOrder:
-        """The order that `config` asks for, over files of this fingerprint and content; `stage_prints`: both
-        of every later stage, hashed together; `documents`: of the files.
+        """Order for `config` and files with this fingerprint and content. `stage_prints`: hash of both for
+        each later stage. `documents`: document tokens of the files.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -90,12 +89,12 @@ class SampleOrder:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Plain values for a checkpoint: numbers, texts and lists."""
+        """Plain values for a checkpoint."""
         return asdict(self)
 
 
 def order_of_files(config: Config) -> SampleOrder | None:
-    """The order of training with `config`, by its token files; None if the embedded corpus is not there."""
+    """Sample order for `config` and its token files; None if the embedded corpus does not exist yet."""
     blend = config.train_data
     if not blend:
         if not (embedded_folder(Path(config.data_dir)) / "manifest.json").is_file():
@@ -103,7 +102,7 @@ def order_of_files(config: Config) -> SampleOrder | None:
         blend = ensure_embedded_corpus(Path(config.data_dir)).train_prefix
     blends = [blend, *(stage.train_data or blend for stage in config.stages[1:])]
     prefixes = [[prefix for _, prefix in parse_blend(one)] for one in blends]
-    # lengths of documents and tokens: the order depends on the former, the text on the latter
+    # The order depends on the document lengths (fingerprint), the text on the tokens (content).
     first, *later = [(fingerprint_of(ones), content_of(ones)) for ones in prefixes]
     together = [hashlib.blake2b(" ".join(prints).encode(), digest_size=8).hexdigest() for prints in later]
     documents = documents_of(config.train_data) if config.train_data else None
@@ -111,36 +110,36 @@ def order_of_files(config: Config) -> SampleOrder | None:
 
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether two `SampleOrder.facts` agree in all that both have: an older version wrote fewer."""
+    """Whether two `SampleOrder.facts` agree in all facts that both have; older versions wrote fewer."""
     return not _differing(facts, saved)
 
 
 def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
-    saved = {"packing": "concatenate", **saved}  # the only one before it was a setting
+    saved = {"packing": "concatenate", **saved}  # older checkpoints: the only packing before the setting
     differing = {name for name, value in facts.items() if name in saved and saved[name] != value}
-    differing -= {"stages", "eod_id", "bos_id"}  # stages: those to come may change, see `order_changes`
+    differing -= {"stages", "eod_id", "bos_id"}  # future stages may change, see `order_changes`
     if same_fingerprint(facts.get("tokenizer") or "none", saved.get("tokenizer") or ""):
         differing.discard("tokenizer")
-    # not known on one side is no difference
+    # A manifest unknown on one side is not a difference.
     return differing - {"manifest"} if None in (facts.get("manifest"), saved.get("manifest")) else differing
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting by which the samples, or their order, are not those of the checkpoint."""
+    """A setting that makes the samples or their order differ from the checkpoint's."""
 
     name: str
     value: object
     rule: str
     fix: str
-    consequence: str = "samples would be repeated or left out"
+    consequence: str = "samples would be repeated or missed"
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}: {self.rule}"
 
     @property
     def problem(self) -> str:
-        """Why training does not continue with it, in one line."""
+        """One-line error that explains why training cannot resume."""
         fix = f"{self.fix}, or ALLOW_OTHER_DATA=true to continue with other data"
         return problem(self.name, self.value, f"{self.rule}, so {self.consequence}", fix)
 
@@ -148,10 +147,10 @@ class Change:
 def order_changes(
     config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str, next_sample: int
 ) -> list[Change]:
-    """How `order`, that of `config`, differs from that of a checkpoint; empty: training resumes in it.
+    """Differences between `order` (of `config`) and the checkpoint's; empty if training can resume.
 
-    A fact that `saved` (`SampleOrder.facts` of the checkpoint) lacks is not compared. Stages may differ from
-    `next_sample` on, the first that the checkpoint has not seen.
+    Facts missing in `saved` (`SampleOrder.facts` of the checkpoint) are not compared. Stages may differ from
+    `next_sample` on, the first sample after the checkpoint.
     """
     differing = _differing(order.facts(), saved)
     changes: list[Change] = []
@@ -163,27 +162,27 @@ def order_changes(
         return f"({fact} {getattr(order, fact)} instead of {saved[fact]})"
 
     if "fingerprint" in differing:
-        fix = "give back the old files, in their old order"
+        fix = "restore the old files in their old order"
         if not config.train_data:
-            fix = "start with the versions of Python, torch and moe_exp that made the embedded corpus"
-        add("TRAIN_DATA", f"its files are not those of {checkpoint} {both('fingerprint')}", fix)
+            fix = "use the versions of Python, PyTorch and moe_exp that created the embedded corpus"
+        add("TRAIN_DATA", f"its files differ from those of {checkpoint} {both('fingerprint')}", fix)
     elif "content" in differing:
-        rule = f"its files hold other tokens than those of {checkpoint}, with the same lengths of documents"
-        fix = "give back the old files"
+        rule = f"its files have other tokens than those of {checkpoint}, with the same document lengths"
+        fix = "restore the old files"
         add("TRAIN_DATA", f"{rule} {both('content')}", fix, consequence="the loss would jump")
     elif "manifest" in differing:
-        rule = f"its files hold other tokens than those of {checkpoint} by their manifests {both('manifest')}"
-        fix = "give back the old files; moe-exp data verify checks whether files are what their manifest says"
-        same = "though a sample of them is the same"
-        add("TRAIN_DATA", f"{rule}, {same}", fix, consequence="the order of samples means others")
-    elif "weights" in differing:  # weights by size follow the files
-        ours, theirs = (_shown(one) or "one after the other" for one in (order.weights, saved["weights"]))
-        rule = f"blends its files as {ours}, {checkpoint} as {theirs}"
-        add("TRAIN_DATA", rule, "give back the old weights")
+        rule = f"its manifests list other tokens than those of {checkpoint} {both('manifest')}"
+        fix = "restore the old files (moe-exp data verify compares files with their manifest)"
+        same = "although the sampled tokens are equal"
+        add("TRAIN_DATA", f"{rule}, {same}", fix, consequence="some samples have other text")
+    elif "weights" in differing:  # not if the files differ: weights may follow from their sizes
+        ours, theirs = (_shown(one) or "sequential" for one in (order.weights, saved["weights"]))
+        rule = f"the blend weights are {ours}, in {checkpoint} {theirs}"
+        add("TRAIN_DATA", rule, "restore the old weights")
     if "share" in differing:
         ours, theirs = (f"{share[0]:.4g} to {share[1]:.4g}" for share in (order.share, saved["share"]))
-        rule = f"trains on the documents from {ours} of each file, {checkpoint} on those from {theirs}"
-        add("SPLIT", rule, "give back the old SPLIT")
+        rule = f"the training part of each file is {ours}, in {checkpoint} {theirs}"
+        add("SPLIT", rule, "restore the old SPLIT")
     settings = {name: name.upper() for name in ("seed", "seq_len", "data_order")}
     for fact, name in (settings | {"packing": "DOCUMENT_PACKING"}).items():
         if fact in differing:
@@ -191,14 +190,13 @@ def order_changes(
             add(name, f"{checkpoint} has {before}", f"set {before}")
     if order.tokenizer and saved.get("tokenizer") and "tokenizer" in differing:
         prints = f"(fingerprint {order.tokenizer} instead of {saved['tokenizer']})"
-        rule, fix = f"is not the tokenizer of {checkpoint} {prints}", "give back the old tokenizer"
-        add("TOKENIZER", rule, fix, consequence="ids would stand for other text")
+        rule, fix = f"is not the tokenizer of {checkpoint} {prints}", "restore the old tokenizer"
+        add("TOKENIZER", rule, fix, consequence="token ids would have another meaning")
     if rule := _other_stage(order.stages, saved.get("stages", []), checkpoint, next_sample):
-        add("DATA_STAGES", rule, "give back the old stage; later ones may change")
+        add("DATA_STAGES", rule, "restore the old stage; only later stages may change")
     if "num_samples" in differing and "data_order" not in differing:
-        rule = f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise"
-        rule += f" than the {saved['num_samples']} of {checkpoint}"
-        rule += ", a limit that a run with DATA_ORDER=stream does not have"
+        rule = f"with DATA_ORDER=megatron the order depends on TRAIN_ITERS * GBSZ = {order.num_samples}"
+        rule += f", which was {saved['num_samples']} in {checkpoint} (DATA_ORDER=stream has no such limit)"
         add("TRAIN_ITERS", rule, f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again")
     return changes
 
@@ -206,20 +204,19 @@ def order_changes(
 def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[Range, ...]]:
-    """`config` whose stages in tokens begin with a batch, a line for each that this moves, and the ranges
-    that the stream leaves out, as a run continues from a checkpoint with these facts of `Progress` (empty:
-    from iteration 0).
+    """Returns `config` with its stages (set in tokens) moved to batch boundaries, a message per moved stage,
+    and the skipped ranges of the stream. `progress`: facts of the checkpoint (empty: from iteration 0).
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
-    # One that begins with the very next sample keeps its place too.
+    # + 1: a stage that begins with the very next sample also keeps its position.
     next_sample = stream_number(consumed, merged(past))
     begun = begun_stages((progress.get("sample_order") or {}).get("stages", ()), next_sample + 1)
     return *config.with_stage_begins(consumed, skipped, begun), skipped
 
 
 def begun_stages(stages: Sequence[Mapping[str, Any]], next_sample: int) -> list[dict[str, Any]]:
-    """Entries of `SampleOrder.stages` that have begun before a sample."""
+    """Entries of `SampleOrder.stages` that begin before `next_sample`."""
     return [dict(stage) for stage in stages if stage["first_sample"] < next_sample]
 
 
@@ -229,18 +226,18 @@ def _other_stage(
     checkpoint: str,
     next_sample: int,
 ) -> str:
-    """How the first stage that has begun differs from that of a checkpoint; empty if none does."""
+    """First difference between the stages begun here and in a checkpoint; empty if they agree."""
     past, past_of_saved = (begun_stages(one, next_sample) for one in (stages, stages_of_saved))
     for number, (ours, theirs) in enumerate(zip_longest(past, past_of_saved), 1):
-        # only what has begun is compared: later stages may be changed
-        rule = f"stage {number} has begun before sample {next_sample}, where {checkpoint} is, and"
+        # Only stages that have begun are compared: later ones may change.
+        rule = f"stage {number} began before sample {next_sample}, the position of {checkpoint}, and"
         if ours is None or theirs is None:
-            what, stage = ("it", theirs) if ours is None else ("no such stage", ours)
-            return f"{rule} {checkpoint} has {what} at sample {stage['first_sample']}"
+            what, stage = ("has it", theirs) if ours is None else ("lacks it", ours)
+            return f"{rule} {checkpoint} {what} at sample {stage['first_sample']}"
         for name in ours:
             if name != "from_tokens" and ours[name] != theirs.get(name):
                 mine, other = _shown(ours[name]), _shown(theirs.get(name))
-                return f"{rule} its {name} is {mine}, that of the checkpoint {other}"
+                return f"{rule} its {name} is {mine}, in the checkpoint {other}"
     return ""
 
 
@@ -249,7 +246,7 @@ def _shown(value: Any) -> str:
 
 
 def _manifest(train_data: str) -> str | None:
-    """16 hex digits of the hashes in all manifests, which unlike `content_of` are of whole files."""
+    """Hash (16 hex digits) of the file hashes in all manifests, which cover whole files."""
     digest = hashlib.blake2b(digest_size=8)
     for _, prefix in parse_blend(train_data) if train_data else []:
         listed = manifest_of(prefix).get("outputs")
@@ -257,18 +254,18 @@ def _manifest(train_data: str) -> str | None:
         hashes = {Path(str(one.get("name"))).name: one.get("hash") for one in entries}
         for suffix in (".bin", ".idx"):
             found = hashes.get(Path(prefix).name + suffix)
-            if found is None or "-" in str(found):  # of blocks: the same files may have a whole one elsewhere
+            if found is None or "-" in str(found):  # block hashes: not comparable with a hash of the file
                 return None
             digest.update(f"{found}\n".encode())
     return digest.hexdigest() if train_data else None
 
 
 def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:
-    """Weights divided by their sum, so that 7 and 3 are the same as 0.7 and 0.3."""
+    """Weights divided by their sum, so that 7 and 3 equal 0.7 and 0.3."""
     if not train_data:
         return ["1"]
     blend = parse_blend(train_data)
-    # prefixes without weights, which Megatron reads one after the other
+    # Megatron reads prefixes without weights sequentially.
     if is_megatrons and len(train_data.split()) == len(blend):
         return []
     fractions = [Fraction(str(weight)) for weight, _ in blend]

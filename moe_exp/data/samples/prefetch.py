@@ -1,9 +1,8 @@
-"""Processes that read the next micro-batches of a rank while it computes, with the same numbers.
+"""Worker processes that read a rank's next micro-batches while it computes.
 
-The processes are torch's DataLoader workers, forked: they share the order of the samples with the rank, start
-in milliseconds and import nothing, where `spawn` and `forkserver` would import the training loop with all of
-Megatron once per process. A forked process may not use CUDA, gloo or NCCL, of which it has the memory but not
-the threads; the workers read files and copy integers, no more.
+They are forked DataLoader workers, which share the sample order with the rank and start in milliseconds;
+`spawn` and `forkserver` would import the training loop and Megatron in each. Forked processes must not use
+CUDA, gloo or NCCL (they have the memory but not the threads), but these only read files and copy integers.
 """
 
 import atexit
@@ -24,14 +23,13 @@ from moe_exp.config import PREFETCHED_MICROBATCHES
 from moe_exp.data.samples.dataset import DataStage, Origin, Samples
 from moe_exp.host.processes import end_with_parent, signals_blocked
 
-_PLACED = 64  # samples, of the files of a blend
+_PLACED = 64  # samples located before the fork, enough to touch the files of a usual blend
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
-    """First sample of micro-batch `index` of a data parallel rank in the iteration after `consumed_samples`.
+    """First sample of micro-batch `index` of a data-parallel rank in the iteration after `consumed_samples`.
 
-    A micro-batch is MBSZ samples in a row, so an iteration has the same set of micro-batches at any number of
-    ranks.
+    Micro-batches are consecutive samples, so an iteration has the same micro-batches for any number of ranks.
     """
     return consumed_samples + (index * dp_size + dp_rank) * mbsz
 
@@ -43,10 +41,10 @@ def microbatch_starts(
     dp_rank: int,
     dp_size: int,
 ) -> Iterator[tuple[int, int]]:
-    """First sample and number of samples of all micro-batches of a data parallel rank, without end.
+    """Yields first sample and number of samples of a data-parallel rank's micro-batches, endlessly.
 
-    `schedule`: micro-batches per rank, samples of one, samples of all, of the iteration that begins after
-    this number of samples.
+    `schedule`: maps consumed samples to the next iteration's micro-batches per rank, their size, and the
+    global batch size.
     """
     while True:
         num_microbatches, mbsz, batch_size = schedule(consumed_samples)
@@ -57,14 +55,13 @@ def microbatch_starts(
 
 
 class ReadAhead:
-    """`Samples` of which the next batches are read in advance, by a guess which call comes next: a wrong one
-    costs a restart of the processes, not a wrong sample.
+    """`Samples` that prefetches the expected next batches. An unexpected call restarts the workers; it never
+    returns wrong samples.
 
     Args:
-        starts: given the first sample of a batch, first sample and number of samples of this batch and of
-            those that follow it.
-        num_workers: processes, at least 1; started at the first batch.
-        pin_memory: copy batches to page-locked memory, for copies to a GPU that wait for nothing.
+        starts: maps the first sample of a batch to (first sample, number of samples) of it and later ones.
+        num_workers: number of processes (at least 1), started at the first batch.
+        pin_memory: copy batches to page-locked memory for asynchronous copies to the GPU.
     """
 
     def __init__(
@@ -88,35 +85,35 @@ class ReadAhead:
         return self._samples.origin(index)
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """As `Samples.batch`; RuntimeError if a worker has died."""
+        """See `Samples.batch`; raises RuntimeError if a worker has died."""
         if self._batches is None or (first, count) != self._next:
-            # not where the schedule has a batch: read in the rank itself
+            # Read batches outside the schedule in the rank itself.
             if next(self._starts(first)) != (first, count):
                 return self._samples.batch(first, count)
             self._start(first)
         try:
             tokens = next(self._batches)
         except (RuntimeError, OSError, EOFError) as error:
-            # A batch is fetched from the memory of its worker, by a connection that a dead one cannot answer.
+            # Batches are fetched from the worker's memory over a connection, which breaks when it dies.
             is_cut_off = isinstance(error, OSError | EOFError) and not str(error).startswith("Caught")
-            if not is_cut_off and not str(error).startswith("DataLoader worker"):  # it comes from the samples
+            if not is_cut_off and not str(error).startswith("DataLoader worker"):  # raised by the samples
                 raise
-            rule = f"a process that reads ahead has died ({error}), killed or out of memory or of /dev/shm"
-            fix = "see the kernel's log, or set NUM_WORKERS=0 to read in the rank itself"
+            rule = f"a worker died ({error}): it was killed, or memory or /dev/shm is full"
+            fix = "check the kernel log, or set NUM_WORKERS=0 to read in the rank itself"
             raise RuntimeError(f"NUM_WORKERS={self._num_workers}: {rule}. Fix: {fix}.") from error
         self._next = next(self._expected)
         return tokens
 
     def _start(self, first: int) -> None:
         self.close()
-        # The orders of documents of this epoch, made before the fork, so that the processes share them.
-        with suppress(ValueError):  # Megatron's order ends with the run
+        # Compute this epoch's document orders before the fork, so that the workers share them.
+        with suppress(ValueError):  # Megatron's order is finite
             for index in range(first, first + _PLACED):
                 self._samples.origin(index)
         self._expected = self._starts(first)
         next(self._expected)
         loader: DataLoader[torch.Tensor] = DataLoader(
-            # A data set with a sampler needs no more than __getitem__.
+            # With a sampler, the DataLoader only calls __getitem__.
             _Batches(self._samples),  # type: ignore[arg-type]
             sampler=self._starts(first),
             batch_size=None,
@@ -127,23 +124,23 @@ class ReadAhead:
             worker_init_fn=partial(_end_with_rank, os.getpid()),
         )
         before = signal.getsignal(signal.SIGCHLD)
-        # Ctrl-C reaches every process of the terminal, and a scheduler signals every process of a job; a rank
-        # that finishes its step and saves a checkpoint still needs its workers.
+        # Ctrl-C and schedulers signal every process, but a rank that finishes its iteration and saves a
+        # checkpoint still needs its workers.
         with warnings.catch_warnings(), signals_blocked():
-            # Python 3.12 on; see the top of the file for why a fork is safe here.
+            # Python 3.12 and later warn; the module docstring explains why a fork is safe here.
             warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
             self._batches = iter(loader)
-            # torch's handler raises wherever the rank is when a worker dies, in the middle of a checkpoint
-            # for instance. Without it the next batch does.
+            # When a worker dies, PyTorch's handler raises an error immediately, even in the middle of a
+            # checkpoint. Without the handler, the next batch raises it.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGCHLD, before)
-        # Otherwise multiprocessing sends SIGTERM at exit, which the processes block, and joins them forever.
+        # Otherwise multiprocessing sends SIGTERM at exit, which the workers block, and waits forever.
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Ends the processes; a later batch starts new ones."""
-        # Not left to the end of the iterator, which an error may refer to: a process that is forked later
-        # would collect it, and wait for ever if a worker was killed while it held the lock.
+        """Terminates the workers; a later batch starts new ones."""
+        # Not left to garbage collection: an error may keep the iterator alive until a later fork collects it
+        # and waits forever for the lock of a killed worker.
         if self._batches is not None:
             self._batches._shutdown_workers()
         self._batches = None
@@ -152,8 +149,8 @@ class ReadAhead:
 
 
 def _end_with_rank(rank_pid: int, worker: int) -> None:
-    # By itself a worker looks every five seconds whether its parent is another than at its start, and stays
-    # if the rank ended before that.
+    # PyTorch's worker only checks every five seconds whether its parent has changed since it started, and so
+    # misses a rank that ended earlier.
     end_with_parent(signal.SIGKILL)
     if os.getppid() != rank_pid:
         os._exit(1)
@@ -161,7 +158,7 @@ def _end_with_rank(rank_pid: int, worker: int) -> None:
 
 @dataclass
 class _Batches:
-    """Dataset of a worker, by first sample and number of samples."""
+    """Dataset of the workers, indexed by (first sample, number of samples)."""
 
     samples: Samples
 

@@ -1,7 +1,7 @@
-"""Reading, checks and counts of `documents.read_documents`, in large blocks at a fraction of its CPU.
+"""Block-wise reader with the checks and counts of `documents.read_documents` at a fraction of its CPU time.
 
-A file is read into one buffer that is used again, so that its pages stay in cache and no line is copied. For
-each line its end is found, it is parsed and hashed twice; everything else is done for a block at a time.
+All blocks are read into one reused buffer, so that its pages stay in cache and no line is copied. Each line
+is only searched, parsed and hashed twice; everything else is vectorized over a block.
 """
 
 import os
@@ -21,23 +21,23 @@ from moe_exp.data.documents import Tally, lines_before, skip_or_raise, text_of
 from moe_exp.data.kinds import BOM, DAMAGE, FILES, BadDocument, TextRule, damaged, is_stream, read_chunks
 
 DIGEST_BYTES = 16
-# Of memory per line of a block while it is worked on, besides the line: two digests, places as Python's and
-# numpy's numbers, a slice.
+# Memory per line of a block, besides the line itself: two digests, offsets as Python and numpy integers, a
+# slice.
 LINE_BYTES = 512
 _MOST_LINES = 2**14
-# Of XXH3-128, as big-endian words.
+# XXH3-128 digests as big-endian words
 _DIGEST_WORDS = np.dtype(">u4")
 _BUFFERS_PER_CALL = 1024  # IOV_MAX of Linux and macOS
-# Linux gives a larger write larger pages, and a virtual machine has those back from its host only at five
-# times the CPU of the copy.
+# For larger writes Linux allocates larger pages. A virtual machine gets those from its host at five times the
+# CPU cost of the copy.
 _BYTES_PER_CALL = 2**20
 _SEARCH_BYTES = 2**16
 _LF, _CR = 10, 13
 
 
 class LineBlocks:
-    """Reads files in blocks of whole lines, all into `buffer`: a block is valid until the next is asked for.
-    The buffer grows for a line that does not fit, up to `longest_bytes`.
+    """Reads files in blocks of whole lines into `buffer`; each block is overwritten by the next. The buffer
+    grows up to `longest_bytes` for lines that do not fit.
     """
 
     def __init__(
@@ -47,22 +47,23 @@ class LineBlocks:
         self._allocate(min(block_bytes, longest_bytes))
 
     def _allocate(self, block_bytes: int) -> None:
-        self.buffer = bytearray(block_bytes + 1)  # one more for the LF that the last line may lack
+        self.buffer = bytearray(block_bytes + 1)  # one extra byte: the last line may lack its LF
         self.view = memoryview(self.buffer)
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yields (begin, end) of the lines in `buffer`, the last one with its LF too, without BOM.
+        """Yields (begin, end) of each block's lines in `buffer`, including the last LF, without BOM.
 
-        From byte `start` of a file that is no stream, where a line begins, to byte `end`, where one ends.
+        Args:
+            start, end: byte range to read, at line boundaries; only for files that are not streams.
 
         Raises:
-            ValueError: a line is longer than `longest_bytes`.
-            One of `documents.DAMAGE`: a compressed file is damaged or ends early.
+            ValueError: if a line is longer than `longest_bytes`.
+            One of `kinds.DAMAGE`: if a compressed file is damaged or truncated.
         """
         kept, at_start, left = 0, start == 0, sys.maxsize if end is None else end - start
         with _open(path, start, self.text_field, self.rule) as readinto:
             while True:
-                # behind what is kept of the last block; a stream may give less than it is asked for
+                # Fill the buffer after the last block's partial line; a stream may return less than free.
                 free, num_bytes = self.view[kept:-1][:left], 0
                 while num_bytes < len(free) and (count := readinto(free[num_bytes:])):
                     num_bytes += count
@@ -76,14 +77,14 @@ class LineBlocks:
                     at_start = False
                     self.view[: filled - lines_end] = self.view[lines_end:filled].tobytes()
                 kept = filled - lines_end
-                if kept == len(self.buffer) - 1:  # no line ends in it
+                if kept == len(self.buffer) - 1:  # the buffer is full without a line end
                     if kept >= self.longest_bytes:
-                        rule = f"a line is longer than the {kept} bytes that are there for lines"
-                        raise ValueError(f"{path}: {rule}. Fix: give more memory, or take the line out.")
+                        rule = f"a line exceeds the buffer of {kept} bytes"
+                        raise ValueError(f"{path}: {rule}. Fix: set more memory, or remove the line.")
                     full = self.view
                     self._allocate(min(2 * kept, self.longest_bytes))
                     self.view[:kept] = full[:-1]
-                    del full, free  # of the old buffer
+                    del full, free  # they keep the old buffer in memory
         if kept:
             self.buffer[kept] = _LF
             yield self._after_bom(at_start), kept + 1
@@ -94,7 +95,7 @@ class LineBlocks:
 
 @contextmanager
 def _open(path: Path, start: int, text_field: str, rule: TextRule) -> Iterator[Callable[[memoryview], int]]:
-    """A function that reads into memory, as `io.RawIOBase.readinto` does."""
+    """Yields a function like `io.RawIOBase.readinto`."""
     if not is_stream(path):
         with path.open("rb", buffering=0) as file:
             file.seek(start)
@@ -118,24 +119,26 @@ def _open(path: Path, start: int, text_field: str, rule: TextRule) -> Iterator[C
 
 @dataclass
 class Documents:
-    begins: NDArray[np.int64]  # of their lines in the buffer, without BOM
-    ends: NDArray[np.int64]  # with the LF, without CR
+    """The documents of a block."""
+
+    begins: NDArray[np.int64]  # offsets of their lines in the buffer, after a BOM
+    ends: NDArray[np.int64]  # after the LF; a CR is removed
     text_digests: bytes  # XXH3-128
     line_digests: bytes  # of lines without LF
-    text_bytes: NDArray[np.int64]  # in UTF-8
-    num_bytes: int  # of the block in the decompressed file, with all that is no document
+    text_bytes: NDArray[np.int64]  # UTF-8
+    num_bytes: int  # size of the block in the decompressed file, including invalid lines
     num_lines: int
-    start: int = 0  # of the buffer in the decompressed file
+    start: int = 0  # offset of the buffer in the decompressed file
 
     def tally(self, chosen: NDArray[np.bool_] | slice = slice(None)) -> Tally:
-        """Counts of the texts, or of some of them."""
+        """Counts of all or of the chosen documents."""
         digests = np.frombuffer(self.text_digests, dtype=f"V{DIGEST_BYTES}")[chosen]
         return Tally(len(digests), int(self.text_bytes[chosen].sum()), sum_digests(digests.tobytes()))
 
 
 class DocumentBlocks:
-    """Reads the documents of files block by block; what is skipped is counted in `tally`. Of `most_lines` at
-    a time each takes `LINE_BYTES`, however short it is.
+    """Reads documents block by block and counts skipped lines in `tally`. `most_lines` limits the memory of
+    blocks with many short lines.
     """
 
     def __init__(
@@ -151,13 +154,15 @@ class DocumentBlocks:
         self.text_field, self.skip_bad = text_field, skip_bad
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[Documents]:
-        """Yields the documents of each block of `LineBlocks.read`, in parts if it has over `most_lines`.
-        BadDocument at a line that is none, or if a compressed file is damaged.
+        """Yields the documents of each block of `LineBlocks.read`, in parts of up to `most_lines` lines.
+
+        Raises:
+            BadDocument: if a line is invalid, or a compressed file is damaged.
         """
         num_lines = 0
         try:
             for begin, lines_end in self.lines.read(path, start=start, end=end):
-                position = 0  # what is before `begin` counts as read
+                position = 0  # not `begin`: a BOM before it counts as read
                 while position < lines_end:
                     documents = self._parse(path, max(begin, position), lines_end, num_lines)
                     documents.start = start
@@ -169,13 +174,13 @@ class DocumentBlocks:
             raise damaged(path, num_lines + 1, error) from error
 
     def _parse(self, path: Path, begin: int, end: int, num_lines: int) -> Documents:
-        """The loop over lines: everything in it counts, so names are local."""
+        """Parses lines of the buffer. This is the hot loop, so all names are local."""
         buffer, view, text_field = self.lines.buffer, self.lines.view, self.text_field
         find, loads, digest = buffer.find, orjson.loads, xxhash.xxh3_128_digest
         begins, ends, text_bytes = list[int](), list[int](), list[int]()
         text_digests, line_digests = list[bytes](), list[bytes]()
-        # loops over bytes would cost more than parsing: what can be asked of the whole block is asked once
-        has_cr = find(b"\r", begin, end) >= 0  # in JSON only between tokens: there are none in most blocks
+        # Search the whole block once: most have no CR, and a check per line would cost more than parsing.
+        has_cr = find(b"\r", begin, end) >= 0
         position, number, last_number = begin, num_lines, num_lines + self.most_lines
         while position < end and number < last_number:
             line_end = find(b"\n", position)
@@ -190,7 +195,7 @@ class DocumentBlocks:
             except (ValueError, TypeError, KeyError, AttributeError):
                 text = b""
             if not text:
-                try:  # the slow way, which says what is wrong
+                try:  # the slow parser, whose error names the reason
                     text = text_of(bytes(line), self.text_field).encode()
                 except ValueError as error:
                     skip_or_raise(path, number, str(error), self.tally, skip_bad=self.skip_bad)
@@ -208,13 +213,13 @@ class DocumentBlocks:
 
 
 def sum_digests(digests: bytes) -> int:
-    """Sum of XXH3-128 digests modulo 2**128, as `documents.Tally` has it."""
+    """Sum of XXH3-128 digests modulo 2**128, as in `documents.Tally`."""
     words = np.frombuffer(digests, dtype=_DIGEST_WORDS).reshape(-1, 4).sum(axis=0, dtype=np.uint64).tolist()
     return sum(word << shift for word, shift in zip(words, (96, 64, 32, 0), strict=True)) % 2**128
 
 
 def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], path: Path) -> int:
-    """Writes buffers to the open file `path`, without putting them together, and returns their bytes."""
+    """Writes buffers to the open file `path` without joining them, and returns the number of bytes."""
     total_bytes = sum(map(len, buffers))
     step = min(_BUFFERS_PER_CALL, 1 + _BYTES_PER_CALL * len(buffers) // max(1, total_bytes))
     try:
@@ -222,7 +227,7 @@ def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], 
             some = buffers[first : first + step]
             num_bytes = sum(map(len, some))
             written = os.writev(descriptor, some)
-            if written < num_bytes:  # an almost full disk, or more than 2 GB at once
+            if written < num_bytes:  # the disk is almost full, or Linux's limit of 2 GB per call
                 rest = memoryview(b"".join(some))
                 while written < num_bytes:
                     written += os.write(descriptor, rest[written:])
@@ -236,7 +241,7 @@ def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], 
 
 @dataclass(frozen=True)
 class Slice:
-    """Lines that start at `start` or later and before `end` (None: all of a stream, see kinds.py)."""
+    """The lines of a file that start in the bytes [start, end); `end` is None for a whole stream."""
 
     path: Path
     start: int
@@ -244,24 +249,21 @@ class Slice:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file, compressed or not."""
+        """Size in the (possibly compressed) file."""
         return self.path.stat().st_size if self.end is None else self.end - self.start
 
     def bounds(self) -> tuple[int, int | None]:
-        """Where its first line starts, and where its last one ends (None: with the file)."""
+        """Byte offsets of the start of its first line and the end of its last one (None: end of file)."""
         if self.end is None:
             return 0, None
         return _line_start(self.path, self.start), _line_start(self.path, self.end)
 
 
 def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
-    """The slices of each task, in the order of the inputs.
-
-    Plain JSONL is cut at any byte, compressed files and tables are not cut, so some tasks may have none.
-    """
+    """Slices of each task, in input order. Only plain JSONL is cut, so some tasks may have no slices."""
     sizes = [path.stat().st_size for path in paths]
     bounds = [task * sum(sizes) // num_tasks for task in range(num_tasks + 1)]
-    # a cut may lie inside a line, which belongs to the task where it begins (`_line_start`)
+    # A cut may be inside a line, which belongs to the task where it starts (`_line_start`).
     slices: list[list[Slice]] = [[] for _ in range(num_tasks)]
     first = 0
     for path, size in zip(paths, sizes, strict=True):
@@ -278,22 +280,22 @@ def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
 
 
 def read_slice(one: Slice, reader: DocumentBlocks) -> Iterator[Documents]:
-    """Yields the documents of each block, as `DocumentBlocks.read`."""
+    """Yields the documents of each block; errors have line numbers of the whole file."""
     start, end = one.bounds()
     try:
         yield from reader.read(one.path, start=start, end=end)
     except BadDocument as error:
-        # counted only now, as it takes another pass over the file
+        # Counted only for an error, because it reads the file again.
         number = error.line_number + lines_before(one.path, start)
         raise BadDocument(one.path, number, error.reason) from error
 
 
 def _line_start(path: Path, place: int) -> int:
-    """Where the first line starts that does so at `place` or later, in bytes."""
+    """Byte offset of the first line that starts at `place` or later."""
     if not place:
         return 0
     with path.open("rb", buffering=0) as file:
-        # from the byte before: if that is an LF, the line starts right here
+        # Search from the preceding byte: if it is an LF, a line starts at `place` itself.
         position = file.seek(place - 1)
         while chunk := file.read(_SEARCH_BYTES):
             if (found := chunk.find(b"\n")) >= 0:

@@ -1,7 +1,7 @@
-"""Merge: the shards of a folder, without its validation file, one after the other into one JSONL file.
+"""Merges the shards of a folder, except its validation file, into one JSONL file.
 
-Shards that `shuffle` has made are copied and have to be what their manifest says. Documents of other folders
-are checked one by one, and written without BOM and CR, each with an LF.
+Shards written by `shuffle` are copied and must match their manifest. Documents of other folders are checked
+individually and written without BOM and CR, each with an LF.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 2**20
 _LONGEST_BYTES = 2**30
-_BYTES_PER_SECOND = {True: 500e6, False: 250e6}  # whether a manifest vouches for the shards
+_BYTES_PER_SECOND = {True: 500e6, False: 250e6}  # with and without a manifest of the shards
 
 
 def merge(
@@ -33,20 +33,20 @@ def merge(
 ) -> dict[str, Any]:
     """Writes `OUTPUT.jsonl` and `OUTPUT.manifest.json`, and returns the manifest.
 
-    An interrupted call continues with the shard it was at when it is made again.
+    Repeat an interrupted call to resume it at the current shard.
 
     Args:
-        input_dir: folder of files with documents; they are merged in the order of their names.
-        output: path of the file, with or without .jsonl; not in `input_dir`.
-        valid_file_name: the file in `input_dir` to leave out, with or without its suffix.
-        text_field, skip_bad: where there is no manifest: name of the field with the text, and whether to skip
-            and count lines that are no documents.
+        input_dir: folder of document files, which are merged in the order of their names.
+        output: path of the merged file, with or without .jsonl; must be outside `input_dir`.
+        valid_file_name: file in `input_dir` to exclude, with or without its suffix.
+        text_field, skip_bad: only used without a manifest: name of the field with the text, and whether to
+            skip and count invalid lines.
         start_over: see `run_stage`.
 
     Raises:
-        ValueError: a file is missing, is not in the manifest or not what it says; there is too little disk;
-            see `run_stage`.
-        BadDocument: a line is no document, or a compressed file is damaged.
+        ValueError: if a file is missing or does not match the manifest, free space is too small, or as
+            described in `run_stage`.
+        BadDocument: if a line is invalid, or a compressed file is damaged.
     """
     output = output.with_name(without_ending(output.name))
     shards, manifest = find_shards(input_dir, output, valid_file_name, text_field)
@@ -75,41 +75,43 @@ def estimate_merge(
 def find_shards(
     input_dir: Path, output: Path, valid_file_name: str, text_field: str
 ) -> tuple[list[Path], dict[str, Any] | None]:
-    """The files to merge, in order, and the manifest of the shuffle that made them, or None."""
+    """Files to merge, in order, and the manifest of their shuffle (None: not written by a shuffle)."""
     if not input_dir.is_dir():
-        raise ValueError(f"input_dir={input_dir}: there is no such folder. Fix: the folder with the shards.")
+        raise ValueError(f"input_dir={input_dir}: folder not found. Fix: set the folder with the shards.")
     if input_dir.resolve() == output.parent.resolve():
-        rule = "is in the folder that is merged"
-        raise ValueError(f"output={output}: {rule}. Fix: a path outside {input_dir}.")
+        rule = "must not be in the folder to merge"
+        raise ValueError(f"output={output}: {rule}. Fix: set a path outside {input_dir}.")
     files = files_in(input_dir, what="input_dir", text_field=text_field, with_validation=True)
     valid_name = without_ending(Path(valid_file_name).name)
     shards = [path for path in files if without_ending(path.name) != valid_name]
     if len(shards) == len(files):
         similar = [path.name for path in files if ".val" in path.name] or ["the name of the validation file"]
-        rule = f"there is no such file in {input_dir}"
-        raise ValueError(f"valid_file_name={valid_file_name}: {rule}. Fix: give {similar[0]}.")
+        rule = f"not found in {input_dir}"
+        raise ValueError(f"valid_file_name={valid_file_name}: {rule}. Fix: set {similar[0]}.")
     if not shards:
-        rule = "there is only the validation file"
-        raise ValueError(f"input_dir={input_dir}: {rule}. Fix: a folder with shards.")
+        rule = "has only the validation file"
+        raise ValueError(f"input_dir={input_dir}: {rule}. Fix: set a folder with shards.")
     path = input_dir / "manifest.json"
     manifest: dict[str, Any] = read_json(path, fix="shuffle again, or remove it") if path.exists() else {}
     if manifest.get("stage") != "shuffle":
         return shards, None
     if manifest["valid_file"] != f"{valid_name}.jsonl":
-        rule = f"the validation file is {manifest['valid_file']}, its documents would be in the merged file"
-        raise ValueError(f"valid_file_name={valid_name}: {rule}. Fix: give that.")
+        rule = f"the validation file is {manifest['valid_file']}, which must not be merged"
+        raise ValueError(f"valid_file_name={valid_name}: {rule}. Fix: set {manifest['valid_file']}.")
     listed = {one["name"] for one in manifest["outputs"]}
     found = {str(file.relative_to(input_dir)) for file in files}
-    # a file more or less than the shuffle made
+    # A missing file would lose documents; an extra one was never checked by the shuffle.
     for name in sorted(listed ^ found):
-        rule = "is missing, and is" if name in listed else "is there, and is not"
+        rule = (
+            "is listed in manifest.json but missing" if name in listed else "is not listed in manifest.json"
+        )
         fix = "shuffle again, or move the file" if name in found else "shuffle again"
-        raise ValueError(f"{input_dir / name}: {rule} in manifest.json. Fix: {fix}.")
+        raise ValueError(f"{input_dir / name}: {rule}. Fix: {fix}.")
     return shards, manifest
 
 
 class Merging:
-    """A merge that is running in the folder of its stage."""
+    """A merge in progress, with its state in the folder of its stage."""
 
     def __init__(self, stage: CorpusStage, shards: list[Path], manifest: dict[str, Any] | None):
         self.stage, self.shards, self.manifest = stage, shards, manifest
@@ -117,18 +119,18 @@ class Merging:
         self.state_path = stage.folder / "state.json"
         nothing: dict[str, Any] = {"parts": [], "read": Tally().to_json()}
         state = read_json(self.state_path, fix=MAKE_AGAIN) if self.state_path.exists() else nothing
-        # One for each shard that is written: its bytes, hash and documents.
+        # bytes, hash and number of documents of each completed shard
         self.parts: list[dict[str, Any]] = state["parts"]
         self.read = Tally.from_json(state["read"])
         num_bytes = sum(part["bytes"] for part in self.parts)
         with self.path.open("ab") as file:
-            # after a power cut, or when the file had its place already and the manifest was not written
+            # Shorter after a power failure, or if the file was published but the manifest was not.
             if file.tell() < num_bytes:
                 self.parts, self.read, num_bytes = [], Tally(), 0
-            file.truncate(num_bytes)  # what was written of a shard when the step was interrupted
+            file.truncate(num_bytes)  # drops the partial shard of an interrupted call
 
     def run(self) -> dict[str, Any]:
-        """Everything that is left to do; returns the manifest."""
+        """Merges the remaining shards and returns the manifest."""
         done = total_bytes(self.shards[: len(self.parts)])
         num_bytes = total_bytes(self.shards)
         with progress("merge", num_bytes, done=done) as advance, self.path.open("ab", 0) as file:
@@ -138,8 +140,8 @@ class Merging:
                 advance(shard.stat().st_size)
         counts = [part["num_documents"] for part in self.parts]
         if not sum(counts):
-            rule = "there is no document in the shards"
-            raise ValueError(f"input_dir={self.shards[0].parent}: {rule}. Fix: another folder.")
+            rule = "the shards have no documents"
+            raise ValueError(f"input_dir={self.shards[0].parent}: {rule}. Fix: set another folder.")
         whole_hash = self._check_written()
         facts = {
             "read": self.manifest["train"] if self.manifest else self.read.to_json(),
@@ -149,7 +151,7 @@ class Merging:
         return self.stage.finish_files([self.path], hashes={self.path: whole_hash}, **facts)
 
     def _write(self, shard: Path, descriptor: int) -> dict[str, Any]:
-        """Writes a shard; returns its bytes, hash and documents, which are those of the manifest."""
+        """Writes a shard, compares it with the manifest and returns its bytes, hash and document count."""
         digest, num_bytes, num_documents = xxhash.xxh3_128(), 0, 0
         for slices, count in self._blocks(shard):
             for one in slices:
@@ -160,14 +162,15 @@ class Merging:
             listed = next(one for one in self.manifest["outputs"] if one["name"] == shard.name)
             expected = listed["hash"], self.manifest["num_documents"][shard.name]
             if (digest.hexdigest(), num_documents) != expected:
-                fix = "shuffle again, or remove manifest.json to merge what is there, document by document"
-                rule = "is not what manifest.json says, it was changed since"
+                fix = "shuffle again, or remove manifest.json to check and merge the present documents"
+                rule = "was changed: it does not match manifest.json"
                 raise ValueError(f"{shard}: {rule}. Fix: {fix}.")
         return {"bytes": num_bytes, "hash": digest.hexdigest(), "num_documents": num_documents}
 
     def _blocks(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
-        """What is written of each block of a shard, and the number of its documents."""
-        if self.manifest:  # as it is: its hash is compared with the manifest's at the end
+        """Yields the bytes to write of each block of a shard, and its number of documents."""
+        # A plain copy: `_write` compares the hash with the manifest, so parsing would add nothing.
+        if self.manifest:
             buffer = bytearray(_BLOCK_BYTES)
             view = memoryview(buffer)
             with shard.open("rb", buffering=0) as file:
@@ -182,7 +185,7 @@ class Merging:
             yield [lines.view[begin:end] for begin, end in places], len(documents.ends)
 
     def _check_written(self) -> str:
-        """Hash of the file, which is read back: each part has to be what was written."""
+        """Reads the merged file back, compares each shard's hash and returns the hash of the whole file."""
         buffer, whole = memoryview(bytearray(_BLOCK_BYTES)), xxhash.xxh3_128()
         num_bytes = self.path.stat().st_size
         with progress("merge, check", num_bytes) as advance, self.path.open("rb", buffering=0) as file:
@@ -194,9 +197,9 @@ class Merging:
                     left -= num_bytes
                     advance(num_bytes)
                 if digest.hexdigest() != part["hash"]:
-                    rule = f"what was written of {shard.name} is not what was read back"
-                    fix = "the disk, or another program, has changed it. Fix: give --start-over"
-                    raise ValueError(f"{self.path}: {rule}: {fix}.")
+                    rule = f"the bytes read back differ from those written for {shard.name}"
+                    cause = "the disk or another program has changed them"
+                    raise ValueError(f"{self.path}: {rule}; {cause}. Fix: add --start-over.")
         return whole.hexdigest()
 
 

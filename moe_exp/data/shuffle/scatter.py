@@ -1,15 +1,13 @@
-"""First passes of a shuffle: find the documents, and put them into files sorted by bucket.
+"""First two passes of a shuffle: index the documents, and sort them into buckets.
 
-A key depends on how many documents there are before, so `index` finds, checks and hashes them first.
-`scatter` then copies lines: it reads a block of its inputs, and appends the lines, sorted by bucket, to one
-file, and their records to a second. A task that is alone does both at once (`index_and_scatter`). A bucket is
-a range of keys, of training or of validation documents, so a task has two files open, however many buckets
-there are.
+Every document gets a 64-bit key from the seed and its number among all input documents; the shuffled order is
+the order of the keys, independent of buckets and memory. Keys are distinct: splitmix64 (Steele, Lea, Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014) is a bijection of its counter.
 
-Every document gets a 64-bit key from the seed and its place among all documents that were read. The shuffled
-order is the order of the keys, so it is the same however many buckets there are and however much memory. Keys
-differ: splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) is a
-bijection of its counter.
+A key depends on the number of preceding documents, so `index` finds, checks and hashes them first. `scatter`
+then reads the inputs in blocks and appends the lines of each, sorted by bucket, to one file and their records
+to another. A bucket is a range of keys of training or validation documents. A single task does both passes at
+once (`index_and_scatter`).
 
     indexed/      00003.documents   00003.json
     scattered/    00003.lines       00003.records   00003.index   00003.json
@@ -47,50 +45,50 @@ from moe_exp.host.files import read_json, write_json
 NUM_KEYS = 2**64
 _GAMMA = 0x9E3779B97F4A7C15
 TEMPORARY = "temporary"
-# Of memory per document while a piece is put in order: its record, three places, its part of the sort, and a
-# slice of the buffer now and then.
+# Memory per document while a piece is sorted: its record, three offsets, its share of the sort and of the
+# buffer slices.
 DOCUMENT_BYTES = 96
-BUCKET_FILL = 0.85  # random keys: buckets differ
+BUCKET_FILL = 0.85  # target fill: keys are random, so bucket sizes vary
 
 _DOCUMENT = np.dtype([("begin", "<u8"), ("num_bytes", "<u8"), ("choice", "<u8")])
 RECORD = np.dtype([("key", "<u8"), ("num_bytes", "<u8")])
 _FEW_BUCKETS = 256
 _BLOCK_BYTES = 2**21  # small enough for a core's cache
-_BYTES_PER_SEGMENT = 2**15  # of a bucket in a block, on average
+_BYTES_PER_SEGMENT = 2**15  # average size of a bucket in a block
 _LF = 10
 
 Keys = NDArray[np.uint64]
-# Documents of a block (_DOCUMENT), where their lines begin in the buffer, and the buffer.
+# Documents of a block (_DOCUMENT), offsets of their lines in the buffer, and the buffer.
 _Block = tuple[NDArray[Any], NDArray[np.int64], memoryview]
 
 
 def mix(values: Keys) -> Keys:
-    """splitmix64's output function: a bijection of 64 bits in which every bit depends on every other."""
+    """splitmix64's output function, a bijection of 64-bit words."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
-    """Keys of documents `first`, `first + 1`, ...: splitmix64's outputs from a hash of the seed."""
-    # a counter with the step _GAMMA: any document's key is found without those before
+    """Keys of `count` documents from number `first`: splitmix64's outputs, seeded by a hash of the seed."""
+    # A counter with increment _GAMMA, so that any key can be computed without the preceding ones.
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
 
 
 def text_choices(seed: int, text_digests: bytes) -> Keys:
-    """A number for each text that depends on it and the seed alone: the smallest ones are for validation."""
+    """A number per text that depends only on the text and the seed; the smallest select validation texts."""
     start = xxhash.xxh3_64_intdigest(f"validation {seed}".encode())
     return mix(np.frombuffer(text_digests, dtype=">u8")[::2].astype(np.uint64) ^ np.uint64(start))
 
 
 @dataclass
 class ValidTally:
-    """Counts the documents with a choice under `threshold`, or if there are none, with the smallest one."""
+    """Counts of validation documents: those with a choice below `threshold`, else with the smallest one."""
 
-    threshold: int  # the wanted fraction of 2**64
+    threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
-    smallest: int = NUM_KEYS  # choice so far
+    smallest: int = NUM_KEYS  # smallest choice so far
     at_smallest: Tally = field(default_factory=Tally)  # one text and its duplicates
 
     def add(self, choices: Keys, documents: Documents) -> None:
@@ -105,7 +103,7 @@ class ValidTally:
             self.below += documents.tally(choices < np.uint64(self.threshold))
 
     def limit(self) -> int:
-        """Documents with a smaller choice are for validation."""
+        """Exclusive upper bound of the choices of validation documents."""
         return self.threshold if self.below.num_documents else self.smallest + 1
 
     def __iadd__(self, other: ValidTally) -> ValidTally:
@@ -129,30 +127,30 @@ class ValidTally:
 
 
 def first_key(bucket: int, num_buckets: int) -> int:
-    """The smallest key of a bucket; of the one after the last, 2**64."""
-    # rounded up, so that ranges neither overlap nor leave a key out
+    """Smallest key of a bucket; 2**64 for `bucket` = `num_buckets`."""
+    # Rounded up, so that the ranges neither overlap nor leave gaps.
     return -(-bucket * NUM_KEYS // num_buckets)
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Number of buckets that a buffer of this size can be sorted into, in pieces that are worth a read."""
+    """Maximum number of buckets for a buffer of this size, such that segments are large enough to read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 
 @dataclass(frozen=True)
 class TaskShuffle:
-    """A shuffle by tasks, to which it travels by pickle."""
+    """A shuffle that runs in tasks, to which it is pickled."""
 
     folder: Path  # of the stage
     settings: dict[str, Any]  # of `shuffle`: name, seed, num_shards, valid_fraction, text_field, skip_bad
     rule: TextRule
     first_input: Path  # for errors
     slices: list[list[Slice]] = field(repr=False)  # of each task
-    longest_bytes: int  # of a line, and of the buffer that a task reads into
-    piece_bytes: int  # of the documents that a task puts in order at once
-    bucket_bytes: int  # on average, unless there would be more than `most_buckets`
-    most_buckets: int  # of training documents, and of validation documents
-    num_buckets: tuple[int, int] | None = None  # of both, if they are known before the documents are
+    longest_bytes: int  # maximum line size, and size of a task's read buffer
+    piece_bytes: int  # size of the documents that a task sorts at once
+    bucket_bytes: int  # average bucket size, unless limited by `most_buckets`
+    most_buckets: int  # limit for training and for validation buckets
+    num_buckets: tuple[int, int] | None = None  # both, if fixed before the documents are counted
 
     @property
     def num_tasks(self) -> int:
@@ -160,12 +158,12 @@ class TaskShuffle:
 
     @property
     def threshold(self) -> int:
-        # documents with a smaller choice are for validation, if there are any
+        # Documents with a smaller choice, if any exist, are held out for validation.
         return int(self.settings["valid_fraction"] * NUM_KEYS)
 
     @property
     def most_lines(self) -> int:
-        # of a block: as much memory for short ones as two buffers
+        # Limits the per-line memory of a block of short lines to two buffers.
         return max(1, 2 * self.longest_bytes // LINE_BYTES)
 
     @property
@@ -183,7 +181,7 @@ class TaskShuffle:
         return LineBlocks(block_bytes, self.longest_bytes, **how)
 
     def buckets_for(self, num_bytes: float, valid_share: float) -> tuple[int, int]:
-        """Buckets of training, and of validation documents that take so much memory together."""
+        """Numbers of training and validation buckets for documents of `num_bytes` in memory."""
         num_full = num_bytes / (BUCKET_FILL * self.bucket_bytes)
         train, valid = (max(1, math.ceil(share * num_full)) for share in (1, valid_share))
         return min(self.most_buckets, train), min(self.most_buckets, valid)
@@ -191,7 +189,7 @@ class TaskShuffle:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Numbers of buckets, of the training documents first; `limit` is above the choices of the others."""
+    """Numbers of buckets: training first, then validation. `limit`: see `ValidTally.limit`."""
 
     num_train: int
     num_valid: int
@@ -202,7 +200,7 @@ class Buckets:
         return self.num_train + self.num_valid
 
     def block_bytes(self, longest_bytes: int) -> int:
-        # of blocks that are worth being sorted
+        # large enough that a bucket's segment in a block is worth a read
         return min(longest_bytes, max(_BLOCK_BYTES, _BYTES_PER_SEGMENT * self.number))
 
     @cached_property
@@ -216,13 +214,13 @@ class Buckets:
     def of(self, keys: Keys, choices: Keys) -> NDArray[np.int64]:
         """Bucket of each document."""
         train, valid = (np.searchsorted(bounds, keys, side="right") - 1 for bounds in self._bounds)
-        # the limit is at most 2**64, which no uint64 holds
+        # `limit` may be 2**64, which does not fit in uint64.
         is_valid = choices <= np.uint64(self.limit - 1)
         return np.where(is_valid, self.num_train + valid, train)
 
 
 class _Found:
-    """The documents of a task's slices, which are counted and hashed as `blocks` yields them."""
+    """Counts and hashes of the documents of a task's slices, updated as `blocks` yields them."""
 
     def __init__(self, job: TaskShuffle, rank: int):
         self.job, self.rank = job, rank
@@ -251,14 +249,14 @@ class _Found:
             self.of_slices.append(self.read.num_documents - before)
 
     def save(self) -> None:
-        # for `Indexed`
+        # read by `Indexed` and `_indexed_blocks`
         facts = {"slices": self.of_slices, "num_bytes": self.num_bytes, "read": self.read.to_json()}
         facts |= {"valid": self.valid.to_json(), "line_hash": f"{self.line_hash % 2**128:032x}"}
         write_json(self.job.place("indexed", self.rank), facts)
 
 
 def index(job: TaskShuffle, rank: int) -> int:
-    """First pass: where each document of a task's slices is, and its choice; returns how many there are."""
+    """First pass: records the place and choice of each document of a task; returns their number."""
     found = _Found(job, rank)
     with complete_files([job.place("indexed", rank, ".documents")]) as (path,), path.open("wb") as file:
         for documents, _, _ in found.blocks(_BLOCK_BYTES):
@@ -268,11 +266,11 @@ def index(job: TaskShuffle, rank: int) -> int:
 
 
 class Indexed:
-    """The documents that the first pass has found, in all tasks."""
+    """Results of the first pass of all tasks."""
 
     def __init__(self, job: TaskShuffle):
         self.read, self.valid, self.line_hash, self.num_bytes = Tally(), ValidTally(job.threshold), 0, 0
-        self.firsts = [0]  # documents before those of each task
+        self.firsts = [0]  # number of the first document of each task
         for task in range(job.num_tasks):
             facts = read_json(job.place("indexed", task), fix=MAKE_AGAIN)
             self.read += Tally.from_json(facts["read"])
@@ -289,21 +287,21 @@ class Indexed:
 
 
 def scatter(job: TaskShuffle, rank: int) -> int:
-    """Second pass: copies the lines of a task's slices in blocks, each sorted by bucket."""
+    """Second pass: copies the lines of a task in blocks, each sorted by bucket."""
     indexed = Indexed(job)
     blocks = _indexed_blocks(job, rank, indexed.buckets.block_bytes(job.longest_bytes))
     return _scatter(job, rank, indexed.firsts[rank], indexed.buckets, blocks)
 
 
 def index_and_scatter(job: TaskShuffle) -> int:
-    """Both passes of the only task, which parses and copies each line while it is in the cache."""
+    """Both passes of a single task, which parses and copies each line while it is in cache."""
     assert job.num_buckets is not None
     limit, is_known = max(1, job.threshold), False
     while not is_known:
         found, buckets = _Found(job, 0), Buckets(*job.num_buckets, limit)
         blocks = found.blocks(buckets.block_bytes(job.longest_bytes))
         num_documents = _scatter(job, 0, 0, buckets, blocks)
-        # if no document is under the threshold, the smallest one is for validation, which is known by now
+        # If no choice is below the threshold, the smallest one is used, which is known after the first try.
         is_known = not num_documents or found.valid.limit() == limit
         limit = found.valid.limit()
     found.save()
@@ -311,7 +309,7 @@ def index_and_scatter(job: TaskShuffle) -> int:
 
 
 def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: Iterator[_Block]) -> int:
-    """Copies the lines of blocks, the first of whose documents is number `first` of all."""
+    """Copies the lines of blocks. `first`: number of their first document among all documents."""
     num_documents, written = 0, np.zeros(2, dtype=np.int64)
     paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
     total = np.zeros((buckets.number, 2), dtype=np.int64)
@@ -326,14 +324,14 @@ def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: 
             records["key"] = document_keys(job.settings["seed"], first + num_documents, len(found))
             records["num_bytes"] = found["num_bytes"]
             of_bucket = buckets.of(records["key"], found["choice"])
-            # stable: within a bucket the documents stay in the order of the inputs
+            # Stable: within a bucket the documents stay in input order.
             order = np.argsort(of_bucket, kind="stable")
             ends = (begins + records["num_bytes"].astype(np.int64))[order].tolist()
             places = zip(begins[order].tolist(), ends, strict=True)
             write_all(lines.fileno(), [view[begin:end] for begin, end in places], lines_path)
             write_all(rest.fileno(), [records[order].tobytes()], records_path)
             counts = np.bincount(of_bucket, minlength=buckets.number)
-            sizes = np.stack([counts, np.zeros_like(counts)], axis=1)  # documents and bytes of each bucket
+            sizes = np.stack([counts, np.zeros_like(counts)], axis=1)  # documents and bytes per bucket
             np.add.at(sizes[:, 1], of_bucket, records["num_bytes"].astype(np.int64))
             after = written + sizes.cumsum(axis=0)
             index.write(np.stack([after - sizes, sizes], axis=-1).tobytes())
@@ -344,7 +342,7 @@ def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: 
 
 
 def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_Block]:
-    """Yields blocks of the documents that `index` has found."""
+    """Yields blocks of the documents recorded by `index`."""
     lines, through = job.lines(block_bytes), job.through("scattered", rank)
     counts = read_json(job.place("indexed", rank), fix=MAKE_AGAIN)["slices"]
     path = job.place("indexed", rank, ".documents")
@@ -363,21 +361,21 @@ def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_
                     if not len(found):
                         break
                     begins = found["begin"].astype(np.int64) - start
-                    # there may be a CR, as in the index
+                    # The index excludes a CR before the LF: overwrite it, so that the line ends in LF.
                     bytes_of[begins + found["num_bytes"].astype(np.int64) - 1] = _LF
                     yield found, begins, lines.view
                     left = left[len(found) :]
-                del bytes_of  # of a buffer that may grow
+                del bytes_of  # the buffer cannot be replaced while it is referenced
                 start += lines_end
                 through.advance(lines_end)
             if count or len(left):
-                fix = "leave it alone, and give --start-over"
-                raise ValueError(f"{one.path}: changed while shuffle read it. Fix: {fix}.")
+                fix = "add --start-over, and do not change the file meanwhile"
+                raise ValueError(f"{one.path}: changed during the shuffle. Fix: {fix}.")
             through.end_file(one.num_bytes)
 
 
 def check_size(path: Path, num_bytes: int) -> None:
-    """Checks that a file is as long as when a task wrote it."""
+    """Raises ValueError if a file does not have the size that its task wrote."""
     found = path.stat().st_size if path.exists() else 0
     if found != num_bytes:
-        raise ValueError(f"{path}: has {found} bytes, but had {num_bytes}. Fix: give --start-over.")
+        raise ValueError(f"{path}: has {found} bytes instead of {num_bytes}. Fix: add --start-over.")

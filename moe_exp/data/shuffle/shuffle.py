@@ -1,16 +1,14 @@
-"""Global shuffle: JSONL files -> shards in random order and a validation file, within a memory budget.
+"""Global shuffle: document files -> shards in random order and a validation file, within a memory budget.
 
-The order depends on the seed and on each document's place in the inputs, in their order, and on nothing else:
-the same bytes for every memory budget, by one process or by many tasks, on every machine, after any
-interruption. Shards are ranges of that order; they differ by one document at most. A document is for
-validation if a hash of seed and text is under the wanted fraction, or, if that holds for none, smallest:
-duplicates stay together, and there is always one. Lines are written as they were read, without BOM and CR,
-each with an LF.
+The output bytes depend only on the seed, the inputs and their order, not on memory, number of tasks, machine
+or interruptions. Shards are ranges of the shuffled order and differ by at most one document. A document is
+held out for validation if a hash of seed and text is below the wanted fraction (if none is, the smallest hash
+is used), so duplicates stay together. Lines are written without BOM and CR, each with an LF.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
-Three passes: index, scatter (scatter.py) and write (write.py), by tasks of datatrove's executors; one process
-is one task, which does the first two at once. The disk holds at most inputs, scattered lines and outputs.
+Tasks of datatrove's executors run three passes: index and scatter (scatter.py), and write (write.py); a
+single task does the first two at once. Peak disk use: inputs, scattered lines and outputs.
 """
 
 from __future__ import annotations
@@ -48,17 +46,16 @@ from moe_exp.host.progress import progress_of
 TASKS = "tasks.json"  # in the working folder
 SMALLEST_MEMORY_BYTES = 16 * 2**20
 DEFAULT_VALID_FRACTION = 0.005
-_FIXED_BYTES = 2**22  # of small objects, and of what the allocator keeps: the same for every budget
-_BYTES_PER_SECOND = 120e6  # one core of 2023, a disk that keeps up
+_FIXED_BYTES = 2**22  # small objects and allocator overhead, independent of the budget
+_BYTES_PER_SECOND = 120e6  # one core of 2023, with a fast enough disk
 _PASSES = ("indexed", "scattered", "written")
-_BYTES_PER_WORKER = 2**29  # two seconds of work, a process takes 0.6 s to start
-_MEMORY_SHARE = 0.75  # of what a SLURM job or Ray task has
+_BYTES_PER_WORKER = 2**29  # two seconds of work; a process takes 0.6 s to start
+_MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 
 class Memory(NamedTuple):
-    """Division of a budget: `longest_bytes` of a line, and of the buffer that inputs are read into (parsing
-    takes six times that), `piece_bytes` of the documents that are put in order at once. The interpreter and
-    its packages (about 45 MB) come on top.
+    """Division of a memory budget: `longest_bytes` for the read buffer and longest line (parsing takes six
+    times that), `piece_bytes` for documents sorted at once. The interpreter (about 45 MB) is not included.
     """
 
     budget_bytes: int
@@ -67,15 +64,15 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
-        """The usual division; ValueError if the budget is too small."""
+        """Default division of a budget; raises ValueError if it is too small."""
         if budget_bytes < SMALLEST_MEMORY_BYTES:
             size = f"{budget_bytes / 2**20:g}MB"
-            raise ValueError(f"memory={size}: must be at least 16 MB. Fix: give 256MB or more.")
+            raise ValueError(f"memory={size}: must be at least 16 MB. Fix: set 256MB or more.")
         return cls(budget_bytes, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
 
 
 def shuffle(inputs: Sequence[Path], output: Path, **options: Any) -> dict[str, Any]:
-    """Shuffles in this process; arguments, result and errors as of `shuffle_documents`."""
+    """Calls `shuffle_documents` in this process."""
     manifest = shuffle_documents(inputs, output, **options, tasks=1)
     assert manifest is not None  # no SLURM jobs
     return manifest
@@ -97,48 +94,46 @@ def shuffle_documents(
     start_over: bool = False,
     rule: TextRule = FILES,
 ) -> dict[str, Any] | None:
-    """Shuffles the documents of files into shards and a validation file, and returns the manifest.
+    """Shuffles documents into shards and a validation file, and returns the manifest.
 
-    An interrupted call continues with the pass and the tasks where it was when it is made again, with another
-    budget too.
+    Repeat an interrupted call to resume its current pass and tasks; the memory budget may change.
 
     Args:
-        inputs: files of the kinds of `moe_exp.data.kinds`, and folders of them. Their order counts.
-        output: folder to make.
-        name: what the names of the files in it begin with.
-        tasks: that read; those that write are as many, but at most one per output file. A call that resumes
-            needs the same number. Default: as many as `execution` has workers here, else one, which is this
-            process.
-        execution: where the tasks run; default: this machine.
-        seed: of the order and of the choice of validation documents.
-        num_shards: training files. If there are fewer documents, some are empty.
-        valid_fraction: of the distinct texts, for validation; at least one.
-        memory_bytes: budget of each task; by default they have a quarter of what the machine, or the
-            container, has left, or most of what a job has.
-        skip_bad: skip and count lines that are no documents instead of stopping at the first.
+        inputs: files of the kinds in `moe_exp.data.kinds`, or folders of them. The order matters.
+        output: output folder.
+        name: prefix of the file names in it.
+        tasks: number of reading tasks; as many write, but at most one per output file. Must not change when
+            resuming. Default: the local workers of `execution`, else 1 (in this process).
+        execution: where the tasks run (default: this machine).
+        seed: seed of the order and of the choice of validation documents.
+        num_shards: number of training files; some are empty if there are fewer documents.
+        valid_fraction: fraction of distinct texts held out for validation; at least one text is.
+        memory_bytes: memory budget of each task. Default: the tasks share a quarter of this machine's (or
+            container's) free memory, or each uses most of its job's memory.
+        skip_bad: skip and count invalid lines instead of stopping at the first.
         start_over: see `run_stage`.
-        rule: what a document of a text file is.
+        rule: how text files are split into documents.
 
     Returns:
-        The manifest; None while SLURM jobs are under way: call again to publish what they have made.
+        The manifest; None while SLURM jobs are running: repeat the call to publish their output.
 
     Raises:
-        ValueError: a setting or an input cannot be used, too little disk, no document is left for training;
-            the output was begun with another number of tasks; see `run_stage`, `LineBlocks`.
-        BadDocument: a line is no document, or a compressed file is damaged.
-        ChildProcessError: a task's process died.
+        ValueError: if a setting or an input is invalid, free space is too small, no document is left for
+            training, or the number of tasks has changed; see also `run_stage` and `LineBlocks`.
+        BadDocument: if a line is invalid, or a compressed file is damaged.
+        ChildProcessError: if a task's process died.
     """
     execution = execution or Execution()
     is_local = execution.executor == "local"
     if tasks is None:
         tasks = execution.workers or 1 if is_local else 1
     if tasks < 1:
-        raise ValueError(f"tasks={tasks}: must be at least 1. Fix: give the number of cores.")
+        raise ValueError(f"tasks={tasks}: must be at least 1. Fix: set the number of cores.")
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
     inputs = check_shuffle(inputs, output, text_field=text_field, name=name, **sizes)
     if is_local and not execution.workers:
         worth = 1 + total_bytes(inputs) // _BYTES_PER_WORKER
-        # of small inputs fewer processes are faster
+        # For small inputs, starting processes would take longer than the work.
         execution = replace(execution, workers=min(worth, num_workers(execution)))
     memory = Memory.of(memory_bytes or _default_memory(execution, tasks))
     if start_over or is_local:
@@ -163,7 +158,7 @@ def shuffle_documents(
 
 
 def _default_memory(execution: Execution, tasks: int) -> int:
-    """Budget of a task: a quarter of what this machine has left for all, or most of what its job has."""
+    """Memory budget of a task: a share of this machine's free memory, or most of its job's memory."""
     if execution.executor == "local":
         all_bytes = available_memory_bytes() // 4
         return max(SMALLEST_MEMORY_BYTES, all_bytes // min(tasks, num_workers(execution)))
@@ -180,19 +175,19 @@ def _begin(
     *,
     is_alone: bool,
 ) -> TaskShuffle:
-    """The shuffle, with the number of tasks and of buckets that it was begun with, whatever its memory."""
+    """Creates the shuffle, or restores its numbers of tasks and buckets regardless of the memory budget."""
     path, most = stage.folder / TASKS, most_buckets(memory.longest_bytes)
     if (stage.folder / "state.json").exists():
-        rule_text = "was begun by one process of an earlier version of moe_exp"
-        raise ValueError(f"tasks={tasks}: {stage.output} {rule_text}. Fix: give --start-over.")
-    # without most_buckets: begun by an earlier version
+        rule_text = "was started by an earlier version of moe_exp and cannot be resumed"
+        raise ValueError(f"tasks={tasks}: {stage.output} {rule_text}. Fix: add --start-over.")
+    # Earlier versions did not store most_buckets.
     begun: dict[str, Any] = {"most_buckets": most}
     begun |= read_json(path, fix=MAKE_AGAIN) if path.exists() else {"tasks": tasks}
     if begun["tasks"] != tasks:
-        rule_text = f"{stage.output} was begun by {begun['tasks']} tasks"
-        fix = f"give --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or --start-over"
+        rule_text = f"{stage.output} was started with {begun['tasks']} tasks"
+        fix = f"set --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or add --start-over"
         raise ValueError(f"tasks={tasks}: {rule_text}. Fix: {fix}.")
-    # kept, as the scattered files of the first call were sorted by it
+    # Not from this call's budget: the scattered files of the first call were sorted by these buckets.
     begun.setdefault("bucket_bytes", memory.piece_bytes)
     cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
     buffers = memory.longest_bytes, memory.piece_bytes
@@ -201,7 +196,7 @@ def _begin(
     )
     if not path.exists():
         if is_alone:
-            # by an estimate: documents are not counted before they are scattered
+            # An estimate: a single task does not count the documents before it scatters them.
             numbers = job.buckets_for(estimate_line_bytes(inputs), settings["valid_fraction"])
             begun["num_buckets"], job = numbers, replace(job, num_buckets=numbers)
         write_json(path, begun)
@@ -209,8 +204,8 @@ def _begin(
 
 
 def _run(job: TaskShuffle, execution: Execution, stage: CorpusStage, num_writing: int) -> bool:
-    """Runs all tasks; whether they are done."""
-    # the only task in this process, which needs no datatrove
+    """Runs all tasks and returns whether they are complete."""
+    # A single task runs in this process, without datatrove.
     if execution.executor == "local" and job.num_buckets:
         steps: dict[str, Callable[[], int]] = {"indexed": partial(index_and_scatter, job)}
         steps["written"] = partial(write, job, 1, 0)
@@ -218,7 +213,7 @@ def _run(job: TaskShuffle, execution: Execution, stage: CorpusStage, num_writing
         total = len(steps) * sum(one.num_bytes for one in job.slices[0])
         with progress_of(lambda: bytes_through(through), f"shuffle {job.settings['name']}", total):
             for folder, step in steps.items():
-                # else an earlier call has done it
+                # An interrupted call may have completed it.
                 if not job.place(folder, 0).exists():
                     step()
         return True
@@ -233,15 +228,14 @@ def _run(job: TaskShuffle, execution: Execution, stage: CorpusStage, num_writing
 
 def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str, Any]:
     """Publishes the validation file and the shards, and returns the manifest."""
-    indexed, made = Indexed(job), dict[str, dict[str, Any]]()  # made: by name, the validation file first
+    indexed, made = Indexed(job), dict[str, dict[str, Any]]()  # made: by file name, validation first
     for task in range(num_writing):
         made |= read_json(job.place("written", task), fix=MAKE_AGAIN)
     for name, facts in made.items():
         check_size(stage.folder / name, facts["bytes"])
     if sum(int(facts["line_hash"], 16) for facts in made.values()) % 2**128 != indexed.line_hash:
-        rule = "the lines that were read back are not those of the input"
-        what = "The disk, or another program, has changed it"
-        raise ValueError(f"{stage.folder}: {rule}. {what}. Fix: give --start-over.")
+        rule = "the lines read back differ from the inputs; the disk or another program has changed them"
+        raise ValueError(f"{stage.folder}: {rule}. Fix: add --start-over.")
     read, valid = indexed.read, indexed.valid.total()
     num_train, num_text_bytes = (
         getattr(read, name) - getattr(valid, name) for name in ("num_documents", "num_text_bytes")
@@ -260,18 +254,18 @@ def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str
 
 
 def _clean(output: Path) -> None:
-    # not before the output is published, so that a crash loses nothing
+    # Only after publishing, so that a crash loses nothing.
     rmtree(output / TEMPORARY, ignore_errors=True)
     (output / TASKS).unlink(missing_ok=True)
 
 
 def disk_bytes(inputs: Sequence[Path]) -> int:
-    """About what a shuffle needs: lines, their records and index (a few percent), outputs."""
+    """Approximate disk space of a shuffle: scattered lines, records and index (a few percent), outputs."""
     return int(2.1 * estimate_line_bytes(find_inputs(inputs)))
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
-    """input_bytes, line_bytes (decompressed, roughly), memory_bytes, num_buckets, disk_bytes and seconds."""
+    """Estimate of a shuffle: sizes (`line_bytes`: decompressed, approximate), buckets and seconds."""
     memory = Memory.of(memory_bytes or _default_memory(Execution(), 1))
     sizes = {path: path.stat().st_size for path in find_inputs(inputs)}
     line_bytes = estimate_line_bytes(sizes)
@@ -288,7 +282,7 @@ def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) ->
 def check_shuffle(
     inputs: Iterable[Path], output: Path, *, text_field: str = "text", **settings: Any
 ) -> list[Path]:
-    """Checks the arguments of a shuffle (`settings`: of `check_settings`), and returns its input files."""
+    """Checks the arguments of a shuffle (`settings`: see `check_settings`) and returns its input files."""
     files = find_inputs(inputs, text_field=text_field)
     check_settings(**settings)
     check_apart(files, output)
@@ -302,16 +296,16 @@ def check_settings(
     valid_fraction: float = DEFAULT_VALID_FRACTION,
     memory_bytes: int | None = None,
 ) -> None:
-    """Checks what can be checked of a shuffle whose inputs are not there yet; arguments as of `shuffle`."""
+    """Checks the arguments of `shuffle_documents` that are independent of the inputs."""
     if memory_bytes is not None:
         Memory.of(memory_bytes)
     if not name or Path(name).name != name:
-        raise ValueError(f"name={name}: must be a file name without folders. Fix: another name.")
+        raise ValueError(f"name={name}: must be a file name without folders. Fix: set another name.")
     if num_shards < 1:
-        raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: give 32.")
+        raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: set 32.")
     if not 0 < valid_fraction < 1:
         rule = "must be between 0 and 1"
-        raise ValueError(f"valid_fraction={valid_fraction}: {rule}. Fix: give {DEFAULT_VALID_FRACTION}.")
+        raise ValueError(f"valid_fraction={valid_fraction}: {rule}. Fix: set {DEFAULT_VALID_FRACTION}.")
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:

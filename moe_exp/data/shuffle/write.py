@@ -1,4 +1,4 @@
-"""Last pass of a shuffle: each task makes some of the output files, and reads back what it has written."""
+"""Last pass of a shuffle: each task writes some of the output files and reads them back."""
 
 from __future__ import annotations
 
@@ -40,20 +40,17 @@ Places = NDArray[np.int64]
 
 class _Output(NamedTuple):
     path: Path
-    first: int  # rank of its first document, and of the one after its last
+    first: int  # ranks [first, end) of its documents in the shuffled order
     end: int
     is_valid: bool
 
 
 def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
-    """Makes a range of the output files, of which the validation file is the first; returns their documents.
-
-    All documents are scattered. `rank` is one of `num_tasks` of this pass.
-    """
+    """Writes the output files of task `rank` of `num_tasks`; returns their number of documents."""
     scattered = Scattered(job)
     outputs = _outputs(scattered)
     outputs = outputs[slice(*(task * len(outputs) // num_tasks for task in (rank, rank + 1)))]
-    # a task that is alone publishes them at once; to wait for the disk would take a tenth of its CPU
+    # A single task publishes right after this pass; waiting for the disk would cost a tenth of its CPU time.
     with complete_files([one.path for one in outputs], is_durable=job.num_tasks > 1) as paths:
         for path in paths:
             path.touch()
@@ -68,24 +65,24 @@ def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
 
 
 def _outputs(scattered: Scattered) -> list[_Output]:
-    """The validation file and the shards; ValueError if there are no documents for training."""
+    """The validation file and the shards; raises ValueError if no documents are left for training."""
     job, read, valid = scattered.job, scattered.indexed.read, scattered.indexed.valid.total()
     name, num_shards = job.settings["name"], job.settings["num_shards"]
     if not read.num_documents:
-        raise ValueError(f"input={job.first_input}: there is no document in the input. Fix: another input.")
+        raise ValueError(f"input={job.first_input}: has no documents. Fix: set another input.")
     num_train = read.num_documents - valid.num_documents
     if not num_train:
-        rule = f"all {read.num_documents} documents are for validation, none is left for training"
-        fix = "give a smaller fraction, or more documents with different texts"
+        rule = f"all {read.num_documents} documents are held out for validation, none is left for training"
+        fix = "set a smaller fraction, or add documents with different texts"
         raise ValueError(f"valid_fraction={job.settings['valid_fraction']}: {rule}. Fix: {fix}.")
     if valid.num_documents == 1:
-        what = "%s: 1 of %d documents is for validation: its loss says little about other texts"
+        what = "%s: only 1 of %d documents is held out, so the validation loss will be unreliable"
         logger.warning(what, name, read.num_documents)
     if num_train < num_shards:
-        logger.warning("%d documents for training in %d shards: some are empty", num_train, num_shards)
+        logger.warning("%d training documents for %d shards: some shards are empty", num_train, num_shards)
     outputs = [_Output(job.folder / f"{name}.val.jsonl", 0, valid.num_documents, is_valid=True)]
     width = max(2, len(str(num_shards - 1)))
-    # shards differ by one document at most
+    # Shards differ by at most one document.
     starts = [shard * num_train // num_shards for shard in range(num_shards + 1)]
     for shard, (first, end) in enumerate(pairwise(starts)):
         path = job.folder / f"{name}.chunk.{shard:0{width}d}.jsonl"
@@ -94,7 +91,7 @@ def _outputs(scattered: Scattered) -> list[_Output]:
 
 
 def _read_back(output: _Output) -> dict[str, Any]:
-    """Counts and hashes of a file that was written, for the manifest."""
+    """Counts and hashes of a written file, for the manifest."""
     num_bytes = output.path.stat().st_size
     lines = LineBlocks(_READ_BACK_BYTES, num_bytes + 1)
     whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0
@@ -107,12 +104,12 @@ def _read_back(output: _Output) -> dict[str, Any]:
             begin = line_end + 1
         num_lines, line_hash = num_lines + len(digests), line_hash + sum_digests(b"".join(digests))
     facts = {"num_documents": num_lines, "bytes": num_bytes, "hash": whole.hexdigest()}
-    # a sum, as the order of the lines is not that of the inputs, which it is compared with
+    # A sum of hashes, because it is compared with the inputs, whose lines are in another order.
     return facts | {"line_hash": f"{line_hash % 2**128:032x}"}
 
 
 class Placed(NamedTuple):
-    """Records, the task that each document comes from, and where its line is in the task's file."""
+    """Records of documents, the task that scattered each, and the offset of its line in the task's file."""
 
     records: NDArray[Any]
     tasks: NDArray[np.int32]
@@ -120,7 +117,7 @@ class Placed(NamedTuple):
 
 
 class Scattered:
-    """The files that the second pass has written, of all tasks; ValueError if one has another length."""
+    """Files of the second pass of all tasks; raises ValueError if one has the wrong size."""
 
     def __init__(self, job: TaskShuffle):
         self.job, self.indexed = job, Indexed(job)
@@ -134,9 +131,9 @@ class Scattered:
         self.sizes: list[tuple[int, int]] = [(count, num_bytes) for count, num_bytes in total.tolist()]
 
     def pieces(self, bucket: int) -> Iterator[Placed]:
-        """Documents of a bucket, in ranges of keys that follow one another and fit the memory.
+        """Yields the documents of a bucket in consecutive key ranges that fit in memory.
 
-        A single document is a piece, however large it is.
+        A single document is never split, regardless of its size.
         """
         buckets, memory_bytes = self.indexed.buckets, self.job.piece_bytes
         is_valid = bucket >= buckets.num_train
@@ -162,10 +159,10 @@ class Scattered:
         parts = [Placed(np.empty(0, RECORD), np.empty(0, np.int32), np.empty(0, np.int64))]
         for task in range(self.job.num_tasks):
             path = self.job.place("scattered", task, ".index")
-            if not path.stat().st_size:  # a task without documents: nothing to map
+            if not path.stat().st_size:  # a task without documents: an empty file cannot be mapped
                 continue
             index = np.memmap(path, dtype=np.int64, mode="r").reshape(-1, self.indexed.buckets.number, 4)
-            # first record, records, first byte and bytes of the bucket in each block that has some
+            # per block: first record, number of records, first byte and number of bytes of the bucket
             segments: NDArray[np.int64] = np.array(index[:, bucket])
             with self.job.place("scattered", task, ".records").open("rb") as file:
                 for place, count, begin, _ in segments[segments[:, 1] > 0].tolist():
@@ -173,7 +170,7 @@ class Scattered:
                     records = np.fromfile(file, dtype=RECORD, count=count)
                     sizes = records["num_bytes"].astype(np.int64)
                     begins = begin + np.cumsum(sizes) - sizes
-                    # `end` may be 2**64, which no uint64 holds
+                    # `end` may be 2**64, which does not fit in uint64.
                     inside = (records["key"] >= np.uint64(low)) & (records["key"] <= np.uint64(end - 1))
                     found = records[inside]
                     parts.append(Placed(found, np.full(len(found), task, dtype=np.int32), begins[inside]))
@@ -181,7 +178,7 @@ class Scattered:
 
 
 class _Writer:
-    """Writes files, each of which is a range of the order."""
+    """Writes output files, each of which is a range of the shuffled order."""
 
     def __init__(self, scattered: Scattered, through: Through):
         self.scattered, self.job, self.through = scattered, scattered.job, through
@@ -189,16 +186,16 @@ class _Writer:
         self.input_bytes = sum(one.num_bytes for slices in self.job.slices for one in slices)
 
     def write(self, outputs: Sequence[_Output]) -> None:
-        """Writes files that follow one another in the order."""
+        """Writes files that are consecutive in the shuffled order."""
         if not outputs:
             return
         first, end, is_valid = outputs[0].first, outputs[-1].end, outputs[0].is_valid
-        buckets, rank = self.scattered.indexed.buckets, 0  # rank: of the next document in the order of all
-        # those of validation documents are the last
+        buckets, rank = self.scattered.indexed.buckets, 0  # rank: of the next document in the shuffled order
+        # The validation buckets follow the training buckets.
         numbers = range(buckets.num_train, buckets.number) if is_valid else range(buckets.num_train)
         for bucket in numbers:
             count, _ = self.scattered.sizes[bucket]
-            if first >= rank + count or rank >= end:  # of other tasks
+            if first >= rank + count or rank >= end:  # written by other tasks
                 rank += count
                 continue
             for placed in self.scattered.pieces(bucket):
@@ -215,15 +212,15 @@ class _Writer:
     def _write_piece(
         self, placed: Placed, order: NDArray[np.int64], rank: int, outputs: Sequence[_Output]
     ) -> None:
-        # `rank`: of the first one in the order of all
+        # `rank`: of the first document of `order`
         ends = np.cumsum(placed.records["num_bytes"].astype(np.int64))
         begins = ends - placed.records["num_bytes"].astype(np.int64)
         if len(self.lines.view) + DOCUMENT_BYTES * len(ends) > self.job.piece_bytes:
-            self.lines = LineBuffer()  # the old one is of a piece with fewer and longer documents
+            self.lines = LineBuffer()  # the old buffer, from a piece with fewer documents, is too large
         self.lines.allocate(int(ends[-1]))
         of_tasks = np.searchsorted(placed.tasks, np.arange(self.job.num_tasks + 1)).tolist()
         for task, (low, high) in enumerate(pairwise(of_tasks)):
-            if low < high:  # neighbours in a file are read with one call
+            if low < high:
                 path = self.job.place("scattered", task, ".lines")
                 self.lines.read(path, placed.places[low:high], begins[low:high], ends[low:high])
         for one in outputs:
@@ -234,26 +231,26 @@ class _Writer:
 
 
 class LineBuffer:
-    """Memory for the lines of a piece, which the next piece uses again."""
+    """Memory for the lines of a piece, reused by the next one."""
 
     def __init__(self) -> None:
         self.view = memoryview(b"")
 
     def allocate(self, num_bytes: int) -> None:
-        """Makes it at least `num_bytes` large; its content is lost."""
+        """Grows the buffer to at least `num_bytes`; its content is lost."""
         if len(self.view) >= num_bytes:
             return
-        self.view = memoryview(b"")  # so that there are not two
-        # Not a bytearray, which would write zeros first; the memory comes when it is written to.
+        self.view = memoryview(b"")  # free the old buffer before allocating the new one
+        # Not a bytearray, which would be filled with zeros first; mmap allocates pages on the first write.
         buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: 500 times fewer page faults
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError):  # kernel without huge pages
                 buffer.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(buffer)
 
     def read(self, path: Path, places: Places, begins: Places, ends: Places) -> None:
-        """Reads lines at `places` of a file to [begins, ends) of the buffer, neighbours with one call."""
-        # neighbours in the file are as far from their places in the buffer
+        """Reads the lines at offsets `places` of a file into [begins, ends) of the buffer."""
+        # Lines adjacent in both the file and the buffer have the same offset difference: one read per run.
         is_first = np.diff(places - begins, prepend=0) != 0
         is_first[0] = True
         firsts = np.flatnonzero(is_first)
@@ -268,11 +265,11 @@ class LineBuffer:
                         some_bytes = self.view[begin : min(end, begin + _READ_BYTES)]
                         num_bytes = os.preadv(file.fileno(), [some_bytes], place)
                         if not num_bytes:
-                            raise ValueError(f"{path}: ends before its last line. Fix: give --start-over.")
+                            raise ValueError(f"{path}: ends before its last line. Fix: add --start-over.")
                         begin, place = begin + num_bytes, place + num_bytes
 
     def append_to(self, path: Path, begins: Places, ends: Places, order: Places) -> None:
-        """Appends the lines at [begins, ends) of the buffer, in `order`, to a file."""
+        """Appends lines [begins, ends) of the buffer to a file, in the given order."""
         with path.open("ab", buffering=0) as file:
             for first in range(0, len(order), _LINES_AT_ONCE):
                 some = order[first : first + _LINES_AT_ONCE]

@@ -1,1 +1,1 @@
-"""Documents to Megatron's .bin/.idx token files."""
+"""Tokenization of documents into Megatron's .bin/.idx token files."""

@@ -1,5 +1,5 @@
-"""Tokenizing by the tasks of datatrove's executors: the bytes that one process makes, on as many machines as
-there are. Until the files are published the disk holds the tokens twice.
+"""Tokenization in tasks of datatrove's executors, on one or many machines, with the same output bytes as one
+process. Until the files are published, the tokens are on disk twice.
 
     part.000012.bin  .lengths  .json        made/00003.json        joined/00003.json
 """
@@ -30,7 +30,7 @@ BLOCK_BYTES = 2**30
 
 @dataclass(frozen=True)
 class TaskTokens:
-    """Tokenizing by tasks, to which it travels by pickle; in the stage's folder, `num_tasks` a pass."""
+    """A tokenization in `num_tasks` tasks per pass, to which it is pickled."""
 
     folder: Path
     bin_path: Path
@@ -42,7 +42,7 @@ class TaskTokens:
     num_input_bytes: int
 
     def begin(self, jobs_folder: Path) -> None:
-        """Records what makes and joins the parts; if that was another number of tasks, all run again."""
+        """Records the number of tasks and the block size; if they have changed, all tasks run again."""
         path, facts = self.folder / TASKS, {"tasks": self.num_tasks, "block_bytes": self.block_bytes}
         if path.exists() and read_json(path, fix=MAKE_AGAIN) != facts:
             check_no_jobs(jobs_folder)
@@ -51,7 +51,7 @@ class TaskTokens:
         write_json(path, facts)
 
     def is_joined(self) -> bool:
-        """Whether the .bin is complete, here or at its place."""
+        """Whether the .bin is complete, here or already published."""
         return all(self.place("joined", task).exists() for task in range(self.num_tasks))
 
     def place(self, folder: str, task: int) -> Path:
@@ -61,18 +61,18 @@ class TaskTokens:
         return [read_json(self.place(folder, task), fix=MAKE_AGAIN) for task in range(self.num_tasks)]
 
     def range_of(self, task: int, number: int) -> tuple[int, int]:
-        """First and end of what a task has of a number of things."""
+        """Range [first, end) of a task's items among `number`."""
         return task * number // self.num_tasks, (task + 1) * number // self.num_tasks
 
     def through(self, folder: str, task: int) -> Through:
-        """How far a task is, in bytes of the inputs."""
+        """Progress of a task, in input bytes."""
         return Through(str(self.folder / folder / "through"), task)
 
 
 def make_parts(job: TaskTokens, rank: int) -> int:
-    """First pass: makes the parts of a task that are not there; returns how many."""
+    """First pass: makes the missing parts of a task; returns their number."""
     encoder, through, num_made = PartEncoder(job.settings, job.backend), job.through("made", rank), 0
-    # a call that asks how far SLURM's tasks are removes *.json.*.tmp above
+    # In a subfolder, because a call that checks the SLURM jobs removes *.json.*.tmp from the stage's folder.
     making = job.folder / "making"
     making.mkdir(exist_ok=True)
     made = []
@@ -87,7 +87,7 @@ def make_parts(job: TaskTokens, rank: int) -> int:
             through.end_file(part.num_bytes)
             counts = read_json(job.folder / f"{part.stem}.json", fix=MAKE_AGAIN)
             num_bytes = counts["num_tokens"] * job.settings.dtype.itemsize
-            made.append([num_bytes, counts.get("block_hashes", [])])  # an earlier version has none
+            made.append([num_bytes, counts.get("block_hashes", [])])  # older parts have no hashes
     job.place("made", rank).parent.mkdir(exist_ok=True)
     write_json(job.place("made", rank), made)
     return num_made
@@ -97,32 +97,30 @@ class _Placed(NamedTuple):
     part: Part
     task: int  # that made it
     hashes: list[str]  # of its blocks
-    start: int  # where it begins and ends in the .bin
+    start: int  # byte range in the .bin
     end: int
 
 
 def join_parts(job: TaskTokens, rank: int) -> int:
-    """Second pass: copies what lies in a task's blocks of the .bin there, and checks every part it reads;
-    returns the bytes.
-    """
+    """Second pass: writes a task's blocks of the .bin, verifying the parts; returns the bytes written."""
     made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
     bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
     found = zip(job.parts, made, bounds, strict=True)
     placed = [_Placed(part, task, hashes, *place) for part, (task, _, hashes), place in found]
     num_bytes = placed[-1].end if placed else 0
-    # whole blocks of the .bin, so that each task knows the hashes of its own
+    # Tasks write whole blocks of the .bin, so that each can hash its own.
     blocks = job.range_of(rank, -(-num_bytes // job.block_bytes))
     low, end = (min(num_bytes, block * job.block_bytes) for block in blocks)
     share = job.num_input_bytes / max(1, num_bytes)
     through, blocks_hash = job.through("joined", rank), BlockHash(job.block_bytes)
-    # not truncated: other tasks write into it
+    # Without O_TRUNC: other tasks write to the same file.
     descriptor = os.open(job.bin_path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         for one in placed if low < end else []:
             if one.start < end and low < one.end:
                 for chunk in _chunks(job, one, low, end):
                     written = 0
-                    while written < len(chunk):  # less on a disk that is almost full
+                    while written < len(chunk):  # writes may be partial on an almost full disk
                         written += os.pwrite(descriptor, chunk[written:], low + written)
                     low += written
                     blocks_hash.update(chunk)
@@ -137,11 +135,11 @@ def join_parts(job: TaskTokens, rank: int) -> int:
 
 
 def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memoryview]:
-    """Bytes of a part that lie in [low, end) of the .bin."""
+    """Bytes of a part in the range [low, end) of the .bin."""
     path = job.folder / f"{one.part.stem}.bin"
     low, end = max(one.start, low) - one.start, min(one.end, end) - one.start
     with path.open("rb", buffering=0) as file:
-        # whole blocks are read, as a hash is of a whole one
+        # Hashes cover whole blocks, so read those even if only a part is needed.
         for block in range(low // CHECKED_BYTES, -(-end // CHECKED_BYTES)):
             place, digest = block * CHECKED_BYTES, xxhash.xxh3_128()
             block_end = place + CHECKED_BYTES
@@ -151,9 +149,9 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
                 if some := chunk[max(0, low - place) : max(0, end - place)]:
                     yield some
                 place += len(chunk)
-            # an empty list, where an earlier version made the part, is no hash either
+            # Also differs for parts of earlier versions, which have no hashes.
             if [digest.hexdigest()] != one.hashes[block : block + 1]:
-                # the task that made it runs again
+                # Mark the part's task as not done, so that the next call makes the part again.
                 done = job.folder / "datatrove" / PASSES[0] / "completions" / f"{one.task:05d}"
                 made = (done, job.place("made", one.task), job.folder / f"{one.part.stem}.json")
                 for forgotten in made:
@@ -162,7 +160,7 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
 
 
 def run_tasks(job: TaskTokens, execution: Execution, stage: CorpusStage) -> str | None:
-    """Makes and joins the parts; returns the hash of the .bin, or None while SLURM jobs are under way."""
+    """Makes and joins the parts; returns the hash of the .bin, or None while SLURM jobs are running."""
     made = Step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job)), job.num_tasks
     joined = Step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job)), job.num_tasks
     steps = dict(zip(PASSES, (made, joined), strict=True))

@@ -1,10 +1,10 @@
-"""Texts to token ids: by the package that defines the tokenizer, or by gigatoken, checked against it.
+"""Encoders from texts to token ids: the tokenizer's own package, or gigatoken, verified against it.
 
-gigatoken 0.10 and tokenizers 0.23 have tables of different Unicode versions: of some 260,000 code points 359,
-the letters and digits that Unicode 17 added, are split from their neighbours by one and not by the other.
-Whether that changes the ids depends on the merges, so a sample does not find it. Therefore every character
-that is not ASCII is tried once, in a vocabulary that shows where the text was split, and a document with a
-character that fails goes to the tokenizer's own package.
+gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
+and digits added in Unicode 17) are split from their neighbors by only one of them. Whether that changes the
+ids depends on the merges, so a sample of texts cannot show it. Therefore each non-ASCII character is tried
+once with a vocabulary that reveals the splits, and documents with differing characters use the tokenizer's
+own package.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from moe_exp.data.tokens.tokenizer import TextTokenizer
 BACKENDS = ("auto", "gigatoken", "tokenizers")
 
 Encoded = tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]
-# Takes texts; returns the ids of all of them, one after the other, and how many each has.
+# Maps texts to their concatenated ids and the number of ids of each text.
 Encoder = Callable[[Sequence[str]], Encoded]
 
-# Characters that tokenizers disagree on: controls, kinds of space, marks, letters with case rules, digits of
+# Characters that tokenizers disagree on: controls, spaces, marks, letters with special case rules, digits of
 # other scripts, emoji.
 _ODD = (
     "\0\x01\x1c\x1f\x7f\x85\xa0\xad¼²ªßŉǅΐςİıſﬁ\u0300\u0301\u0345\u0661\u0966\u0bef\u1680\u180e\u2000\u2003\u2007"
@@ -44,39 +44,39 @@ _PLAIN = [
 ]  # fmt: skip
 _NUM_PROBES = 300
 
-# A character between neighbours of each class, and the vocabulary in which it is seen whether they were
-# split: bytes, and as merges every neighbour with every byte of a character that is not ASCII.
+# A character C between neighbors of each class. The probe vocabulary merges every neighbor with every byte of
+# a non-ASCII character, so the ids show where the text was split.
 _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Facts that are found before the work starts: tokens per byte of text in UTF-8 without end-of-document
-    tokens, and bytes per second of one worker with cold tables.
+    """Measurements before the work starts: tokens per UTF-8 byte (without end-of-document tokens), and bytes
+    per second of one worker with cold caches.
     """
 
-    backend: str  # gigatoken, or tokenizers, which stands for the package that defines the tokenizer
+    backend: str  # gigatoken or tokenizers (the package that defines the tokenizer)
     reason: str
     tokens_per_byte: float
     bytes_per_second: float
 
 
 class Encoders:
-    """The encoders of a tokenizer, loaded when needed. They work in the calling thread (see `one_thread`)."""
+    """Encoders of a tokenizer, loaded when needed. They run in the calling thread (see `one_thread`)."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
         self._loaded: dict[str, Encoder] = {}
 
     def __reduce__(self) -> tuple[type[Encoders], tuple[TextTokenizer]]:
-        return Encoders, (self.tokenizer,)  # to worker processes, which load their own
+        return Encoders, (self.tokenizer,)  # worker processes load their own encoders
 
     def get(self, backend: str) -> Encoder:
-        """The encoder of gigatoken, or of the package that defines the tokenizer (`tokenizers`).
+        """Encoder of `gigatoken`, or of the package that defines the tokenizer (`tokenizers`).
 
         Raises:
-            ValueError: gigatoken cannot load the tokenizer.
-            ModuleNotFoundError: gigatoken or sentencepiece is not installed.
+            ValueError: if gigatoken cannot load the tokenizer.
+            ModuleNotFoundError: if gigatoken or sentencepiece is not installed.
         """
         if backend not in self._loaded:
             is_gigatoken = backend == "gigatoken"
@@ -85,7 +85,7 @@ class Encoders:
 
 
 class CheckedGigatoken:
-    """gigatoken, but for documents with characters that it splits unlike the tokenizer's own package."""
+    """gigatoken, except for documents with characters that it splits differently than the own package."""
 
     def __init__(self, encoders: Encoders):
         self.num_rerouted = 0
@@ -97,7 +97,7 @@ class CheckedGigatoken:
         self._splitters = (_gigatoken(probe), _own_package(probe)) if probe else None
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """Encodes texts; counts in `num_rerouted` the documents that went to the other package."""
+        """Encodes texts; `num_rerouted` counts the documents encoded by the tokenizer's own package."""
         rerouted = [index for index, text in enumerate(texts) if self._is_split_otherwise(text)]
         ids, lengths = self._encode(texts)
         if not rerouted:
@@ -112,7 +112,7 @@ class CheckedGigatoken:
     def _is_split_otherwise(self, text: str) -> bool:
         if self._splitters is None or text.isascii():
             return False
-        # each character is tried once a process
+        # Each character is tried once per process.
         unknown = set(text) - self._same
         if tried := sorted(unknown - self._other):
             texts = [_SPLIT_TEMPLATE.replace("C", character) for character in tried]
@@ -122,13 +122,13 @@ class CheckedGigatoken:
         return not unknown <= self._same
 
 
-# Of the tokenizers package; and of the pool that gigatoken makes for its first long text, and keeps.
+# For the tokenizers package, and for the thread pool that gigatoken creates at its first long text.
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The packages keep to one thread: workers are processes."""
+    """Limits both packages to one thread, because workers are processes."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(ONE_THREAD)
     try:
@@ -142,20 +142,20 @@ def one_thread() -> Iterator[None]:
 
 
 def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> Probe:
-    """Chooses the backend, one of BACKENDS, and measures it on texts of the corpus.
+    """Chooses the backend (one of BACKENDS) and measures it on sample texts.
 
-    `auto` is gigatoken if it is installed, loads the tokenizer and gives the same ids. ValueError if
-    gigatoken was asked for and cannot be used.
+    `auto` uses gigatoken if it is installed, loads the tokenizer and returns the same ids. Raises ValueError
+    if gigatoken was requested but cannot be used.
     """
-    backend, reason = "tokenizers", "as asked for"
+    backend, reason = "tokenizers", "requested"
     if requested != "tokenizers" and encoders.tokenizer.kind == "bytes":
-        reason = "bytes need no package"
+        reason = "bytes require no package"
     elif requested != "tokenizers":
         texts = [*probe_texts(encoders.tokenizer), *sample]
         try:
             why = ""
             if wrong := find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), texts):
-                why = f"it encodes {texts[wrong[0]][:40]!r} otherwise than the tokenizer's own package"
+                why = f"it encodes {texts[wrong[0]][:40]!r} differently than the tokenizer's own package"
         except ModuleNotFoundError as error:
             if error.name != "gigatoken":
                 raise
@@ -163,12 +163,12 @@ def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> 
         except ValueError as error:
             why = str(error) or type(error).__name__
         if why and requested == "gigatoken":
-            fix = "give --backend tokenizers"
+            fix = "set --backend tokenizers"
             raise setting_error("backend", requested, f"gigatoken cannot be used: {why}", fix)
         backend = "tokenizers" if why else "gigatoken"
-        same = f"the ids of {len(texts)} texts are those of the tokenizer's own package"
+        same = f"{len(texts)} texts have the same ids as with the tokenizer's own package"
         reason = f"not gigatoken: {why}" if why else same
-    # of this process, as others may use the machine
+    # CPU time of this process, because others may use the machine.
     started = time.process_time()
     num_tokens = len(encoders.get(backend)(sample)[0]) if sample else 0
     seconds = time.process_time() - started
@@ -177,30 +177,30 @@ def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> 
 
 
 def probe_texts(tokenizer: TextTokenizer) -> list[str]:
-    """Short texts of what tokenizers disagree on, special tokens among it; the same at every call."""
+    """Short random texts of pieces that tokenizers disagree on, including special tokens."""
     pieces = [*_PLAIN, *_ODD]
     if tokenizer.kind == "huggingface":
         added = orjson.loads(tokenizer.content).get("added_tokens") or []
         pieces += [token["content"] for token in added[:64]]
-    # the same texts at every call, so that a resumed run chooses the same backend
+    # Fixed seed: a resumed run must choose the same backend.
     choice = random.Random(0)
     return ["".join(choice.choices(pieces, k=choice.randrange(1, 30))) for _ in range(_NUM_PROBES)]
 
 
 def find_differences(encoder: Encoder, reference: Encoder, texts: Sequence[str]) -> list[int]:
-    """Positions of the texts that two encoders give other ids for."""
+    """Positions of the texts that two encoders encode differently."""
     ids, lengths = encoder(texts)
     reference_ids, reference_lengths = reference(texts)
     if np.array_equal(lengths, reference_lengths) and np.array_equal(ids, reference_ids):
         return []
     sides = [(ids, lengths), (reference_ids, reference_lengths)]
-    # only where something differs: text by text
+    # Compare text by text only if something differs.
     pairs = zip(*(np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in sides), strict=True)
     return [index for index, (one, other) in enumerate(pairs) if not np.array_equal(one, other)]
 
 
 def _own_package(tokenizer: TextTokenizer) -> Encoder:
-    backend: Any = None  # bytes need none
+    backend: Any = None  # unused for bytes
     if tokenizer.kind == "huggingface":
         from tokenizers import Tokenizer
 
@@ -235,7 +235,7 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
         else:
             content = tokenizer.content.decode()
             if not tokenizer.allow_special:
-                # It has no switch for special tokens in a text: they are text when it does not know them.
+                # gigatoken has no option to read special tokens as text, so remove them.
                 loaded = orjson.loads(content)
                 tokens = loaded.get("added_tokens") or []
                 loaded["added_tokens"] = [token for token in tokens if not token["special"]]
@@ -245,7 +245,7 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
         raise ValueError(f"it cannot load this tokenizer ({str(error).splitlines()[0]})") from error
 
     def encode(texts: Sequence[str]) -> Encoded:
-        # One by one, which is no slower than its encode_batch and does not load awkward.
+        # Individually: as fast as encode_batch, and does not load the awkward package.
         ids = [backend.encode(text) for text in texts]
         return np.concatenate(ids), np.fromiter(map(len, ids), np.int64, len(ids))
 
@@ -253,11 +253,11 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
 
 
 def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
-    """The tokenizer with a vocabulary that shows its splits; None if it has no classes of characters."""
+    """The tokenizer with a vocabulary that reveals its splits; None if it is not a byte-level BPE."""
     content = orjson.loads(tokenizer.content) if tokenizer.kind == "huggingface" else {}
     if b'"ByteLevel"' not in orjson.dumps(content.get("pre_tokenizer")) or content["model"]["type"] != "BPE":
         return None
-    # ByteLevel's names of the 256 bytes: printable Latin-1 as it is, the others from 256 on, in order
+    # ByteLevel's names of the 256 bytes: printable Latin-1 unchanged, the others from code point 256.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     names = [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -266,7 +266,7 @@ def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
     pairs = [(names[ord(one)], byte) for one in _SPLIT_NEIGHBOURS for byte in high]
     merges = [pair for first, second in pairs for pair in ((first, second), (second, first))]
     vocab |= {first + second: len(names) + index for index, (first, second) in enumerate(merges)}
-    # they would be split off before the classes of characters are seen
+    # Added tokens would be split off before the pre-tokenizer runs.
     content["added_tokens"] = []
     content["model"] |= {"vocab": vocab, "merges": merges, "unk_token": None, "ignore_merges": False}
     return replace(

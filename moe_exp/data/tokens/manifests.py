@@ -1,4 +1,4 @@
-"""Vocabulary and documents of a run's token files: tokens that begin and end them, lengths. No torch."""
+"""Tokenizer, vocabulary and document tokens of a run's token files, from their manifests. No torch."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,38 +34,36 @@ _FIX = "tokenize with --append-eod, or set DOCUMENT_MASK=false and EOD_MASK_LOSS
 
 @dataclass(frozen=True)
 class DocumentTokens:
-    """Ids with which documents of a training end (None: the tokenizer names none) and begin (None: none)."""
+    """Ids of the tokens that end and begin the training documents (None: no such token)."""
 
     eod_id: int | None = None
     bos_id: int | None = None
 
     def tokenizer(self, name: str, *, allow_special: bool = False) -> TextTokenizer:
-        """The tokenizer `name` with these tokens; ValueError if it is no tokenizer, or lacks the end."""
+        """Tokenizer `name` with these tokens; raises ValueError if it is invalid or lacks the end token."""
         found = load_named_tokenizer(name, allow_special=allow_special)
-        # its files may name another one than the training used
+        # The tokenizer's files may name another end-of-document token than the training used.
         if self.eod_id not in (None, found.eod_id):
             if (token := found.token(self.eod_id)) is None:
-                rule = f"has no token {self.eod_id}, with which the documents of the training end"
-                raise ValueError(problem("tokenizer", name, rule, "name the tokenizer of the training"))
+                rule = f"has no token {self.eod_id}, which ends the training documents"
+                raise ValueError(problem("tokenizer", name, rule, "set the tokenizer used for training"))
             found = load_named_tokenizer(name, eod_token=token, allow_special=allow_special)
         return replace(found, bos_id=self.bos_id)
 
 
 def documents_of(blend: str) -> DocumentTokens | None:
-    """Tokens that the documents of token files end and begin with; None if the manifests do not say it, or
-    differ.
-    """
+    """Document tokens of a blend's token files; None if their manifests lack them or differ."""
     manifests = [manifest_of(prefix) for _, prefix in parse_blend(blend)]
     found = {(tokenizer_fact(one, "eod_id"), tokenizer_fact(one, "bos_id")) for one in manifests}
-    # merged files of older versions have the end alone, and no BOS
+    # Merged files of older versions only record the end token; they have no BOS.
     says = (tokenizer_facts(one) or tokenizer_fact(one, "eod_id") is not None for one in manifests)
     return DocumentTokens(*found.pop()) if len(found) == 1 and all(says) else None
 
 
 def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentTokens | None:
-    """The tokens of the documents that a run was trained on; None if they are not known.
+    """Document tokens of a run's training data; None if unknown.
 
-    `order`: `SampleOrder.facts` of its checkpoint; without the tokens, the files may have them.
+    `order`: `SampleOrder.facts` of its checkpoint; if it lacks the tokens, the token files are read.
     """
     if (order.get("eod_id"), order.get("bos_id")) != (None, None):
         return DocumentTokens(order["eod_id"], order["bos_id"])
@@ -76,17 +74,17 @@ def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentToken
 
 
 def tokenizer_problems(config: Config) -> Iterator[str]:
-    """A line if manifests say that not all data, and TOKENIZER, are of one tokenizer."""
-    # another check names a tokenizer that does not exist
+    """Yields an error if, by the manifests, the data and TOKENIZER do not share one tokenizer."""
+    # Another check reports a tokenizer that does not exist.
     is_there = bool(config.tokenizer) and Path(config.tokenizer).exists()
     if is_there and not config.train_data:
         own = embedded_folder(Path(config.data_dir)) / "tokenizer.json"
         fix = "set TRAIN_DATA, or omit TOKENIZER"
         if not own.is_file():
-            rule = "cannot be compared with that of the embedded corpus (TRAIN_DATA is empty), not made yet"
-            yield problem("tokenizer", config.tokenizer, rule, f"{fix}: the corpus has one")
+            rule = "cannot be used with the embedded corpus (TRAIN_DATA is empty), which does not exist yet"
+            yield problem("tokenizer", config.tokenizer, rule, f"{fix}: the corpus has its own")
         elif not is_tokenizer_of(config.tokenizer, load_named_tokenizer(str(own)).recorded()):
-            rule = "is not the tokenizer of the embedded corpus, which an empty TRAIN_DATA stands for"
+            rule = "is not the tokenizer of the embedded corpus (TRAIN_DATA is empty)"
             yield problem("tokenizer", config.tokenizer, rule, fix)
     blends = [("train_data", config.train_data), ("valid_data", config.valid_data)]
     blends += [("data_stages", blend) for blend in config.stage_blends]
@@ -94,7 +92,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
     prefixes: list[str] = []
     for name, blend in blends:
         members = [prefix_of(member) for _, member in blend_members(blend) if not is_text(member)]
-        # all data so far, so that the first setting that differs is named
+        # Compare all data so far, so that the error names the first setting that differs.
         if wrong := other_tokenizer([*prefixes, *members]):
             yield problem(name, getattr(config, name), wrong, fix)
             return
@@ -102,13 +100,13 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
     facts = {prefix: tokenizer_facts(manifest_of(prefix)) for prefix in prefixes}
     recorded = next((prefix for prefix in prefixes if "hash" in facts[prefix]), None)
     if is_there and recorded and not is_tokenizer_of(config.tokenizer, facts[recorded]):
-        rule = f"is not the tokenizer of {recorded}, by its manifest"
-        fix = "set TOKENIZER to the one of the files, or ALLOW_OTHER_DATA=true if both give the same ids"
+        rule = f"is not the tokenizer in the manifest of {recorded}"
+        fix = "set TOKENIZER to that of the files, or ALLOW_OTHER_DATA=true if both give the same ids"
         yield problem("tokenizer", config.tokenizer, rule, fix)
 
 
 def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int | None]:
-    """A line for each of the token files that has no end-of-document token, or another one; and the token."""
+    """Errors for token files without an end-of-document token or with differing ones; and the token."""
     name = "document_mask" if config.document_mask else "eod_mask_loss"
     problems, found = [], {}
     for prefix in dict.fromkeys(prefixes):
@@ -116,22 +114,22 @@ def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int 
         eod_id, how = files.end_of_document
         if eod_id is None:
             problems.append(problem(name, "true", f"{prefix} has no end-of-document token: {how}", _FIX))
-        # few: the files were tokenized without it, and it stands in texts
+        # A small share: the files were tokenized without it, and it only occurs within texts.
         elif (share := files.share_ending_with(eod_id)) < 0.5:
             rule = f"{share:.0%} of the documents of {prefix} end with the end-of-document token {eod_id}"
             problems.append(problem(name, "true", rule, _FIX))
         else:
             found[prefix] = eod_id
-    # one token has to mark the ends in all data
+    # The mask looks for a single token id in all data.
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{eod_id} in {prefix}" for prefix, eod_id in found.items())
         rule = f"documents end with different tokens: {listed}"
-        problems.append(problem(name, "true", rule, "tokenize all of them with the same tokenizer"))
+        problems.append(problem(name, "true", rule, "tokenize all files with the same tokenizer"))
     return problems, next(iter(found.values()), None)
 
 
 def with_document_tokens(config: Config, blend: str) -> Config:
-    """`config` with DOCUMENT_TOKENS as the token files of `blend` have it, if it is needed and not given."""
+    """Returns `config` with DOCUMENT_TOKENS from the token files of `blend`, if needed and not set."""
     if not config.document_mask or config.document_tokens or not blend:
         return config
     weights, prefixes = zip(*parse_blend(blend), strict=True)
@@ -144,12 +142,12 @@ def with_document_tokens(config: Config, blend: str) -> Config:
 def with_vocab_size(
     config: Config, given: Container[str], recorded: Path | None = None
 ) -> tuple[Config, str]:
-    """`config` with the vocabulary of its data, and the reason in words; unchanged, and '', if VOCAB_SIZE is
-    `given` or the data's vocabulary is not known. Every rank and node gets the same.
+    """Returns `config` with the vocabulary size of its data, and the reason; unchanged and '' if VOCAB_SIZE
+    is `given` or the size is unknown. The result is the same on all ranks and nodes.
 
     Args:
-        given: names of the settings that do not come from a preset or a default.
-        recorded: config.yaml of the run folder; if it exists, its VOCAB_SIZE is used, as the run resumes.
+        given: names of the settings that are not from a preset or a default.
+        recorded: config.yaml of the run folder; if it exists, the run resumes with its VOCAB_SIZE.
     """
     if "vocab_size" in given:
         return config, ""
@@ -165,10 +163,10 @@ def with_vocab_size(
                 sizes[config.tokenizer] = tokenizer_vocab_size(config.tokenizer)
             elif len(sizes) < len(facts):
                 return config, ""
-        except ConnectionError as error:  # else it would be another model
+        except ConnectionError as error:  # with the default size it would be another model
             raise ConfigError([str(error)]) from None
         except (OSError, ValueError):
-            return config, ""  # the checks of files name it
+            return config, ""  # reported by the checks of the files
         if sizes and not config.train_data:
             sizes["the embedded corpus"] = EMBEDDED_VOCAB_SIZE
         place = max(sizes, key=lambda one: sizes[one], default="")
@@ -177,7 +175,7 @@ def with_vocab_size(
             return config, ""
     reason = f"vocabulary of {place}"
     if recorded is not None:
-        with suppress(ValueError):  # a new run, or the checks of the run folder name it
+        with suppress(ValueError):  # a new run, or an error reported by the checks of the run folder
             if isinstance(before := recorded_settings(recorded).get("vocab_size"), int) and before:
                 size, reason = before, f"recorded in {recorded}"
     config = config.model_copy(update={"vocab_size": size})

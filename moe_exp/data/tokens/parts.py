@@ -1,4 +1,4 @@
-"""Ranges of files as parts (tokens, lengths of documents and, written last, counts), and parts joined."""
+"""Tokenized parts of the inputs (tokens, document lengths, and last counts), and the file that joins them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from moe_exp.data.tokens.tokens import TokenDtype, token_dtype, write_index
 from moe_exp.host.files import BlockHash, read_json, write_json
 
 LARGEST_PART_BYTES, SMALLEST_PART_BYTES, NUM_PARTS = 2**26, 2**22, 256
-CHECKED_BYTES = 2**26  # of tokens, a block that is checked by itself
-BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes about 40 MB
+CHECKED_BYTES = 2**26  # size of the token blocks that are hashed separately
+BATCH_BYTES = 2**20  # text per batch; the results of the tokenizers package take about 40 MB
 
-JOINED = "joined.json"  # how many parts processes of one machine have joined
-NOT_WRITTEN = "is not what was written. Fix: check the disk, and call it again: the part is made again."
+JOINED = "joined.json"  # number of joined parts (without tasks)
+NOT_WRITTEN = (
+    "is not what was written. Fix: check the disk and repeat the command, which makes the part again."
+)
 _BUFFER_BYTES, _COPY_BYTES = 2**20, 2**22
-# The sample of the largest part that is compared with the tokenizer's own package, which takes about 0.1 s
-# per 200 KB.
+# Sample of a part of the largest size for the comparison with the tokenizer's own package, which takes about
+# 0.1 s per 200 KB.
 _NUM_SAMPLED, _NUM_ODD, _CLIP_CHARACTERS = 32, 16, 4096
 _ODD_CHARACTERS = re.compile(
     "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u0300-\u036f\u1680\u180e"
@@ -42,9 +44,9 @@ _ODD_CHARACTERS = re.compile(
 
 @dataclass(frozen=True)
 class Part(Slice):
-    """A slice with its number among all."""
+    """A slice of the inputs that is tokenized at once."""
 
-    index: int
+    index: int  # number among all parts
 
     @property
     def stem(self) -> str:
@@ -54,12 +56,12 @@ class Part(Slice):
 @dataclass
 class PartCounts:
     tally: Tally = field(default_factory=Tally)
-    num_tokens: int = 0  # end-of-document tokens included
-    num_eods: int = 0  # end-of-document tokens, those in texts included
+    num_tokens: int = 0  # including end-of-document tokens
+    num_eods: int = 0  # end-of-document tokens, including those in texts
     num_checked: int = 0  # documents compared with the tokenizer's own package
-    num_rerouted: int = 0  # documents that gigatoken was not given, see CheckedGigatoken
-    token_hash: str = ""  # XXH3-128 of its tokens
-    block_hashes: list[str] = field(default_factory=list)  # the same of each block of CHECKED_BYTES
+    num_rerouted: int = 0  # documents not encoded with gigatoken, see CheckedGigatoken
+    token_hash: str = ""  # XXH3-128 of the tokens
+    block_hashes: list[str] = field(default_factory=list)  # XXH3-128 of each block of CHECKED_BYTES
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "tally": self.tally.to_json()}
@@ -76,17 +78,17 @@ class PartCounts:
 
 
 def default_part_bytes(paths: Sequence[Path]) -> int:
-    """Enough parts for many workers; by the inputs alone, as a resumed run needs the same parts."""
+    """Default part size. Depends only on the inputs, because a resumed run needs the same parts."""
     num_bytes = total_bytes(paths)
     return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, num_bytes // NUM_PARTS))
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Plain JSONL is cut every `part_bytes`, streams are a part each, empty files none."""
+    """Parts of the inputs: plain JSONL is cut every `part_bytes`, a stream is one part, empty files none."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
-        # a stream can only be read from its beginning
+        # A stream can only be read from its start.
         whole = is_stream(path)
         for start in range(0, size, max(1, size) if whole else part_bytes):
             parts.append(Part(path, start, None if whole else min(start + part_bytes, size), len(parts)))
@@ -96,14 +98,14 @@ def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
 def part_lines(
     part: Slice, *, text_field: str = "text", rule: TextRule = FILES
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1 within the part, line without its end); BadDocument if compression is damaged."""
+    """Yields (number in the part, from 1; line without its end). Raises BadDocument for damaged files."""
     if part.end is None:
         yield from read_lines(part.path, text_field=text_field, rule=rule)
         return
     with part.path.open("rb", buffering=_BUFFER_BYTES) as file:
         if part.start:
             file.seek(part.start - 1)
-            file.readline()  # the line that began earlier belongs to the part before
+            file.readline()  # a line that starts before the cut belongs to the previous part
         position = file.tell()
         number = 0
         while position < part.end and (line := file.readline()):
@@ -115,27 +117,27 @@ def part_lines(
 
 
 def line_number(part: Slice, number: int) -> int:
-    """Number in the file of a line of a part; reads the file up to the part."""
+    """Line number in the file of a line of a part; reads the file up to the part."""
     return number if part.end is None else number + lines_before(part.path, part.start)
 
 
 @dataclass(frozen=True)
 class PartSettings:
-    """How a text becomes tokens; ValueError if it is to end with a token that the tokenizer lacks."""
+    """Settings that determine the tokens; raises ValueError for `append_eod` without such a token."""
 
     tokenizer: TextTokenizer
     json_key: str = "text"  # field with the text
     append_eod: bool = False
-    skip_bad: bool = False  # skip and count bad lines instead of stopping
+    skip_bad: bool = False  # skip and count invalid lines instead of stopping
     rule: TextRule = FILES
 
     def __post_init__(self) -> None:
         if self.append_eod and self.tokenizer.eod_id is None:
-            rule = f"the tokenizer {self.tokenizer.name} names no end-of-sequence token"
-            raise setting_error("append_eod", True, rule, "name it with --eod-token")
+            rule = f"the tokenizer {self.tokenizer.name} defines no end-of-document token"
+            raise setting_error("append_eod", True, rule, "set it with --eod-token")
 
     def facts(self) -> dict[str, Any]:
-        """Facts for a manifest: everything that the tokens depend on."""
+        """Facts for a manifest: everything that determines the tokens."""
         given = {"json_key": self.json_key, "append_eod": self.append_eod, "skip_bad": self.skip_bad}
         return {"tokenizer": self.tokenizer.facts()} | given | self.rule.facts()
 
@@ -145,7 +147,7 @@ class PartSettings:
 
 
 class PartEncoder:
-    """Makes parts, in one process; `encoders` are of the tokenizer, if some are loaded already."""
+    """Tokenizes parts in one process. `encoders`: already loaded encoders of the tokenizer, to reuse."""
 
     def __init__(self, settings: PartSettings, backend: str, encoders: Encoders | None = None):
         encoders = encoders or Encoders(settings.tokenizer)
@@ -153,13 +155,13 @@ class PartEncoder:
         self._encoder = encoders.get(backend)
         self._special_tokens = settings.tokenizer.special_tokens()
         self._is_special = np.zeros(settings.tokenizer.vocab_size, bool)
-        # a table, so that a batch is looked through at once
+        # A lookup table, to check a whole batch in one vectorized operation.
         self._is_special[list(self._special_tokens)] = True
         self._reference = encoders.get("tokenizers") if backend == "gigatoken" else None
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
-        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` into `folder`; `advance` is called
-        with the bytes as they are read. Raises BadDocument at a line that is none, ValueError at wrong ids.
+        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` to `folder`. `advance` receives the
+        number of bytes read. Raises BadDocument for an invalid line, ValueError for wrong ids.
         """
         counts, lengths = PartCounts(), [np.empty(0, np.int32)]
         digest, blocks = xxhash.xxh3_128(), BlockHash(CHECKED_BYTES)
@@ -184,7 +186,7 @@ class PartEncoder:
             temporary.replace(folder / f"{part.stem}.lengths")
         finally:
             temporary.unlink(missing_ok=True)
-        # last: with its counts a part is complete
+        # Last: the counts mark the part as complete.
         counts.token_hash = digest.hexdigest()
         counts.block_hashes = [block.hex() for block in blocks.digests()]
         write_json(folder / f"{part.stem}.json", counts.to_json())
@@ -192,7 +194,7 @@ class PartEncoder:
     def _batches(
         self, part: Part, tally: Tally, sample: _Sample, advance: Callable[[int], None]
     ) -> Iterator[list[tuple[int, str]]]:
-        """Documents with their line numbers, BATCH_BYTES of text at a time or one longer document."""
+        """Yields batches of (line number, text) with up to BATCH_BYTES of text or one longer document."""
         batch: list[tuple[int, str]] = []
         batch_bytes = line_bytes = 0
         for number, line in part_lines(part, text_field=self.settings.json_key, rule=self.settings.rule):
@@ -223,20 +225,20 @@ class PartEncoder:
     def _tokens(
         self, part: Part, batch: Sequence[tuple[int, str]], counts: PartCounts
     ) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int32]]:
-        """Tokens of a batch, one document after the other, and the lengths."""
+        """Concatenated tokens of a batch, and the length of each document."""
         tokenizer = self.settings.tokenizer
         ids, lengths = self._encoder([text for _, text in batch])
         if isinstance(self._encoder, CheckedGigatoken):
             counts.num_rerouted += self._encoder.num_rerouted
             self._encoder.num_rerouted = 0
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
-            rule = f"gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}"
+            rule = f"returned ids outside its vocabulary 0..{tokenizer.vocab_size - 1}"
             raise ValueError(f"{tokenizer.name}: {rule}. Fix: correct its files.")
         ids, lengths = self._without_special(part, batch, ids, lengths, counts.tally)
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))
         if tokenizer.bos_id is not None:
-            # before each document
+            # np.insert refers to positions in the old array: the start of each document.
             ids = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths) - lengths, tokenizer.bos_id)
             lengths = lengths + 1
         if self.settings.append_eod and tokenizer.eod_id is not None:
@@ -254,12 +256,12 @@ class PartEncoder:
         lengths: npt.NDArray[np.int64],
         tally: Tally,
     ) -> Encoded:
-        """The batch without the documents whose text gave special tokens."""
+        """Removes the documents whose text was encoded with special tokens."""
         found = np.flatnonzero(self._is_special[ids])
-        if not len(found):  # as for nearly all batches
+        if not len(found):  # nearly all batches
             return ids, lengths
         ends = np.cumsum(lengths)
-        # the first such token of each such document
+        # The error reports the first special token of each document.
         documents, firsts = np.unique(np.searchsorted(ends, found, side="right"), return_index=True)
         for document, token in zip(documents, ids[found[firsts]], strict=True):
             number, text = batch[document]
@@ -279,12 +281,12 @@ class PartEncoder:
         counts.num_checked = len(clips)
         if clips and (wrong := find_differences(self._encoder, self._reference, [text for _, text in clips])):
             where = f"{part.path}:{line_number(part, clips[wrong[0]][0])}"
-            rule = "gigatoken gives other tokens for this document than the tokenizer's own package"
-            raise ValueError(f"{where}: {rule}. Fix: --backend tokenizers --start-over.")
+            rule = "gigatoken encodes this document differently than the tokenizer's own package"
+            raise ValueError(f"{where}: {rule}. Fix: add --backend tokenizers --start-over.")
 
 
 class _Sample:
-    """Starts of documents to compare: the first, random ones, and the first with odd characters."""
+    """Document excerpts to compare: the first, random ones, and the first with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)
@@ -293,7 +295,7 @@ class _Sample:
         self.chosen, self.odd = list[tuple[int, str]](), list[tuple[int, str]]()
 
     def add(self, number: int, text: str) -> None:
-        # reservoir sampling
+        # Reservoir sampling: the number of documents is unknown in advance.
         place = 0 if not self._num_documents else self._random.randrange(self._num_documents + 1)
         self._num_documents += 1
         if len(self.chosen) < self._num_sampled:
@@ -302,22 +304,22 @@ class _Sample:
             self.chosen[place] = (number, text[:_CLIP_CHARACTERS])
         if len(self.odd) < self._num_odd:
             found = _ODD_CHARACTERS.search(text) if not text.isascii() or "\0" in text else None
-            start = found.start() if found else text.find("<|")  # as most special tokens begin
+            start = found.start() if found else text.find("<|")  # most special tokens start like this
             if start >= 0:
                 start = max(0, start - _CLIP_CHARACTERS // 2)
                 self.odd.append((number, text[start : start + _CLIP_CHARACTERS]))
 
 
 def is_complete(part: Part, folder: Path) -> bool:
-    """Whether a part was made before; its .bin may be in the joined file already."""
+    """Whether a part is complete; its .bin may already be in the joined file."""
     return (folder / f"{part.stem}.json").is_file()
 
 
 class JoinedParts:
-    """The file that parts in a folder are appended to, in order, with what an earlier call has appended.
+    """The joined file to which the parts in a folder are appended in order, resuming earlier calls.
 
-    Joining continues while later parts are made, and a part's tokens are removed when they are in the joined
-    file, so that the disk holds them once. What a crash leaves is verified by the parts' hashes.
+    Parts are joined while later ones are still being made. A joined part's own .bin is removed, so that its
+    tokens are on disk once. After a crash, the file is verified with the parts' hashes.
     """
 
     def __init__(self, folder: Path, name: str, settings: PartSettings):
@@ -328,12 +330,12 @@ class JoinedParts:
         self._num_bytes = 0
 
     def take_back(self, published: Path) -> None:
-        """Takes the .bin, which was complete, back from its place, if a killed call had moved it there."""
+        """Moves a complete .bin back if a terminated call had published it without its manifest."""
         if not self.bin_path.exists() and published.exists():
             published.replace(self.bin_path)
 
     def resume(self, parts: Sequence[Part], published: Path) -> None:
-        """Takes over what is there and sound; of `parts`, all of the run, others are made again."""
+        """Keeps the intact joined parts of an earlier call. `parts`: all parts of the run."""
         joined_path = self.folder / JOINED
         if joined_path.exists():
             self.take_back(published)
@@ -341,13 +343,13 @@ class JoinedParts:
         num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"] if joined_path.exists() else 0
         with self.bin_path.open("rb+") as file:
             for part in parts[:num_joined]:
-                # what a crash left is compared with what was written
+                # A crash may have lost or damaged the end of the file.
                 counts, digest = self.read_counts(part), xxhash.xxh3_128()
                 left = counts.num_tokens * self.settings.dtype.itemsize
                 while left and (chunk := file.read(min(_COPY_BYTES, left))):
                     digest.update(chunk)
                     left -= len(chunk)
-                if counts.token_hash != digest.hexdigest():  # cut off by a crash: from here on joined again
+                if counts.token_hash != digest.hexdigest():  # join again from this part
                     break
                 self.add(counts)
             file.truncate(self._num_bytes)
@@ -356,7 +358,7 @@ class JoinedParts:
                 (self.folder / f"{part.stem}.json").unlink(missing_ok=True)
 
     def append(self, part: Part) -> None:
-        """Appends the next part and removes its own .bin; ValueError if it is not what was written."""
+        """Appends the next part and removes its own .bin; raises ValueError if the part was damaged."""
         path, counts = self.folder / f"{part.stem}.bin", self.read_counts(part)
         digest = xxhash.xxh3_128()
         with path.open("rb") as source, self.bin_path.open("rb+") as file:
@@ -374,10 +376,11 @@ class JoinedParts:
         path.unlink()
 
     def write_index(self, parts: Sequence[Part]) -> None:
-        """Writes the .idx after all parts are in; ValueError if counts do not agree."""
+        """Writes the .idx after all parts are joined; raises ValueError if the counts disagree."""
         paths = [self.folder / f"{part.stem}.lengths" for part in parts]
         sizes = [path.stat().st_size // 4 for path in paths]
-        lengths = np.empty(sum(sizes), np.int32)  # of billions: not in parts and together
+        # Not concatenated: billions of lengths should not be in memory twice.
+        lengths = np.empty(sum(sizes), np.int32)
         for path, size, end in zip(paths, sizes, np.cumsum(sizes), strict=True):
             lengths[end - size : end] = np.fromfile(path, np.int32)
         counts, tally = self.counts, self.counts.tally
@@ -388,15 +391,15 @@ class JoinedParts:
         }
         for what, (number, expected) in found.items():
             if number != expected:
-                fix = "check the disk, and give --start-over"
-                raise ValueError(f"{self.bin_path}: {number} {what} instead of {expected}. Fix: {fix}.")
+                fix = "check the disk, and add --start-over"
+                raise ValueError(f"{self.bin_path}: has {number} {what} instead of {expected}. Fix: {fix}.")
         write_index(self.idx_path, lengths, self.settings.dtype)
 
     def read_counts(self, part: Part) -> PartCounts:
         return PartCounts.from_json(read_json(self.folder / f"{part.stem}.json", fix=MAKE_AGAIN))
 
     def add(self, counts: PartCounts) -> None:
-        """Adds the counts of the next part, which is joined."""
+        """Adds the counts of a newly joined part."""
         self.counts += counts
         self.num_parts += 1
         self._num_bytes += counts.num_tokens * self.settings.dtype.itemsize

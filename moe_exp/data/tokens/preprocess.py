@@ -1,7 +1,7 @@
-"""Files of documents to .bin/.idx: the same bytes, after any crash.
+"""Tokenization of document files into .bin/.idx, reproducible and resumable after any crash.
 
-The inputs are cut into parts (parts.py). Worker processes make them in any order, and this process joins them
-in the order of the inputs as soon as it can; or tasks make and join them on many machines (by_tasks.py).
+The inputs are cut into parts (parts.py). Worker processes tokenize them in any order while this process joins
+them in input order; or tasks do both on many machines (by_tasks.py).
 """
 
 import logging
@@ -60,14 +60,14 @@ _COPY_BYTES = 2**22
 
 
 def tokenized_prefix(output_prefix: str | Path, json_key: str = "text") -> Path:
-    """The prefix of the token files by Megatron's rule: PREFIX_text_document."""
+    """Prefix of the token files, named as in Megatron: PREFIX_text_document."""
     return Path(f"{output_prefix}_{json_key}_document")
 
 
 def tokenize_files(
     inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int = 1, **options: Any
 ) -> dict[str, Any]:
-    """`tokenize_documents` by worker processes of this machine; with 1 it is this process."""
+    """Calls `tokenize_documents` with worker processes on this machine (1: in this process)."""
     execution = Execution(workers=workers)
     return tokenize_documents(inputs, output, settings, execution=execution, **options) or {}
 
@@ -84,38 +84,37 @@ def tokenize_documents(
     part_bytes: int | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> dict[str, Any] | None:
-    """Writes `output`.bin, .idx and .manifest.json, a sequence per document in order; returns the manifest.
+    """Writes `output`.bin, .idx and .manifest.json, one sequence per document in order; returns the manifest.
 
-    The files do not depend on tasks and execution. A part that is not what was written is an error; the next
-    call has it made again.
+    The files do not depend on `tasks` and `execution`.
 
     Args:
-        inputs: files of the kinds of `moe_exp.data.kinds`.
+        inputs: files of the kinds in `moe_exp.data.kinds`.
         output: path without suffix, see `tokenized_prefix`.
-        tasks: that make parts and join them (until the files are published the disk holds the tokens twice);
-            a call that resumes may give another number. Without it, processes of this machine make parts.
-        execution: where it runs; default: this machine.
+        tasks: number of tasks that make and join parts (the tokens are on disk twice until the files are
+            published); may change when resuming. Default: worker processes on this machine.
+        execution: where the tasks run (default: this machine).
         backend: auto, gigatoken or tokenizers (the package that defines the tokenizer).
-        start_over: replace what is there.
-        part_bytes: of input per part; by default see `default_part_bytes`.
-        block_bytes: of the .bin, that one task copies and hashes. The manifest has a hash of the hashes of
-            all blocks, unless there is one alone.
+        start_over: replace existing files.
+        part_bytes: input size per part (default: `default_part_bytes`).
+        block_bytes: block size of the .bin for one task to copy and hash. With several blocks, the manifest
+            has a hash of their hashes.
 
     Returns:
-        The manifest; None while SLURM jobs are under way: call again to publish what they have made.
+        The manifest; None while SLURM jobs are running: repeat the call to publish their output.
 
     Raises:
-        ValueError: a setting is wrong; a line is no document (it names file and line); the disk is too small;
-            a part is damaged; a worker process died.
-        ChildProcessError: a task's process died.
+        ValueError: if a setting or a line is invalid, free space is too small, a part is damaged (the next
+            call makes it again), or a worker process died.
+        ChildProcessError: if a task's process died.
     """
     execution = execution or Execution()
     is_local = execution.executor == "local"
     if tasks is None and not is_local:
-        fix = "give --tasks, as many as cores are to work on it"
-        raise setting_error("executor", execution.executor, "needs a number of tasks", fix)
+        fix = "set --tasks to the number of cores to use"
+        raise setting_error("executor", execution.executor, "requires a number of tasks", fix)
     if tasks is not None and tasks < 1:
-        raise setting_error("tasks", tasks, "must be at least 1", "give the number of cores")
+        raise setting_error("tasks", tasks, "must be at least 1", "set the number of cores")
     _check_backend(backend)
     jobs_folder = output.with_name(f"{output.name}.partial") / "datatrove" / PASSES[-1]
     if start_over or is_local:
@@ -151,18 +150,19 @@ def tokenize_documents(
 
 
 def stage_settings(settings: PartSettings, part_bytes: int) -> dict[str, Any]:
-    """Everything that the files depend on besides the inputs."""
+    """Settings that determine the files, in addition to the inputs."""
     return settings.facts() | {"part_bytes": part_bytes}
 
 
 def _check_same_way(stage: CorpusStage, tasks: int | None) -> None:
-    """What processes have begun, tasks do not continue, and the other way round."""
+    """Raises ValueError if a run without tasks would be resumed with tasks, or vice versa."""
     if tasks is not None and (stage.folder / JOINED).exists():
-        rule, fix = f"{stage.output} was started without --tasks", "omit --tasks, or give --start-over"
+        rule, fix = f"{stage.output} was started without --tasks", "omit --tasks, or add --start-over"
         raise setting_error("tasks", tasks, rule, fix)
     if tasks is None and (stage.folder / TASKS).exists():
         before = read_json(stage.folder / TASKS, fix=MAKE_AGAIN)["tasks"]
-        rule, fix = f"{stage.output} was begun by {before} tasks", f"give --tasks {before}, or --start-over"
+        rule = f"{stage.output} was started with {before} tasks"
+        fix = f"set --tasks {before}, or add --start-over"
         raise setting_error("tasks", "", rule, fix)
 
 
@@ -174,10 +174,10 @@ def _publish(
     backend: str,
     hashes: Mapping[Path, str] | None,
 ) -> dict[str, Any]:
-    """Writes the index of the joined parts, and finishes the stage; returns the manifest."""
+    """Writes the index of the joined parts and finishes the stage; returns the manifest."""
     counts = joined.counts
     if not counts.tally.num_documents:
-        raise setting_error("input", stage.inputs[0], "the inputs have no documents", "give files with text")
+        raise setting_error("input", stage.inputs[0], "the inputs have no documents", "set files with text")
     joined.write_index(parts)
     return stage.finish_files(
         [joined.bin_path, joined.idx_path],
@@ -199,10 +199,10 @@ def _check_backend(backend: str) -> None:
 
 
 def usable(workers: int) -> int:
-    """At most as many as this process has cores."""
+    """Number of workers, limited to the cores of this process."""
     available = num_cores()
     if workers > available:
-        what = "%d workers asked for, %d are started: as many as this process has cores"
+        what = "%d workers requested, starting %d: this process has no more cores"
         logger.info(what, workers, available)
     return min(workers, available)
 
@@ -215,25 +215,25 @@ def _pinned_backend(
     settings: PartSettings,
     num_apart: int,
 ) -> str:
-    """The backend of the call that began, or if this is the first, one by a sample."""
+    """Backend of the first call; the first call chooses it with a sample."""
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]
         if requested not in ("auto", begun):
-            rule = f"{stage.output} was begun with {begun}"
-            raise setting_error("backend", requested, rule, f"give --backend {begun}, or --start-over")
-        logger.info("backend: %s, as %s was begun with it", begun, stage.output)
+            rule = f"{stage.output} was started with {begun}"
+            raise setting_error("backend", requested, rule, f"set --backend {begun}, or add --start-over")
+        logger.info("backend: %s (%s was started with it)", begun, stage.output)
         return begun
     estimate = _Estimate(inputs, settings, encoders, requested, num_apart, _SAMPLE_BYTES)
     probe = estimate.probe
     logger.info("backend: %s, %s", probe.backend, probe.reason)
-    check_free_disk(stage.output.parent, estimate.disk_bytes, f"{stage.output.name}.bin, by a sample,")
+    check_free_disk(stage.output.parent, estimate.disk_bytes, f"{stage.output.name}.bin (estimated)")
     write_json(path, {"backend": probe.backend, "reason": probe.reason})
     return probe.backend
 
 
 class _PartMaker:
-    """Makes parts, in this process or in the worker that it is sent to."""
+    """Makes parts in this process or in a worker."""
 
     def __init__(self, settings: PartSettings, backend: str, folder: Path, encoders: Encoders):
         self._settings, self._backend, self.folder, self._encoders = settings, backend, folder, encoders
@@ -253,7 +253,7 @@ class _PartMaker:
 
 
 def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: JoinedParts) -> None:
-    """Makes the parts that are not there, and joins all in order, as soon as it is one's turn."""
+    """Makes the missing parts and joins all in order as they become available."""
     folder = maker.folder
     for leftover in folder.glob("*.tmp"):
         leftover.unlink()
@@ -268,7 +268,7 @@ def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: 
             joined.append(parts[joined.num_parts])
 
     def describe(part: Part) -> tuple[str, str]:
-        return f"tokenize: the process that made part {part.index} of {part.path}", ""
+        return f"tokenize: the process for part {part.index} of {part.path}", ""
 
     number = min(workers, len(missing))
     try:
@@ -280,15 +280,15 @@ def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: 
             for part in pool.run(missing):
                 waiting.remove(part.index)
                 join()
-    except ChildProcessError as error:  # a run that prepares its text resumes after this one
+    except ChildProcessError as error:  # a training run that prepares its own text retries after this error
         raise Unfinished(str(error)) from error
 
 
-# What it will take
+# Estimates
 
 
 class _Estimate:
-    """The backend, and tokens, disk and time of a run with it, by a sample of the texts."""
+    """Backend, tokens, disk space and time of a tokenization, estimated with sample texts."""
 
     def __init__(
         self,
@@ -299,22 +299,22 @@ class _Estimate:
         num_apart: int,
         sample_bytes: int,
     ):
-        # measured in one thread, as workers are
+        # Measured with one thread, like the workers.
         sample = sample_texts(inputs, settings.json_key, sample_bytes, settings.rule)
         with one_thread():
             self.probe = probe = probe_backend(encoders, backend, sample)
         text = b"\n".join(one.encode() for one in sample)
-        # how far a compressed input shrinks, as gzip does it
+        # Compression ratio of compressed inputs, approximated with zlib.
         packed = len(text) / max(1, len(zlib.compress(text, 6)))
         self.input_bytes = total_bytes(inputs)
-        # As many bytes of text as of JSONL: an upper bound, as escapes and other fields take the rest.
+        # An upper bound: JSONL also has escapes and other fields.
         sizes = (path.stat().st_size * (packed if is_compressed(path) else 1) for path in inputs)
         self.text_bytes = int(sum(sizes))
         self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
         num_added = settings.append_eod + (settings.tokenizer.bos_id is not None)
         self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * num_added
         bin_bytes = self.num_tokens * settings.dtype.itemsize
-        # `num_apart` parts that are not joined yet, and the one that is, are on the disk as well.
+        # `num_apart` parts that are not joined yet and the one being joined also take disk space.
         share = min(1.0, (num_apart + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))
         self.disk_bytes = int(bin_bytes * (1 + share)) + self.num_documents * _INDEX_BYTES_PER_DOCUMENT
         self.seconds_of_one = self.text_bytes / max(1.0, probe.bytes_per_second)
@@ -329,8 +329,8 @@ def dry_run(
     backend: str,
     by_tasks: bool = False,
 ) -> None:
-    """Prints inputs, tokens, disk and time, by a sample, and writes nothing. Tasks make all parts first.
-    ValueError if a setting is wrong, or the disk is too small.
+    """Prints an estimate of tokens, disk space and time, and writes nothing. Raises ValueError if a setting
+    is invalid or free space is too small. `by_tasks`: all parts are made before any is joined.
     """
     _check_backend(backend)
     num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers
@@ -341,17 +341,17 @@ def dry_run(
         "inputs": f"{len(inputs)} files, {bytes_text(estimate.input_bytes)}",
         "tokenizer": f"{made_by.name}, {made_by.vocab_size:,} tokens, EOD {made_by.eod_token}",
         "backend": f"{probe.backend}: {probe.reason}",
-        "tokens": f"about {estimate.num_tokens:,} at most ({probe.tokens_per_byte:.3f} per byte of text)",
+        "tokens": f"at most about {estimate.num_tokens:,} ({probe.tokens_per_byte:.3f} per byte of text)",
         "disk": f"about {bytes_text(estimate.disk_bytes)}",
-        "time": f"about {estimate.seconds_of_one / workers:,.0f} s with {workers} workers at most",
+        "time": f"at most about {estimate.seconds_of_one / workers:,.0f} s with {workers} workers",
         "output": f"{output}.bin, {output}.idx",
     }
-    print_summary("tokenize: what it would do, by a sample", rows)
+    print_summary("tokenize (dry run, estimated with a sample)", rows)
     check_free_disk(output.parent, estimate.disk_bytes, f"{output.name}.bin")
 
 
 def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: TextRule = FILES) -> list[str]:
-    """Documents from a few places of the inputs, without what is no document."""
+    """Sample documents from the start and middle of a few inputs, without invalid lines."""
     num_files = min(len(inputs), _SAMPLED_PLACES)
     parts = [
         Slice(path, 0, None) if is_stream(path) else Slice(path, start, path.stat().st_size)
@@ -362,7 +362,7 @@ def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: Te
     for part in dict.fromkeys(parts):
         left = num_bytes // len(parts)
         for _, line in part_lines(part, text_field=json_key, rule=rule):
-            with suppress(ValueError):  # no document
+            with suppress(ValueError):  # an invalid line
                 texts.append(text_of(line, json_key)[: num_bytes // len(parts)])
             left -= len(line)
             if left <= 0:
@@ -371,7 +371,7 @@ def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: Te
 
 
 def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
-    """The table at the end of a run."""
+    """Rows of the table printed at the end."""
     tally, num_tokens = Tally.from_json(manifest), manifest["num_tokens"]
     rows: dict[str, object] = {"documents": tally.num_documents, "tokens": num_tokens}
     rows["end-of-document tokens"] = manifest["num_eods"]
@@ -379,19 +379,17 @@ def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
     rows |= {"tokens/s": f"{num_tokens / max(seconds, 1e-3):,.0f}", "backend": manifest["backend"]}
     if manifest["backend"] == "gigatoken":
         rows["documents compared"] = manifest["num_checked"]
-        rows["documents left to the slower package"] = manifest["num_rerouted"]
+        rows["documents encoded by the slower package"] = manifest["num_rerouted"]
     return rows | {f"skipped: {reason}": number for reason, number in sorted(tally.skipped.items())}
 
 
-# Token files of shards, joined into those that one run over all of them would have made
+# Merge of token files: the same files as one run over all inputs
 
 
 def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:
-    """Bytes of the sequences in the order of the index, which Megatron follows; a generator, as a shard may
-    have a billion sequences.
-    """
+    """Yields byte ranges of the sequences in index order, as Megatron reads them."""
     index = read_index(prefix)
-    if order_problem(prefix) is None:  # one after the other: in large pieces
+    if order_problem(prefix) is None:  # contiguous, so copy large pieces
         end = int(index.sizes.sum(dtype=np.int64)) * index.dtype.itemsize
         yield from ((start, min(start + _COPY_BYTES, end)) for start in range(0, end, _COPY_BYTES))
         return
@@ -400,10 +398,10 @@ def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:
 
 
 def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
-    """Joins token files of shards, those of other programs too, in order, and returns the manifest.
+    """Joins token files (including those of other programs) in order, and returns the manifest.
 
     Raises:
-        ValueError: a file is missing or damaged, types differ, or `output` is one of the shards.
+        ValueError: if a file is missing or damaged, dtypes differ, or `output` is one of the shards.
     """
     dtype, needed_bytes = _check_shards(prefixes, output)
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
@@ -436,26 +434,28 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
 
 
 def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
-    """Prints documents, tokens, bytes and free disk; writes nothing. Raises as `merge_token_files`."""
+    """Prints the size of a merge and writes nothing. Raises the errors of `merge_token_files`."""
     dtype, needed_bytes = _check_shards(prefixes, output)
     rows = {
         "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
         "documents": sum(len(read_index(prefix).documents) - 1 for prefix in prefixes),
         "tokens": sum(bin_idx_tokens(prefix) for prefix in prefixes),
-        "disk": f"{bytes_text(needed_bytes)}, of {bytes_text(free_disk(output.parent))} free",
+        "disk": f"{bytes_text(needed_bytes)} of {bytes_text(free_disk(output.parent))} free",
         "output": f"{output}.bin, {output}.idx",
     }
-    print_summary("merge: what it would do", rows)
+    print_summary("merge (dry run)", rows)
     check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
 
 
 def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
-    """The type of the tokens, and the bytes of all files."""
+    """Checks the shards; returns their token dtype and total size in bytes."""
     for prefix in prefixes:
         if wrong := bin_idx_problem(prefix, in_order=False):
             raise setting_error("merge", prefix, wrong, "tokenize that shard again")
         if prefix.absolute() == output.absolute():
-            raise setting_error("output_prefix", output, "is one of the shards", "give another prefix")
+            raise setting_error(
+                "output_prefix", output, "must not be one of the shards", "set another prefix"
+            )
     dtypes = {read_index(prefix).dtype.name: str(prefix) for prefix in prefixes}
     if len(dtypes) > 1:
         places = " and ".join(f"{dtype} in {prefix}" for dtype, prefix in dtypes.items())

@@ -1,13 +1,13 @@
-"""Token files at an object store: the index is copied, tokens are read in blocks when they are needed.
+"""Token files at an object store: the index is copied, token blocks are read and cached on demand.
 
     DATA_DIR/remote/NAME_1a2b3c4d/
         NAME.idx NAME.manifest.json    copies
         NAME.remote.json               URL, size and version of NAME.bin; written last
-        NAME.blocks                    blocks of NAME.bin that were read, each at its place
-        NAME.hashes                    XXH3-64 of each of them; 0: not read yet
+        NAME.blocks                    sparse copy of NAME.bin with the blocks read so far
+        NAME.hashes                    XXH3-64 of each block; 0: not read yet
 
-All ranks and workers of a host share the folder without a lock: two that read the same block write the same
-bytes. A block is used if it has its hash, so one that a crash or a full disk has cut off is read again.
+All ranks and workers of a host share the folder without a lock, because writers of a block write the same
+bytes. A block is used only if its hash matches, so blocks truncated by a crash or a full disk are read again.
 """
 
 import errno
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 2**20
 _HASH_BYTES = 8
-_LEFT_FREE_BYTES = 20 * 2**30  # for checkpoints; a tenth of a disk that is smaller than ten times that
+_LEFT_FREE_BYTES = 20 * 2**30  # reserved for checkpoints; at most a tenth of the disk
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class _Remote:
 
 
 def prefix_of(name: str) -> str:
-    """The prefix of token files, which may be given with .bin or .idx."""
+    """Prefix of token files, without .bin or .idx."""
     return name[:-4] if name.endswith((".bin", ".idx")) else name
 
 
 def split_url(url: str) -> tuple[Store, str]:
-    """Folder and name of a prefix at a store, with or without .bin or .idx."""
+    """Store folder and name of a prefix, with or without .bin or .idx."""
     parent, _, name = prefix_of(url.rstrip("/")).rpartition("/")
     if not name or not parent.partition("://")[2]:
-        raise ValueError(f"{url}: names no files. Fix: give a prefix such as s3://bucket/corpus/train.")
+        raise ValueError(f"{url}: names no files. Fix: set a prefix such as s3://bucket/corpus/train.")
     return Store(parent), name
 
 
 def remote_manifest(url: str) -> dict[str, Any]:
-    """The manifest beside the token files at a store; empty if there is none."""
+    """Manifest of token files at a store; {} if missing."""
     store, name = split_url(url)
     for manifest in (f"{name}.manifest.json", "manifest.json"):
         try:
@@ -72,22 +72,22 @@ def remote_manifest(url: str) -> dict[str, Any]:
 
 
 def find_tokens(url: str) -> dict[str, StoredFile]:
-    """The token files of a prefix at a store, by suffix. Raises ValueError if one is missing or access is
-    refused, ConnectionError if the store keeps failing.
+    """Token files of a prefix at a store, by suffix. Raises ValueError if one is missing or access is denied,
+    ConnectionError if the store keeps failing.
     """
     store, name = split_url(url)
     found = {}
     for suffix in (".bin", ".idx"):
         file = store.find(name + suffix)
         if file is None:
-            raise ValueError(f"{url}: there is no {store.url}/{name}{suffix}. Fix: correct the URL.")
+            raise ValueError(f"{url}: {store.url}/{name}{suffix} not found. Fix: correct the URL.")
         found[suffix] = file
     return found
 
 
 def ensure_index(url: str, data_dir: Path) -> str:
-    """Copies what there is beside the tokens, once for each version of the files at the store. Returns the
-    prefix here, for `TokenFiles` and `open_tokens`. Raises as `find_tokens`.
+    """Copies the index and manifest, once per version of the files at the store. Returns the local prefix for
+    `TokenFiles` and `open_tokens`. Raises the errors of `find_tokens`.
     """
     store, name = split_url(url)
     found = find_tokens(url)
@@ -98,7 +98,7 @@ def ensure_index(url: str, data_dir: Path) -> str:
     facts = folder / f"{name}.remote.json"
     with FileLock(folder / ".lock"):
         if not facts.exists():
-            logger.info("%s: copying its index to %s", url, folder)
+            logger.info("copying the index of %s to %s", url, folder)
             files = {f"{name}.idx": found[".idx"]}
             if manifest := store.find(f"{name}.manifest.json"):
                 files[f"{name}.manifest.json"] = manifest
@@ -107,7 +107,7 @@ def ensure_index(url: str, data_dir: Path) -> str:
             num_blocks = -(-remote.bytes // _BLOCK_BYTES)
             for suffix, size in (("blocks", remote.bytes), ("hashes", num_blocks * _HASH_BYTES)):
                 with (folder / f"{name}.{suffix}").open("wb") as file:
-                    file.truncate(size)  # no disk until something is written
+                    file.truncate(size)  # a sparse file: takes no disk space until written
             write_json(facts, asdict(remote))
     return str(folder / name)
 
@@ -118,7 +118,7 @@ def _remote_of(prefix: str | Path) -> _Remote | None:
 
 
 def bin_bytes(prefix: str | Path) -> int | None:
-    """Size of a prefix's tokens, here or at a store; None if there are none."""
+    """Size of a prefix's .bin, local or at a store; None if it does not exist."""
     path = Path(f"{prefix}.bin")
     if path.is_file():
         return path.stat().st_size
@@ -130,16 +130,14 @@ def bin_bytes(prefix: str | Path) -> int | None:
 
 
 class RemoteTokens:
-    """Tokens of a .bin at a store, sliced like an array; bytes are kept here once they are read. Cheap to
-    make: it opens two files.
-    """
+    """Tokens of a .bin at a store, sliced like an array. Blocks are cached locally."""
 
     def __init__(self, prefix: str | Path, remote: _Remote, dtype: np.dtype[Any]):
         self.num_bytes, self._version, self._dtype = remote.bytes, remote.version, dtype
         parent, _, self._name = remote.url.rpartition("/")
         self._store = Store(parent)
         self._files = [os.open(f"{prefix}.{suffix}", os.O_RDWR) for suffix in ("blocks", "hashes")]
-        self._sound: set[int] = set()  # blocks whose hash this process has compared
+        self._sound: set[int] = set()  # blocks whose hash this process has verified
         self._keeps = True
 
     def __del__(self) -> None:
@@ -155,10 +153,10 @@ class RemoteTokens:
             if (part := self._kept(block, low, high)) is None:
                 data = self._store.read(self._name, start, start + self._size(block))
                 found = self._store.find(self._name)
-                # after the read, as the file may have been replaced meanwhile
+                # Checked after the read, because the file may be replaced at any time.
                 if found is None or found.version != self._version:
-                    rule = "is another file than when this process began to read it"
-                    fix = "start again; the run continues if the tokens are the same"
+                    rule = "was replaced while it was being read"
+                    fix = "restart; the run resumes if the tokens are the same"
                     raise ValueError(f"{self._store.url}/{self._name}: {rule}. Fix: {fix}.")
                 if self._keeps:
                     self._keep(block, data)
@@ -167,25 +165,25 @@ class RemoteTokens:
         return np.frombuffer(b"".join(parts), self._dtype)
 
     def each(self, places: Sequence[int]) -> npt.NDArray[Any]:
-        """Single tokens, without the blocks that they are in."""
+        """Single tokens, without reading their whole blocks."""
         size = self._dtype.itemsize
         found = self.read_directly([(place * size, (place + 1) * size) for place in places])
         return np.frombuffer(b"".join(found), self._dtype)
 
     def read_directly(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        """Bytes of some ranges, several at a time, and without keeping them."""
+        """Bytes of the given ranges, read concurrently and not cached."""
         return self._store.read_ranges(self._name, ranges)
 
     def _size(self, block: int) -> int:
         return min(_BLOCK_BYTES, self.num_bytes - block * _BLOCK_BYTES)
 
     def _kept(self, block: int, low: int, high: int) -> bytes | None:
-        """Bytes of a block that was read before; None if it was not, or is not sound."""
+        """Bytes of a cached block; None if it is missing or damaged."""
         blocks, hashes = self._files
         start = block * _BLOCK_BYTES
         if block not in self._sound:
             known = os.pread(hashes, _HASH_BYTES, block * _HASH_BYTES)
-            # compared once a process: a block does not change later
+            # Verified once per process, because cached blocks do not change.
             if not any(known) or _hash(os.pread(blocks, self._size(block), start)) != known:
                 return None
             self._sound.add(block)
@@ -196,35 +194,35 @@ class RemoteTokens:
         try:
             left_free = min(_LEFT_FREE_BYTES, disk.f_frsize * disk.f_blocks // 10)
             if disk.f_frsize * disk.f_bavail < left_free:
-                raise OSError(errno.ENOSPC, f"less than {left_free / 2**30:.3g} GiB of the disk is free")
+                raise OSError(errno.ENOSPC, f"less than {left_free / 2**30:.3g} GiB of free space")
             os.pwrite(self._files[0], data, block * _BLOCK_BYTES)
-            # after the block: a hash without it would be wrong, a block without hash is read again
+            # The hash comes last, so that it never describes a block that was not written.
             os.pwrite(self._files[1], _hash(data), block * _HASH_BYTES)
         except OSError as error:
             self._keeps = False
-            what = "%s: blocks are not kept from here on, so that they are read again: %s"
+            what = "%s: no longer caching blocks, which will be read again from the store: %s"
             logger.warning(what, self._name, error.strerror)
 
 
 def _hash(data: bytes) -> bytes:
-    # 0 stands for a block that is not there
+    # 0 marks a missing block.
     return max(1, xxhash.xxh3_64_intdigest(data)).to_bytes(_HASH_BYTES, "little")
 
 
 def open_remote(prefix: str, dtype: np.dtype[Any]) -> RemoteTokens | None:
-    """The tokens of a prefix if they are at a store."""
+    """Tokens of a prefix at a store; None if they are local or missing."""
     remote = None if Path(f"{prefix}.bin").is_file() else _remote_of(prefix)
     return RemoteTokens(prefix, remote, dtype) if remote else None
 
 
 def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RemoteTokens:
-    """The tokens of a prefix, mapped, or at a store."""
+    """Tokens of a prefix: memory-mapped if local, else at a store."""
     remote = open_remote(prefix, dtype)
     return np.memmap(f"{prefix}.bin", dtype, mode="r") if remote is None else remote
 
 
 def read_ranges(prefix: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Bytes of a prefix's .bin, range after range."""
+    """Yields the bytes of each range of a prefix's .bin."""
     if (remote := open_remote(prefix, np.dtype(np.uint8))) is not None:
         yield from remote.read_directly(list(ranges))
         return

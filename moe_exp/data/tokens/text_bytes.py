@@ -1,9 +1,8 @@
-"""How many bytes of UTF-8 text tokens stand for, so that losses of different tokenizers compare.
+"""Number of UTF-8 text bytes per token, which makes losses of different tokenizers comparable.
 
-By a table with two numbers per token, so that text that a window cuts in the middle of a character is counted
-exactly, and nothing has to be decoded. The numbers add up to the length of the document's text if the
-tokenizer keeps all of it, else to that of what it keeps; `TokenBytes.note` says what it changes. Special
-tokens, the end of a document among them, and the unknown token stand for no text.
+A table has two numbers per token, so nothing is decoded, and text cut within a character is counted exactly.
+The numbers sum to the length of a document's text if the tokenizer is lossless (else see `TokenBytes.note`).
+Special tokens and the unknown token have no bytes.
 """
 
 import re
@@ -20,13 +19,11 @@ from moe_exp.data.tokens.tokens import Int64Array
 _NUM_BYTES = 256
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD = re.compile(r"[a-z]+")
-NOT_KEPT = (
-    "bits per byte: the tokenizer %s does not keep all of a text (%s), so that bytes of what it keeps count"
-)
+NOT_KEPT = "bits per byte: the tokenizer %s is lossy (%s), so only the bytes that it keeps are counted"
 
-_BYTE_SPACE = "\u0120"  # a space in pieces of ByteLevel
-_SPACE = "\u2581"  # for which Metaspace and SentencePiece exchange a space
-# what tokenizers may change of a text so that its bytes are others, and texts that show it
+_BYTE_SPACE = "\u0120"  # ByteLevel's symbol for a space
+_SPACE = "\u2581"  # Metaspace's and SentencePiece's symbol for a space
+# Text that tokenizers may change, with examples that reveal it.
 _CHANGES = {
     "accents and ligatures": "\ufb01 e\u0301 \u00b2",
     "spaces in a row and ends of lines": "a  b\n\nc ",
@@ -38,10 +35,10 @@ class TokenBytes:
     """Bytes per token of one tokenizer.
 
     Attributes:
-        inside_V: bytes of every token after another one, int64 [V].
-        first_V: bytes of every token as the first of a document, where some decoders take a space away.
-        eod_id, bos_id: of the tokens that end and begin a document, or None.
-        note: what of a text the tokenizer does not keep, so that its bytes cannot be known; "" if nothing.
+        inside_V: bytes of each token after another token, int64 [V].
+        first_V: bytes of each token at the start of a document, where some decoders remove a space.
+        eod_id, bos_id: ids of the tokens that end and begin a document, or None.
+        note: kinds of text that the tokenizer does not preserve; "" if it is lossless.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -67,14 +64,14 @@ class TokenBytes:
         self.note = self._probe(tokenizer, unknown)
 
     def _probe(self, tokenizer: TextTokenizer, unknown: int | None) -> str:
-        """Says what of a text the tokenizer does not keep."""
+        """Returns `note`, found by encoding example texts."""
         encode, lost = Encoders(tokenizer).get("tokenizers"), []
 
         def ids_of(text: str) -> Int64Array:
             return np.asarray(encode([text])[0], dtype=np.int64)
 
         if self._space is not None:
-            # 0 where the tokenizer itself puts a space before every document
+            # 0 if the tokenizer itself adds a space before every document.
             self._first_space_bytes = int(not np.array_equal(ids_of("\x01")[:3], self._space))
         for what, text in _CHANGES.items():
             ids = ids_of(text)
@@ -86,12 +83,12 @@ class TokenBytes:
         return ", ".join(dict.fromkeys(lost))
 
     def count(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> int:
-        """Bytes of tokens that follow one another; arguments as of `each`."""
+        """Total bytes of consecutive tokens; arguments as in `each`."""
         return int(self.each(ids, is_first).sum())
 
     def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
-        """Bytes of each of the tokens [N] that follow one another; `is_first` [N]: of its document. Ids that
-        the tokenizer does not have stand for nothing.
+        """Bytes of each of the consecutive tokens [N]; `is_first` [N]: whether it is the first of its
+        document. Ids outside the vocabulary have no bytes.
         """
         known = ids < len(self.inside_V)
         ids = np.where(known, ids, 0)
@@ -107,8 +104,8 @@ class TokenBytes:
     def count_samples(
         self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool = False
     ) -> tuple[int, int]:
-        """Bytes and number of the labels of samples [B, S1]: of all but the first token, with documents by
-        EOD; with `eod_mask_loss` without those after an EOD.
+        """Total bytes and number of the labels of samples [B, S1] (all tokens but the first); with
+        `eod_mask_loss` excluding those after an EOD.
         """
         before, labels = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()
         is_after_end = before == (-1 if self.eod_id is None else self.eod_id)
@@ -120,7 +117,7 @@ class TokenBytes:
 
 
 def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int | None]:
-    """Ids of the byte tokens of a space that has no piece of its own; and the unknown token's."""
+    """Ids of the byte tokens for the space symbol (None: it has its own piece), and of the unknown token."""
     if tokenizer.kind == "bytes":
         return None, None
     if tokenizer.kind == "sentencepiece":
@@ -145,7 +142,9 @@ def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
     content = orjson.loads(tokenizer.content)
     pieces, decoder = pieces_of(content), content.get("decoder") or {}
     decoders = {decoder.get("type"), *(part["type"] for part in decoder.get("decoders") or [])}
-    if "ByteLevel" in decoders:  # every character of a piece is a byte; that of an added token is itself
+    if (
+        "ByteLevel" in decoders
+    ):  # each character of a piece stands for a byte, but added tokens are plain text
         inside = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         for piece, token in pieces.items():
             inside[token] = len(piece)
@@ -154,7 +153,7 @@ def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
         first = inside.copy()
         pre_tokenizer = content.get("pre_tokenizer") or {}
         parts = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-        # it puts a space before a text that begins with none
+        # add_prefix_space: a leading space may not be in the text.
         if any(part.get("type") == "ByteLevel" and part.get("add_prefix_space") for part in parts):
             first[[token for piece, token in pieces.items() if piece.startswith(_BYTE_SPACE)]] -= 1
     else:
@@ -171,7 +170,7 @@ def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
 
 
 def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64Array, Int64Array]:
-    """Bytes that a token adds between words, and before a word, as decoders differ there."""
+    """Bytes that each token adds between two words, and before the first word of a text."""
     from tokenizers import Tokenizer
 
     backend, ids = Tokenizer.from_str(tokenizer.content.decode()), range(tokenizer.vocab_size)
@@ -181,7 +180,7 @@ def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64
         return np.array([len(text.encode()) for text in texts], dtype=np.int64)
 
     alone, two = lengths(backend.decode_batch([[word], [word, word]], skip_special_tokens=False))
-    # between words, as decoders change the beginning of a text
+    # Decoded between words, because decoders change the start of a text.
     between = [[word, token, word] for token in ids]
     inside = lengths(backend.decode_batch(between, skip_special_tokens=False)) - two
     first = lengths(backend.decode_batch([one[1:] for one in between], skip_special_tokens=False))

@@ -1,9 +1,9 @@
-"""Tokenizers as the corpus tools use them: their files, vocabulary size and end-of-document token.
+"""Tokenizers for the corpus tools: files, vocabulary size and end-of-document token.
 
-They encode the text and nothing else: truncation, padding, dropout and post-processors (which add BOS) are
-removed, as Megatron encodes with `add_special_tokens=False`. Special tokens in a text are text, unless
-`allow_special`. A model whose own vocabulary has the piece, as Unigram and WordLevel models do, cannot read
-`</s>` as text: a document that gives such an id (`special_tokens`) is handled like a line that is no JSON.
+They encode only the text: truncation, padding, dropout and post-processors (which add BOS) are removed, as
+Megatron encodes with `add_special_tokens=False`. Special tokens in a text are read as text unless
+`allow_special`. Unigram and WordLevel models have `</s>` in their own vocabulary and cannot read it as text;
+documents encoded with such an id (`special_tokens`) are treated like invalid lines.
 """
 
 import logging
@@ -26,7 +26,7 @@ TOKENIZER_TYPES = (
     "ByteLevelTokenizer",
 )  # fmt: skip
 
-# Names of end-of-document tokens that are taken where the files of a tokenizer do not say which token it is.
+# End-of-document tokens to look for if the tokenizer's files do not define one.
 USUAL_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>", "<eod>")
 _HUB_FILES = [
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
@@ -38,20 +38,20 @@ _NUM_BYTES = 256
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer, ready to be sent to workers."""
+    """A tokenizer that can be pickled for workers."""
 
     kind: Literal["huggingface", "sentencepiece", "bytes"]
-    name: str  # the user's
+    name: str  # as given by the user
     content: bytes = field(repr=False)  # a tokenizer.json, or a SentencePiece model; empty for bytes
     vocab_size: int  # highest id + 1
-    eod_id: int | None  # of the token that ends a document
+    eod_id: int | None  # end-of-document token
     eod_token: str | None
-    allow_special: bool = False  # read special tokens in a text as such
-    bos_id: int | None = None  # of the token that documents begin with; None: they begin with their text
-    bos_token: str | None = None  # that the tokenizer's own files put before a text
+    allow_special: bool = False  # read special tokens in a text as special tokens
+    bos_id: int | None = None  # token to put before each document; None: nothing is added
+    bos_token: str | None = None  # token that the tokenizer's own post-processor adds before a text
 
     def special_tokens(self) -> dict[int, str]:
-        """Id to token of what no text may give, without unknown words; none with `allow_special`."""
+        """Special tokens except the unknown token that texts must not produce, by id."""
         if self.allow_special:
             return {}
         tokens = {}
@@ -67,7 +67,7 @@ class TextTokenizer:
         return tokens if self.eod_id is None else tokens | {self.eod_id: str(self.eod_token)}
 
     def facts(self) -> dict[str, Any]:
-        """Facts for a manifest: everything that the tokens depend on."""
+        """Facts for a manifest: everything that determines the tokens."""
         names = ("kind", "vocab_size", "eod_id", "eod_token", "allow_special")
         facts = {"hash": xxhash.xxh3_128_hexdigest(self.content)}
         facts |= {name: getattr(self, name) for name in names}
@@ -79,26 +79,26 @@ class TextTokenizer:
         return sentencepiece.SentencePieceProcessor(model_proto=self.content)
 
     def token(self, index: int) -> str | None:
-        """The token of an id; None for a byte, and for an id that the tokenizer does not have."""
+        """Token with this id; None for a byte or an unknown id."""
         if self.kind == "sentencepiece" and 0 <= index < self.vocab_size:
             return str(self.processor().id_to_piece(index))
         return token_text(orjson.loads(self.content), index) if self.kind == "huggingface" else None
 
     def log_left_out(self) -> None:
-        """Says that documents do not begin with the BOS that the tokenizer's own files put before a text."""
+        """Logs a warning if documents lack the BOS that the tokenizer itself would add."""
         if self.bos_token is not None and self.bos_id is None:
-            text = "tokenizer %s puts %s before a text, documents get none: %s keeps it"
-            logger.warning(text, self.name, self.bos_token, "--prepend-bos (PREPEND_BOS)")
+            text = "tokenizer %s adds %s before a text, but documents are stored without it (to add it: %s)"
+            logger.warning(text, self.name, self.bos_token, "--prepend-bos, PREPEND_BOS=true")
 
     def recorded(self) -> dict[str, Any]:
-        """`facts`, and `ids`, a hash of what decides the ids of a text; for `same_tokenizer`."""
+        """`facts` plus `ids`, a hash of what determines the ids of a text; for `same_tokenizer`."""
         is_json = self.kind == "huggingface"
         found = _ids_hash(orjson.loads(self.content)) if is_json else xxhash.xxh3_64_hexdigest(self.content)
         return self.facts() | {"ids": found}
 
 
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two give a text the same ids, by `TextTokenizer.recorded`; older manifests lack `ids`."""
+    """Whether two `TextTokenizer.recorded` give the same ids; older manifests lack `ids`."""
     return one["hash"] == other["hash"] or ("ids" in one and one["ids"] == other.get("ids"))
 
 
@@ -112,21 +112,20 @@ def load_tokenizer(
     allow_special: bool = False,
     prepend_bos: bool = False,
 ) -> TextTokenizer:
-    """Loads a tokenizer by Megatron's name of its type.
+    """Loads a tokenizer by Megatron's name for its type.
 
     Args:
         tokenizer_type: one of TOKENIZER_TYPES.
-        model: for HuggingFaceTokenizer a folder, a tokenizer.json or a name on the hub (HF_ENDPOINT and
-            HF_TOKEN are honoured); for SentencePieceTokenizer and Llama2Tokenizer a .model file. Unlike
-            Megatron's, Llama2Tokenizer puts a BOS before a document only with `prepend_bos`.
-        vocab_file: vocab.json of GPT2BPETokenizer.
-        merge_file: merges.txt of GPT2BPETokenizer.
-        eod_token: the token that ends a document; by default what the tokenizer's files say.
-        allow_special: read special tokens in a text as such.
-        prepend_bos: begin every document with the tokenizer's BOS.
+        model: for HuggingFaceTokenizer a folder, a tokenizer.json or a name on the Hub (with HF_ENDPOINT and
+            HF_TOKEN); for SentencePieceTokenizer and Llama2Tokenizer a .model file. Unlike in Megatron,
+            Llama2Tokenizer adds a BOS only with `prepend_bos`.
+        vocab_file, merge_file: vocab.json and merges.txt of GPT2BPETokenizer.
+        eod_token: end-of-document token (default: from the tokenizer's files).
+        allow_special: read special tokens in a text as special tokens.
+        prepend_bos: start every document with the tokenizer's BOS.
 
     Raises:
-        ValueError: a file is missing or is no tokenizer, or `eod_token` or the BOS is not in the vocabulary.
+        ValueError: if a file is missing or invalid, or `eod_token` or the BOS is not in the vocabulary.
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         rule = f"must be one of {', '.join(TOKENIZER_TYPES)}"
@@ -134,26 +133,26 @@ def load_tokenizer(
     if tokenizer_type == "ByteLevelTokenizer":
         if eod_token is not None or allow_special:
             field, value = ("allow_special", "True") if eod_token is None else ("eod_token", eod_token)
-            rule = "the byte-level tokenizer has the 256 bytes, and one token with id 256 that ends"
-            raise setting_error(field, value, f"{rule} a document", "omit it")
+            rule = "the byte-level tokenizer has only the 256 bytes and an end-of-document token, id 256"
+            raise setting_error(field, value, rule, "omit it")
         loaded = TextTokenizer("bytes", "bytes", b"", _NUM_BYTES + 1, _NUM_BYTES, "<eod>")
     elif tokenizer_type == "GPT2BPETokenizer":
         content = _gpt2_json(_existing("vocab_file", vocab_file), _existing("merge_file", merge_file))
         loaded = _from_json(content, str(vocab_file), None, eod_token, allow_special)
     elif model is None:
-        raise setting_error("tokenizer_model", "", f"{tokenizer_type} needs it", "give --tokenizer-model")
+        raise setting_error("tokenizer_model", "", f"{tokenizer_type} requires it", "set --tokenizer-model")
     elif tokenizer_type == "HuggingFaceTokenizer":
         path = _tokenizer_json(str(model))
         content = _read_tokenizer_json(path, "tokenizer_model")
         loaded = _from_json(content, str(model), path.parent, eod_token, allow_special)
     else:
         loaded = _sentencepiece(_existing("tokenizer_model", model), eod_token, allow_special)
-        if tokenizer_type == "Llama2Tokenizer" and loaded.bos_id is not None:  # Megatron's adds it
+        if tokenizer_type == "Llama2Tokenizer" and loaded.bos_id is not None:  # Megatron adds it
             loaded = replace(loaded, bos_token=loaded.token(loaded.bos_id))
     if not prepend_bos:
         return replace(loaded, bos_id=None)
     if loaded.bos_id is None:
-        fix = "omit --prepend-bos (PREPEND_BOS), or name its bos_token in tokenizer_config.json"
+        fix = "omit --prepend-bos (PREPEND_BOS), or set bos_token in its tokenizer_config.json"
         raise setting_error("prepend_bos", True, f"the tokenizer {loaded.name} has no BOS", fix)
     return loaded
 
@@ -161,8 +160,8 @@ def load_tokenizer(
 def load_named_tokenizer(
     name: str, *, eod_token: str | None = None, allow_special: bool = False, prepend_bos: bool = False
 ) -> TextTokenizer:
-    """Loads what TOKENIZER names: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`.
-    Raises as `load_tokenizer`.
+    """Loads a tokenizer named as in TOKENIZER: a tokenizer.json or its folder, a SentencePiece .model file,
+    or `bytes`. Raises the errors of `load_tokenizer`.
     """
     if name == "bytes":
         return load_tokenizer("ByteLevelTokenizer", prepend_bos=prepend_bos)
@@ -176,19 +175,19 @@ def is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
     """Whether token files with these `TextTokenizer.recorded` facts were made with the tokenizer `name`."""
     try:
         return same_tokenizer(load_named_tokenizer(name, eod_token=facts.get("eod_token")).recorded(), facts)
-    except (ValueError, OSError):  # it lacks the end of a document
+    except (ValueError, OSError):  # for example, it lacks the end-of-document token
         return False
 
 
 def tokenizer_vocab_size(path: str | Path) -> int:
-    """Highest token id + 1, added tokens included, of a tokenizer.json or its folder; else ValueError."""
-    # Reading the JSON is faster than building the tokenizer, which has to sort out all merges.
+    """Highest token id + 1 (including added tokens) of a tokenizer.json or its folder."""
+    # Reading the JSON is faster than building the tokenizer, which processes all merges.
     return _vocab_size(_read_tokenizer_json(Path(path), "tokenizer"))
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """32 hex digits that identify a tokenizer, for `same_fingerprint`: 16 as older checkpoints have them, and
-    16 of what decides the ids of a text. Raises as `tokenizer_vocab_size`.
+    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: 16 as in older checkpoints, then 16
+    of everything that determines the ids of a text. Raises the errors of `tokenizer_vocab_size`.
     """
     content = _read_tokenizer_json(Path(path), "tokenizer")
     names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
@@ -196,19 +195,19 @@ def tokenizer_fingerprint(path: str | Path) -> str:
 
 
 def same_fingerprint(one: str, other: str) -> bool:
-    """Whether two of `tokenizer_fingerprint` are of tokenizers that give the same ids."""
+    """Whether two `tokenizer_fingerprint`s belong to tokenizers that give the same ids."""
     return one[:16] == other[:16] or (len(one) > 16 and one[16:] == other[16:])
 
 
 def _ids_hash(content: Mapping[str, Any]) -> str:
-    """16 hex digits of what decides the ids of a text."""
-    # without dropout and post-processor, which are left out here when text is tokenized, and whatever the way
-    # in which the file is written: null and false are the defaults
+    """Hash (16 hex digits) of everything that determines the ids of a text."""
+    # Excludes dropout and post-processor, which are removed before tokenizing, and differences in notation:
+    # null and false are the defaults.
     given = {name: value for name, value in content["model"].items() if name != "dropout"}
     model = {name: value for name, value in given.items() if value is not None and value is not False}
-    if merges := model.get("merges"):  # pairs, in older files with a space between
+    if merges := model.get("merges"):  # pairs; in older files, strings with a space between
         model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
-    # which of them are special does not matter: special tokens in a text are text
+    # Whether an added token is special does not matter: in a text it is read as text.
     added = [{**token, "special": None} for token in content.get("added_tokens") or []]
     added.sort(key=lambda token: token["id"])
     return _json_hash([content.get("normalizer"), content.get("pre_tokenizer"), model, added])
@@ -224,39 +223,39 @@ def _vocab_size(content: dict[str, Any]) -> int:
 
 
 def pieces_of(content: Mapping[str, Any]) -> dict[str, int]:
-    """Piece to id of the model in a tokenizer.json, without the tokens that were added to it."""
+    """Model vocabulary of a tokenizer.json (piece to id), without added tokens."""
     vocab = content["model"]["vocab"]
-    # Unigram models keep a list of pieces with their scores, whose positions are the ids.
+    # Unigram models store a list of (piece, score); the positions are the ids.
     return {piece: token for token, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab
 
 
 def _existing(field: str, path: str | Path | None) -> Path:
     if path is None or not Path(path).is_file():
-        fix = f"give --{field.replace('_', '-')}, a file that exists"
-        raise setting_error(field, path or "", "is no file", fix)
+        fix = f"set --{field.replace('_', '-')} to an existing file"
+        raise setting_error(field, path or "", "file not found", fix)
     return Path(path)
 
 
 def _tokenizer_json(model: str) -> Path:
-    """The tokenizer.json of a file, folder or hub name."""
+    """Path of the tokenizer.json for a file, folder or name on the Hub."""
     path = Path(model)
     if path.is_file():
         return path
     if not path.is_dir():
         if not _HUB_NAME.fullmatch(model):
-            rule = "is no file and no folder"
-            raise setting_error("tokenizer_model", model, rule, "give one, or a name on the hub")
+            rule = "file or folder not found"
+            raise setting_error("tokenizer_model", model, rule, "correct the path, or set a name on the Hub")
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
         try:
             path = Path(huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            rule = f"is no local path, and the hub does not give it ({' '.join(str(error).split())[:200]})"
+            rule = f"not found here or on the Hub ({' '.join(str(error).split())[:200]})"
             fix = "check the name, HF_TOKEN and HF_ENDPOINT"
             raise setting_error("tokenizer_model", model, rule, fix) from error
     if not (path / "tokenizer.json").is_file():
-        fix = "give a folder with one (save_pretrained writes it), or use another --tokenizer-type"
+        fix = "set a folder with one (save_pretrained writes it), or use another --tokenizer-type"
         raise setting_error("tokenizer_model", model, "has no tokenizer.json", fix)
     return path / "tokenizer.json"
 
@@ -265,11 +264,11 @@ def _read_tokenizer_json(path: Path, field: str) -> dict[str, Any]:
     try:
         file = path / "tokenizer.json" if path.is_dir() else path
         content: dict[str, Any] = orjson.loads(file.read_bytes())
-        # fails where it is other JSON
+        # Raises an error if the JSON is not a tokenizer.
         _vocab_size(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
-        fix = "give the path of a tokenizer.json, as tokenizer.save_pretrained writes it"
+        fix = "set the path of a tokenizer.json, as written by tokenizer.save_pretrained"
         raise setting_error(field, path, rule, fix) from error
     return content
 
@@ -281,7 +280,7 @@ def _gpt2_json(vocab_file: Path, merge_file: Path) -> dict[str, Any]:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
     except Exception as error:  # tokenizers raises plain Exception
         rule = f"with {merge_file} is not a GPT-2 vocabulary ({error})"
-        fix = "give GPT-2's vocab.json and merges.txt"
+        fix = "set GPT-2's vocab.json and merges.txt"
         raise setting_error("vocab_file", vocab_file, rule, fix) from error
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -294,24 +293,24 @@ def _from_json(
 ) -> TextTokenizer:
     for setting in ("truncation", "padding"):
         if content.get(setting) is not None:
-            what = "tokenizer %s: %s is set in its tokenizer.json, switched off here: documents stay whole"
+            what = "tokenizer %s: ignoring %s in its tokenizer.json, because documents are not cut or padded"
             logger.warning(what, name, setting)
             content[setting] = None
     if content["model"].get("dropout"):
-        what = "tokenizer %s: BPE dropout %s is set, switched off here"
+        what = "tokenizer %s: ignoring BPE dropout %s"
         logger.warning(what, name, content["model"]["dropout"])
         content["model"]["dropout"] = None
     files: dict[str, Any] = {file_name: {} for file_name in _HUB_FILES[1:]}
     for file_name in files if folder else ():
         if (path := Path(folder or "", file_name)).exists():
-            fields = read_json(path, fix="fetch it again")
-            files[file_name] = fields if isinstance(fields, dict) else {}  # some folders have null there
+            fields = read_json(path, fix="download it again")
+            files[file_name] = fields if isinstance(fields, dict) else {}  # null in some folders
     if ids := ids_before_text(content):
         bos_token, adds_bos = token_text(content, ids[0]), True
     else:
         named = (token for token in _named(files, "bos_token") if token_id(content, token) is not None)
         bos_token, adds_bos = next(named, None), False
-    # BOS and the end of a document are added here, not by the tokenizer
+    # The post-processor would add special tokens; `PartEncoder` adds BOS and EOD itself.
     content["post_processor"] = None
     if eod_token is None:
         candidates = _eod_candidates(content, files)
@@ -319,9 +318,9 @@ def _from_json(
     eod_id = None if eod_token is None else token_id(content, eod_token)
     if eod_token is not None:
         if eod_id is None:
-            rule = f"the tokenizer {name} has no such token"
-            raise setting_error("eod_token", eod_token, rule, "give one of its tokens")
-        # Some files have it as an added token that is not special, and then a text could contain it.
+            rule = f"not found in the tokenizer {name}"
+            raise setting_error("eod_token", eod_token, rule, "set one of its tokens")
+        # In some files it is an added token that is not special, so a text could contain it.
         for token in content.get("added_tokens") or []:
             token["special"] |= token["content"] == eod_token
     return TextTokenizer(
@@ -338,7 +337,7 @@ def _from_json(
 
 
 def _named(files: Mapping[str, dict[str, Any]], field: str) -> Iterator[str]:
-    """Tokens that the tokenizer's files name as `field`."""
+    """Tokens that the tokenizer's files define as `field`."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = files[name].get(field)
         if token := token.get("content") if isinstance(token, dict) else token:
@@ -346,7 +345,7 @@ def _named(files: Mapping[str, dict[str, Any]], field: str) -> Iterator[str]:
 
 
 def ids_before_text(content: Mapping[str, Any]) -> list[int]:
-    """Ids that the post-processor of a tokenizer.json puts before a text."""
+    """Ids that the post-processor of a tokenizer.json adds before a text."""
     if not content.get("post_processor") or content["post_processor"]["type"] == "ByteLevel":
         return []
     from tokenizers import Tokenizer
@@ -358,7 +357,7 @@ def ids_before_text(content: Mapping[str, Any]) -> list[int]:
 
 
 def _eod_candidates(content: dict[str, Any], files: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    """Possible end-of-document tokens, the surest first: by the tokenizer's files, then the usual names."""
+    """Candidates for the end-of-document token: from the tokenizer's files, then the usual names."""
     yield from _named(files, "eos_token")
     for name in ("generation_config.json", "config.json"):
         ids = files[name].get("eos_token_id")
@@ -369,7 +368,7 @@ def _eod_candidates(content: dict[str, Any], files: Mapping[str, dict[str, Any]]
 
 
 def token_id(content: Mapping[str, Any], token: str) -> int | None:
-    """Id of a token in a tokenizer.json, added or of the vocabulary; None if it is not there."""
+    """Id of a token (added or in the vocabulary) in a tokenizer.json; None if missing."""
     for added in content.get("added_tokens") or []:
         if added["content"] == token:
             return int(added["id"])
@@ -377,7 +376,7 @@ def token_id(content: Mapping[str, Any], token: str) -> int | None:
 
 
 def token_text(content: Mapping[str, Any], index: int) -> str | None:
-    """The token of an id, the inverse of `token_id`."""
+    """Token with an id, the inverse of `token_id`."""
     for added in content.get("added_tokens") or []:
         if added["id"] == index:
             return str(added["content"])
@@ -388,23 +387,23 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
     import sentencepiece
 
     if allow_special:
-        rule = "SentencePiece reads no control symbols in a text"
+        rule = "SentencePiece does not support control symbols in texts"
         raise setting_error("allow_special", allow_special, rule, "omit it, or use a tokenizer.json")
     content = path.read_bytes()
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-        wrong = setting_error("tokenizer_model", path, "is not a SentencePiece model", "give a .model file")
+        wrong = setting_error("tokenizer_model", path, "is not a SentencePiece model", "set a .model file")
         raise wrong from error
     candidates = [processor.id_to_piece(processor.eos_id())] if processor.eos_id() >= 0 else []
     names = [eod_token] if eod_token is not None else [*candidates, *USUAL_EOD_TOKENS]
     ids = [processor.piece_to_id(name) for name in names]
-    # The id of a piece that is not there is that of the unknown piece.
+    # SentencePiece returns the unknown piece's id for a missing piece.
     known = [(name, index) for name, index in zip(names, ids, strict=True) if index != processor.unk_id()]
     found = known[0] if known else (None, None)
     if eod_token is not None and found[1] is None:
-        rule = f"the tokenizer {path} has no such piece"
-        raise setting_error("eod_token", eod_token, rule, "give one of its pieces")
+        rule = f"not found in the tokenizer {path}"
+        raise setting_error("eod_token", eod_token, rule, "set one of its pieces")
     bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
     size = processor.get_piece_size()
     return TextTokenizer("sentencepiece", str(path), content, size, found[1], found[0], bos_id=bos_id)

@@ -1,4 +1,4 @@
-"""Training of a byte-level BPE, and the folder that Hugging Face's AutoTokenizer loads it from."""
+"""Training of a byte-level BPE tokenizer, saved in a folder for Hugging Face's AutoTokenizer."""
 
 import json
 import logging
@@ -18,24 +18,24 @@ logger = logging.getLogger(__name__)
 
 EOD_TOKEN = "<|endoftext|>"
 
-# A long line without a space would be one word of the training, and all words are kept in memory.
+# The trainer keeps all words in memory, and a long line without a space would be a single word.
 _PIECE_CHARACTERS = 2**16
 
 
 def train_bpe(
     texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = (EOD_TOKEN,)
 ) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer, deterministically; the special tokens have the first ids.
+    """Trains a byte-level BPE tokenizer deterministically. The special tokens have the first ids.
 
     Args:
-        texts: the training documents.
-        vocab_size: special tokens and the 256 bytes included, for which ValueError if there is no room; a
-            small corpus may give fewer.
-        special_tokens: the first is the one that ends a document.
+        texts: training documents.
+        vocab_size: maximum size including special tokens and the 256 bytes (ValueError if too small for
+            these); a small corpus may yield fewer tokens.
+        special_tokens: special tokens; the first one ends a document.
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special_tokens)
     if vocab_size < smallest:
-        rule = f"a byte-level BPE has at least {smallest} tokens"
+        rule = f"must be at least {smallest} for a byte-level BPE"
         raise setting_error("vocab_size", vocab_size, rule, f"set {smallest} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -66,26 +66,26 @@ def train_tokenizer(
 ) -> dict[str, Any]:
     """Trains a byte-level BPE on files, writes a folder for AutoTokenizer, and returns its manifest.
 
-    Documents are streamed; what grows with the text is the table of its different words. Of every file the
-    same share is read, from its start, so that the texts are `max_bytes` at most.
+    Documents are streamed; memory grows with the number of distinct words. An equal amount of text is read
+    from the start of every file, up to `max_bytes` in total.
 
     Args:
-        inputs: files of the kinds of `moe_exp.data.kinds`.
-        vocab_size: as of `train_bpe`.
+        inputs: files of the kinds in `moe_exp.data.kinds`.
+        vocab_size: see `train_bpe`.
         json_key: name of the field with the text.
-        eos_token, bos_token, pad_token: special tokens, with the ids from 0 on; the first ends a document.
-        max_bytes: of text in UTF-8.
-        skip_bad: skip and count bad lines.
-        rule: what a document of a text file is.
+        eos_token, bos_token, pad_token: special tokens with ids from 0; the first one ends a document.
+        max_bytes: maximum amount of text (UTF-8 bytes).
+        skip_bad: skip and count invalid lines.
+        rule: how text files are split into documents.
 
     Raises:
-        ValueError: `vocab_size` is too small, special tokens are equal, there is no text, or a line is no
-            document.
+        ValueError: if `vocab_size` is too small, special tokens are equal, the inputs have no text, or a line
+            is invalid.
     """
     special_tokens = [token for token in (eos_token, bos_token, pad_token) if token]
     if len(set(special_tokens)) < len(special_tokens):
         must = "EOS, BOS and padding must be different tokens"
-        raise setting_error("pad_token", pad_token, must, "give another name")
+        raise setting_error("pad_token", pad_token, must, "set another name")
     settings = {"vocab_size": vocab_size, "json_key": json_key, "special_tokens": special_tokens}
     settings |= {"max_bytes": max_bytes, "skip_bad": skip_bad, **rule.facts()}
     with run_stage(
@@ -97,7 +97,7 @@ def train_tokenizer(
 
         def limited_texts(advance: Advance) -> Iterator[str]:
             for index, path in enumerate(inputs):
-                # What earlier files have left over of their shares is for the later ones.
+                # Later files share the amount that shorter earlier files did not use.
                 limit = tally.num_text_bytes + (max_bytes - tally.num_text_bytes) // (len(inputs) - index)
                 reading = read_documents(path, tally, text_field=json_key, skip_bad=skip_bad, rule=rule)
                 for line, text in reading:
@@ -110,7 +110,7 @@ def train_tokenizer(
         with progress("reading", min(max_bytes, total_bytes(inputs))) as advance:
             tokenizer = train_bpe(limited_texts(advance), vocab_size, special_tokens=special_tokens)
         if not tally.num_documents:
-            raise setting_error("input", inputs[0], "the inputs have no documents", "give files with text")
+            raise setting_error("input", inputs[0], "the inputs have no documents", "set files with text")
         tokenizer.save(str(stage.folder / "tokenizer.json"))
         names = {"eos_token": eos_token, "bos_token": bos_token, "pad_token": pad_token}
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30}

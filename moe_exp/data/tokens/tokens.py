@@ -1,10 +1,9 @@
-"""Megatron's .bin/.idx token files, the text that names a blend of them, and the parts of SPLIT. No torch.
+"""Megatron's .bin/.idx token files, blends of them, and the parts of SPLIT. No torch.
 
-Layout of the .idx file (little-endian), as `megatron.core.datasets.indexed_dataset` reads it: magic, version,
-dtype code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in
-bytes and int64 document indices. We write one sequence per document; other programs may write several, and
-pointers that lead elsewhere: those are refused here, except by `moe-exp data tokenize --merge`, which writes
-them in order. The .bin file is the tokens.
+Layout of the .idx file (little-endian), as in `megatron.core.datasets.indexed_dataset`: magic, version, dtype
+code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and
+int64 document indices. The .bin file has the tokens. We write one sequence per document, in order; files in
+another order are only accepted by `moe-exp data tokenize --merge`, which rewrites them.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _BLEND_RULE = "must be 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PR
 _CODES = {name: code for code, name in _DTYPES.items()}
 _LENGTHS_PER_WRITE = 2**20
 _ENDS_LOOKED_AT = 2000
-_MOST_PARTS = 3  # of SPLIT: training, validation, test
+_MOST_PARTS = 3  # training, validation and test
 
 TokenDtype = np.dtype[np.uint16] | np.dtype[np.int32]
 Share = tuple[float, float]
@@ -48,16 +47,16 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class BinIdxWriter:
-    """Writes `prefix`.bin and `prefix`.idx, one document at a time, for use in a `with` statement.
+    """Context manager that writes `prefix`.bin and `prefix`.idx document by document.
 
-    The files get their names when the block ends without an exception; otherwise nothing is left behind.
-    `eod_id` is appended to every document; `vocab_size` decides the type of the tokens (`token_dtype`).
+    The files appear when the block ends without an exception; otherwise nothing is left behind. `eod_id` is
+    appended to every document; `vocab_size` determines the token dtype.
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int = EOD_ID):
         self.prefix, self.vocab_size, self.eod_id = str(prefix), vocab_size, eod_id
         self.dtype, self.num_tokens = token_dtype(vocab_size), 0
-        # array, not list: 4 bytes a document instead of about 36.
+        # An array takes 4 bytes per document, a list about 36.
         self._sizes = array("i")
 
     def __enter__(self) -> BinIdxWriter:
@@ -66,11 +65,11 @@ class BinIdxWriter:
         return self
 
     def add_document(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Appends one document and the end-of-document token; ValueError at an id out of the vocabulary."""
+        """Appends a document and the end-of-document token; raises ValueError for an invalid id."""
         document = np.append(np.asarray(ids, dtype=np.int64), self.eod_id)
         if document.min() < 0 or document.max() >= self.vocab_size:
             worst = document.max() if document.max() >= self.vocab_size else document.min()
-            fix = "give the size of the tokenizer's vocabulary"
+            fix = "set the size of the tokenizer's vocabulary"
             raise ValueError(f"token id {worst}: must be in 0..{self.vocab_size - 1}. Fix: {fix}.")
         self._bin.write(document.astype(self.dtype).tobytes())
         self._sizes.append(len(document))
@@ -85,8 +84,7 @@ class BinIdxWriter:
                 write_index(self._temporary[1], sizes, self.dtype)
                 self._bin.flush()
                 os.fsync(self._bin.fileno())
-                # An index next to a .bin that is not its own would be worse than none: the old one goes
-                # first, the new one comes last.
+                # An index must never be next to another .bin: remove the old one first, add the new one last.
                 Path(f"{self.prefix}.idx").unlink(missing_ok=True)
                 self._temporary[0].replace(f"{self.prefix}.bin")
                 self._temporary[1].replace(f"{self.prefix}.idx")
@@ -97,7 +95,7 @@ class BinIdxWriter:
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:
-    """Integer type of stored tokens, by Megatron's rule (DType.optimal_dtype)."""
+    """Integer dtype of stored tokens, as in Megatron (DType.optimal_dtype)."""
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -107,14 +105,14 @@ def write_index(
     dtype: np.dtype[Any],
     document_indices: npt.NDArray[np.int64] | None = None,
 ) -> None:
-    """Writes an .idx file to the disk, by the sizes of the sequences in tokens.
+    """Writes an .idx file for sequences of the given sizes in tokens.
 
-    `document_indices`: first sequence of every document and the number of sequences; by default a sequence is
-    a document.
+    `document_indices`: first sequence of each document, then the number of sequences. Default: each sequence
+    is a document.
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
     with path.open("wb") as file:
-        # in pieces, as a corpus may have billions of documents
+        # Written in pieces, because a corpus may have billions of documents.
         file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], len(sizes), num_indices))
         file.write(np.ascontiguousarray(sizes).data)
         for pointers in _pointers_in_order(sizes, dtype):
@@ -130,7 +128,7 @@ def write_index(
 
 
 def _pointers_in_order(sizes: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> Iterator[npt.NDArray[np.int64]]:
-    """First bytes of sequences that stand one after the other, in pieces."""
+    """Yields pieces of the byte offsets of contiguous sequences."""
     first_token = 0
     for start in range(0, len(sizes), _LENGTHS_PER_WRITE):
         ends = first_token + np.cumsum(sizes[start : start + _LENGTHS_PER_WRITE], dtype=np.int64)
@@ -139,18 +137,16 @@ def _pointers_in_order(sizes: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> It
 
 
 class Index(NamedTuple):
-    """Contents of a sound .idx file: token dtype; sizes of the sequences in tokens, their first bytes in the
-    .bin; first sequence of every document and the number of sequences.
-    """
+    """Contents of a valid .idx file."""
 
-    dtype: np.dtype[Any]
-    sizes: npt.NDArray[np.int32]
-    pointers: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int64]
+    dtype: np.dtype[Any]  # of the tokens
+    sizes: npt.NDArray[np.int32]  # tokens of each sequence
+    pointers: npt.NDArray[np.int64]  # first byte of each sequence in the .bin
+    documents: npt.NDArray[np.int64]  # first sequence of each document, then the number of sequences
 
 
 def read_index(prefix: str | Path) -> Index:
-    """`prefix`.idx, a sound index, mapped."""
+    """Memory-maps a valid `prefix`.idx."""
     path, offset = Path(f"{prefix}.idx"), _HEADER.size
     _, _, code, num_sequences, num_indices = _read_header(path)
     columns = []
@@ -161,7 +157,7 @@ def read_index(prefix: str | Path) -> Index:
 
 
 def order_problem(prefix: str | Path) -> str | None:
-    """Says which sequence of `prefix`.idx does not stand behind the one before it, or None."""
+    """Error that names the first sequence of `prefix`.idx that is out of order, or None."""
     dtype, sizes, pointers, _ = read_index(prefix)
     start = 0
     for expected in _pointers_in_order(sizes, dtype):
@@ -175,9 +171,9 @@ def order_problem(prefix: str | Path) -> str | None:
 
 
 def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
-    """Problem with `prefix`.bin and `prefix`.idx in one line, or None. Reads no tokens.
+    """One-line problem with `prefix`.bin and `prefix`.idx, or None. Reads no tokens.
 
-    `in_order`: whether the sequences have to stand one after the other in the .bin.
+    `in_order`: require contiguous sequences in the .bin.
     """
     if bin_bytes(prefix) is None:
         return f"{prefix}.bin is missing"
@@ -186,18 +182,18 @@ def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
         return f"{prefix}.idx is missing"
     actual_bytes = path.stat().st_size
     if actual_bytes < _HEADER.size:
-        return f"{path} is truncated: {actual_bytes} bytes, its header alone has {_HEADER.size}"
+        return f"{path} is truncated: {actual_bytes} bytes, but its header alone has {_HEADER.size}"
     magic, version, code, num_sequences, num_indices = _read_header(path)
     if magic != _MAGIC:
         return f"{path} is not a Megatron index: it starts with {magic!r}, not with {_MAGIC!r}"
     if version != 1:
-        return f"{path} has index version {version}, only version 1 can be read"
+        return f"{path} has index version {version}, but only version 1 is supported"
     if _DTYPES.get(code, "float").startswith("float"):
-        return f"{path} has dtype code {code}, which is no integer type of Megatron's"
+        return f"{path} has dtype code {code}, which is not one of Megatron's integer types"
     if num_sequences == 0 or num_indices < 2:
         return f"{path} has no documents"
     expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_indices
-    # A multimodal index continues with one byte per sequence, so more is fine.
+    # Larger is valid: a multimodal index has one more byte per sequence.
     if actual_bytes < expected_bytes:
         return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"
     return _size_problem(str(prefix), in_order)
@@ -206,7 +202,7 @@ def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
 def _size_problem(prefix: str, in_order: bool) -> str | None:
     dtype, sizes, begins, documents = read_index(prefix)
     actual_bytes = bin_bytes(prefix) or 0
-    # every sequence has to belong to a document
+    # Every sequence must belong to a document.
     if documents[0] != 0 or documents[-1] != len(sizes):
         covered = f"sequences {documents[0]} to {documents[-1]} of {len(sizes)}"
         return f"{prefix}.idx is damaged: its documents cover {covered}"
@@ -223,12 +219,12 @@ def _size_problem(prefix: str, in_order: bool) -> str | None:
     expected_bytes = bin_idx_tokens(prefix) * dtype.itemsize
     if actual_bytes == expected_bytes:
         return None
-    state = "truncated" if actual_bytes < expected_bytes else "of another index"
-    return f"{prefix}.bin is {state}: {actual_bytes} bytes, by the sizes in its .idx {expected_bytes}"
+    state = "is truncated" if actual_bytes < expected_bytes else "does not match its .idx"
+    return f"{prefix}.bin {state}: {actual_bytes} bytes, but the sizes in its .idx sum to {expected_bytes}"
 
 
 def bin_idx_tokens(prefix: str | Path) -> int:
-    """Number of tokens by the sizes in `prefix`.idx, which must be a sound index."""
+    """Number of tokens according to `prefix`.idx, which must be valid."""
     return int(read_index(prefix).sizes.sum(dtype=np.int64))
 
 
@@ -241,15 +237,14 @@ def _read_header(path: Path) -> tuple[Any, ...]:
 
 
 def parse_blend(text: str) -> list[tuple[float, str]]:
-    """Reads 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...' into (weight, prefix) pairs.
+    """Parses 'PREFIX', 'PREFIX PREFIX ...' or 'WEIGHT PREFIX WEIGHT PREFIX ...' into (weight, prefix) pairs.
 
-    Prefixes may carry a .bin or .idx suffix. As in Megatron, several prefixes without weights are weighted by
-    their size, as if they were one corpus; their weights here are token counts, so the files must exist. A
-    word that reads as a number is a weight. A text that names one corpus as it stands is that, spaces and
-    all: DATA_DIR may have some.
+    Prefixes may end in .bin or .idx. As in Megatron, several prefixes without weights are weighted by their
+    number of tokens, so the files must exist. A word that parses as a number is a weight. If the whole text
+    is an existing prefix, it is used as such, because DATA_DIR may contain spaces.
 
     Raises:
-        ValueError: the text has none of these forms, or files to be weighted by size cannot be read.
+        ValueError: if the text has none of these forms, or files to be weighted by size cannot be read.
     """
     words = text.split()
     if len(words) > 1 and bin_bytes(prefix_of(text.strip())) is not None:
@@ -260,21 +255,21 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
             return [(1.0, prefixes[0])]
         for prefix in prefixes:
             if wrong := bin_idx_problem(prefix):
-                fix = "correct the path, or give a weight before each prefix"
+                fix = "correct the path, or add a weight before each prefix"
                 raise ValueError(f"'{' '.join(prefixes)}': {wrong}. Fix: {fix}.")
         return [(float(bin_idx_tokens(prefix)), prefix) for prefix in prefixes]
     if not words or len(words) % 2:
-        raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: give every prefix a weight, or none.")
+        raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: add a weight to every prefix, or to none.")
     pairs = []
     for word, prefix in zip(words[0::2], words[1::2], strict=True):
         if (weight := _number(word)) is None:
-            fix = "give every prefix a weight, or none"
+            fix = "add a weight to every prefix, or to none"
             raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: {fix}.")
         if not 0 < weight < math.inf:
-            fix = "give another weight or omit the prefix"
+            fix = "set another weight or omit the prefix"
             raise ValueError(f"'{text}': weight {word} must be greater than 0 and finite. Fix: {fix}.")
         if _number(prefix) is not None:
-            fix = "put a path after each weight"
+            fix = "add a path after each weight"
             raise ValueError(f"'{text}': {_BLEND_RULE}, and {prefix} is not a prefix. Fix: {fix}.")
         pairs.append((weight, prefix_of(prefix)))
     return pairs
@@ -287,11 +282,11 @@ def _number(word: str) -> float | None:
         return None
 
 
-# Files as arrays, and the parts that SPLIT makes of them
+# Token files as arrays, and the parts of SPLIT
 
 
 class TokenFiles:
-    """`prefix`.bin and `prefix`.idx as arrays; ValueError if one is missing or damaged, or they differ."""
+    """`prefix`.bin and `prefix`.idx as arrays; raises ValueError if they are missing or damaged."""
 
     def __init__(self, prefix: str | Path):
         if wrong := bin_idx_problem(prefix):
@@ -302,18 +297,18 @@ class TokenFiles:
 
     @cached_property
     def sequence_bounds(self) -> Int64Array:
-        """First token of each sequence, and the end of the last one: [sequences + 1]."""
+        """First token of each sequence, then the end of the last one: [sequences + 1]."""
         bounds = np.zeros(self.num_sequences + 1, dtype=np.int64)
         np.cumsum(self._lengths, dtype=np.int64, out=bounds[1:])
         return bounds
 
     @cached_property
     def document_bounds(self) -> Int64Array:
-        """First token of each document, and the end of the last one: [documents + 1]."""
+        """First token of each document, then the end of the last one: [documents + 1]."""
         return self.sequence_bounds[self._documents]
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
-        """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory."""
+        """Tokens [begin, end). Not memory-mapped, because pages that are read once would stay in memory."""
         if self._remote is not None:
             return self._remote[begin:end]
         return np.fromfile(
@@ -326,25 +321,25 @@ class TokenFiles:
 
     @cached_property
     def end_of_document(self) -> tuple[int | None, str]:
-        """The id of the end-of-document token, and how it is known."""
+        """Id of the end-of-document token, and how it was determined."""
         if (from_manifest := self.tokenizer_fact("eod_id")) is not None:
             return from_manifest, "the manifest"
         if not len(self._last_tokens):
             return None, "no document has tokens"
         ids, counts = np.unique(self._last_tokens, return_counts=True)
         best = int(counts.argmax())
-        # a guess needs a majority
+        # Without a manifest this is a guess, which requires a majority.
         if 2 * counts[best] <= len(self._last_tokens):
             return None, "no token ends most documents"
         return int(ids[best]), "the last token of most documents"
 
     def share_ending_with(self, token: int) -> float:
-        """Share of the documents that end with `token`, 0 to 1, by up to 4,000 of them."""
+        """Fraction of documents that end with `token`, estimated from up to 4,000 of them."""
         return float((self._last_tokens == token).mean()) if len(self._last_tokens) else 0.0
 
     @cached_property
     def _last_tokens(self) -> npt.NDArray[np.integer]:
-        """Last tokens of documents evenly over the file, without empty ones."""
+        """Last tokens of evenly spaced non-empty documents."""
         bounds = self.document_bounds
         ends = bounds[1:][np.diff(bounds) > 0] - 1
         ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
@@ -354,16 +349,16 @@ class TokenFiles:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """The manifest, see `manifest_of`."""
+        """See `manifest_of`."""
         return manifest_of(self.prefix)
 
     def tokenizer_fact(self, name: str) -> int | None:
-        """A fact of the manifest, see `tokenizer_fact`."""
+        """See the function `tokenizer_fact`."""
         return tokenizer_fact(self.manifest, name)
 
 
 def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
-    """`vocab_size`, `eod_id` or `bos_id` of the tokenizer of token files; None if their manifest lacks it."""
+    """The tokenizer's `vocab_size`, `eod_id` or `bos_id` in the manifest of token files; None if missing."""
     for place in (tokenizer_facts(manifest), manifest):
         if isinstance(value := place.get(name), int):
             return value
@@ -371,7 +366,7 @@ def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
 
 
 def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
-    """`TextTokenizer.recorded` as the manifest of token files, tokenized or merged, has it; else empty."""
+    """`TextTokenizer.recorded` in the manifest of tokenized or merged files; {} if missing."""
     settings = manifest.get("settings")
     for place in (manifest, settings):
         if isinstance(place, dict) and isinstance(facts := place.get("tokenizer"), dict):
@@ -380,8 +375,8 @@ def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_tokenizer(prefixes: Iterable[str]) -> str:
-    """Says that token files were made with different tokenizer files, or documents begin or end with
-    different tokens; empty if not, or if that is not recorded.
+    """Error if the manifests of token files record different tokenizers or different document tokens; empty
+    if they agree or do not record them.
     """
     known: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
@@ -389,10 +384,10 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
         if not isinstance(facts.get("hash"), str):
             continue
         first, expected = next(iter(known.items()), (prefix, facts))
-        # any: two files of one tokenizer may differ in their bytes
+        # any, not all: files of the same tokenizer may differ in their bytes
         if known and not any(same_tokenizer(facts, one) for one in known.values()):
             rule = f"{first} and {prefix} were tokenized with different tokenizer.json files"
-            return f"{rule}: unless both give the same ids, the model learns two meanings of each"
+            return f"{rule}: unless both give the same ids, the model learns two meanings for each id"
         if any(facts.get(name) != expected.get(name) for name in ("eod_id", "bos_id")):
             return f"the documents of {first} and {prefix} begin or end with different tokens"
         known[prefix] = facts
@@ -400,7 +395,7 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:
-    """The manifest beside the token files or in their folder, or {}; ValueError if the file is damaged."""
+    """Manifest next to the token files or of their folder, or {}; raises ValueError if it is damaged."""
     if is_url(prefix):
         return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
@@ -411,19 +406,19 @@ def manifest_of(prefix: str) -> dict[str, Any]:
 
 
 def parse_split(text: str) -> list[Share | None]:
-    """SPLIT as parts of the documents (begin and end, of 0 to 1) for training, validation and test, or None.
+    """Parses SPLIT into parts (begin, end; 0 to 1) for training, validation and test; None: empty part.
 
-    Sums in the order in which Megatron has them, so that a document at a bound falls to the same side.
+    Sums in the same order as Megatron, so that a document at a boundary falls to the same side.
 
     Raises:
-        ValueError: `text` is not one to three numbers, or the first is 0.
+        ValueError: if `text` is not one to three numbers, or the first is 0.
     """
-    # -1: no number, which is refused below
+    # -1 marks an invalid number, which is rejected below.
     weights = [-1.0 if (weight := _number(word)) is None else weight for word in text.split(",")]
     are_finite = all(0 <= weight < math.inf for weight in weights)
     if len(weights) > _MOST_PARTS or weights[0] == 0 or not are_finite:
-        rule = "must be up to three numbers for training, validation and test, the first over 0"
-        raise ValueError(f"SPLIT={text}: {rule}. Fix: set for instance SPLIT=99,1.")
+        rule = "must be up to three numbers for training, validation and test, the first greater than 0"
+        raise ValueError(f"SPLIT={text}: {rule}. Fix: set for example SPLIT=99,1.")
     total = sum(weights)
     bounds = [*accumulate((weight / total for weight in weights), initial=0.0)]
     parts = [(begin, end) if end > begin else None for begin, end in pairwise(bounds)]
@@ -431,13 +426,13 @@ def parse_split(text: str) -> list[Share | None]:
 
 
 def share_range(count: int, share: Share) -> tuple[int, int]:
-    """The first of `count` documents in a share, and the first after it: rounded as Megatron does."""
+    """Range [first, end) of the `count` documents in a share, rounded as in Megatron."""
     begin, end = share
     return round(begin * count), round(end * count)
 
 
 def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -> int:
-    """Tokens of the documents in a share; `by_sequence` counts sequences as Megatron's GPTDataset does."""
+    """Tokens of the documents in a share; `by_sequence`: the share refers to sequences, as in GPTDataset."""
     bounds = files.sequence_bounds if by_sequence else files.document_bounds
     begin, end = share_range(len(bounds) - 1, share)
     return int(bounds[end] - bounds[begin])

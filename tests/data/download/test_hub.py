@@ -90,7 +90,7 @@ def test_offline(server, tmp_path, monkeypatch):
     rule = r"^HF_HUB_OFFLINE=1: 1 of 3 files are missing in .*, such as sample/10BT/001.* Fix: "
     with pytest.raises(ValueError, match=rule):
         download(source(), tmp_path / "raw")
-    with pytest.raises(ValueError, match=rf"^HF_HUB_OFFLINE=1: the files of {REPOSITORY} are not known"):
+    with pytest.raises(ValueError, match=rf"^HF_HUB_OFFLINE=1: the files of .* have not been"):
         download(source(), tmp_path / "other")
 
 
@@ -170,7 +170,7 @@ def test_what_may_pass():
 
 
 def test_pattern_that_matches_nothing(server, tmp_path):
-    rule = r"^pattern=sample/11BT/\*: matches no file of .*fineweb-edu at main, which has README\.md, .*Fix: "
+    rule = r"^pattern=sample/11BT/\*: matches no file in .*fineweb-edu at main, which has README\.md, .*Fix: "
     with pytest.raises(ValueError, match=rule):
         download(source("sample/10BT/*", "sample/11BT/*"), tmp_path / "raw")
     assert server.downloads() == []
@@ -187,7 +187,7 @@ def test_all_data_files_come_without_the_readme_beside_them(server, tmp_path, pa
 def test_size_that_disagrees_with_the_listing(server, dataset, tmp_path, difference):
     size = len(contents(dataset)[NAMES[2]])
     server.sizes[NAMES[2]] = listed = size + difference
-    rule = rf"^{NAMES[2]}: has {size:,} bytes, {server.url} lists {listed:,} at {server.main}\. Fix: "
+    rule = rf"^{NAMES[2]}: has {size:,} bytes, but {server.url} lists {listed:,} at {server.main}\. Fix: "
     with pytest.raises(ValueError, match=rule):
         download(source(), tmp_path / "raw")
     assert not (tmp_path / "raw").exists()
@@ -210,7 +210,7 @@ def test_bytes_that_are_not_those_of_the_listing(server, dataset, tmp_path, monk
     download(source(), tmp_path / "mended")
     assert contents(tmp_path / "mended") == contents(dataset)
     damaged = 9
-    with pytest.raises(ValueError, match=rf"^{NAMES[0]}: its hash is not what .* fetched twice\. Fix: "):
+    with pytest.raises(ValueError, match=rf"^{NAMES[0]}: its hash differs .* after two downloads\. Fix: "):
         download(source(), tmp_path / "broken")
     assert not (tmp_path / "broken").exists()
 
@@ -278,7 +278,7 @@ def test_other_settings_are_refused(server, tmp_path):
 
 def test_gated_dataset(server, tmp_path, monkeypatch):
     server.token = "hf_right"
-    rule = rf"^source={REPOSITORY}: its owner gives access on request\. Fix: .*{REPOSITORY}, and set HF_TOKEN"
+    rule = rf"^source={REPOSITORY}: access requires .*\. Fix: .*{REPOSITORY} and set HF_TOKEN"
     for token in ("", "hf_wrong"):
         monkeypatch.setenv("HF_TOKEN", token)
         with pytest.raises(ValueError, match=rule):
@@ -288,9 +288,9 @@ def test_gated_dataset(server, tmp_path, monkeypatch):
 
 
 def test_private_or_missing_dataset_and_missing_revision(server, tmp_path):
-    with pytest.raises(ValueError, match=r"^source=HuggingFaceFW/fineweb-edo: .* no such dataset, "):
+    with pytest.raises(ValueError, match=r"^source=HuggingFaceFW/fineweb-edo: no such public dataset "):
         download(resolve_source("HuggingFaceFW/fineweb-edo"), tmp_path / "raw")
-    with pytest.raises(ValueError, match=rf"^revision=v9: {REPOSITORY} has none of that name\. Fix: "):
+    with pytest.raises(ValueError, match=rf"^revision=v9: not found in {REPOSITORY}\. Fix: "):
         download(source(revision="v9"), tmp_path / "raw")
     assert len(download(source(), tmp_path / "raw")) == 3  # what never began is not in the way
 
@@ -299,7 +299,7 @@ def test_disk_too_small(server, tmp_path, monkeypatch, capsys):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     download(source(), tmp_path / "raw", dry_run=True)
-    assert "too little" in capsys.readouterr().out
+    assert "not enough" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"has 1 kB free; the download of fineweb-edu requires .* Fix: free"):
         download(source(), tmp_path / "raw")
     assert server.downloads() == []
@@ -366,19 +366,19 @@ def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("../out.jsonl", "it leads out of the folder"),
-        ("sample/10BT/../../../out.parquet", "it leads out of the folder"),
-        ("/tmp/out.jsonl", "it leads out of the folder"),
-        ("./out.jsonl", "it leads out of the folder"),
-        ("../out.txt", "it leads out of the folder"),
+        ("../out.jsonl", "it leads outside the download folder"),
+        ("sample/10BT/../../../out.parquet", "it leads outside the download folder"),
+        ("/tmp/out.jsonl", "it leads outside the download folder"),
+        ("./out.jsonl", "it leads outside the download folder"),
+        ("../out.txt", "it leads outside the download folder"),
         ("sample/10BT/a\nb.parquet", "it has control characters"),
         ("sample/10BT/\x1b[2J.parquet", "it has control characters"),
         ("sample/10BT/\ud800.parquet", "it has control characters"),
-        ("x" * 300 + ".jsonl", "it is longer than a file name may be"),
-        ("manifest.json/x.jsonl", "manifest.json is what the download itself keeps there"),
-        ("running.json/x.jsonl", "running.json is what the download itself keeps there"),
-        (".cache/huggingface/x.jsonl", ".cache is what the download itself keeps there"),
-        ("extra.jsonl/x.jsonl", "extra.jsonl is a file as well"),
+        ("x" * 300 + ".jsonl", "it exceeds the limit for file names"),
+        ("manifest.json/x.jsonl", "manifest.json is reserved for the download itself"),
+        ("running.json/x.jsonl", "running.json is reserved for the download itself"),
+        (".cache/huggingface/x.jsonl", ".cache is reserved for the download itself"),
+        ("extra.jsonl/x.jsonl", "extra.jsonl is also a file"),
     ],
 )
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -400,5 +400,5 @@ def test_a_listing_on_disk_is_checked_too(server, tmp_path):
     content["outputs"][0]["name"] = "../../gone"
     content["sha256"]["../../gone"] = "0" * 64
     manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"^\.\./\.\./gone: .* leads out of the folder"):
+    with pytest.raises(ValueError, match=r"^\.\./\.\./gone: .* leads outside the download folder"):
         download(source(), tmp_path / "raw")

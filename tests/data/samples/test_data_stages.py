@@ -77,7 +77,7 @@ def test_longer_samples_count_as_several(prefixes):
     assert torch.equal(long, torch.cat([samples.batch(32, 4), samples.batch(36, 4)]))
     assert [samples.origin(index).prefix for index in (31, 35)] == [prefixes["a"], prefixes["b"]]
     for first, count in ((33, 4), (32, 3), (28, 8)):
-        with pytest.raises(ValueError, match=r"are not those of whole samples of a stage\. Fix: read"):
+        with pytest.raises(ValueError, match=r"must be whole samples of one stage\. Fix: read"):
             samples.batch(first, count)
 
 
@@ -286,8 +286,8 @@ def test_a_past_stage_is_kept_and_a_future_one_may_change(prefixes, whole, setti
     stages[0]["train_data"] = prefixes["c"]
     refused = runs.run("past", **settings | {"DATA_STAGES": json.dumps(stages)})
     assert refused.code == 2
-    assert "stage 1 has begun before sample 40" in refused.text
-    assert "Fix: give back the old stage; later ones may change" in refused.text
+    assert "stage 1 began before sample 40" in refused.text
+    assert "Fix: restore the old stage" in refused.text
     stages = json.loads(settings["DATA_STAGES"])
     stages[1] = {"from_samples": 56, "train_data": prefixes["b"]}
     other = runs.succeed("past", **settings | {"DATA_STAGES": json.dumps(stages)})

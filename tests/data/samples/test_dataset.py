@@ -57,7 +57,7 @@ def test_smallest_data_set_is_one_window(tmp_path):
     prefix = write_distinct(tmp_path / "part", [3, 3])
     stream = SampleStream([(1.0, prefix)], seq_len=5, seed=0, shuffle=False)
     assert stream.sample(7).tolist() == [1, 2, 0, 3, 4, 0]
-    with pytest.raises(ValueError, match=r"part: has 6 tokens, one sample needs SEQ_LEN \+ 1 = 7"):
+    with pytest.raises(ValueError, match=r"part: has 6 tokens, but one sample requires SEQ_LEN \+ 1 = 7"):
         SampleStream([(1.0, prefix)], seq_len=6, seed=0)
 
 

@@ -109,7 +109,7 @@ def test_prefixes_without_weights(alone, tmp_path):
     a, b = write_distinct(tmp_path / "a", LENGTHS), write_distinct(tmp_path / "b", LENGTHS * 3, first_id=5000)
     samples, _ = megatron_samples(order(f"{a} {b}", num_train_samples=300), tmp_path)
     assert sum(int(samples.sample(index).max()) >= 5000 for index in range(300)) == pytest.approx(225, abs=3)
-    with pytest.raises(ValueError, match=rf"^TRAIN_DATA={a} {b}: .* 312 samples, and the run takes 400"):
+    with pytest.raises(ValueError, match=rf"^TRAIN_DATA={a} {b}: has 312 samples.* requires 400"):
         megatron_samples(order(f"{a} {b}", num_train_samples=400), tmp_path)
 
 
@@ -199,8 +199,8 @@ def test_parts_share_no_document(tmp_path):
     ("changes", "rule"),
     [
         ({"split": "96,4", "seq_len": 64}, r"part: has 49 tokens for validation, .* SEQ_LEN \+ 1 = 65"),
-        ({"split": "1,50"}, r"part: has 7 tokens for training, one sample needs SEQ_LEN \+ 1 = 17"),
-        ({"split": "1"}, r"^SPLIT=1: leaves nothing for validation\. Fix: set EVAL_INTERVAL=0"),
+        ({"split": "1,50"}, r"part: has 7 tokens for training, but one sample requires SEQ_LEN \+ 1 = 17"),
+        ({"split": "1"}, r"^SPLIT=1: leaves no documents for validation\. Fix: set EVAL_INTERVAL=0"),
     ],
 )
 def test_parts_without_a_sample(changes, rule, tmp_path):

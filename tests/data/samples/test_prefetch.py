@@ -163,7 +163,7 @@ def test_worker_that_dies_is_an_error_of_the_next_batches(samples):
     for pid in worker_pids(reader):
         os.kill(pid, signal.SIGKILL)
     time.sleep(0.2)
-    with pytest.raises(RuntimeError, match=r"^NUM_WORKERS=2: .* has died .*Fix: .* set NUM_WORKERS=0"):
+    with pytest.raises(RuntimeError, match=r"^NUM_WORKERS=2: .* died .*Fix: .* set NUM_WORKERS=0"):
         [reader.batch(first, 4) for first in range(4, 200, 4)]
     reader.close()
     assert reader.batch(8, 4).equal(samples.batch(8, 4))
@@ -175,7 +175,7 @@ def test_worker_that_dies_while_its_batch_is_fetched(samples, monkeypatch):
     reader.batch(0, 4)
     for cut_off in (ConnectionResetError(104, "Connection reset by peer"), EOFError()):
         monkeypatch.setattr(resource_sharer.DupFd, "detach", Mock(side_effect=cut_off))
-        with pytest.raises(RuntimeError, match=r"^NUM_WORKERS=2: .* has died"):
+        with pytest.raises(RuntimeError, match=r"^NUM_WORKERS=2: .* died"):
             [reader.batch(first, 4) for first in range(4, 200, 4)]
         reader.close()
         monkeypatch.undo()

@@ -46,9 +46,9 @@ def test_same_order(settings):
 @pytest.mark.parametrize(
     ("settings", "rule", "fix"),
     [
-        ({"fingerprint": "11ee"}, "(fingerprint 11ee instead of 00ff)", "the old files, in their old order"),
-        ({"train_data": "0.5 a 0.5 b"}, "blends its files as 1/2 : 1/2, ", "give back the old weights"),
-        ({"split": "90,10"}, "the documents from 0 to 0.9 of each file, ", "give back the old SPLIT"),
+        ({"fingerprint": "11ee"}, "(fingerprint 11ee instead of 00ff)", "the old files in their old order"),
+        ({"train_data": "0.5 a 0.5 b"}, "the blend weights are 1/2 : 1/2, ", "restore the old weights"),
+        ({"split": "90,10"}, "the training part of each file is 0 to 0.9, ", "restore the old SPLIT"),
         ({"seed": 2}, "has SEED=1", "set SEED=1"),
         ({"seq_len": 32}, "has SEQ_LEN=64", "set SEQ_LEN=64"),
         ({"data_order": "megatron"}, "has DATA_ORDER=stream", "set DATA_ORDER=stream"),
@@ -67,7 +67,7 @@ def test_other_tokens_of_the_same_lengths():
     config, before = order()
     saved, now = before.facts(), SampleOrder.of(config, "00ff", "bbbb")
     (change,) = order_changes(config, now, saved, CHECKPOINT, 100)
-    assert change.problem.startswith("TRAIN_DATA=0.7 a 0.3 b: its files hold other tokens than")
+    assert change.problem.startswith("TRAIN_DATA=0.7 a 0.3 b: its files have other tokens than")
     assert "(content bbbb instead of aaaa), so the loss would jump" in change.problem
 
 
@@ -97,7 +97,7 @@ def test_other_manifests_where_a_sample_of_the_tokens_is_the_same(tmp_path):
         orders.append(order(**settings))
     (line,) = problems(*orders)
     before, now = (one.manifest for _, one in orders)
-    assert f"its files hold other tokens than those of {CHECKPOINT} by their manifests" in line
+    assert f"its manifests list other tokens than those of {CHECKPOINT}" in line
     assert f"(manifest {now} instead of {before})" in line and "moe-exp data verify" in line
     assert not is_same_order(orders[0][1].facts(), orders[1][1].facts())
     assert without[1].manifest is None
@@ -118,15 +118,15 @@ def test_every_difference_is_named():
 
 def test_embedded_corpus_of_another_python():
     (line,) = problems(order(train_data=""), order("11ee", train_data=""))
-    assert line.startswith(f"TRAIN_DATA=: its files are not those of {CHECKPOINT} (")
-    assert "Fix: start with the versions of Python, torch and moe_exp that made the embedded corpus" in line
+    assert line.startswith(f"TRAIN_DATA=: its files differ from those of {CHECKPOINT} (")
+    assert "Fix: use the versions of Python, PyTorch and moe_exp that created the embedded corpus" in line
 
 
 def test_megatrons_order_and_the_number_of_samples():
     old = order(data_order="megatron")
     assert problems(old, order(data_order="megatron", train_iters=5, gbsz=16)) == []
     (line,) = problems(old, order(data_order="megatron", train_iters=20))
-    assert line.startswith("TRAIN_ITERS=20: DATA_ORDER=megatron orders the 160 samples of ")
+    assert line.startswith("TRAIN_ITERS=20: with DATA_ORDER=megatron the order depends on ")
     assert line.endswith(f"Fix: set TRAIN_ITERS and GBSZ to 80 samples again, {FIX}")
 
 

@@ -170,7 +170,7 @@ def test_another_number_of_tasks_is_refused(tmp_path, small):
     inputs = some_inputs(tmp_path / "in")
     interrupted(inputs, tmp_path / "out")
     for tasks in (1, 4):
-        with pytest.raises(ValueError, match=rf"tasks={tasks}: .*begun by 3 tasks\. Fix: give --tasks 3 "):
+        with pytest.raises(ValueError, match=rf"tasks={tasks}: .*started with 3 tasks\. Fix: set --tasks 3 "):
             shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=tasks, execution=HERE)
     made = shuffle(inputs, tmp_path / "out", **SETTINGS, start_over=True)
     # what is finished has no number of tasks
@@ -184,7 +184,7 @@ def test_what_a_power_cut_has_taken_is_noticed(tmp_path, small, suffix):
     interrupted(inputs, tmp_path / "out")
     cut = tmp_path / f"out.partial/temporary/scattered/00001.{suffix}"
     cut.write_bytes(cut.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"00001\.{suffix}: has \d+ bytes, but had \d+\. Fix: give"):
+    with pytest.raises(ValueError, match=rf"00001\.{suffix}: has \d+ bytes instead of \d+\. Fix: add"):
         shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
 
 
@@ -193,7 +193,7 @@ def test_lines_that_change_on_the_disk_are_noticed(tmp_path, small):
     interrupted(inputs, tmp_path / "out")
     lines = tmp_path / "out.partial/temporary/scattered/00001.lines"
     lines.write_bytes(lines.read_bytes().replace(b"xxx", b"xyx", 1))
-    with pytest.raises(ValueError, match="the lines that were read back are not those of the input"):
+    with pytest.raises(ValueError, match="the lines read back differ from the inputs"):
         shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
     assert not (tmp_path / "out").exists()
 

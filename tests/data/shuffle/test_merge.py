@@ -97,12 +97,12 @@ def change(path):
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
-        ("x.chunk.03.jsonl", change, "is not what manifest.json says, it was changed since"),
-        ("x.chunk.00.jsonl", lambda path: path.write_bytes(b""), "is not what manifest.json says"),
-        ("x.chunk.04.jsonl", Path.unlink, "is missing, and is in manifest.json. Fix: shuffle"),
-        ("y.jsonl", Path.touch, "is there, and is not in manifest.json. Fix: shuffle again, or"),
-        ("x.val.jsonl", Path.unlink, "valid_file_name=x.val: there is no such file in "),
-        (".", shutil.rmtree, "there is no such folder. Fix: "),
+        ("x.chunk.03.jsonl", change, "does not match manifest.json, it was changed since"),
+        ("x.chunk.00.jsonl", lambda path: path.write_bytes(b""), "does not match manifest.json"),
+        ("x.chunk.04.jsonl", Path.unlink, "is listed in manifest.json but missing. Fix: shuffle"),
+        ("y.jsonl", Path.touch, "is not listed in manifest.json. Fix: shuffle again, or"),
+        ("x.val.jsonl", Path.unlink, "valid_file_name=x.val: not found in "),
+        (".", shutil.rmtree, "folder not found. Fix: "),
     ],
 )
 def test_a_folder_that_is_not_what_was_made_is_noticed(shards, tmp_path, name, damage, message):
@@ -113,13 +113,13 @@ def test_a_folder_that_is_not_what_was_made_is_noticed(shards, tmp_path, name, d
 
 
 def test_the_wrong_validation_file_is_noticed(shards, tmp_path):
-    for name, rule in (("x.chunk.01", "the validation file is x.val.jsonl"), ("x", "there is no such file")):
-        with pytest.raises(ValueError, match=f"valid_file_name={name}: {rule}.* Fix: give "):
+    for name, rule in (("x.chunk.01", "the validation file is x.val.jsonl"), ("x", "not found")):
+        with pytest.raises(ValueError, match=f"valid_file_name={name}: {rule}.* Fix: set "):
             merge(shards, tmp_path / "merged", valid_file_name=name)
 
 
 def test_it_does_not_write_where_it_must_not(shards, tmp_path):
-    with pytest.raises(ValueError, match=r"is in the folder that is merged. Fix: a path outside"):
+    with pytest.raises(ValueError, match=r"must not be in the folder to merge. Fix: set a path outside"):
         merge(shards, shards / "merged", valid_file_name="x.val")
     (tmp_path / "merged.jsonl").write_text("somebody's")
     with pytest.raises(ValueError, match=r"merged.jsonl: already exists without a manifest of moe-exp. Fix"):
@@ -131,10 +131,10 @@ def test_it_does_not_write_where_it_must_not(shards, tmp_path):
 
 def test_nothing_to_merge(tmp_path):
     folder = a_folder(tmp_path)
-    with pytest.raises(ValueError, match=r"there is only the validation file. Fix: "):
+    with pytest.raises(ValueError, match=r"has only the validation file. Fix: "):
         merge(folder, tmp_path / "merged", valid_file_name="val")
     (folder / "a.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match=r"there is no document in the shards. Fix: "):
+    with pytest.raises(ValueError, match=r"the shards have no documents. Fix: "):
         merge(folder, tmp_path / "merged", valid_file_name="val")
 
 
@@ -145,7 +145,7 @@ def test_what_was_written_is_read_back(shards, tmp_path, monkeypatch):
 
     check = merge_module.Merging._check_written
     monkeypatch.setattr(merge_module.Merging, "_check_written", damage)
-    with pytest.raises(ValueError, match=r"what was written of x.chunk.0\d.jsonl is not what was read back"):
+    with pytest.raises(ValueError, match=r"read back differ from those written for x.chunk.0\d.jsonl"):
         merge(shards, tmp_path / "merged", valid_file_name="x.val")
     assert not (tmp_path / "merged.jsonl").exists()
 

@@ -198,7 +198,7 @@ def test_duplicates_are_on_one_side(tmp_path):
 
 def test_nothing_left_for_training_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 5)
-    message = r"valid_fraction=0.05: all 5 documents are for validation, none is left for training. Fix: "
+    message = r"valid_fraction=0.05: all 5 documents are held out for validation, .* Fix: "
     with pytest.raises(ValueError, match=message):
         shuffled([path], tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -247,7 +247,7 @@ def test_a_compressed_file_that_ends_early_stops_even_where_bad_lines_are_skippe
         ({"tasks": 0}, "tasks=0: must be at least 1"),
         ({"inputs": ["a.csv"]}, "a.csv: must end with .jsonl"),
         ({"inputs": ["a.jsonl", "a.jsonl"]}, "a.jsonl: is given 2 times"),
-        ({"inputs": ["void.jsonl"]}, "void.jsonl: there is no document in the input. Fix: "),
+        ({"inputs": ["void.jsonl"]}, "void.jsonl: has no documents. Fix: "),
         ({"output": "."}, "a.jsonl. Fix: choose another output folder."),
         ({"name": "a/b"}, "name=a/b: must be a file name without folders"),
         ({"num_shards": 0}, "num_shards=0: must be at least 1"),
@@ -271,7 +271,7 @@ def test_arguments_that_cannot_be_used(tmp_path, changes, message):
 
 def test_a_document_larger_than_an_eighth_of_the_budget_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "b" * (2**21), "c"])
-    with pytest.raises(ValueError, match=r"a.jsonl: a line is longer than the 2097152 bytes .* Fix: give"):
+    with pytest.raises(ValueError, match=r"a.jsonl: a line exceeds the buffer of 2097152 bytes. Fix: set"):
         shuffle.shuffle([path], tmp_path / "out", name="x", memory_bytes=2**24)
     manifest = shuffle.shuffle([path], tmp_path / "out", name="x", memory_bytes=2**25)
     assert manifest["read"]["num_documents"] == 3
@@ -346,7 +346,7 @@ def test_what_an_earlier_version_began_with_one_process_is_refused(tmp_path):
         patch.setattr(shuffle, "_begin", lambda *_, **__: 1 / 0)
         shuffled([path], tmp_path / "out")
     (tmp_path / "out.partial/state.json").touch()
-    with pytest.raises(ValueError, match=r"tasks=1: .*out was begun by .* earlier version .* --start-over"):
+    with pytest.raises(ValueError, match=r"tasks=1: .*out was started by .* earlier version .* --start-over"):
         shuffled([path], tmp_path / "out")
     shuffled([path], tmp_path / "out", start_over=True)
     assert files_of(tmp_path / "out") == expected_files([path], **SETTINGS)

@@ -272,7 +272,7 @@ def test_documents_stay_as_they_are(setting, value, length, folder, undisturbed,
     path = tmp_path / "t.json"
     how = PartSettings(changed_tokenizer(folder, path, **{setting: value}), append_eod=True)
     assert len(Tokenizer.from_file(str(path)).encode("x " * 9).ids) == length, "the setting works"
-    said = f"{setting} is set in its tokenizer.json, switched off here" in caplog.text
+    said = f"ignoring {setting} in its tokenizer.json" in caplog.text
     assert said == (setting != "post_processor")
     tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
     assert contents(tmp_path / "out") == contents(undisturbed[0])
@@ -325,7 +325,7 @@ def test_gigatoken_is_left_where_it_gives_other_ids(folder, tmp_path):
     tokenizer = changed_tokenizer(folder, tmp_path / "t.json", "pre_tokenizer", use_regex=False)
     probe = probe_backend(Encoders(tokenizer), "auto", ["some text"])
     assert probe.backend == "tokenizers" and probe.reason.startswith("not gigatoken: it encodes ")
-    with pytest.raises(ValueError, match=r"^BACKEND=gigatoken: .* it encodes .* Fix: give --backend token"):
+    with pytest.raises(ValueError, match=r"^BACKEND=gigatoken: .* it encodes .* Fix: set --backend token"):
         probe_backend(Encoders(tokenizer), "gigatoken", [])
 
 
@@ -336,7 +336,7 @@ def test_a_difference_in_the_corpus_names_the_document(folder, tmp_path):
     texts = probe_texts(tokenizer)
     odd = next(text for text in texts if not np.array_equal(fast([text])[0], slow([text])[0]))
     part = Part(write(tmp_path / "x.jsonl", jsonl(["a", odd])), 0, 10**6, 0)
-    with pytest.raises(ValueError, match=r"x\.jsonl:2: gigatoken gives other tokens .* Fix: --backend token"):
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: gigatoken encodes .* Fix: add --backend token"):
         PartEncoder(PartSettings(tokenizer), "gigatoken").encode(part, tmp_path, lambda num_bytes: None)
     assert not list(tmp_path.glob("part.*"))
 
@@ -476,7 +476,7 @@ def test_no_eod_where_one_is_asked_for(folder, tmp_path):
     content["model"]["vocab"]["none"] = content["model"]["vocab"].pop("<|endoftext|>")
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
-    with pytest.raises(ValueError, match=r"^APPEND_EOD=True: .* names no end-of-sequence token\. Fix: "):
+    with pytest.raises(ValueError, match=r"^APPEND_EOD=True: .* defines no end-of-document token\. Fix: "):
         PartSettings(tokenizer, append_eod=True)
     path = write(tmp_path / "x.jsonl", jsonl(["abc"]))
     assert tokenize_files([path], tmp_path / "out", PartSettings(tokenizer))["num_eods"] == 0

@@ -114,9 +114,9 @@ def test_id_outside_the_vocabulary(ids, worst, tmp_path):
     [
         ("bin", None, "part.bin is missing"),
         ("idx", None, "part.idx is missing"),
-        ("bin", 11, "part.bin is truncated: 11 bytes, by the sizes in its .idx 12"),
-        ("bin", 0, "part.bin is truncated: 0 bytes, by the sizes in its .idx 12"),
-        ("bin", 14, "part.bin is of another index: 14 bytes, by the sizes in its .idx 12"),
+        ("bin", 11, "part.bin is truncated: 11 bytes, but the sizes in its .idx sum to 12"),
+        ("bin", 0, "part.bin is truncated: 0 bytes, but the sizes in its .idx sum to 12"),
+        ("bin", 14, "part.bin does not match its .idx: 14 bytes, but the sizes in its .idx sum to 12"),
         *(("idx", size, f"part.idx is truncated: {size} bytes") for size in (0, 10, 33, 34, 60)),
     ],
 )

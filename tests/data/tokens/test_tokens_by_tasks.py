@@ -133,7 +133,7 @@ def test_one_process_and_tasks_do_not_continue_each_other(how, inputs, tmp_path,
     stopped("publish", partial(by_three, output=tmp_path / "tasks"), monkeypatch)
     with pytest.raises(ValueError, match=r"TASKS=3: .*one was started without --tasks\. Fix: omit --tasks"):
         by_three(output=tmp_path / "one")
-    with pytest.raises(ValueError, match=r"TASKS=: .*tasks was begun by 3 tasks\. Fix: give --tasks 3"):
+    with pytest.raises(ValueError, match=r"TASKS=: .*tasks was started with 3 tasks\. Fix: set --tasks 3"):
         alone(output=tmp_path / "tasks")
     alone(output=tmp_path / "one")
     alone(output=tmp_path / "tasks", start_over=True)
@@ -224,7 +224,7 @@ def test_a_part_that_changes_before_it_is_joined_is_made_again(damage, how, inpu
     tokenize = partial(tokenize_documents, inputs, tmp_path / "x", how, **options)
     stopped("join", tokenize, monkeypatch)
     damage(tmp_path / "x.partial" / "part.000002")
-    with pytest.raises(ValueError, match=r"part\.000002\.bin: is not what was .*the part is made again"):
+    with pytest.raises(ValueError, match=r"part\.000002\.bin: is not what was .*makes the part again"):
         tokenize()
     assert not (tmp_path / "x.bin").exists()
     tokenize()
@@ -263,7 +263,7 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
     jobs = ["--executor", "slurm", "--partition", "cpu", "--time", "1:00:00"]
     assert main("tokenize", [*flags, *jobs]) == 1
-    assert "EXECUTOR=slurm: needs a number of tasks. Fix: give --tasks" in capsys.readouterr().err
+    assert "EXECUTOR=slurm: requires a number of tasks. Fix: set --tasks" in capsys.readouterr().err
     flags += [*jobs, "--tasks", "2"]
     monkeypatch.setattr(sys, "argv", [str(ROOT / "moe_exp/__main__.py"), "data", "tokenize", *flags])
     found = []
