@@ -179,7 +179,7 @@ def test_what_cannot_be_merged(how, undisturbed, tmp_path):
     for prefixes, output, rule in (
         ([undisturbed[0], tmp_path / "other"], "out", types),
         ([tmp_path / "missing"], "out", r"missing\.bin is missing\. Fix: "),
-        ([tmp_path / "other"], "other", "is one of the shards"),
+        ([tmp_path / "other"], "other", "must not be one of the shards"),
     ):
         with pytest.raises(ValueError, match=rule):
             merge_token_files(prefixes, tmp_path / output)
