@@ -100,7 +100,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
     facts = {prefix: tokenizer_facts(manifest_of(prefix)) for prefix in prefixes}
     recorded = next((prefix for prefix in prefixes if "hash" in facts[prefix]), None)
     if is_there and recorded and not is_tokenizer_of(config.tokenizer, facts[recorded]):
-        rule = f"is not the tokenizer in the manifest of {recorded}"
+        rule = f"is not the tokenizer of {recorded} (according to its manifest)"
         fix = "set TOKENIZER to that of the files, or ALLOW_OTHER_DATA=true if both give the same ids"
         yield problem("tokenizer", config.tokenizer, rule, fix)
 

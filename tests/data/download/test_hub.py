@@ -90,7 +90,7 @@ def test_offline(server, tmp_path, monkeypatch):
     rule = r"^HF_HUB_OFFLINE=1: 1 of 3 files are missing in .*, such as sample/10BT/001.* Fix: "
     with pytest.raises(ValueError, match=rule):
         download(source(), tmp_path / "raw")
-    with pytest.raises(ValueError, match=rf"^HF_HUB_OFFLINE=1: the files of .* have not been"):
+    with pytest.raises(ValueError, match=r"^HF_HUB_OFFLINE=1: the files of .* have not been"):
         download(source(), tmp_path / "other")
 
 

@@ -211,7 +211,7 @@ def test_links_to_folders_are_followed_but_not_in_circles(tmp_path, caplog):
 def test_local_path_without_data(tmp_path):
     _write(tmp_path, "notes.doc", b"")
     for path, patterns, rule in (
-        (tmp_path, [], r": has no file of \.jsonl, .*, only notes\.doc\. Fix: "),
+        (tmp_path, [], r": has no file of type \.jsonl, .*, only notes\.doc\. Fix: "),
         (tmp_path / "notes.doc", [], r"notes\.doc: must be one of \.jsonl, .*Fix: "),
         (tmp_path, ["x/*"], r"^pattern=x/\*: matches no file in .*, which has notes\.doc\. Fix: "),
     ):

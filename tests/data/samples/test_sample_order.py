@@ -16,7 +16,7 @@ from moe_exp.data.tokens.tokens import parse_blend
 OLD = {"train_data": "0.7 a 0.3 b", "seq_len": 64, "seed": 1, "train_iters": 10, "gbsz": 8}
 CHECKPOINT = "the checkpoint at iteration 6 of runs/x/checkpoints"
 FIX = "or ALLOW_OTHER_DATA=true to continue with other data."
-LOST = "so samples would be repeated or left out"
+LOST = "so samples would be repeated or missed"
 
 
 def order(fingerprint="00ff", **settings):
@@ -199,4 +199,4 @@ def test_tokenizer_is_compared_where_both_are_known(tmp_path):
         assert problems(order(**before), order(**now)) == []
     (line,) = problems(order(**first), order(**other))
     rule = rf"is not the tokenizer of {CHECKPOINT} \(fingerprint \w{{32}} instead of \w{{32}}\)"
-    assert re.match(rf"TOKENIZER=\S+other: {rule}, so ids would stand for other text", line)
+    assert re.match(rf"TOKENIZER=\S+other: {rule}, so token ids would have another meaning", line)

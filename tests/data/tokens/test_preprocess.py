@@ -179,7 +179,7 @@ def test_what_cannot_be_merged(how, undisturbed, tmp_path):
     for prefixes, output, rule in (
         ([undisturbed[0], tmp_path / "other"], "out", types),
         ([tmp_path / "missing"], "out", r"missing\.bin is missing\. Fix: "),
-        ([tmp_path / "other"], "other", "is one of the shards"),
+        ([tmp_path / "other"], "other", "must not be one of the shards"),
     ):
         with pytest.raises(ValueError, match=rule):
             merge_token_files(prefixes, tmp_path / output)
@@ -493,7 +493,7 @@ def test_dry_run_writes_nothing(folder, how, undisturbed, tmp_path, capsys):
     dry_run([folder / "corpus.jsonl"], tmp_path / "out", how, workers=1, backend="auto")
     assert list(tmp_path.iterdir()) == []
     out = capsys.readouterr().out
-    estimate = int(re.search(r"│ tokens .* about ([\d,]+) at most", out)[1].replace(",", ""))
+    estimate = int(re.search(r"│ tokens .* at most about ([\d,]+)", out)[1].replace(",", ""))
     assert undisturbed[1]["num_tokens"] * 0.7 < estimate < undisturbed[1]["num_tokens"] * 1.5
 
 
@@ -527,6 +527,6 @@ def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
     rows = dict(re.findall(r"^│ (\w+) +│ (.*?) +│$", capsys.readouterr().out, re.MULTILINE))
     num_bytes = sum(len(content) for shard in shards for content in contents(shard))
     assert (rows["documents"], rows["tokens"]) == ("2", "6")
-    assert rows["disk"].startswith(f"{bytes_text(num_bytes)}, of ")
+    assert rows["disk"].startswith(f"{bytes_text(num_bytes)} of ")
     assert main("tokenize", [*merge, str(tmp_path / "both")]) == 0
     assert list(np.fromfile(tmp_path / "both.bin", np.uint16)) == [*b"a b", 256, *b"c", 256]

@@ -174,7 +174,7 @@ def test_bytes():
     ("kind", "given", "message"),
     [
         ("BertWordPieceCase", {}, "TOKENIZER_TYPE=BertWordPieceCase: must be one of HuggingFaceTokenizer"),
-        ("HuggingFaceTokenizer", {}, "TOKENIZER_MODEL=: HuggingFaceTokenizer needs it"),
+        ("HuggingFaceTokenizer", {}, "TOKENIZER_MODEL=: HuggingFaceTokenizer requires it"),
         ("HuggingFaceTokenizer", {"model": "./missing/folder/here"}, "file or folder not found"),
         ("GPT2BPETokenizer", {}, "VOCAB_FILE=: file not found"),
         ("SentencePieceTokenizer", {"model": __file__}, "is not a SentencePiece model"),
