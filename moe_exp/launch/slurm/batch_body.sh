@@ -1,10 +1,10 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154  # variables that are set above, by moe_exp/launch/slurm/batch_script.py
-# The part that is the same in every sbatch file: modules, one launcher per node, the warning before the end,
-# and what comes next.
+# The constant part of every sbatch file: loads modules, starts one launcher per node, handles SLURM's warning
+# before the time limit, and decides what happens after the job.
 #
-# SLURM's warning (--signal=B:) goes to this shell alone, and from here to the launchers alone, by a second
-# step that overlaps the first: `scancel --signal` would reach every process of the step.
+# SLURM sends its warning (--signal=B:) to this shell only. A second job step, which overlaps the first, passes
+# it to the launchers only; `scancel --signal` would reach every process of the step.
 
 say() { printf '%s job %s: %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" "$*"; }
 
@@ -12,14 +12,14 @@ newest_checkpoint() {
     cat "$run_folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none
 }
 
-# Host names of EXCLUDE_FILE as it is now, with commas; SLURM's names have no domain.
+# Current host names of EXCLUDE_FILE, separated by commas, without domains as in SLURM.
 excluded_hosts() {
     [ ! -r "$exclude_file" ] ||
         sed -E -e 's/#.*//' -e 's/[[:space:]]//g' -e '/^$/d' -e '/^[0-9.]+$/!s/\..*//' "$exclude_file" |
         sort -u | paste -sd, -
 }
 
-# Ids of this run's jobs that have not started: of all submissions, and of a whole array one id.
+# Ids of this run's pending jobs, over all submissions; one id per job array.
 pending_jobs() {
     comm -12 <(sort -u "$slurm_folder/submitted") \
         <(squeue --noheader --user="$(id -un)" --states=PENDING --format=%F | tr -d ' ' | sort -u)
@@ -28,11 +28,11 @@ pending_jobs() {
 cancel_rest() {
     local job
     for job in $(pending_jobs); do
-        scancel --state=PENDING "$job" || say "job $job could not be cancelled: scancel --state=PENDING $job"
+        scancel --state=PENDING "$job" || say "job $job could not be canceled: run scancel --state=PENDING $job"
     done
 }
 
-# Jobs that were submitted before a node was found to be bad must not get it either.
+# Excludes bad nodes from jobs that were submitted before the nodes were found to be bad.
 exclude_for_rest() {
     local job hosts known
     [ -r "$exclude_file" ] || return 0
@@ -41,11 +41,11 @@ exclude_for_rest() {
         scontrol update "JobId=$job" "ExcNodeList=$hosts" ||
             { known="$(known_hosts "$hosts")" && [ -n "$known" ] &&
                 scontrol update "JobId=$job" "ExcNodeList=$known"; } ||
-            say "not all of job $job could be made to leave out $hosts: see above"
+            say "could not exclude all of $hosts from job $job: see the messages above"
     done
 }
 
-# Of host names with commas those that SLURM knows: it refuses a whole list for one that it does not.
+# The given host names that SLURM knows: it rejects a list with a single unknown name.
 known_hosts() {
     comm -12 <(tr , '\n' <<<"$1" | sort -u) <(sinfo --noheader --Node --format=%N | tr -d ' ' | sort -u) |
         paste -sd, -
@@ -59,16 +59,16 @@ on_excluded_node() {
     return 1
 }
 
-# On every node, as its one task. $1: folder for notes; then the launcher. Its exit code goes into a note:
-# srun would end the other nodes, which may still be saving, at the first code that is not 0, and 75 (to be
-# continued) is no failure.
+# Runs on every node as its only task. $1: folder for notes; then the launcher's command. The launcher's exit
+# code is written to a note, because srun would terminate the other nodes, which may still be saving, at the
+# first nonzero code, and 75 (to be continued) is not a failure.
 # shellcheck disable=SC2329  # called by another shell
 on_node() {
     local notes="$1" code _
     shift
     export NODE_RANK="$SLURM_NODEID"
-    # Of a signal to the whole step (scancel) this shell waits for the launcher's answer; the launcher gets it
-    # with the default action.
+    # When the whole step gets a signal (scancel), this shell keeps waiting for the launcher, which receives
+    # the signal with its default action.
     trap : TERM INT HUP USR1 USR2
     code=75
     if [ ! -e "$notes/stop" ]; then
@@ -80,35 +80,35 @@ on_node() {
     fi
     echo "$code" >"$notes/$SLURM_NODEID.part" && mv "$notes/$SLURM_NODEID.part" "$notes/$SLURM_NODEID.code"
     case "$code" in 0 | 75) exit 0 ;; esac
-    for _ in {1..60}; do # for the others to notice, and to write what they know
+    for _ in {1..60}; do # gives the other nodes time to notice and to write their notes
         [ "$(find "$notes" -name '*.code' | wc -l)" -lt "$SLURM_NNODES" ] || break
         sleep 1
     done
     exit "$code"
 }
 
-# On every node, in the second step: the launcher asks its ranks to save, and ends with 75.
+# Runs on every node in the second step: makes the launcher save and exit with 75.
 # shellcheck disable=SC2329  # called by another shell
 report_exit_code() {
     local pid="$1/$SLURM_NODEID.pid"
-    [ ! -e "$pid" ] || kill -USR1 "$(cat "$pid")" # not TERM: there is time for a file system that stalls
+    [ ! -e "$pid" ] || kill -USR1 "$(cat "$pid")" # not TERM: leaves time for a slow file system
 }
 
 # shellcheck disable=SC2329  # called by a trap
 stop_launchers() {
     warned=true
-    [ ! -e "$notes/stop" ] || return 0 # a second signal to a launcher kills its job
-    say "SLURM's warning: the run saves and ends"
+    [ ! -e "$notes/stop" ] || return 0 # a second signal would kill the launcher's ranks
+    say "warning from SLURM: saving and stopping the run"
     touch "$notes/stop"
     srun --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \
         bash -c "$(declare -f report_exit_code); report_exit_code \"\$@\"" report_exit_code "$notes" ||
-        { say "no second step: all processes get SIGUSR1" && scancel --signal=USR1 "$SLURM_JOB_ID.0"; }
+        { say "second step failed: sending SIGUSR1 to all processes" && scancel --signal=USR1 "$SLURM_JOB_ID.0"; }
 }
 
-# How the launcher of the first node has ended, which knows how the run has.
+# Exit code of the first node's launcher, which is the result of the run.
 outcome() { cat "$notes/0.code" 2>/dev/null || echo "${1/#0/1}"; }
 
-# Failures in a row with the same newest checkpoint, which stands behind their number.
+# Number of consecutive failures at the same newest checkpoint; the file contains both.
 count_failure() {
     local number=0 at='' now
     now="$(newest_checkpoint)"
@@ -118,9 +118,8 @@ count_failure() {
     echo $((number + 1))
 }
 
-# What has failed may be a file server that is away. SLURM's warning, earlier or meanwhile, ends the wait:
-# little is left of the job, and one that is over cannot queue itself again. In steps of a second, as a shell
-# answers signals only between commands.
+# Waits before a retry, as a file server may be unavailable. SLURM's warning ends the wait, because a job can
+# only requeue itself before it ends. Sleeps for one second at a time: a shell handles signals between commands.
 pause() {
     local until=$((SECONDS + $1))
     while [ "$warned" = false ] && [ "$SECONDS" -lt "$until" ]; do sleep 1; done
@@ -131,43 +130,43 @@ after_failure() {
     failures="$(count_failure)"
     say "failed with exit code $1, failure $failures of $max_failures without a new checkpoint"
     if [ "$failures" -ge "$max_failures" ]; then
-        say "the chain ends here: see $slurm_folder/job$SLURM_JOB_ID.*.log"
+        say "ending the job chain: see $slurm_folder/job$SLURM_JOB_ID.*.log"
         rm -f "$slurm_folder/failures"
         cancel_rest
         return
     fi
     if [ "$requeue" != true ] && [ -z "$(pending_jobs)" ]; then
-        say "no job follows: run_slurm.sh with the same settings submits more"
+        say "no further job is queued: submit more by run_slurm.sh with the same settings"
         return
     fi
-    say "waits $((retry_seconds * failures)) s before what comes next"
+    say "waiting $((retry_seconds * failures)) s before the next attempt"
     pause "$((retry_seconds * failures))"
     if on_excluded_node && [ -n "$(pending_jobs)" ]; then
-        say "one of its nodes is excluded now, which a job that is queued again does not follow:" \
+        say "one of its nodes is now excluded, but a requeued job would keep its nodes:" \
             "the next job continues"
     elif [ "$requeue" = true ]; then
-        say "goes back into the queue"
-        scontrol requeue "$SLURM_JOB_ID" || say "which SLURM refuses: the next job continues, if there is one"
+        say "requeueing the job"
+        scontrol requeue "$SLURM_JOB_ID" || say "SLURM refused to requeue the job: the next job, if any, continues"
     fi
 }
 
-# One line per start and end of a job, for people.
+# Writes one line per start and end of a job to jobs.log.
 record() {
     local line
     line="$(say "$1 on ${hosts[0]}, checkpoint $(newest_checkpoint)")"
     echo "$line" >>"$slurm_folder/jobs.log"
 }
 
-# What follows from an exit code, which is the launcher's: the end of this script.
+# Acts on the launcher's exit code and ends this script.
 conclude() {
     local code="$1"
-    set +e # of SETUP, where it has ended this script
+    set +e # SETUP may have set -e and ended this script
     trap - EXIT TERM
     trap 'warned=true' USR1
     rm -rf "$notes"
     case "$code" in
         0)
-            say "the run has finished; what is left of the chain is cancelled"
+            say "the run is finished; canceling the remaining jobs of the chain"
             record finished
             rm -f "$slurm_folder/failures"
             cancel_rest
@@ -176,13 +175,13 @@ conclude() {
             say "to be continued"
             record "to be continued"
             [ -n "$(pending_jobs)" ] ||
-                say "but no job follows: run_slurm.sh with the same settings submits more"
+                say "no further job is queued: submit more by run_slurm.sh with the same settings"
             rm -f "$slurm_folder/failures"
             exclude_for_rest
-            code=0 # for SLURM: a job that did what it should
+            code=0 # for SLURM the job succeeded
             ;;
         2)
-            say "the settings cannot run: the chain ends here"
+            say "invalid settings: ending the job chain"
             record "bad settings"
             cancel_rest
             ;;
@@ -202,34 +201,34 @@ trap stop_launchers USR1
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 checkpoint_before="$(newest_checkpoint)"
-say "starts on ${hosts[*]}, checkpoint $checkpoint_before, attempt $((${SLURM_RESTART_COUNT:-0} + 1))"
+say "starting on ${hosts[*]}, checkpoint $checkpoint_before, attempt $((${SLURM_RESTART_COUNT:-0} + 1))"
 record starts
 
 prepared=true
-trap 'say "$setup has ended this script"; conclude 1' EXIT
-# A shell that a signal ends comes to EXIT, too: a job that is cancelled is no failure that is tried again.
+trap 'say "$setup ended this script"; conclude 1' EXIT
+# EXIT also runs if a signal ends the shell: do not retry a canceled job as a failed one.
 trap 'trap - EXIT; exit 143' TERM
-set +u # of files that others wrote
+set +u # module and SETUP files may use unset variables
 if [ "${#modules[@]}" -gt 0 ]; then
-    # A function of the shell, which is not there without the submitter's environment.
+    # `module` is a shell function, which is missing without the submitter's environment.
     # shellcheck source=/dev/null
     command -v module >/dev/null || source /etc/profile
-    module load "${modules[@]}" || { say "module load ${modules[*]} has failed" && prepared=false; }
+    module load "${modules[@]}" || { say "module load ${modules[*]} failed" && prepared=false; }
 fi
 if [ -n "$setup" ] && [ "$prepared" = true ]; then
     # shellcheck source=/dev/null
     source "$setup" || { say "$setup ended with $?, the exit code of its last command" && prepared=false; }
 fi
-# SETUP may have set -e, with which this script would end at the first job that fails, and with it the chain.
+# With a `set -e` from SETUP, this script, and so the chain, would end at the first job that fails.
 set +e -u -o pipefail
 trap - EXIT TERM
 [ "$prepared" = true ] || conclude 1
 
 export MASTER_ADDR="${hosts[0]}"
-# by the job's number, as several may share a node; a single node takes a free one
+# derived from the job id, because jobs may share a node; with a single node, the launcher picks a free port
 [ "$SLURM_NNODES" -eq 1 ] || export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 
-# In the background: a shell answers signals only between commands, and in `wait`.
+# In the background: a shell handles signals only between commands and in `wait`.
 srun "${srun_options[@]}" --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \
     --kill-on-bad-exit=1 --wait=0 \
     --output="$slurm_folder/job%j.%N.log" --open-mode=append \
@@ -237,11 +236,11 @@ srun "${srun_options[@]}" --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=A
 launchers=$!
 wait "$launchers"
 code=$?
-while kill -0 "$launchers" 2>/dev/null; do # the signal has ended the wait, and not srun
+while kill -0 "$launchers" 2>/dev/null; do # a signal ended `wait`, but srun is still running
     wait "$launchers"
     code=$?
 done
 code="$(outcome "$code")"
-# Settings that have trained can run: a file server was away, the disk was full.
+# Settings that have trained are valid: a file server was unavailable, or the disk was full.
 [ "$code" != 2 ] || [ "$checkpoint_before" = none ] || code=1
 conclude "$code"

@@ -56,9 +56,9 @@ def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
     options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
     lines = directives([*(f"--{option}" for option in options), *job.slurm.extra_options])
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    written = f"# Written by run_slurm.sh, {now}: sbatch takes it as it is."
+    written = f"# Written by run_slurm.sh, {now}: submit it with sbatch."
     head = ["#!/bin/bash", *lines, written, "set -uo pipefail", ""]
-    head.append("# Settings of the run; what is not here has its default.")
+    head.append("# Settings of the run; all others have their defaults.")
     # quoted here, since the body of the script is constant
     head += [f"export {name.upper()}={_shell(value)}" for name, value in sorted(job.given.items())]
     return "\n".join([*head, "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
@@ -148,7 +148,7 @@ def _variables(job: RunJob) -> list[str]:
     command = shlex.join([*own_command(), "slurm", *module_arguments(flags)])
     return [
         checked_line(job_environment()),
-        f"export MOE_EXP_COMMAND={_shell(command)}  # for what a run suggests at its end",
+        f"export MOE_EXP_COMMAND={_shell(command)}  # the command that the run prints to resume",
         *(f"{name}={_shell(value)}" for name, value in values.items()),
         *(f"{name}=({' '.join(map(_word, words))})" for name, words in lists.items()),
         'export EXCLUDE_FILE="$exclude_file"  # for PREFLIGHT',
