@@ -46,7 +46,7 @@ def test_warning_reaches_the_launchers_and_the_chain_goes_on(chain):
     # not by SIGTERM, at which ranks that stand still for half a minute would be ended unsaved
     for node in ("node-b", "localhost"):
         assert chain.log(f"job101.{node}.log").endswith("told to stop by SIGUSR1\n")
-    assert "SLURM's warning: the run saves and ends" in chain.log("job101.log")
+    assert "warning from SLURM: saving and stopping the run" in chain.log("job101.log")
     assert chain.cluster.run() == (102, 0)
     assert chain.cluster.states() == ["COMPLETED", "COMPLETED", "CANCELLED"]
 
