@@ -1,4 +1,4 @@
-"""Settings for expert backends, token dispatcher, FP8 and upcycling: the end of section Mixture of experts."""
+"""Settings for expert backends, token dispatcher, FP8 and upcycling."""
 
 import math
 from collections.abc import Iterator

@@ -68,8 +68,8 @@ class DataSettings(OptimizerSettings):
     text_documents: Literal["file", "block"] = data(
         "file", "documents in text files; file: the whole file; block: each block between blank lines"
     )
-    prepend_bos: bool = data(False, "begin every document of text with the BOS of TOKENIZER")
-    text_field: str = data("text", "field of .jsonl, column of .parquet and .arrow, with the text")
+    prepend_bos: bool = data(False, "begin each text document with TOKENIZER's beginning-of-sequence token")
+    text_field: str = data("text", "field (.jsonl) or column (.parquet, .arrow) that contains the text")
     split: OptionalNumbers = data(
         "",
         "relative shares of TRAIN_DATA's documents for training, validation and test, such as '99,1' or "
