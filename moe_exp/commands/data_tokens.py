@@ -165,7 +165,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     _START_OVER,
 )
 def run_train_tokenizer(arguments: argparse.Namespace) -> None:
-    """Trains a byte-level BPE tokenizer. Texts are streamed; memory grows with the number of distinct words."""
+    """Trains a byte-level BPE tokenizer. Texts are streamed; memory grows with the distinct words."""
     same = ("vocab_size", "json_key", "eos_token", "bos_token", "pad_token", "skip_bad", "start_over")
     options = {name: getattr(arguments, name) for name in same}
     max_bytes = int(arguments.max_megabytes * 1e6)

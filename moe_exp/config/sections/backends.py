@@ -114,7 +114,7 @@ class BackendSettings(ExpertSettings):
              "a shared expert would change the output of the dense model",
              "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"),
             (self.moe_latent_size, "moe_latent_size",
-             "copies of a dense MLP require full-width hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
+             "upcycled experts require full-width hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
         )  # fmt: skip
         factor = self.expert_capacity_factor
         if factor is not None and factor * self.topk < self.num_experts:

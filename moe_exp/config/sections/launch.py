@@ -32,7 +32,7 @@ class LaunchSettings(BaseModel):
     master_addr: str = place("localhost", "host name or address of rank 0")
     master_port: int = place(
         0,
-        "TCP port on MASTER_ADDR for the rendezvous; 0: any free port on a single node, 23456 on several nodes",
+        "TCP port on MASTER_ADDR for the rendezvous; 0: any free port on one node, 23456 on several nodes",
         ge=0,
         le=65535,
     )

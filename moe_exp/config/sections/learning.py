@@ -73,7 +73,7 @@ class LearningSettings(ParallelSettings):
     lr_power_b: float = learning(-0.51, "B of LR_DECAY_STYLE=power", lt=0)
     rampup_batch_size: str = learning(
         "",
-        "batch size ramp-up 'START INCREMENT SAMPLES': from START to GBSZ in steps of INCREMENT, over SAMPLES "
+        "batch size ramp-up 'START INCREMENT SAMPLES': START to GBSZ in steps of INCREMENT, over SAMPLES "
         "samples",
         measured="",
     )
@@ -222,7 +222,7 @@ class LearningSettings(ParallelSettings):
              f"must be less than {decay_name}={decay}, where the decay ends",
              f"set WARMUP_ITERS below {decay}, or raise {decay_name}"),
             (self.min_lr > self.lr, "min_lr",
-             f"must be at most LR={self.lr}", f"set MIN_LR to at most {self.lr}, for example {self.lr / 10:g}"),
+             f"must be at most LR={self.lr}", f"lower MIN_LR, for example to {self.lr / 10:g}"),
         )  # fmt: skip
         style = self.lr_decay_style
         if is_composed(style):

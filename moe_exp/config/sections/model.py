@@ -21,7 +21,7 @@ from moe_exp.config.setting_types import (
 
 # Settings that cannot be combined with MULTI_LATENT_ATTENTION, and the rule that each would break.
 _NOT_LATENT = {
-    "head_dim": "with MULTI_LATENT_ATTENTION, QK_HEAD_DIM, QK_POS_EMB_HEAD_DIM and V_HEAD_DIM set the head sizes",
+    "head_dim": "MULTI_LATENT_ATTENTION uses QK_HEAD_DIM, QK_POS_EMB_HEAD_DIM and V_HEAD_DIM instead",
     "qk_norm_scope": "with MULTI_LATENT_ATTENTION, QK_NORM normalizes the compressed vectors, not heads",
     "qkv_bias": "Megatron's MULTI_LATENT_ATTENTION projections have no biases",
     "rotary_fraction": "with MULTI_LATENT_ATTENTION, QK_POS_EMB_HEAD_DIM sets the number of rotated channels",
@@ -73,7 +73,7 @@ class ModelSettings(LaunchSettings):
     rope_scaling_factor: float = model(1.0, "factor by which ROPE_SCALING extends the sequence length", ge=1)
     rope_original_seq_len: NonNegative = model(
         0,
-        "sequence length before scaling (tokens); 0: 8192 with llama3 (the only allowed value), 4096 with yarn",
+        "sequence length before scaling (tokens); 0: 8192 with llama3 (the only value), 4096 with yarn",
     )
     yarn_beta_fast: float = model(
         32.0,
@@ -184,7 +184,8 @@ class ModelSettings(LaunchSettings):
         yield from self.broken(
             (is_partial and (turned == 0 or turned % 2), "rotary_fraction",
              f"rotates {turned} of the {channels} channels per head, but rotary position embedding requires"
-             " an even number", "set ROTARY_FRACTION to " + " or ".join(f"{fraction:g}" for fraction in fractions)),
+             " an even number",
+             "set ROTARY_FRACTION to " + " or ".join(f"{fraction:g}" for fraction in fractions)),
             (is_partial and self.rope_scaling == "yarn", "rotary_fraction",
              "Megatron's YaRN rotates all channels of a head", "set ROTARY_FRACTION=1, or ROPE_SCALING=none"),
         )  # fmt: skip
@@ -225,7 +226,7 @@ class ModelSettings(LaunchSettings):
             yield self.problem("yarn_beta_fast", rule, "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1")
 
     def _without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
-        """Yields a line for each of `names` that is not at its default and has no effect because of `other`."""
+        """Yields a line for each changed setting of `names`, which `other` makes ineffective."""
         for name in names:
             if getattr(self, name) != (default := type(self).model_fields[name].default):
                 rule = f"has no effect while {other}"

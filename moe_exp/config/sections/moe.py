@@ -107,7 +107,7 @@ class ExpertSettings(ModelSettings):
     )
     router_bias_update_rate: Rate = experts(
         0.0,
-        "step size of the expert bias (auxiliary-loss-free balancing); 0: off, unless ROUTER_BIAS_RULE=quantile",
+        "step size of the expert bias (aux-loss-free balancing); 0: off, unless ROUTER_BIAS_RULE=quantile",
     )
     router_bias_rule: Literal["sign", "quantile"] = experts(
         "sign",
@@ -287,7 +287,8 @@ class ExpertSettings(ModelSettings):
             (self.router_bias_rule == "quantile" and self.router_bias_update_rate, "router_bias_update_rate",
              "ROUTER_BIAS_RULE=quantile has no step size", "set it to 0"),
             (self.aux_loss_type == "sinkhorn" and self.force_routing != "none", "force_routing",
-             "cannot be combined with AUX_LOSS_TYPE=sinkhorn: both choose the experts", "set one of them to none"),
+             "cannot be combined with AUX_LOSS_TYPE=sinkhorn: both choose the experts",
+             "set one of them to none"),
             (is_relu and not coeff, "router_score",
              "requires the loss l1, which limits the experts per token",
              "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, the initial weight"),

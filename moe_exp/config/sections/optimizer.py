@@ -14,9 +14,9 @@ from moe_exp.config.setting_types import Positive, Probability, Rate, Seed, lear
 # bf16 has 8 bits of precision: relative changes below 2^-8 may be rounded away.
 _LARGEST_BF16_BETA = 1 - 2**-8
 
-# Variables for DETERMINISTIC that CUDA libraries read at start, as in Megatron-LM's --deterministic-mode, with
-# the values that fix the order of summation; the first is our default. engine/runtime.py configures PyTorch.
-# Other NCCL algorithms are repeatable too, but the order of a tree depends on the topology.
+# Variables for DETERMINISTIC that CUDA libraries read at start, as in Megatron-LM's --deterministic-mode. The
+# values fix the order of summation; the first is our default. engine/runtime.py configures PyTorch. Other
+# NCCL algorithms are repeatable too, but the order of a tree depends on the topology.
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring",),
@@ -103,7 +103,7 @@ class OptimizerSettings(LearningSettings):
              f"OPTIMIZER={self.optimizer} requires whole matrices, but the distributed optimizer shards"
              " ranges of values", "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"),
             (self.parametrization == "mup" and optimizer.moments != "adam", "parametrization",
-             f"cannot be combined with OPTIMIZER={self.optimizer}, its rules are for Adam", "set OPTIMIZER=adam"),
+             f"cannot be combined with OPTIMIZER={self.optimizer}: muP requires Adam", "set OPTIMIZER=adam"),
             (self.ema_decay and self.average_every > self.train_iters, "average_every",
              f"must be at most TRAIN_ITERS={self.train_iters}, or EMA_DECAY={self.ema_decay:g} averages"
              " nothing", f"set it to at most {self.train_iters}"),

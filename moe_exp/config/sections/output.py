@@ -107,7 +107,7 @@ class OutputSettings(DataSettings):
 
     @property
     def name(self) -> str:
-        """RUN_NAME, or a name built from settings that checkpoints depend on, so that their folders differ."""
+        """RUN_NAME, or a name built from the settings that checkpoints depend on."""
         if self.run_name:
             return self.run_name
         name = f"moe_{str(self.use_moe).lower()}"
@@ -133,7 +133,7 @@ class OutputSettings(DataSettings):
             (not self.eval_iters, "eval_iters",
              f"must be positive with EVAL_INTERVAL={interval}", "set EVAL_ITERS=10 or EVAL_INTERVAL=0"),
             (self.train_data and not has_valid, "valid_data",
-             f"required for EVAL_INTERVAL={interval}, as TRAIN_DATA={shown(self.train_data)} is not a folder or"
+             f"required for EVAL_INTERVAL={interval}, as TRAIN_DATA={shown(self.train_data)} is no folder or"
              " file of text on this machine",
              "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0, or correct TRAIN_DATA if it should name text"),
             (shares and not sum(shares[1:2]), "split",

@@ -34,8 +34,8 @@ class ReliabilitySettings(OutputSettings):
     )
     dump_iters: Iterations = care(
         "",
-        "iterations after which parameters, gradients and moments are written to RUN_DIR/RUN_NAME/dumps, such "
-        "as 10,20 or 10-12; empty: none",
+        "iterations after which parameters, gradients and moments are written to RUN_DIR/RUN_NAME/dumps, "
+        "such as 10,20 or 10-12; empty: none",
         measured="",
     )
     dump_ranks: WholeNumbers = care(
@@ -76,13 +76,13 @@ class ReliabilitySettings(OutputSettings):
     )
     hang_timeout: Timeout = care(
         "auto",
-        "time limit of an iteration (seconds), after which stacks are written to hang/ and the ranks exit for "
-        "a restart; auto: ten times the median, at least 180; none: no limit",
+        "time limit of an iteration (seconds), after which stacks are written to hang/ and the ranks exit "
+        "for a restart; auto: ten times the median, at least 180; none: no limit",
     )
     hang_timeout_other: OptionalPositive = care(
         1500,
-        "time limit as in HANG_TIMEOUT (seconds) for each phase of the start, the first iterations, a batch of "
-        "an evaluation and a save; none: no limit",
+        "time limit as in HANG_TIMEOUT (seconds) for each phase of the start, the first iterations, a batch "
+        "of an evaluation and a save; none: no limit",
     )
     trace_calls_from: NonNegative = care(
         0,
