@@ -197,7 +197,7 @@ _HOW = (
     group(
         "execution",
         *execution(
-            "number of tasks, each on its own core or machine (default: 1, in this process); resume with the same"
+            "number of tasks, each on its own core or machine (default: 1, in this process); keep to resume"
         ),
     ),
 )

@@ -228,7 +228,7 @@ def check_documents() -> int:
     flag("--kernels", "compare every Triton kernel with plain PyTorch instead (exit code 1: one failed)"),
     flag(
         "--leak-test",
-        "check that documents in a sample do not attend to each other with DOCUMENT_MASK (exit code 1: they do)",
+        "check that packed documents do not attend to each other with DOCUMENT_MASK (exit code 1: they do)",
     ),
 )
 def run_doctor(arguments: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class ExactParser(argparse.ArgumentParser):
-    """Parser without abbreviated flags. An error is one line with the nearest valid word and the help command."""
+    """Parser without abbreviated flags. Errors are one line with the nearest valid word."""
 
     def __init__(self, **options: Any):
         super().__init__(**{**options, "allow_abbrev": False})

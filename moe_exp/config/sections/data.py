@@ -89,6 +89,7 @@ class DataSettings(OptimizerSettings):
         False,
         "restrict attention to each document and restart positions at 0; documents end with the "
         "end-of-document token",
+        megatron_flags=("--reset-attention-mask", "--reset-position-ids"),
     )
     document_tokens: Rate = data(
         0.0,
@@ -97,7 +98,9 @@ class DataSettings(OptimizerSettings):
         compared=False,
     )
     eod_mask_loss: bool = data(
-        False, "exclude from the loss the prediction of a document's first token from the previous document"
+        False,
+        "exclude from the loss the prediction of a document's first token from the previous document",
+        megatron_flags=(),
     )
     document_packing: Literal["concatenate", "best_fit"] = data(
         "concatenate",
