@@ -238,7 +238,7 @@ def test_a_full_disk_costs_requests_and_no_tokens(call, answer, line, url, tmp_p
     [
         ({"TRAIN_DATA": "{url}/tokens/other"}, "there is no s3://bucket/{name}/tokens/other.bin. Fix: "),
         ({"TRAIN_DATA": "{url}/x.jsonl"}, "is text at an object store, where token files can be. Fix: fetch"),
-        ({"DATA_ORDER": "megatron"}, "reads files of this machine only. Fix: fetch {url}/tokens/train with"),
+        ({"DATA_ORDER": "megatron"}, "only supports local files. Fix: download {url}/tokens/train with"),
         ({"REMOTE_DIR": "/tmp/x"}, "REMOTE_DIR=/tmp/x: is no URL. Fix: give one such as s3://bucket/runs."),
         ({"LOAD_DIR": "{url}/none"}, "LOAD_DIR={url}/none: has no complete checkpoint. Fix: name a"),
     ],

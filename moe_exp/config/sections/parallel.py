@@ -128,7 +128,7 @@ class ParallelSettings(BackendSettings):
             products["ETP*EP*PP"] = self.etp * self.ep * self.pp
         for product, size in products.items():
             if self.world_size % size:
-                rule = f"NNODES * GPUS_PER_NODE = {self.world_size} ranks must be a multiple of"
+                rule = f"{self.world_size} ranks (NNODES * GPUS_PER_NODE) must be a multiple of"
                 ranks = multiples(size // math.gcd(size, self.nnodes), self.gpus_per_node)
                 fix = f"set GPUS_PER_NODE to {ranks}, or change {product.replace('*', ', ')}"
                 yield self.problem("gpus_per_node", f"{rule} {product}={size}", fix)
