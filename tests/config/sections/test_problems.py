@@ -219,11 +219,11 @@ REFUSED = [
     # Parallelism
     (
         "tp=2 gpus_per_node=3",
-        "GPUS_PER_NODE=3: NNODES * GPUS_PER_NODE = 3 ranks must be a multiple of... set GPUS_PER_NODE to 2 or 4, or change TP, PP,",  # noqa: E501
+        "GPUS_PER_NODE=3: 3 ranks (NNODES * GPUS_PER_NODE) must be... set GPUS_PER_NODE to 2 or 4, or change TP, PP,",  # noqa: E501
     ),
     (
         "ep=4 gpus_per_node=2",
-        "GPUS_PER_NODE=2: NNODES * GPUS_PER_NODE = 2 ranks must be a multiple of... set GPUS_PER_NODE to 4, or change ETP, EP,",  # noqa: E501
+        "GPUS_PER_NODE=2: 2 ranks (NNODES * GPUS_PER_NODE) must be... set GPUS_PER_NODE to 4, or change ETP, EP,",  # noqa: E501
     ),
     ("node_rank=1", "NODE_RANK=1: must be less than NNODES=1... set NODE_RANK to 0, or NNODES to at least"),
     ("node_rank=3 nnodes=2", "NODE_RANK=3: must be less than NNODES=2"),
@@ -438,6 +438,6 @@ def test_all_problems_are_reported_at_once():
     assert names == {"EP", "TOPK", "TP", "GPUS_PER_NODE", "VPP", "MIN_LR", "NODE_RANK"}
     found = problems("moe_type=x num_layers=-1 lr=fast")
     assert [line.partition("=")[0] for line in found] == ["NUM_LAYERS", "MOE_TYPE", "LR"]
-    assert "TP=3: does not divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4." in problems(
+    assert "TP=3: must divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4." in problems(
         "tp=3 gpus_per_node=3 num_query_groups=4 seq_len=258"
     )
