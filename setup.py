@@ -1,6 +1,4 @@
-"""Packaging of moe_exp. `moe_exp/commands/doctor.py` reads REQUIRES and EXTRAS from here, so they stay plain
-literals.
-"""
+"""Packaging of moe_exp."""
 
 import re
 from pathlib import Path
@@ -8,6 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 # Enough to plan, submit, report and tokenize: a login node needs neither torch nor megatron-core.
+# moe_exp/commands/doctor.py parses REQUIRES and EXTRAS, so they must stay plain literals.
 REQUIRES = [
     "numpy>=1.26",
     "pydantic>=2,<3",

@@ -5,7 +5,7 @@ docs/generate_settings.py
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from moe_exp.config import Config, names_by_section
+from moe_exp.config import TRAITS, Config, names_by_section
 from moe_exp.config.choices import choices_of
 from moe_exp.config.presets import PRESETS
 
@@ -120,7 +120,7 @@ MEGATRON_FLAGS = {
     "dtype": "--bf16, --fp16",
     "train_data": "--train-data-path",
     "valid_data": "--valid-data-path",
-    "document_mask": "--reset-attention-mask --reset-position-ids (both names work here, too)",
+    "document_mask": " ".join(TRAITS["document_mask"].megatron_flags or ()) + " (both names work here, too)",
     "eod_mask_loss": "--eod-mask-loss",
     "data_dir": "--data-cache-path (indices of DATA_ORDER=megatron)",
     "tokenizer": "--tokenizer-model",

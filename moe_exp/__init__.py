@@ -1,9 +1,7 @@
-"""Mixture-of-Experts training on Megatron-Core: `train`, `load_run`, `load_model` and `plan`, see
-docs/library.md. Each is imported at its first use.
+"""Mixture-of-Experts training on Megatron-Core: `train`, `load_run`, `load_model` and `plan`.
 
-Importing anything of this package lets megatron-core run on a host without CUDA, see
-`moe_exp.host.megatron_cpu`; neither torch nor megatron is imported for that before somebody imports a module
-of megatron.
+See docs/library.md. Importing this package enables megatron-core on hosts without CUDA (see
+`moe_exp.host.megatron_cpu`), but imports neither torch nor megatron.
 """
 
 import sys
@@ -33,9 +31,7 @@ def __dir__() -> list[str]:
 
 
 class _PreparesMegatron(MetaPathFinder):
-    """Imports `moe_exp.host.megatron_cpu`, and with it torch, when the first module of megatron is looked
-    for.
-    """
+    """Imports `moe_exp.host.megatron_cpu`, and with it torch, before the first megatron module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""The Python interface: `moe_exp.train`, `load_run`, `load_model` and `plan`. No torch until it is needed."""
+"""The Python API: `moe_exp.train`, `load_run`, `load_model` and `plan`. Imports torch only when needed."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run folder. Each file is read at its first use; call `load_run` again for what a run has added since.
+    """A run folder. Each file is read once, when first used; call `load_run` again to read newer data.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
         config: settings of the latest start.
-        summary: how the run ended, see docs/run_folder.md; empty until then.
+        summary: outcome of the run (docs/run_folder.md); empty until the run ends.
         records: all records of metrics.jsonl, in order.
-        train, valid, events: the records of each kind as a DataFrame, a column per field. Values that are
-            null are NaN or None.
-        experts: the load of the experts as a DataFrame, a row per layer of each train record.
+        train, valid, events: records of each kind as a DataFrame with a column per field. Null values are NaN
+            or None.
+        experts: expert loads as a DataFrame with a row per layer of each train record.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -62,7 +62,7 @@ class Run:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """As they are in the file; empty without one."""
+        """Settings as recorded in config.yaml; empty without that file."""
         return recorded_settings(self._folder.config) if self._folder.config.exists() else {}
 
     @cached_property
@@ -94,17 +94,17 @@ class Run:
         return _frame(layers, ["iteration", *EXPERT_KEYS])
 
     def plot(self, *others: Run, x: str = "iteration") -> Figure:
-        """Draws losses, throughput and the balance of the experts, together with those of `others`.
+        """Plots loss, throughput and expert balance of this run and `others`.
 
-        Runs that differ only in SEED are a line, their mean, in a band from the lowest to the highest. Lines
-        are named by the settings in which they differ, else by their folders.
+        Runs that differ only in SEED share a line, their mean, with a band from the lowest to the highest
+        value. Lines are labeled with the settings in which they differ, or else with their folders.
 
         Args:
-            others: runs to draw over this one.
+            others: further runs to plot.
             x: iteration, consumed_tokens, consumed_flops or training_seconds.
 
         Returns:
-            A figure, which a notebook shows; `figure.savefig("curves.png")` writes it.
+            A figure that notebooks display; `figure.savefig("curves.png")` saves it.
         """
         _package("matplotlib", extra="analysis")
         from moe_exp.runs.curves import draw_runs
@@ -123,17 +123,17 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
     Otherwise it launches the ranks on this machine and waits for them.
 
     Args:
-        resume: run folder to continue with its own settings.
-        settings: by the names of docs/settings.md in lower case, such as `num_experts=16`, or `config`, the
-            path of a settings file. They come before variables of the environment; None counts as not given.
+        resume: run folder to resume with its own settings.
+        settings: settings of docs/settings.md in lower case, such as `num_experts=16`, or `config`, the path
+            of a settings file. They override environment variables; None counts as not given.
 
     Returns:
         The run; `summary["status"]` is finished, or stopped if a signal or a setting ended it early.
 
     Raises:
-        ValueError: settings cannot run, or what they name cannot be used; one line for each.
-        RuntimeError: the run has failed; with the reason.
-        ModuleNotFoundError: torch is missing.
+        ValueError: if settings are invalid, or files they name are unusable; one line for each.
+        RuntimeError: if the run fails, with the reason.
+        ModuleNotFoundError: if torch is not installed.
     """
     _package("torch", extra="train")
     from moe_exp.engine import runtime
@@ -146,9 +146,9 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
         from moe_exp.training.loop import train_here
 
         return Run(train_here(folder).path)
-    # the folder is known before the launch, also if it fails
+    # resolve the folder before the launch, which may fail
     run = Run(RunFolder.of(load_config(folder)).path)
-    # the ranks are other processes: they leave the lines of their errors in a file
+    # the ranks are other processes, so they write their errors to a file
     with tempfile.NamedTemporaryFile("r") as file:
         os.environ[REASONS_FILE] = file.name
         try:
@@ -159,18 +159,18 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code == BAD_INPUT:
-        raise ConfigError(reasons or [f"{run.path}: the settings cannot run, see the output"])
+        raise ConfigError(reasons or [f"{run.path}: invalid settings, see the output"])
     if code not in (FINISHED, TO_BE_CONTINUED):
         why = "; ".join(reasons) or "see the output"
-        raise RuntimeError(f"{run.path}: the run has failed with exit code {code}: {why}")
+        raise RuntimeError(f"{run.path}: the run failed with exit code {code}: {why}")
     return run
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """The run in the folder `path`, RUN_DIR/RUN_NAME.
+    """Loads the run in the folder `path` (RUN_DIR/RUN_NAME).
 
     Raises:
-        ValueError: `path` is no run folder.
+        ValueError: if `path` is not a run folder.
     """
     from moe_exp.report.run_data import run_problems
 
@@ -184,13 +184,13 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str 
     """Loads a trained model into this process, for `generate` and `score`: see `moe_exp.inference.model`.
 
     Args:
-        path: run folder, checkpoints folder or an iter_ folder.
-        dtype: compute type, fp32, bf16 or fp16; empty: the training's.
+        path: run folder, checkpoints folder or iter_ folder.
+        dtype: data type for computation: fp32, bf16 or fp16; empty: the training's.
         tokenizer: file or folder of the tokenizer; empty: the training's.
 
     Raises:
-        ValueError: there is no checkpoint, or it cannot be used.
-        ModuleNotFoundError: torch is missing.
+        ValueError: if no usable checkpoint is found.
+        ModuleNotFoundError: if torch is not installed.
     """
     _package("torch", extra="train")
     from moe_exp.inference.model import Model
@@ -210,15 +210,15 @@ def plan(
     """Predicts memory, time and cost of a run, as `moe-exp plan` does. Needs no torch.
 
     Args:
-        gpu: kind of device, see `moe-exp plan hardware`; default A100-80GB.
-        gpus: devices in all, instead of the setting `nnodes`.
-        tokens: budget, a number or text such as "300B", instead of the setting `train_iters`.
-        price: of a GPU-hour, in any currency.
-        profile: file with constants that `moe-exp plan calibrate` wrote.
+        gpu: device name, see `moe-exp plan hardware` (default: A100-80GB).
+        gpus: total number of devices, instead of the setting `nnodes`.
+        tokens: token budget, a number or text such as "300B", instead of the setting `train_iters`.
+        price: price of a GPU-hour, in any currency.
+        profile: file with constants written by `moe-exp plan calibrate`.
         settings: as for `train`.
 
     Raises:
-        ValueError: a value is wrong; one line for each.
+        ValueError: if values are invalid; one line for each.
     """
     from moe_exp.data.tokens.manifests import with_vocab_size
     from moe_exp.planner.hardware import DEFAULT_GPU, load_hardware
@@ -234,19 +234,19 @@ def plan(
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as `moe-exp train` reads them from the command line; None counts as not given."""
+    """Converts settings to command-line text, as `moe-exp train` reads it; None counts as not given."""
     given = {name: value for name, value in settings.items() if value is not None}
     return {name: str(one).lower() if isinstance(one, bool) else str(one) for name, one in given.items()}
 
 
 def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs to draw as one line each, several if they differ in SEED alone, by a name for each line."""
+    """Groups runs that differ only in SEED; returns the runs of each line by its label."""
     from moe_exp.runs.curves import grouped_by_seed, names_by_difference
 
     settings = [run._settings for run in runs]
     groups = []
     for group in grouped_by_seed(settings):
-        # runs with the same seed are not a sample over seeds: one line each
+        # runs with equal seeds are not a sample over seeds, so each gets its own line
         has_seeds = len({str(settings[index].get("seed")) for index in group}) == len(group)
         groups += [group] if has_seeds else [[index] for index in group]
     first = [runs[group[0]] for group in groups]
@@ -257,11 +257,11 @@ def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
-    """A row per record. Columns are `keys`, then what only some records have; those of numbers are float or
-    int, also where all values are null or too large for int64.
+    """Returns a DataFrame with a row per record. Columns are `keys`, then further fields. Numeric columns are
+    float or int even if all values are null or too large for int64.
     """
     pandas = _package("pandas", extra="analysis")
-    # known columns first and always, so that a frame of a young run has them, too
+    # always include the known columns, which a run that just started may lack
     names = dict.fromkeys([*keys, *(key for record in records for key in record)])
     frame = pandas.DataFrame(list(records), columns=[name for name in names if name != "kind"])
     for name in frame:

@@ -1,4 +1,4 @@
-"""The `moe-exp` command. Each subcommand is a few lines that call the library."""
+"""The `moe-exp` command."""
 
 import argparse
 import importlib
@@ -19,7 +19,7 @@ COMMANDS = {
     "sweep": "studies", "score": "infer", "eval": "infer", "generate": "infer", "watch": "watch",
     "doctor": "doctor",
 }  # fmt: skip
-UNGUARDED = ("train", "doctor")  # they say themselves what is wrong, with exit codes of their own
+UNGUARDED = ("train", "doctor")  # they handle errors themselves, with their own exit codes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     parser = parser_of(*arguments[:1])
     for flag in (argument[:-3] for argument in arguments if re.fullmatch("--[a-z-]+=--", argument)):
-        parser.error(f"argument {flag}: expected one argument")  # argparse would fail to unpack it
+        parser.error(f"argument {flag}: expected one argument")  # argparse would raise an internal error
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         _chosen(parser, args).refuse_unknown(unknown)
@@ -50,7 +50,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _chosen(parser: ExactParser, args: argparse.Namespace) -> ExactParser:
-    """The parser of the command, or of its command, that `args` name."""
+    """Returns the parser of the command or subcommand in `args`."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) and getattr(args, action.dest, None):
             return _chosen(action.choices[getattr(args, action.dest)], args)
@@ -58,7 +58,7 @@ def _chosen(parser: ExactParser, args: argparse.Namespace) -> ExactParser:
 
 
 def parser_of(*names: str) -> ExactParser:
-    """The parser of the commands `names`, or of all; steps of `data`, which load numpy, if it is named."""
+    """Returns the parser of the commands `names` (default: all), with the subcommands of `data` if named."""
     try:
         version = importlib.metadata.version("moe-exp")
     except importlib.metadata.PackageNotFoundError:
@@ -68,7 +68,7 @@ def parser_of(*names: str) -> ExactParser:
     commands = parser.add_subparsers(dest="command", metavar="command")
     if "data" in names:
         declare_steps()
-    # only the module of the command that was named: `moe-exp CMD --help` answers at once
+    # import only the module of the named command, so that `moe-exp CMD --help` is fast
     for name in [name for name in COMMANDS if name in names] or COMMANDS:
         importlib.import_module(f"moe_exp.commands.{COMMANDS[name]}")
         add_parser(commands, name)

@@ -194,7 +194,7 @@ def test_settings_that_cannot_run_raise(settings, message, tmp_path):
 @pytest.mark.parametrize(
     ("code", "error", "message"),
     [
-        (1, RuntimeError, "small: the run has failed with exit code 1: rank 0 failed: why$"),
+        (1, RuntimeError, "small: the run failed with exit code 1: rank 0 failed: why$"),
         (2, ConfigError, "^rank 0 failed: why$"),
         (130, KeyboardInterrupt, "^$"),
     ],

@@ -34,10 +34,10 @@ CPU_BUILD = "pip --no-compile --disable-pip-version-check --progress-bar off --n
     [
         ({}, ["cpu"], "a CPU build from"),
         ({"GPUS": "0"}, ["default"], "installing PIN"),
-        ({"PIP_CONFIG": "global.index-url='https://mirror'"}, ["default"], "where pip is configured to look"),
-        ({"PIP_CONFIG": ":env:.find-links='/wheels'"}, ["default"], "where pip is configured to look"),
+        ({"PIP_CONFIG": "global.index-url='https://mirror'"}, ["default"], "from the index configured for pip"),
+        ({"PIP_CONFIG": ":env:.find-links='/wheels'"}, ["default"], "from the index configured for pip"),
         ({"PIP_CONFIG": "global.timeout='60'"}, ["cpu"], "a CPU build from"),
-        ({"ASKED": "1"}, ["default"], "does not answer"),
+        ({"ASKED": "1"}, ["default"], "is unreachable"),
         ({"CPU_INDEX_FAILS": "1"}, ["cpu", "default"], "installing PIN"),
         ({"SBATCH": "true"}, ["default"], "jobs run on other nodes: torch with CUDA"),
         ({"SBATCH": "true", "CPU_NODES": "true"}, ["cpu"], "a CPU build from"),

@@ -1,6 +1,4 @@
-"""`moe-exp ckpt ...` and `moe-exp convert ...`: shows, verifies, rewrites, averages, compares, removes and
-shrinks checkpoints, and converts them from and to Hugging Face folders.
-"""
+"""`moe-exp ckpt ...` and `moe-exp convert ...`: tools for checkpoints, and Hugging Face conversion."""
 
 from __future__ import annotations
 
@@ -16,19 +14,19 @@ from moe_exp.commands.parsers import JSON, arg, command, flag, memory_bytes, pri
 if TYPE_CHECKING:
     from moe_exp.checkpoint.tools.diff import Comparison
 
-# The library is imported by the commands that use it: `moe-exp --help` answers at once.
-_CHECKPOINT = "an iter_ folder, a checkpoints folder or a run folder"
+# Commands import the library when they run, so that `moe-exp --help` is fast.
+_CHECKPOINT = "iter_ folder, checkpoints folder or run folder"
 _PATH = arg("path", _CHECKPOINT, Path)
-_ITERATION = arg("--iteration N", "of the checkpoint (default: the newest)", int)
-_SIZES = ("tp", "pp", "vpp", "ep", "etp")  # that `ckpt reshape` once wrote for
+_ITERATION = arg("--iteration N", "iteration of the checkpoint (default: the newest)", int)
+_SIZES = ("tp", "pp", "vpp", "ep", "etp")  # options of earlier versions of `ckpt reshape`
 
-command("ckpt", "inspect, verify, rewrite, average, compare and remove checkpoints")
+command("ckpt", "inspect, verify, rewrite, average, compare and delete checkpoints")
 
 
-@command("ckpt info", "show what a checkpoint holds, without reading tensors")
+@command("ckpt info", "show the contents of a checkpoint without reading tensors")
 @takes(
     _PATH,
-    arg("--tensors PATTERN", "list tensors, all or those like '*router*'", nargs="?", const="*"),
+    arg("--tensors PATTERN", "list all tensors, or those that match '*router*'", nargs="?", const="*"),
     _ITERATION,
     JSON,
 )
@@ -36,14 +34,14 @@ def run_info(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.format import folders
     from moe_exp.checkpoint.tools import info
 
-    # with --iteration only that one is shown
+    # --iteration shows only that checkpoint
     checkpoints = folders.checkpoints_folder(arguments.path) if arguments.iteration is None else None
     try:
         folder = info.chosen(arguments.path, arguments.iteration)
         report = info.describe(folder)
     except ValueError:
         if checkpoints and not arguments.json:
-            # what there is beside the one that cannot be read
+            # list the others, one of which may be readable
             info.print_checkpoints(checkpoints, info.describe_all(checkpoints))
         raise
     tensors = info.describe_tensors(folder, arguments.tensors) if arguments.tensors else []
@@ -59,7 +57,7 @@ def run_info(arguments: argparse.Namespace) -> None:
 
 
 @command("ckpt verify", "verify checksums, structure and optimizer state of a checkpoint")
-@takes(_PATH, flag("--finite", "also look for values that are not finite"), _ITERATION, JSON)
+@takes(_PATH, flag("--finite", "also search for non-finite values"), _ITERATION, JSON)
 def run_verify(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.integrity import Verification
     from moe_exp.checkpoint.tools.info import chosen
@@ -67,9 +65,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     work = Verification(chosen(arguments.path, arguments.iteration), finite=arguments.finite)
     texts, num_of_cause = list[str](), Counter[str]()
     if not work.has_checksums and not arguments.json:
-        why = "has no manifest.json, so there are no checksums of its files to compare"
+        why = "no manifest.json found; file checksums are not verified"
         print(f"{work.folder}: {why}", flush=True)
-    # the first of a cause at once, the others as a number: a damaged file may give thousands
+    # print the first problem of each cause and count the rest: a damaged file may cause thousands
     for cause, text in work.findings():
         texts.append(text)
         num_of_cause[cause] += 1
@@ -90,21 +88,21 @@ def run_verify(arguments: argparse.Namespace) -> int:
     return int(bool(texts))
 
 
-@command("ckpt reshape", "rewrite a checkpoint with other keys, another dtype or the weights only")
+@command("ckpt reshape", "rewrite a checkpoint with other keys, another dtype or only the weights")
 @takes(
     arg("source", _CHECKPOINT, Path),
-    arg("target", "the checkpoints folder that is made", Path),
+    arg("target", "checkpoints folder to create", Path),
     *(arg(f"--{name}", argparse.SUPPRESS) for name in _SIZES),
-    flag("--weights-only", "leave out optimizer, schedule, random streams and progress"),
-    arg("--dtype", "type of the weights (default: as it is)", choices=("bf16", "fp32")),
+    flag("--weights-only", "omit optimizer, schedule, random states and progress"),
+    arg("--dtype", "data type of the weights (default: unchanged)", choices=("bf16", "fp32")),
     arg(
         "--layers",
-        "one key for all layers, or one for each (default: as it is)",
+        "stacked: one key for all layers; single: one per layer (default: unchanged)",
         choices=("stacked", "single"),
     ),
     arg(
         "--experts",
-        "one key for all experts, or one for each (default: as it is)",
+        "stacked: one key for all experts; single: one per expert (default: unchanged)",
         choices=("stacked", "single"),
     ),
     _ITERATION,
@@ -116,7 +114,7 @@ def run_reshape(arguments: argparse.Namespace) -> None:
 
     for name in _SIZES:
         if (size := getattr(arguments, name)) is not None:
-            rule = "checkpoints are not rewritten for a layout, a run resumes from any under its own"
+            rule = "checkpoints do not depend on the parallel layout, a run can resume with any"
             raise setting_error(name, size, rule, f"omit --{name}")
     names = ("weights_only", "dtype", "layers", "experts")
     changes = Reshaping(**{name: getattr(arguments, name) for name in names})
@@ -124,26 +122,26 @@ def run_reshape(arguments: argparse.Namespace) -> None:
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
-@command("ckpt average", "average the weights of checkpoints, in place of a decay of the learning rate")
+@command("ckpt average", "average the weights of checkpoints, as a replacement for learning-rate decay")
 @takes(
     arg(
         "sources source",
-        "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first",
+        "iter_ folders, or checkpoints or run folders (all their checkpoints), oldest first",
         Path,
         nargs="+",
     ),
-    arg("target", "the checkpoints folder that is made, without optimizer", Path),
-    arg("--last N", "the newest N of each folder (default: all; with --ema: 1)", default=0),
-    flag("--ema", "take the averages that the run has kept by EMA_DECAY in place of the weights"),
+    arg("target", "checkpoints folder to create, without optimizer state", Path),
+    arg("--last N", "number of newest checkpoints per folder (default: all; with --ema: 1)", default=0),
+    flag("--ema", "use the moving averages that the run stored (EMA_DECAY) instead of the weights"),
     arg(
         "--weights NAME",
-        "the decay whose place it takes: uniform (linear), 1-sqrt, cosine, inverse-sqrt; or ema; or numbers"
-        " as 1,2,3 (default: uniform)",
+        "decay that the average replaces: uniform (linear decay), 1-sqrt, cosine, inverse-sqrt; or ema, or"
+        " numbers such as 1,2,3 (default: uniform)",
         default="uniform",
     ),
     arg(
         "--ema-decay X",
-        "with ema: the weight of a checkpoint over that of the next (default: 0.9)",
+        "weight of a checkpoint relative to the next one, with --weights ema (default: 0.9)",
         default=0.9,
     ),
     JSON,
@@ -155,7 +153,7 @@ def run_average(arguments: argparse.Namespace) -> None:
     for path in arguments.sources:
         if (path / "config.json").is_file():
             fix = "average Hugging Face folders with mergekit, or name checkpoints"
-            raise setting_error("SRC", path, "is a Hugging Face folder, and no checkpoint", fix)
+            raise setting_error("SRC", path, "is a Hugging Face folder, not a checkpoint", fix)
     sources = sources_of(arguments.sources, last=arguments.last or int(arguments.ema))
     weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
     written = average(sources, arguments.target, weights, of_ema=arguments.ema)
@@ -168,13 +166,13 @@ def run_average(arguments: argparse.Namespace) -> None:
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
-@command("ckpt diff", "compare two checkpoints name by name, in any layout and format")
+@command("ckpt diff", "compare two checkpoints tensor by tensor, in any layout and format")
 @takes(
     arg("a", _CHECKPOINT, Path),
-    arg("b", "the other one, which differences are relative to", Path),
-    flag("--optimizer", "compare the state of the optimizer, too"),
-    arg("--top N", "tensors to show, the worst first (default: 10)", default=10),
-    arg("--rtol X", "exit code 0 up to this ||a-b||/||b|| of a tensor (default: 0)", default=0.0),
+    arg("b", "reference checkpoint, to which differences are relative", Path),
+    flag("--optimizer", "also compare the optimizer state"),
+    arg("--top N", "number of tensors to show, largest difference first (default: 10)", default=10),
+    arg("--rtol X", "largest ||a-b||/||b|| of a tensor for exit code 0 (default: 0)", default=0.0),
     JSON,
 )
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -188,11 +186,11 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 def check_top(top: int) -> None:
     if top < 0:
-        raise ValueError(f"TOP={top}: must not be negative. Fix: give the number of tensors to show, or 0.")
+        raise ValueError(f"TOP={top}: must not be negative. Fix: set the number of tensors to show, or 0.")
 
 
 def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
-    """Prints a comparison by --top and --json; returns whether it is within --rtol."""
+    """Prints a comparison in the form of --top and --json; returns whether it is within --rtol."""
     from moe_exp.checkpoint.tools.diff import print_comparison
 
     is_within = found.is_within(arguments.rtol)
@@ -205,13 +203,13 @@ def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
     return is_within
 
 
-@command("ckpt prune", "remove old checkpoints of a run")
+@command("ckpt prune", "delete old checkpoints of a run")
 @takes(
-    arg("path", "a checkpoints folder or a run folder", Path),
-    arg("--keep-last N", "keep the newest N", int, required=True),
-    arg("--keep-every N", "keep those whose iteration is a multiple of N", default=0),
-    arg("--keep-best N", "keep the N with the lowest validation loss", default=0),
-    flag("--dry-run", "say what would go, and remove nothing"),
+    arg("path", "checkpoints folder or run folder", Path),
+    arg("--keep-last N", "keep the newest N checkpoints", int, required=True),
+    arg("--keep-every N", "also keep checkpoints whose iteration is a multiple of N", default=0),
+    arg("--keep-best N", "also keep the N checkpoints with the lowest validation loss", default=0),
+    flag("--dry-run", "print what would be removed; remove nothing"),
     JSON,
 )
 def run_prune(arguments: argparse.Namespace) -> None:
@@ -233,11 +231,15 @@ def run_prune(arguments: argparse.Namespace) -> None:
 
 @command("ckpt shrink", "rewrite torch.save files that store more than their tensors")
 @takes(
-    arg("path", "a torch.save file, or a folder to search for such files", Path),
-    arg("--pattern GLOB", "names of files in a folder (default: *.pt *.pth *.bin)", action="append"),
-    flag("--no-recursive", "leave out folders in the folder"),
-    flag("--dry-run", "print what would be gained, and write nothing"),
-    arg("--out DIR", "write the smaller files there instead of in their places", Path),
+    arg("path", "torch.save file, or a folder to search for such files", Path),
+    arg(
+        "--pattern GLOB",
+        "file names to search for in a folder (repeatable; default: *.pt *.pth *.bin)",
+        action="append",
+    ),
+    flag("--no-recursive", "do not search subfolders"),
+    flag("--dry-run", "print how much space would be saved; write nothing"),
+    arg("--out DIR", "folder for the smaller files (default: replace the originals)", Path),
     JSON,
 )
 def run_shrink(arguments: argparse.Namespace) -> int:
@@ -245,11 +247,11 @@ def run_shrink(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.shrink import PATTERNS, shrink, torch_files
 
     path, found = arguments.path, []
-    # a common mistake: name the commands that make such checkpoints smaller
+    # a common mistake, so name the commands that reduce such checkpoints
     if path.is_dir() and holds_checkpoints(path):
-        rule = "holds distributed checkpoints, whose files store nothing but their tensors"
-        fix = f"moe-exp ckpt reshape {path} TARGET --weights-only leaves out the optimizer"
-        fix += f", moe-exp ckpt prune {path} --keep-last N removes old checkpoints"
+        rule = "contains distributed checkpoints, whose files store only their tensors"
+        fix = f"run moe-exp ckpt reshape {path} TARGET --weights-only to omit the optimizer"
+        fix += f", or moe-exp ckpt prune {path} --keep-last N to delete old checkpoints"
         raise ValueError(f"PATH={path}: {rule}. Fix: {fix}.")
     for file in torch_files(path, arguments.pattern or PATTERNS, recursive=not arguments.no_recursive):
         inside = file.relative_to(path) if path.is_dir() else Path(file.name)
@@ -257,10 +259,10 @@ def run_shrink(arguments: argparse.Namespace) -> int:
         one = shrink(file, target=target, dry_run=arguments.dry_run)
         found.append(one)
         if one.problem:
-            print(f"{file}: left alone, it {one.problem}", file=sys.stderr, flush=True)
+            print(f"{file}: skipped, it {one.problem}", file=sys.stderr, flush=True)
         elif not arguments.json:
             sizes = f"{one.before_bytes:,} -> {one.after_bytes:,} bytes"
-            print(f"{file}: {sizes if one.gain_bytes else 'nothing to gain'}", flush=True)
+            print(f"{file}: {sizes if one.gain_bytes else 'already minimal'}", flush=True)
     gain, num_shrunk = sum(one.gain_bytes for one in found), sum(one.gain_bytes > 0 for one in found)
     if arguments.json:
         files = [asdict(one) for one in found]
@@ -272,21 +274,21 @@ def run_shrink(arguments: argparse.Namespace) -> int:
 
 
 command("convert", "convert checkpoints from and to Hugging Face format")
-_DTYPE = arg("--dtype", "of the weights (default: as they are)", choices=("fp32", "bf16", "fp16"))
+_DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices=("fp32", "bf16", "fp16"))
 
 
 @command("convert from-hf", "convert a Hugging Face folder to a checkpoint for training")
 @takes(
     arg("source SRC", "folder with config.json and safetensors files", Path),
-    arg("target DST", "checkpoints folder to make", Path),
+    arg("target DST", "checkpoints folder to create", Path),
     _DTYPE,
-    flag("--drop-mtp", "leave out the layers for multi-token prediction"),
-    repeated("--ignore-field NAME", "field of config.json that is known to change nothing; may be repeated"),
+    flag("--drop-mtp", "omit the layers for multi-token prediction"),
+    repeated("--ignore-field NAME", "unknown field of config.json to ignore (repeatable)"),
 )
 def run_from_hf(arguments: argparse.Namespace) -> None:
-    """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for the
-    run that continues from it. One tensor is in memory at a time. Every tensor has to be used; nothing is
-    written otherwise.
+    """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for a
+    run that starts from it. Only one tensor is in memory at a time. Fails without writing anything unless
+    every tensor is used.
     """
     from moe_exp.checkpoint.hf.importing import from_hf
 
@@ -298,32 +300,32 @@ def run_from_hf(arguments: argparse.Namespace) -> None:
 
 @command("convert to-hf", "convert a checkpoint to a Hugging Face folder")
 @takes(
-    arg("source SRC", "run folder, checkpoints folder, or that of one iteration; any layout", Path),
-    arg("target DST", "folder to make", Path),
+    arg("source SRC", "run folder, checkpoints folder or iter_ folder, in any layout", Path),
+    arg("target DST", "Hugging Face folder to create", Path),
     _DTYPE,
     arg(
         "--weights",
-        "model: those that the model computes with; main: the fp32 copies of the optimizer (default: model)",
+        "model: the weights that the model computes with; main: the optimizer's fp32 copies (default: model)",
         choices=("model", "main"),
         default="model",
     ),
     arg(
         "--max-shard-size SIZE",
-        "of one file; a larger tensor has its own (default: 5GB)",
+        "maximum size of a file; a larger tensor gets its own file (default: 5GB)",
         memory_bytes,
         default=5 * 10**9,
     ),
-    arg("--tokenizer PATH", "folder or tokenizer.json (default: TOKENIZER of the run)", Path),
+    arg("--tokenizer PATH", "tokenizer folder or tokenizer.json (default: TOKENIZER of the run)", Path),
     arg(
         "--like FOLDER",
-        "take generation_config.json, token ids and max_position_embeddings of this Hugging Face folder",
+        "Hugging Face folder to copy generation_config.json, token ids and max_position_embeddings from",
         Path,
     ),
 )
 def run_to_hf(arguments: argparse.Namespace) -> None:
-    """Writes safetensors files, their index, config, generation config, tokenizer and a model card. The
-    architecture is the one of transformers that computes what the model computes; where there is none, it
-    says what is in the way.
+    """Writes safetensors files, their index, config, generation config, tokenizer and a model card. Chooses
+    the transformers architecture that is equivalent to the model. If there is none, prints the settings that
+    prevent the export.
     """
     from moe_exp.checkpoint.hf.exporting import to_hf
     from moe_exp.host.files import bytes_text

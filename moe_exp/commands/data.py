@@ -1,4 +1,4 @@
-"""`moe-exp data ...`: what its commands share, and `main` of the scripts that are one of them."""
+"""`moe-exp data ...`: shared arguments and errors, and `main` for scripts that run one of its commands."""
 
 import argparse
 import importlib
@@ -11,71 +11,71 @@ from typing import Any
 from moe_exp.commands.guard import UNDER_WAY, ended_quietly, guarded
 from moe_exp.commands.parsers import Argument, ExactParser, Kind, add_parser, arg, command
 
-# Declared without its commands: they load numpy.
+# Declared without its subcommands, which import numpy.
 command("data", "download, shuffle, tokenize and inspect training data")
 
 
 def declare_steps() -> None:
-    """Declares the commands of `moe-exp data`, in the order of its help."""
+    """Declares the subcommands of `moe-exp data`, in the order of its help."""
     for module in ("data_documents", "data_tokens"):
         importlib.import_module(f"moe_exp.commands.{module}")
 
 
 def either(words: str, about: str, kind: Kind | None = None, /, **options: Any) -> Argument:
-    """An option that may be written with underscores, too."""
+    """Returns an option that is also accepted with underscores."""
     name = words.split()[0]
     other = f"--{name[2:].replace('-', '_')}"
     return arg(words if name == other else words.replace(name, f"{name} {other}"), about, kind, **options)
 
 
-TEXT_DOCUMENTS = arg(  # as TEXT_DOCUMENTS of the training
+TEXT_DOCUMENTS = arg(  # same as the setting TEXT_DOCUMENTS
     "--text-documents",
-    "what a document of a text file is: the file, or each block between blank lines",
+    "documents in text files; file: the whole file; block: each block between blank lines (default: file)",
     choices=("file", "block"),
     default="file",
 )
 
 
 def execution(what_tasks: str) -> tuple[Argument, ...]:
-    """The arguments of `execution_of`, and --tasks."""
+    """Arguments read by `execution_of`, and --tasks."""
     return (
-        either("--executor NAME", "local, slurm or ray (default: local)", default="local"),
+        either("--executor NAME", "where tasks run: local, slurm or ray (default: local)", default="local"),
         either("--tasks N", what_tasks, int),
-        either("--workers N", "tasks at a time (default: the cores here; no limit elsewhere)", int),
-        either("--partition", "of the SLURM jobs"),
-        either("--time", "limit of a SLURM job (default: 24:00:00)", default="24:00:00"),
-        either("--qos", "of the SLURM jobs"),
-        either("--cpus-per-task N", "of a SLURM job or Ray task (default: 1)", default=1),
-        either("--mem-per-cpu GB", "of a SLURM job or Ray task (default: 4)", default=4),
-        either("--max-array-size N", "the cluster's MaxArraySize (default: 1001)", default=1001),
+        either("--workers N", "concurrent tasks (default: number of cores; no limit on SLURM and Ray)", int),
+        either("--partition", "partition of the SLURM jobs"),
+        either("--time", "time limit of each SLURM job (default: 24:00:00)", default="24:00:00"),
+        either("--qos", "quality of service (QOS) of the SLURM jobs"),
+        either("--cpus-per-task N", "CPUs per SLURM job or Ray task (default: 1)", default=1),
         either(
-            "--sbatch NAME=VALUE", "another option of sbatch; may be repeated", action="append", default=[]
+            "--mem-per-cpu GB", "memory per CPU of each SLURM job or Ray task (GB; default: 4)", default=4
         ),
+        either("--max-array-size N", "the SLURM cluster's MaxArraySize (default: 1001)", default=1001),
+        either("--sbatch NAME=VALUE", "additional sbatch option (repeatable)", action="append", default=[]),
     )
 
 
 def execution_of(arguments: argparse.Namespace) -> Any:
-    """`Execution` of the arguments."""
+    """Returns the `Execution` that the arguments describe."""
     from moe_exp.data.execution import Execution
 
     names = ("executor", "workers", "partition", "qos", "cpus_per_task", "max_array_size")
     given = {name: getattr(arguments, name) for name in names}
     given |= {"time_limit": arguments.time, "mem_per_cpu_gb": arguments.mem_per_cpu}
-    # the last SLURM job calls this command once more, which continues from the chunks
+    # the last SLURM job repeats this command, which continues from the finished chunks
     again = {"--start-over", "--start_over", "--download-again", "--download_again"}
     words = [os.path.abspath(sys.argv[0]), *(word for word in sys.argv[1:] if word not in again)]  # noqa: PTH100
     return Execution(**given, sbatch=tuple(arguments.sbatch), finish_command=(sys.executable, *words))
 
 
 def under_way(what: str = "") -> int:
-    """Says that SLURM jobs make the output, and returns the exit code for it."""
-    about = "SLURM jobs are under way; `squeue --me` shows them. The same command shows how far they are."
+    """Prints that SLURM jobs will create the output, and returns the exit code for it."""
+    about = "SLURM jobs are under way; `squeue --me` lists them. Repeat the command to see their progress."
     print(f"{what}: {about}" if what else about)
     return UNDER_WAY
 
 
 def run_data_command(arguments: argparse.Namespace) -> int:
-    """Runs what `declare_steps` has parsed; what a user can fix is one line and exit code 1."""
+    """Runs a command of `declare_steps`. Errors that a user can fix become one line and exit code 1."""
     return _data_guard(lambda: arguments.run(arguments))
 
 
@@ -88,18 +88,18 @@ def _data_guard(work: Callable[[], int | None]) -> int:
         except BadDocument as error:
             fix = error.fix
             if "file is damaged" in error.reason:
-                fix = "fetch or make the file again; --skip-bad skips lines, not files"
+                fix = "download or create the file again; --skip-bad skips lines, not files"
             elif not fix:
-                fix = "correct the line; or give --skip-bad (in a mixture skip_bad: true), which skips and"
-                fix += " counts such lines and continues"
+                fix = "correct the line, or use --skip-bad (in a mixture skip_bad: true) to skip and count"
+                fix += " invalid lines"
             raise ValueError(f"{error}. Fix: {fix}.") from None
 
-    full_disk = "free some, and call it again: it resumes where it stopped"
+    full_disk = "free some space and repeat the command to resume"
     return guarded(explained, "moe-exp data", extras="data,fast", full_disk=full_disk)
 
 
 def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """One of the commands as a program of its own."""
+    """Runs one of the subcommands as a standalone program."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_exp").setLevel(logging.INFO)
 

@@ -1,4 +1,4 @@
-"""`moe-exp data list`, `download`, `prepare`, `shuffle`, `merge`: from documents to shards."""
+"""`moe-exp data list`, `download`, `prepare`, `shuffle` and `merge`: from datasets to shards of documents."""
 
 import argparse
 import glob
@@ -14,7 +14,7 @@ from moe_exp.data.kinds import KINDS, TextRule, input_error
 from moe_exp.host.files import ending
 from moe_exp.host.progress import print_summary
 
-_COMMON = ("text_field", "skip_bad", "start_over")  # of shuffle and merge
+_COMMON = ("text_field", "skip_bad", "start_over")  # options shared by shuffle and merge
 
 
 class _List(argparse.Action):
@@ -23,7 +23,7 @@ class _List(argparse.Action):
         parser.exit()
 
 
-@command("data list", "list the datasets that are known by name: files, size, license")
+@command("data list", "list the datasets known by name with files, size and license")
 def run_list(_: argparse.Namespace) -> None:
     print_sources()
 
@@ -31,32 +31,32 @@ def run_list(_: argparse.Namespace) -> None:
 _SOURCE = (
     arg(
         "source",
-        "a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, a file, or a URL of"
-        " an object store (s3://, gs://, hf://)",
+        "dataset name (see `moe-exp data list`), owner/name on the Hugging Face Hub, folder, file, or object"
+        " store URL (s3://, gs://, hf://)",
     ),
-    repeated("--pattern GLOB", "which files instead; may be repeated"),
-    arg("--text-field NAME", "field with the text (default: the source's, or text)"),
+    repeated("--pattern GLOB", "files to use instead of the source's default (repeatable)"),
+    arg("--text-field NAME", "field that contains the text (default: the source's, or text)"),
     arg("--revision", "branch, tag or commit of the dataset (default: the source's, or main)"),
 )
 
 
-@command("data download", "download the files of a dataset from the hub (HF_ENDPOINT, HF_TOKEN)")
+@command("data download", "download a dataset's files from the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN)")
 @takes(
     *_SOURCE,
-    arg("--output-dir FOLDER", "(default: data/<name>_raw)", Path),
-    arg("--max-workers N", "files at the same time (default: 8)", default=8),
-    arg("--retries N", "failures in a row before it gives up (default: 6)", default=6),
-    arg("--bandwidth MB/S", "for the estimate of --dry-run (default: 50)", float, default=50),
-    flag("--dry-run", "print files, bytes, free disk and time, and write nothing"),
-    flag("--start-over", "fetch everything again, at the newest commit of the revision"),
+    arg("--output-dir FOLDER", "folder for the files (default: data/<name>_raw)", Path),
+    arg("--max-workers N", "number of concurrent downloads (default: 8)", default=8),
+    arg("--retries N", "number of consecutive failures before giving up (default: 6)", default=6),
+    arg("--bandwidth MB/S", "bandwidth for the estimate of --dry-run (MB/s; default: 50)", float, default=50),
+    flag("--dry-run", "print files, bytes, free disk space and time; write nothing"),
+    flag("--start-over", "download everything again, at the newest commit of the revision"),
 )
 def run_download(arguments: argparse.Namespace) -> None:
-    """Fetches and checks a dataset's files. Called again, it resumes where it stopped; when all is there it
-    asks nobody.
+    """Downloads and checks a dataset's files. Repeat the command to resume. If all files are present, no
+    request is sent.
     """
     for name in ("max_workers", "retries", "bandwidth"):
         if (value := getattr(arguments, name)) <= 0:
-            raise input_error(f"{name}={value}", "has to be positive", "leave it out")
+            raise input_error(f"{name}={value}", "must be positive", f"omit --{name.replace('_', '-')}")
     fields = {"text_field": arguments.text_field, "revision": arguments.revision}
     source = resolve_source(arguments.source, patterns=arguments.pattern, **fields)
     folder = arguments.output_dir or Path("data") / f"{source.name}_raw"
@@ -64,7 +64,7 @@ def run_download(arguments: argparse.Namespace) -> None:
     rates = {"max_failures": arguments.retries, "bytes_per_second": arguments.bandwidth * 1e6}
     paths = download(source, folder, **options, **rates)
     if source.path is not None or source.is_embedded:
-        why = f"{len(paths)} files are here" if paths else "it comes with Python"
+        why = f"{len(paths)} local files" if paths else "it is part of Python"
         print(f"{source.name}: nothing to download, {why}.")
     elif not arguments.dry_run:
         print(f"{source.name}: {len(paths)} files are complete in {folder}")
@@ -73,66 +73,71 @@ def run_download(arguments: argparse.Namespace) -> None:
 @command("data prepare", "download, convert and shuffle a dataset into shards")
 @takes(
     *_SOURCE,
-    arg("--list", "print the datasets that have a name, and end", action=_List, nargs=0),
-    flag("--dry-run", "print files, disk and time, and write nothing"),
-    either("--data-dir FOLDER", "(default: data)", Path, default=Path("data")),
-    either("--start-over", "convert and shuffle again, with other settings too", action="store_true"),
-    either("--download-again", "fetch the files again too", action="store_true"),
+    arg("--list", "list the datasets known by name and exit", action=_List, nargs=0),
+    flag("--dry-run", "print files, disk space and time; write nothing"),
+    either("--data-dir FOLDER", "folder for all outputs (default: data)", Path, default=Path("data")),
+    either("--start-over", "convert and shuffle again, even with other settings", action="store_true"),
+    either("--download-again", "also download the files again", action="store_true"),
     group(
-        "what is kept",
-        either("--language CODES", "values of the field language, as in en or en,de"),
-        either("--min-language-score X", "of the field language_score, 0 to 1", float),
-        either("--min-score X", "of the field score", float),
-        either("--min-chars N", "shortest text, characters", int),
-        either("--max-chars N", "longest text, characters", int),
+        "filters",
+        either("--language CODES", "values of the field language to keep, such as en or en,de"),
+        either("--min-language-score X", "minimum of the field language_score (0 to 1)", float),
+        either("--min-score X", "minimum of the field score", float),
+        either("--min-chars N", "minimum length of a text (characters)", int),
+        either("--max-chars N", "maximum length of a text (characters)", int),
         either("--limit N", "maximum number of documents to read", int),
-        either("--dedup", "keep one of each text", action="store_true"),
+        either("--dedup", "remove exact duplicates", action="store_true"),
         either(
             "--near-dedup OPTIONS",
-            "keep one of texts that are alike, by MinHash; options as in '{hashes_per_bucket: 8}'",
+            "remove near duplicates, found by MinHash; options such as '{hashes_per_bucket: 8}'",
             nargs="?",
             const="{}",
         ),
         either(
             "--filter FILTER",
-            "a filter by name, or 'NAME: {option: value}'; may be repeated (docs/corpus.md lists them)",
+            "filter NAME, or 'NAME: {option: value}' (repeatable; see docs/corpus.md)",
             action="append",
             default=[],
         ),
         either(
             "--decontaminate FILE",
-            "JSONL of benchmark texts, or lm-eval:TASK; drops what shares 12 words in a row; may be repeated",
+            "JSONL file of benchmark texts, or lm-eval:TASK: remove documents that share 12 consecutive words"
+            " (repeatable)",
             action="append",
             default=[],
         ),
         TEXT_DOCUMENTS,
-        either("--skip-bad", "skip and count what is no document instead of stopping", action="store_true"),
+        either("--skip-bad", "skip and count invalid documents instead of stopping", action="store_true"),
     ),
     group(
         "shards",
-        either("--seed", "of the order and of the validation documents (default: 0)", default=0),
-        either("--nchunks N", "shards for training (default: 32)", default=32),
-        either("--valid-fraction X", "of the texts, for validation (default: 0.005)", default=0.005),
+        either("--seed", "random seed for shuffling and for held-out documents (default: 0)", default=0),
+        either("--nchunks N", "number of training shards (default: 32)", default=32),
+        either(
+            "--valid-fraction X",
+            "fraction of documents held out for validation (default: 0.005)",
+            default=0.005,
+        ),
         either(
             "--memory SIZE",
-            "of a task of the shuffle, as in 8GB (default: a quarter of what is left for all of them)",
+            "memory of each shuffle task, such as 8GB (default: a quarter of the free memory, shared by all)",
             memory_bytes,
         ),
     ),
     group(
-        "where the tasks run",
+        "execution",
         *execution("number of chunks (default: one per input file, at most 64)"),
         either(
             "--shuffle-tasks N",
-            "tasks of the shuffle (default: 1; on SLURM and Ray as many as chunks if over 50 GB)",
+            "number of shuffle tasks (default: 1; on SLURM and Ray one per chunk above 50 GB)",
             int,
         ),
     ),
 )
 def run_prepare(arguments: argparse.Namespace) -> int:
     """Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into
-    DATA_DIR/NAME_shuffled. Called again, it resumes where it stopped. Exit code 75: SLURM jobs are under way;
-    the last continues to the shuffle.
+    DATA_DIR/NAME_shuffled. Repeat the command to resume. Exit code 75: SLURM jobs are under way; the last one
+    continues with the shuffle.
     """
     from moe_exp.data.convert.convert import ConvertSettings
     from moe_exp.data.prepare import Preparation, plan, prepare
@@ -162,42 +167,46 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 
 
 _HOW = (
-    arg("--text-field --text_field", "field with the text (default: text)", default="text"),
-    flag("--skip-bad", "skip and count lines that are no documents instead of stopping"),
-    flag("--start-over", "make it again, with other settings or inputs too"),
-    flag("--dry-run", "print what it would take, and touch nothing"),
+    arg("--text-field --text_field", "field that contains the text (default: text)", default="text"),
+    flag("--skip-bad", "skip and count invalid lines instead of stopping"),
+    flag("--start-over", "create the output again, even with other settings or inputs"),
+    flag("--dry-run", "print the estimated resources; write nothing"),
 )
 
 
 @command("data shuffle", "shuffle documents into shards and a validation file")
 @takes(
-    arg("inputs INPUT", f"files, or folders of them: {KINDS}", Path, nargs="+"),
-    arg("--output", "folder to make (default: that of the input, or its file's name, with _shuffled)", Path),
-    arg("--name", "what the file names begin with (default: the output's name without _shuffled)"),
-    arg("--seed", type=int, default=0),
-    arg("--shards", "training files (default: 32)", default=32, dest="num_shards"),
-    arg("--valid-fraction", "of the texts, for validation; at least one (default: 0.005)", default=0.005),
+    arg("inputs INPUT", f"files or folders: {KINDS}", Path, nargs="+"),
+    arg("--output", "folder to create (default: name of the first input with _shuffled)", Path),
+    arg("--name", "prefix of the file names (default: the output's name without _shuffled)"),
+    arg("--seed", "random seed (default: 0)", default=0),
+    arg("--shards", "number of training files (default: 32)", default=32, dest="num_shards"),
+    arg(
+        "--valid-fraction",
+        "fraction of documents held out for validation, at least one document (default: 0.005)",
+        default=0.005,
+    ),
     arg(
         "--memory",
-        "budget such as 256MB or 8GB, besides the interpreter's 45 MB (default: a quarter of what is"
-        " available)",
+        "memory budget such as 256MB or 8GB, in addition to the interpreter's 45 MB (default: a quarter of"
+        " the free memory)",
         memory_bytes,
     ),
     TEXT_DOCUMENTS,
     *_HOW,
     group(
-        "where the tasks run",
+        "execution",
         *execution(
-            "tasks, on as many cores or machines (default: 1, this process); resume with the same number"
+            "number of tasks, each on its own core or machine (default: 1, in this process); keep to resume"
         ),
     ),
 )
 def run_shuffle(arguments: argparse.Namespace) -> int:
-    # before numpy: no matrices here, and its idle threads spin
     """Shuffles documents globally into shards NAME.chunk.00.jsonl ... and NAME.val.jsonl. The result depends
-    on the inputs in their order, on --seed, --shards and --valid-fraction, not on --memory or the machine. An
-    interrupted call continues when it is repeated.
+    on the inputs and their order, --seed, --shards and --valid-fraction, but not on --memory or the machine.
+    Repeat the command to resume.
     """
+    # before numpy is imported: no matrix products here, and OpenBLAS's idle threads spin
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from moe_exp.data.shuffle.shuffle import (
         check_shuffle,
@@ -207,7 +216,7 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     )
 
     first = arguments.inputs[0].absolute()
-    # the name of the output comes from the last part that is no pattern
+    # derive the output's name from the last path component without a pattern
     while glob.has_magic(first.name) and not first.exists():
         first = first.parent
     suffix = ending(first.name) or first.suffix
@@ -236,24 +245,24 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     arg("--input_dir --input-dir", "folder with the shards", Path, required=True),
     arg(
         "--valid_file_name --valid-file-name",
-        "file in it to leave out, .jsonl may be left off",
+        "validation file in that folder, which is not merged (.jsonl is optional)",
         required=True,
     ),
     arg(
         "--output_file_name --output-file-name",
-        "of the merged file, .jsonl may be left off; one with a folder in it is taken as a path",
+        "name of the merged file (.jsonl is optional), or a path if it contains a folder",
         required=True,
     ),
     *_HOW,
 )
 def run_merge(arguments: argparse.Namespace) -> None:
-    """Merges the shards of a folder into one file, beside the folder: INPUT_DIR/../OUTPUT_FILE_NAME.jsonl.
-    That is the file for preprocess_data.py --input.
+    """Merges the shards of a folder into one file next to the folder, INPUT_DIR/../OUTPUT_FILE_NAME.jsonl,
+    for preprocess_data.py --input.
     """
     from moe_exp.data.shuffle.merge import estimate_merge, merge, merge_summary
 
     input_dir, given = arguments.input_dir.absolute(), Path(arguments.output_file_name)
-    # a bare name goes beside the folder, a path where it says
+    # a bare name is next to the input folder; a path is used as it is
     output = given if given.name != arguments.output_file_name else input_dir.parent / given
     if arguments.dry_run:
         options = {name: getattr(arguments, name) for name in ("valid_file_name", "text_field")}

@@ -1,6 +1,4 @@
-"""`moe-exp data tokenize`, `train-tokenizer` and `mix`: from documents to token files; of finished outputs
-`push`, `pull`, `inspect` and `verify`.
-"""
+"""`moe-exp data tokenize`, `train-tokenizer` and `mix`; `push`, `pull`, `inspect` and `verify` of outputs."""
 
 import argparse
 import logging
@@ -10,7 +8,18 @@ import time
 from pathlib import Path
 
 from moe_exp.commands.data import TEXT_DOCUMENTS, execution, execution_of, under_way
-from moe_exp.commands.parsers import JSON, arg, command, flag, group, memory_bytes, one_of, print_json, takes
+from moe_exp.commands.parsers import (
+    JSON,
+    arg,
+    command,
+    flag,
+    group,
+    memory_bytes,
+    one_of,
+    print_json,
+    repeated,
+    takes,
+)
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
 from moe_exp.data.execution import num_workers
@@ -33,58 +42,69 @@ from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
 
-_SKIP_BAD = flag("--skip-bad", "skip and count bad lines instead of stopping at the first")
-_START_OVER = flag("--start-over", "make it again, and replace what is there")
+_SKIP_BAD = flag("--skip-bad", "skip and count invalid lines instead of stopping at the first")
+_START_OVER = flag("--start-over", "create the output again and replace existing files")
 
 
-@command("data tokenize", "files of documents to Megatron's .bin/.idx, or token files of shards into one")
+@command("data tokenize", "tokenize documents into Megatron's .bin/.idx files, or merge token files")
 @takes(
     one_of(
         arg("--input PATH", f"files, folders or quoted patterns: {KINDS}", nargs="+"),
-        arg("--merge PREFIX", "token files of shards, in order, to join into --output-prefix", nargs="+"),
+        arg(
+            "--merge PREFIX", "prefixes of token files to merge in this order into --output-prefix", nargs="+"
+        ),
         required=True,
     ),
-    arg("--output-prefix", "path without suffix; --merge takes it as it is", required=True),
-    arg("--json-keys KEY", "fields to tokenize, each into files of its own", nargs="+", default=["text"]),
-    arg("--tokenizer-type", "Megatron's name of it", choices=TOKENIZER_TYPES),
-    arg("--tokenizer-model", "folder, tokenizer.json, name on the hub, or SentencePiece .model"),
+    arg(
+        "--output-prefix",
+        "output path without suffix; the key is appended except with --merge",
+        required=True,
+    ),
+    arg(
+        "--json-keys KEY",
+        "fields to tokenize, each into its own files (default: text)",
+        nargs="+",
+        default=["text"],
+    ),
+    arg("--tokenizer-type", "type of the tokenizer, with Megatron's names", choices=TOKENIZER_TYPES),
+    arg("--tokenizer-model", "tokenizer folder, tokenizer.json, name on the Hub, or SentencePiece .model"),
     arg("--vocab-file", "vocab.json of GPT2BPETokenizer"),
     arg("--merge-file", "merges.txt of GPT2BPETokenizer"),
     flag("--append-eod", "end every document with the end-of-document token"),
-    flag("--prepend-bos", "begin every document with the tokenizer's BOS"),
-    arg("--eod-token", "which one that is, where the tokenizer's files do not say"),
-    flag("--allow-special", "read special tokens that occur in a text as such; they are text otherwise"),
+    flag("--prepend-bos", "begin every document with the beginning-of-sequence token"),
+    arg("--eod-token", "end-of-document token, if the tokenizer's files do not define it"),
+    flag("--allow-special", "encode special tokens in a text as such (default: as ordinary text)"),
     arg(
         "--backend",
-        "gigatoken, where it gives the same (auto), or the slower packages",
+        "tokenizer implementation; auto: gigatoken where its results are identical (default: auto)",
         choices=BACKENDS,
         default="auto",
     ),
     TEXT_DOCUMENTS,
     _SKIP_BAD,
     _START_OVER,
-    flag("--dry-run", "tokens, disk and time by a sample; nothing is written"),
+    flag("--dry-run", "estimate tokens, disk space and time from a sample; write nothing"),
     group(
-        "where it runs",
-        *execution("tasks, on as many cores or machines (default: none, processes of this one)"),
+        "execution",
+        *execution("number of tasks, each on its own core or machine (default: processes of this command)"),
     ),
     group(
-        "Megatron's, without effect",
+        "Megatron's options without effect",
         arg("--partitions", argparse.SUPPRESS, int),
         arg("--log-interval", argparse.SUPPRESS, int),
         flag("--keep-sequential-samples", argparse.SUPPRESS),
         flag("--split-sentences", argparse.SUPPRESS),
-        about="parts, order and progress are as they should be without them",
+        about="accepted for compatibility",
     ),
 )
 def run_tokenize(arguments: argparse.Namespace) -> int:
-    """Documents to PREFIX_text_document.bin/.idx. The same bytes for any --workers and --tasks; a run that
-    was killed continues. Exit code 75: SLURM jobs are under way.
+    """Tokenizes documents into PREFIX_text_document.bin/.idx. The files do not depend on --workers and
+    --tasks. Repeat the command to resume. Exit code 75: SLURM jobs are under way.
     """
     started = time.monotonic()
     if arguments.split_sentences:
-        rule = "sentences are for BERT's pairs; a GPT model reads documents"
-        raise setting_error("split_sentences", True, rule, "leave it out")
+        rule = "not supported, sentences are only used by BERT models"
+        raise setting_error("split_sentences", True, rule, "omit --split-sentences")
     if arguments.merge:
         prefixes, joined = [Path(prefix) for prefix in arguments.merge], Path(arguments.output_prefix)
         if arguments.dry_run:
@@ -95,16 +115,16 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
         print(f"TRAIN_DATA={shlex.quote(str(joined))}")
         return 0
     if arguments.tokenizer_type is None:
-        fix = f"give one of {', '.join(TOKENIZER_TYPES)}"
+        fix = f"set --tokenizer-type to one of {', '.join(TOKENIZER_TYPES)}"
         raise setting_error("tokenizer_type", "", "must be given", fix)
     if not arguments.append_eod:
-        logger.warning("without --append-eod nothing marks where a document ends")
+        logger.warning("without --append-eod, the ends of documents are not marked")
     options = {name: getattr(arguments, name) for name in ("vocab_file", "merge_file", "eod_token")}
     options |= {"model": arguments.tokenizer_model, "allow_special": arguments.allow_special}
     tokenizer = load_tokenizer(arguments.tokenizer_type, prepend_bos=arguments.prepend_bos, **options)
     tokenizer.log_left_out()
     execution, code = execution_of(arguments), 0
-    # find the inputs of all keys first: tokenizing one may take hours
+    # check the inputs of all keys first: tokenizing one key may take hours
     files = {key: find_inputs(arguments.input, text_field=key) for key in arguments.json_keys}
     for json_key in arguments.json_keys:
         inputs, output = files[json_key], tokenized_prefix(arguments.output_prefix, json_key)
@@ -125,24 +145,27 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     return code
 
 
-@command("data train-tokenizer", "a byte-level BPE from files of documents, as a folder for AutoTokenizer")
+@command("data train-tokenizer", "train a byte-level BPE tokenizer and save it as a folder for AutoTokenizer")
 @takes(
     arg("input PATH", f"files, folders or quoted patterns: {KINDS}", nargs="+"),
-    arg("--vocab-size", "tokens, special ones and the 256 bytes included", int, required=True),
-    arg("--out", "folder", required=True),
-    arg("--json-key", "field with the text (default: %(default)s)", default="text"),
+    arg("--vocab-size", "vocabulary size, including special tokens and the 256 bytes", int, required=True),
+    arg("--out", "folder for the tokenizer", required=True),
+    arg("--json-key", "field that contains the text (default: %(default)s)", default="text"),
     arg("--eos-token", "end-of-document token (default: %(default)s)", default=EOD_TOKEN),
     arg("--bos-token", "beginning-of-document token (default: none)"),
     arg("--pad-token", "padding token (default: none)"),
     arg(
-        "--max-megabytes", "of text; of every file the same share (default: %(default)s)", float, default=1000
+        "--max-megabytes",
+        "amount of text to train on (MB), the same fraction of every file (default: %(default)s)",
+        float,
+        default=1000,
     ),
     TEXT_DOCUMENTS,
     _SKIP_BAD,
     _START_OVER,
 )
 def run_train_tokenizer(arguments: argparse.Namespace) -> None:
-    """Trains a byte-level BPE. Texts are streamed; memory grows with the number of different words."""
+    """Trains a byte-level BPE tokenizer. Texts are streamed; memory grows with the distinct words."""
     same = ("vocab_size", "json_key", "eos_token", "bos_token", "pad_token", "skip_bad", "start_over")
     options = {name: getattr(arguments, name) for name in same}
     max_bytes = int(arguments.max_megabytes * 1e6)
@@ -156,32 +179,32 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
 
 @command("data mix", "prepare and tokenize the sources of a mixture, with weights and a datasheet")
 @takes(
-    arg("mixture", "mixture.yaml", Path),
-    arg("--name", "of the mixture (default: the file's name)"),
-    arg("--data-dir FOLDER", "(default: data)", Path, default=Path("data")),
-    flag("--start-over", "make everything again but the downloads"),
-    arg("--start-over-source NAME", "make this source again; may be repeated", action="append", default=[]),
-    flag("--download-again", "fetch the files again too"),
-    flag("--dry-run", "print files, disk and time of each source, and write nothing"),
+    arg("mixture", "definition of the mixture (YAML)", Path),
+    arg("--name", "name of the mixture (default: the file's name)"),
+    arg("--data-dir FOLDER", "folder for all outputs (default: data)", Path, default=Path("data")),
+    flag("--start-over", "create everything again except the downloads"),
+    repeated("--start-over-source NAME", "source to create again (repeatable)"),
+    flag("--download-again", "also download the files again"),
+    flag("--dry-run", "print files, disk space and time of each source; write nothing"),
     arg(
         "--memory SIZE",
-        "of a task of the shuffle, as in 8GB (default: a quarter of what is left for all of them)",
+        "memory of each shuffle task, such as 8GB (default: a quarter of the free memory, shared by all)",
         memory_bytes,
     ),
     group(
-        "where the tasks run",
-        *execution("number of chunks of a source (default: one per input file, at most 64)"),
+        "execution",
+        *execution("number of chunks per source (default: one per input file, at most 64)"),
         arg(
             "--shuffle-tasks N",
-            "tasks of a shuffle (default: 1; on SLURM and Ray as many as chunks if over 50 GB)",
+            "number of tasks per shuffle (default: 1; on SLURM and Ray one per chunk above 50 GB)",
             int,
         ),
     ),
 )
 def run_mix(arguments: argparse.Namespace) -> int:
     """Downloads, filters, shuffles and tokenizes every source of a mixture.yaml (docs/corpus.md), computes
-    their weights, and writes DATA_DIR/NAME with token files and datasheet.md. Called again, it resumes where
-    it stopped. Exit code 75: SLURM jobs are under way.
+    their weights, and writes token files and datasheet.md to DATA_DIR/NAME. Repeat the command to resume.
+    Exit code 75: SLURM jobs are under way.
     """
     from moe_exp.data.mixture import Mixing, mix, read_mixture
     from moe_exp.data.prepare import plan
@@ -198,7 +221,7 @@ def run_mix(arguments: argparse.Namespace) -> int:
     )
     if arguments.dry_run:
         preparations = mixing.preparations()
-        mixing.tokenizer()  # for what may be wrong with it
+        mixing.tokenizer()  # raises if it cannot be loaded
         for wanted in preparations.values():
             plan(wanted)
         return 0
@@ -211,29 +234,27 @@ def run_mix(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@command("data push", "copy what a step has made to an object store (s3://, gs://, hf://)")
+@command("data push", "copy a finished output to an object store (s3://, gs://, hf://)")
 @takes(
     arg("path", "folder with manifest.json, or prefix of token files", Path),
-    arg("url", "folder at the store, as in s3://bucket/corpus"),
+    arg("url", "folder in the object store, such as s3://bucket/corpus"),
 )
 def run_push(arguments: argparse.Namespace) -> None:
-    """Copies the files of a finished step, and its manifest last: without it they are not complete. Called
-    again, it continues with the files that are not there. Training reads token files from there:
-    TRAIN_DATA=URL/PREFIX.
+    """Copies the files of a finished output; the manifest comes last and marks the copy as complete. Repeat
+    the command to copy the remaining files. Training can read the token files: TRAIN_DATA=URL/PREFIX.
     """
     from moe_exp.data.download.stores import push
 
     print(f"complete: {push(arguments.path, arguments.url)}")
 
 
-@command("data pull", "copy it back")
+@command("data pull", "copy an output from an object store to this machine")
 @takes(
-    arg("url", "folder at the store, or prefix of token files there"), arg("folder", "gets the files", Path)
+    arg("url", "folder in the object store, or prefix of token files in it"),
+    arg("folder", "folder for the files", Path),
 )
 def run_pull(arguments: argparse.Namespace) -> None:
-    """Copies what `push` has made into a folder, and compares every hash. Called again, it continues where it
-    stopped.
-    """
+    """Copies a pushed output into a folder and verifies every hash. Repeat the command to resume."""
     from moe_exp.data.download.stores import pull
 
     paths = pull(arguments.url, arguments.folder)
@@ -242,13 +263,13 @@ def run_pull(arguments: argparse.Namespace) -> None:
 
 @command("data inspect", "describe token files or JSONL files: counts, lengths, duplicates, samples")
 @takes(
-    arg("path", "prefix of .bin and .idx, a JSONL file, or a folder of such", Path),
-    arg("--tokenizer", "tokenizer.json or a folder with it, to show samples as text", Path),
-    arg("--samples", "documents to show (default: 3)", default=3),
-    arg("--text-field", "field of JSONL with the text (default: text)", default="text"),
+    arg("path", "prefix of .bin/.idx files, JSONL file, or a folder of either", Path),
+    arg("--tokenizer", "tokenizer.json or its folder, to show samples as text", Path),
+    arg("--samples", "number of documents to show (default: 3)", default=3),
+    arg("--text-field", "JSONL field that contains the text (default: text)", default="text"),
     arg(
         "--seq-len",
-        "tokens of a training sample, for the share of documents that it cuts (default: 4096)",
+        "sequence length for the share of documents that are cut (tokens; default: 4096)",
         default=4096,
     ),
     JSON,
@@ -263,16 +284,16 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
 @command("data verify", "compare files with their manifest, or with another corpus")
 @takes(
-    arg("path", "a folder, prefix or file that moe-exp data has made", Path),
-    arg("--against OTHER", "compare the documents with those of OTHER instead, in whatever order", Path),
-    arg("--text-field", "field of JSONL with the text, with --against (default: text)", default="text"),
+    arg("path", "folder, prefix or file created by moe-exp data", Path),
+    arg("--against OTHER", "corpus to compare the documents with, regardless of their order", Path),
+    arg("--text-field", "JSONL field that contains the text, with --against (default: text)", default="text"),
 )
 def run_verify(arguments: argparse.Namespace) -> int:
     from moe_exp.data.verification import compare, verify
 
     code = 0
     other, field = arguments.against, arguments.text_field
-    # each is printed as soon as it is known
+    # print each finding at once: verifying the next file may take minutes
     for finding in [compare(arguments.path, other, text_field=field)] if other else verify(arguments.path):
         print(f"{finding.name}: {finding.problem or 'ok, ' + finding.facts}", flush=True)
         code |= bool(finding.problem)

@@ -1,7 +1,7 @@
-"""`moe-exp doctor`: versions, devices, what is missing at what cost, and which backend each part will use.
+"""`moe-exp doctor`: versions, devices, missing packages, and the backend of each part.
 
-Importing this file needs only the standard library, so that it can report on an environment in which nothing
-is installed yet; scripts/environment.sh asks it by `python -m moe_exp.commands.doctor --missing train`.
+Importing this file requires only the standard library, so that it can report on an empty environment;
+scripts/environment.sh runs `python -m moe_exp.commands.doctor --missing train`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ TRAIN = ("train",)  # the extra that training needs
 
 
 def install_command(extras: str = "train") -> str:
-    """The command that installs this package with `extras`, in a checkout or from an index."""
+    """Command that installs this package with `extras`, from a checkout or a package index."""
     if SETUP_PY.is_file():
         return f'pip install -c constraints.txt -e ".[{extras}]" in the checkout of moe_exp'
     return f'pip install "moe-exp[{extras}]"'
 
 
-# package, what is lost without it, how to get it
+# package, consequence of its absence, how to install it
 OPTIONAL = (
     ("transformer-engine", "no IMPL=te; our norm and attention run instead",
      'pip install "transformer-engine[pytorch]" (GPU)'),
-    ("apex", "no fused Adam and no fused gradient accumulation, unless Transformer Engine brings them",
+    ("apex", "no fused Adam and no fused gradient accumulation, unless Transformer Engine provides them",
      "from source: NVIDIA/apex (GPU)"),
     ("triton", "on GPUs no EXPERT_BACKEND=triton, and torch.compile fuses nothing",
      "pip install triton (GPU)"),
@@ -50,13 +50,13 @@ OPTIONAL = (
      "pip install --no-build-isolation nv-grouped-gemm (GPU)"),
     ("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
     ("bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"),
-    ("py-spy", "stacks of ranks that hang by faulthandler: none of a stopped rank, no frames in C",
+    ("py-spy", "stacks of hanging ranks from faulthandler: none of a stopped rank, no C frames",
      "pip install py-spy"),
-    ("wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay",
+    ("wandb", "no metrics in wandb, only in metrics.jsonl and TensorBoard",
      "pip install wandb"),
 )  # fmt: skip
 
-# Distributions whose import name is not their own name.
+# Distributions whose import name differs from their name.
 _IMPORT_NAMES = {
     "codespell": "codespell_lib",
     "pytest-xdist": "xdist", "megatron-core": "megatron.core", "pyyaml": "yaml", "types-pyyaml": "",
@@ -67,7 +67,7 @@ _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
 
 
 def installed_version(package: str) -> str | None:
-    """The installed version of distribution `package`, or None."""
+    """Installed version of distribution `package`, or None."""
     for name in (package, _OTHER_NAMES.get(package)):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name) if name else None
@@ -75,8 +75,8 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
-    """Requirements of moe-exp and of `extras`, from setup.py in a checkout, else from the installed package;
-    ValueError for an extra that does not exist.
+    """Returns the requirements of moe-exp and `extras`, from setup.py in a checkout, else from the installed
+    package; ValueError for an unknown extra.
     """
     if SETUP_PY.is_file():
         literals = {
@@ -98,7 +98,7 @@ def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
         if own := re.match(r"moe-exp\[([\w,]+)\]", line):  # other extras of ours
             found += requirements(own[1].split(","))
             continue
-        # a marker, if there is one, is of Python's version
+        # our markers only concern Python's version
         markers = re.findall(r"python_version *(<|>=) *[\"'](\d+)\.(\d+)", line)
         if all((sys.version_info >= (int(a), int(b))) == (sign == ">=") for sign, a, b in markers):
             found.append(line.partition(";")[0].strip())
@@ -106,10 +106,10 @@ def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
 
 
 def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:
-    """Requirements of moe-exp and of `extras` that are not met by version and import name, in 0.1 s."""
+    """Returns the unmet requirements of moe-exp and `extras`, by version and import name, in 0.1 s."""
     try:
         from packaging.requirements import Requirement
-    except ImportError:  # It is a requirement itself, and without it versions cannot be compared.
+    except ImportError:  # itself a requirement; versions cannot be compared without it
         return [line for line in requirements(extras) if installed_version(_distribution(line)) is None]
 
     def is_met(requirement: Requirement) -> bool:
@@ -125,7 +125,7 @@ def _distribution(requirement: str) -> str:
 
 
 def _importable(package: str) -> bool:
-    """Whether the module's files are there. Metadata alone outlives a broken installation."""
+    """Whether the module's files exist. Metadata alone may be left over from a broken installation."""
     name = _IMPORT_NAMES.get(package.lower(), package.replace("-", "_"))
     parent = name.rpartition(".")[0]
     if not parent:
@@ -133,16 +133,16 @@ def _importable(package: str) -> bool:
     spec = importlib.util.find_spec(parent)
     if spec is None:
         return False
-    # Without the finder of moe_exp/__init__.py: it imports torch, which takes a second.
+    # skip the finder of moe_exp/__init__.py: it imports torch, which takes a second
     finders = [finder for finder in sys.meta_path if type(finder).__module__ != "moe_exp"]
     path = spec.submodule_search_locations
     return any(finder.find_spec(name, path) is not None for finder in finders)
 
 
 def main() -> int:
-    """Prints the report; returns 0 when a run on this machine's processors is possible, else 1."""
+    """Prints the report; returns 0 if a run on this machine's CPU is possible, else 1."""
     unmet = unmet_requirements()
-    # the tables need rich, and the devices torch
+    # the tables require rich, the devices torch
     if not any(_distribution(line) in ("rich", "torch") for line in unmet):
         _print_table("Versions", ["package", "version"], version_rows())
         _print_table("Devices", ["device", "what"], device_rows())
@@ -154,22 +154,22 @@ def main() -> int:
 
 
 def _refused(unmet: Sequence[str]) -> int:
-    """1 after printing the packages that are missing, 0 if there are none."""
+    """Prints missing packages; returns 1 if there are any, else 0."""
     if not unmet:
         return 0
     text = f"Required and missing in {sys.executable}: {', '.join(unmet)}\nFix: {install_command()}"
     if SETUP_PY.is_file():
-        text += "; its scripts do that by themselves, in .venv"
+        text += "; its scripts do this automatically, in .venv"
     print(text)
     if not unmet_requirements(()):
         others = "Planning, reports and `moe-exp slurm` with CONTAINER"
-        print(f"They are for training. {others} work without them.")
+        print(f"They are required for training. {others} work without them.")
     return 1
 
 
 def check_kernels() -> int:
-    """Compares every Triton kernel with plain torch, on the GPU or interpreted, and prints a line as each is
-    done; returns 0 when all are right or there is nothing to check, 1 when one fails.
+    """Compares every Triton kernel with plain PyTorch, on the GPU or interpreted, and prints a line for each.
+    Returns 1 if one fails, else 0.
     """
     import torch
 
@@ -182,7 +182,7 @@ def check_kernels() -> int:
         from moe_exp.engine.backends import doctor_checks, why_unchecked
 
         if reason := why_unchecked(device):
-            print(f"No kernel is checked: {reason}.")
+            print(f"No kernels checked: {reason}.")
             return 0
         row = "{:26}{:7}{:>7}{:>10}{:>9}  {:7} {}".format
         print(row("kernel", "dtype", "configs", "seconds", "error", "result", "shape"), flush=True)
@@ -194,41 +194,41 @@ def check_kernels() -> int:
                 print(row(*head, f"{check.error:.1e}", result, check.shape), flush=True)
                 problems += [check.line(device)] if check.problem else []
                 start = now
-        except RuntimeError as error:  # of the device, after which nothing runs on it any more
+        except RuntimeError as error:  # of the device, which is unusable afterwards
             print(error)
             return 1
     if on_cpu:
         print(
-            "\nNo GPU: the kernels were interpreted on the CPU, in their first config and with small widths."
-            " Not checked: what a GPU's compiler makes of them, tensor descriptors, the other configs."
+            "\nNo GPU: kernels were interpreted on the CPU, with their first config and small widths."
+            " Not checked: compilation for a GPU, tensor descriptors, other configs."
         )
     print(*problems, sep="\n", end="\n" if problems else "")
     return int(bool(problems))
 
 
 def check_documents() -> int:
-    """Runs each kind of attention with DOCUMENT_MASK on documents packed and alone, and prints a table;
-    returns 0 when no document sees another, else 1.
+    """Compares each kind of attention with DOCUMENT_MASK on packed and on separate documents, and prints a
+    table. Returns 0 if no document attends to another, else 1.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from moe_exp.engine.document_leaks import HEADER, find_leaks
 
         leaks = list(find_leaks())
-    title = "Documents of a sample, packed, compared with each of them alone (DOCUMENT_MASK=true)"
+    title = "Packed documents compared with separate documents (DOCUMENT_MASK=true)"
     _print_table(title, HEADER, [leak.row for leak in leaks])
     loose = [leak for leak in leaks if not leak.is_tight]
     for leak in loose:
-        print(f"attention={leak.kernel}: documents see each other ({leak.heads} heads, {leak.dtype}).")
+        print(f"attention={leak.kernel}: documents attend to each other ({leak.heads} heads, {leak.dtype}).")
     return int(bool(loose))
 
 
-@command("doctor", "show versions and devices, and what is missing")
+@command("doctor", "show versions, devices and missing packages")
 @takes(
-    flag("--kernels", "compare every Triton kernel with plain torch instead; exit code 1 where one fails"),
+    flag("--kernels", "compare every Triton kernel with plain PyTorch instead (exit code 1: one failed)"),
     flag(
         "--leak-test",
-        "show whether documents of a sample see each other with DOCUMENT_MASK; exit code 1 if so",
+        "check that packed documents do not attend to each other with DOCUMENT_MASK (exit code 1: they do)",
     ),
 )
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -256,7 +256,7 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def version_rows() -> list[list[str]]:
-    """Python, moe-exp and every required package with its version."""
+    """Rows of Python, moe-exp and every required package with their versions."""
     names = map(_distribution, requirements())
     own = ["moe-exp", installed_version("moe-exp") or f"checkout {SETUP_PY.parent}"]
     rows = [["python", f"{platform.python_version()} ({sys.executable})"], own]
@@ -264,7 +264,7 @@ def version_rows() -> list[list[str]]:
 
 
 def device_rows() -> list[list[str]]:
-    """GPUs with memory and compute capability, processor cores and memory."""
+    """Rows of GPUs with memory and compute capability, CPU cores and memory."""
     import torch
 
     rows = []
@@ -274,15 +274,15 @@ def device_rows() -> list[list[str]]:
         rows.append([f"cuda:{index}", what])
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     gpus = count_gpus()
-    end = f"runs are refused, as this host has {gpus}" if gpus else "runs use the processor and gloo"
-    rows = rows or [["GPU", f"none that torch can use ({build}): {end}"]]
+    end = f"runs are refused, as this host has {gpus}" if gpus else "runs use the CPU and gloo"
+    rows = rows or [["GPU", f"none that PyTorch can use ({build}): {end}"]]
     page_bytes, num_pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     rows.append(["CPU", f"{num_cores()} cores for this process, of {os.cpu_count()}"])
     return [*rows, ["memory", f"{page_bytes * num_pages / 2**30:.1f} GiB"]]
 
 
 def optional_rows() -> list[list[str]]:
-    """Every optional package: version, or what its absence costs and how to install it."""
+    """Rows of optional packages: version, or the consequence of its absence and how to install it."""
     return [
         [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
         for package, *rest in OPTIONAL
@@ -290,10 +290,10 @@ def optional_rows() -> list[list[str]]:
 
 
 def backend_rows() -> list[list[str]]:
-    """Backends of attention, norm, experts, optimizer and communication on this machine, with reasons."""
+    """Rows of the backend of each part on this machine, with the reason."""
     import torch
 
-    with warnings.catch_warnings():  # Megatron warns at import of what the table above already says.
+    with warnings.catch_warnings():  # Megatron's import warnings repeat the table above.
         warnings.simplefilter("ignore")
         from moe_exp.config import load_config
         from moe_exp.engine.backends import backends_of

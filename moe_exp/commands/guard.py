@@ -1,4 +1,4 @@
-"""Around every command: one-line errors for what a user can fix, and output that nobody reads."""
+"""Error handling of commands: one-line errors that a user can fix, and closed output pipes."""
 
 import errno
 import os
@@ -9,9 +9,7 @@ from collections.abc import Callable
 from moe_exp.commands.doctor import install_command
 from moe_exp.host.exit_codes import printable
 
-# exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make
-# it
-UNDER_WAY = 75
+UNDER_WAY = 75  # exit code while SLURM jobs create the output (EX_TEMPFAIL of sysexits.h): not an error
 
 
 def guarded(
@@ -19,17 +17,17 @@ def guarded(
     prog: str,
     *,
     extras: str = "",
-    full_disk: str = "free some, and call it again",
+    full_disk: str = "free some space and repeat the command",
 ) -> int:
-    """Runs a command; returns its exit code, or 1 after a line about what a user can fix.
+    """Runs a command; returns its exit code, or 1 after printing a one-line error that a user can fix.
 
     Args:
-        prog: the command's name, put before the line.
-        extras: of this package, which the command needs installed.
-        full_disk: what to do if the disk is full.
+        prog: name of the command, printed before the error.
+        extras: extras of this package that the command requires.
+        full_disk: fix to print if the disk is full.
 
     Raises:
-        BrokenPipeError: nobody reads standard output any more, see `ended_quietly`.
+        BrokenPipeError: if standard output is no longer read, see `ended_quietly`.
     """
 
     def fail(message: str) -> int:
@@ -39,7 +37,7 @@ def guarded(
     try:
         return work() or 0
     except ModuleNotFoundError as error:
-        # our own module that is missing is a defect, not something to install
+        # a missing module of our own is a bug, not something to install
         if error.name is None or error.name.startswith("moe_exp"):
             raise
         fix = f"{install_command(extras or 'train')}, or activate the environment that has it"
@@ -61,26 +59,26 @@ def guarded(
 
 
 def ended_quietly(work: Callable[[], int]) -> int:
-    """Runs a program to its exit code; silently 141 if its output is no longer read: `moe-exp ... | head`."""
+    """Returns the exit code of a program, or 141 if its output is no longer read (`moe-exp ... | head`)."""
     try:
         try:
             return work()
         finally:
-            if sys.stdout:  # `>&-` leaves none
-                sys.stdout.flush()  # here, as at the interpreter's end it could not be caught
+            if sys.stdout:  # None after `>&-`
+                sys.stdout.flush()  # an error at interpreter exit could not be caught
     except BrokenPipeError:
         if not _is_unread():
             raise
-        # what is still kept is lost, at the interpreter's end too
+        # discard buffered output, or the flush at interpreter exit would fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as a shell has it for a program that SIGPIPE ended
+        return 141  # as a shell reports a program terminated by SIGPIPE
 
 
 def _is_unread() -> bool:
-    """Whether standard output is a pipe whose reader has gone."""
+    """Whether standard output is a pipe without a reader."""
     try:
         descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):  # no file at all
+    except (OSError, ValueError):  # not a file
         return False
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)

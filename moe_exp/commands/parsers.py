@@ -1,6 +1,6 @@
-"""How commands declare their arguments, and the parsers made of that: exact flags, examples, readable width.
+"""Declarations of commands and their arguments, and the parsers built from them.
 
-Standard library only: `doctor` reports on environments in which nothing else is installed.
+Standard library only, as `doctor` also runs in environments in which nothing else is installed.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class ExactParser(argparse.ArgumentParser):
-    """Takes no flag by its first letters alone. An error is one line with the nearest word and the help."""
+    """Parser without abbreviated flags. Errors are one line with the nearest valid word."""
 
     def __init__(self, **options: Any):
         super().__init__(**{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        """Exits with 2 after the message; names the nearest command or value for one that does not exist."""
+        """Prints the message, with the nearest valid command or value, and exits with code 2."""
         found = re.fullmatch(r"argument (.+): invalid choice: '(.+)' \(choose from (.+)\)", message)
         if found and (near := difflib.get_close_matches(found[2], re.findall(r"[\w.-]+", found[3]), n=1)):
-            # argparse would list all of the choices
+            # argparse would list every choice
             message = f"argument {found[1]}: invalid choice: '{found[2]}', did you mean {near[0]}?"
         end = "" if message.endswith("?") else "."
         self.exit(2, f"{self.prog}: error: {printable(message)}{end} Help: {self.prog} --help\n")
 
     def refuse_unknown(self, arguments: Sequence[str]) -> NoReturn:
-        """The error for arguments that parsing has left over."""
+        """Exits with an error for arguments that are not defined."""
         from moe_exp.config.settings_file import similar_settings
 
         flags = [one[2:].replace("-", "_") for one in self._option_string_actions if one.startswith("--")]
@@ -56,13 +56,14 @@ class ExactParser(argparse.ArgumentParser):
 
 
 def arg(words: str, about: str | None = None, kind: Kind | None = None, /, **options: Any) -> Argument:
-    """An argument.
+    """Declares an argument.
 
     Args:
-        words: its names, and what the help calls its value: `--top N`, `source SRC`.
+        words: its names and metavar: `--top N`, `source SRC`.
         about: its help.
-        kind: type of its value, or a function that reads it; default: text, or that of `default`, a number.
-        options: of argparse's `add_argument`.
+        kind: type of its value, or a function that parses it (default: the type of a numeric `default`, else
+            str).
+        options: options of argparse's `add_argument`.
     """
     names = [word for word in words.split() if word.startswith("-")] or words.split()[:1]
     if metavar := words.split()[len(names) :]:
@@ -74,17 +75,17 @@ def arg(words: str, about: str | None = None, kind: Kind | None = None, /, **opt
 
 
 def flag(words: str, about: str, /) -> Argument:
-    """An option without a value."""
+    """Declares an option without a value."""
     return arg(words, about, action="store_true")
 
 
 def string(words: str, about: str, /) -> Argument:
-    """An option whose value is text, empty if it is not given."""
+    """Declares an option whose value is text, by default empty."""
     return arg(words, about, default="")
 
 
 def repeated(words: str, about: str, /) -> Argument:
-    """An option that may be given several times; its values become a list."""
+    """Declares a repeatable option, whose values are collected in a list."""
     return arg(words, about, action="append", default=[])
 
 
@@ -92,12 +93,12 @@ JSON = flag("--json", "print one JSON object and nothing else")  # for commands 
 
 
 def group(title: str, *arguments: Argument, about: str | None = None) -> Argument:
-    """Arguments under a title of their own in the help."""
+    """Groups arguments under a title in the help."""
     return _together(lambda parser: parser.add_argument_group(title, about), arguments)
 
 
 def one_of(*arguments: Argument, required: bool = False) -> Argument:
-    """Arguments that exclude each other."""
+    """Declares mutually exclusive arguments."""
     return _together(lambda parser: parser.add_mutually_exclusive_group(required=required), arguments)
 
 
@@ -115,7 +116,7 @@ class _Declared:
     about: str
     options: dict[str, Any]  # of the parser
     arguments: Sequence[Argument] = ()
-    run: Handler | None = None  # None: one of the commands below it has to be named
+    run: Handler | None = None  # None: requires a subcommand
 
 
 _taken: dict[Handler, tuple[Argument, ...]] = {}
@@ -123,7 +124,7 @@ _declared: dict[str, _Declared] = {}  # by the words after `moe-exp`, in the ord
 
 
 def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
-    """Gives a function that runs a command its arguments, in the order of the help."""
+    """Declares the arguments of the decorated command function, in the order of the help."""
 
     def declare(run: Handler) -> Handler:
         _taken[run] = arguments
@@ -133,11 +134,11 @@ def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
 
 
 def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handler]:
-    """Declares `moe-exp PATH`, which runs the decorated function, or without one, a group of commands.
+    """Declares `moe-exp PATH`, which runs the decorated function; undecorated, a group of commands.
 
     Args:
         about: line for the list of commands.
-        options: of its parser; its description is the docstring of the function.
+        options: options of its parser, whose description is the function's docstring.
     """
     own = _declared[path] = _Declared(about, options)
 
@@ -151,11 +152,11 @@ def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handle
 
 
 def add_parser(subparsers: Any, path: str) -> ExactParser:
-    """Adds the parser of a declared command, and of those below it."""
+    """Adds the parser of a declared command and those of its subcommands."""
     own = _declared[path]
     parser: ExactParser = subparsers.add_parser(path.split()[-1], help=own.about, **own.options)
     if below := [other for other in _declared if other.rpartition(" ")[0] == path]:
-        # prog: argparse would take a `usage` of its own for the command's name
+        # without prog, argparse would derive the name from a custom `usage`
         commands = parser.add_subparsers(
             dest=f"{path}_command", metavar="command", required=own.run is None, prog=parser.prog
         )
@@ -169,39 +170,41 @@ def add_parser(subparsers: Any, path: str) -> ExactParser:
 
 
 def memory_bytes(text: str) -> int:
-    """Bytes from `256MB`, `8GB`, `8GiB` or a plain number."""
+    """Returns the bytes in `256MB`, `8GB`, `8GiB` or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
     if not match or match[2] not in _UNITS or len(match[1]) > 20:
-        rule = "must be a number with KB, MB, GB, MiB or GiB. Fix: give 256MB"
+        rule = "must be a number with KB, MB, GB, MiB or GiB. Fix: write for example 256MB"
         raise argparse.ArgumentTypeError(f"memory={text}: {rule}.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Returns a whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
     return int(text)
 
 
 def positive_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Options of these names that are given; ConfigError unless each is a positive number."""
+    """Returns the given options among `names`; ValueError unless each is a positive number."""
     from moe_exp.config import setting_error
 
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     for name, value in given.items():
         if not 0 < value < float("inf"):
-            raise setting_error(name, f"{value:g}", "must be a positive number", "give one, or leave it out")
+            raise setting_error(
+                name, f"{value:g}", "must be a positive number", "set one, or omit the option"
+            )
     return given
 
 
 def print_json(value: object) -> None:
-    """Prints one JSON object; what JSON has no form for, such as paths, as text."""
+    """Prints one JSON object, with paths and other unsupported types as text."""
     print(json.dumps(value, ensure_ascii=False, default=str))
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """As wide as the terminal up to a limit; the list of examples keeps its lines."""
+    """Formatter that limits the width and keeps the line breaks of examples."""
 
     def __init__(self, prog: str, **options: Any):
         columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
@@ -214,7 +217,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def add_help(parser: argparse.ArgumentParser, path: str = "") -> None:
-    """Completes the help of `moe-exp`, or of the subcommand `path`, and of the subcommands of that."""
+    """Adds usage, description and examples to the help of command `path` and its subcommands."""
     parser.formatter_class = HelpFormatter
     has_settings = any((group.title or "").endswith(" settings") for group in parser._action_groups)
     if has_settings and parser.usage is None:
@@ -232,13 +235,13 @@ def add_help(parser: argparse.ArgumentParser, path: str = "") -> None:
 
 
 def _path_of(example: str) -> str:
-    """The command of an example: `train`, `ckpt info`."""
+    """Returns the command of an example: `train`, `ckpt info`."""
     first, second = [*example.split(), ""][1:3]
     has_commands = first in ("data", "ckpt", "mup", "convert", "plan", "watch") and second[:1].isalpha()
     return f"{first} {second}" if has_commands else first
 
 
-# The commands that people use most, for `--help`.
+# Examples for `--help`.
 _LINES = """
 moe-exp train                                        # PRESET=cpu on an embedded corpus
 moe-exp train --train-data folder/of/text --num-experts 16 --topk 2 --dry-run

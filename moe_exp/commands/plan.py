@@ -1,6 +1,4 @@
-"""`moe-exp plan ...`: what a run costs, the best layout for it, predictions for runs in a CSV; the settings,
-device, constants and budget of all its commands.
-"""
+"""`moe-exp plan run`, `search`, `calibrate` and `predict`, and arguments shared with plan_views.py."""
 
 from __future__ import annotations
 
@@ -20,43 +18,45 @@ if TYPE_CHECKING:
     from moe_exp.planner.prediction import Constants
     from moe_exp.planner.search.topology import Candidate, Explanation, Search
 
-# The library is imported by the commands that use it: `moe-exp --help` answers at once.
+# Commands import the library when they run, so that `moe-exp --help` is fast.
 FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
-_PROFILE = arg("--profile FILE", "constants that moe-exp plan calibrate wrote", Path)
-PLANNED = (  # what is planned
-    arg("--gpus N", "devices in all, instead of NNODES", int),
-    arg(
-        "--gpu NAME", f"kind of device, or its JSON file (default: {DEFAULT_GPU}); see moe-exp plan hardware"
-    ),
+_PROFILE = arg("--profile FILE", "constants written by moe-exp plan calibrate", Path)
+PLANNED = (  # arguments that describe the planned run
+    arg("--gpus N", "total number of devices, instead of NNODES", int),
+    arg("--gpu NAME", f"device name (see moe-exp plan hardware) or JSON file (default: {DEFAULT_GPU})"),
     _PROFILE,
     arg("--tokens N", "token budget such as 300B, instead of TRAIN_ITERS"),
-    arg("--price X", "of a GPU-hour, in any currency"),
+    arg("--price X", "price of a GPU-hour, in any currency"),
     JSON,
     add_arguments,
 )
 _GOODPUT = (
     arg(
         "--mtbf-hours H",
-        "mean time between failures of one node: also estimate goodput and the best SAVE_INTERVAL",
+        "mean time between failures of one node (hours); also estimates goodput and the best SAVE_INTERVAL",
         float,
     ),
     arg(
-        "--restart-minutes M", "from a failure to the next iteration, with --mtbf-hours (default: 15)", float
+        "--restart-minutes M",
+        "time from a failure to the next iteration (minutes; with --mtbf-hours; default: 15)",
+        float,
     ),
     arg(
-        "--save-seconds S", "of a save, with --mtbf-hours (default: the checkpoint at 1 GB/s per node)", float
+        "--save-seconds S",
+        "time of one save (seconds; with --mtbf-hours; default: at 1 GB/s per node)",
+        float,
     ),
 )
-# What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
+# An omitted flag must not override one given before the subcommand: `moe-exp plan --tp 4 run`.
 KEPT = argparse.SUPPRESS
 
 
 @command(
     "plan",
     "estimate memory, time and cost of a run, and search for the best layout",
-    description="Without a command: what the run costs that moe-exp train would start with the same variables"
+    description="Without a command, estimates the run that moe-exp train would start with the same variables"
     " and flags.",
-    usage="moe-exp plan [command] [flags] [settings as moe-exp train has them]",
+    usage="moe-exp plan [command] [flags] [settings as in moe-exp train]",
 )
 @command("plan run", "estimate memory, time and cost of a run (the default command)", argument_default=KEPT)
 @takes(*_GOODPUT, *PLANNED)
@@ -67,8 +67,8 @@ def run_plan(arguments: argparse.Namespace) -> None:
     failures = positive_options(arguments, *FAILURE_FLAGS)
     if failures and "mtbf_hours" not in failures:
         name, value = next(iter(failures.items()))
-        raise setting_error(name, f"{value:g}", "has no effect without --mtbf-hours", "give that, too")
-    if failures:  # as `goodput_of` takes them
+        raise setting_error(name, f"{value:g}", "has no effect without --mtbf-hours", "set --mtbf-hours")
+    if failures:  # names and defaults of `goodput_of`
         failures = {"node_mtbf_hours": failures.pop("mtbf_hours"), "restart_minutes": 15.0} | failures
     config, hardware, constants = loaded(arguments)
     budget = parse_budget(arguments.tokens, arguments.price)
@@ -82,20 +82,18 @@ def run_plan(arguments: argparse.Namespace) -> None:
 @command(
     "plan search",
     "rank the layouts of a model on a number of GPUs",
-    usage="moe-exp plan search [flags] [settings as moe-exp train has them]",
+    usage="moe-exp plan search [flags] [settings as in moe-exp train]",
     argument_default=KEPT,
 )
 @takes(
-    arg("--top N", "layouts to show (default: 10)", default=10),
-    string("--explain TP=4,PP=12", "why this layout is rejected, or what it loses"),
-    string(
-        "--export FILE", "write the best layout to this settings file, for --config; env: to standard output"
-    ),
-    arg("--rank N", "place of the layout to export (default: 1); with --explain that one", default=1),
+    arg("--top N", "number of layouts to show (default: 10)", default=10),
+    string("--explain TP=4,PP=12", "layout to explain: why it is rejected, or how far it is from the best"),
+    string("--export FILE", "settings file to write the best layout to, for --config; env: standard output"),
+    arg("--rank N", "rank of the layout to export (default: 1, or the one of --explain)", default=1),
     *PLANNED,
 )
 def run_search(arguments: argparse.Namespace) -> int:
-    """TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4,
+    """Searches TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE, except those that flags fix: --tp 4,
     --mbsz 1,2.
     """
     from moe_exp.planner.estimate import cost_of
@@ -105,11 +103,11 @@ def run_search(arguments: argparse.Namespace) -> int:
 
     if arguments.top < 1 or arguments.rank < 1:
         name = "top" if arguments.top < 1 else "rank"
-        raise setting_error(name, getattr(arguments, name), "must be at least 1", "give a number of layouts")
+        raise setting_error(name, getattr(arguments, name), "must be at least 1", f"omit --{name}")
     to_stdout = arguments.export == "env"
     if to_stdout and arguments.json:
-        rule = "does not go with --json, standard output is one of the two"
-        raise setting_error("export", arguments.export, rule, "give one of them, or --export FILE")
+        rule = "cannot be combined with --json, both write to standard output"
+        raise setting_error("export", arguments.export, rule, "omit one of them, or use --export FILE")
     if arguments.export and not to_stdout:
         check_new_file("export", Path(arguments.export))
     refuse(arguments, *FAILURE_FLAGS)
@@ -149,7 +147,7 @@ def _export(
     hardware: Hardware,
     num_tokens: int | None,
 ) -> None:
-    """Writes the chosen layout as a settings file, or to standard output."""
+    """Writes the chosen layout to a settings file or to standard output."""
     from moe_exp.config import load_config
     from moe_exp.host.files import write_atomically
     from moe_exp.host.processes import own_command
@@ -158,10 +156,10 @@ def _export(
 
     if explained and not (explained.fits and explained.candidate):
         words = ",".join(f"{name.upper()}={value}" for name, value in explained.wanted.items())
-        raise setting_error("explain", words, "cannot run, so nothing is exported", "choose another layout")
+        raise setting_error("explain", words, "cannot run and is not exported", "choose another layout")
     if not explained and arguments.rank > len(found.ranked):
-        rule = f"{len(found.ranked)} layouts fit"
-        raise setting_error("rank", arguments.rank, rule, "choose one of them")
+        rule = f"must be at most {len(found.ranked)}, the number of layouts that fit"
+        raise setting_error("rank", arguments.rank, rule, "choose a lower rank")
     explained_one = explained.candidate if explained else None
     chosen = explained_one or found.ranked[arguments.rank - 1]
     to_stdout = arguments.export == "env"
@@ -178,17 +176,17 @@ def _export(
     write_atomically(path, "# Written by moe-exp plan search, for moe-exp train --config\n" + lines)
     if not arguments.json:
         command = shlex.join([*own_command(), "train", "--config", str(path)])
-        print(f"{path}: written, for\n  {command}")
+        print(f"wrote {path}; train with\n  {command}")
 
 
 def _doubt(chosen: Candidate, found: Search) -> str:
-    """Warning about a layout that fits by less than the planner's error; empty for others."""
+    """Warning for a layout that fits by less than the planner's error, else empty."""
     prediction = chosen.prediction
     if not prediction.is_close:
         return ""
     left, error = prediction.margin_bytes / 2**30, prediction.memory_error * prediction.peak_bytes / 2**30
-    rule = f"the exported layout leaves {left:.1f} GiB, less than the error to expect ({error:.1f} GiB)"
-    # the best layout that fits by more than the planner's error
+    rule = f"the exported layout leaves {left:.1f} GiB free, less than the expected error ({error:.1f} GiB)"
+    # suggest the best layout that fits by more than the planner's error
     safe = (place for place, one in enumerate(found.ranked, 1) if not one.prediction.is_close)
     other = f", or choose --rank {place}" if (place := next(safe, 0)) else ""
     return f"{rule}: it may run out of memory. Fix: try it for a few iterations{other}."
@@ -196,11 +194,11 @@ def _doubt(chosen: Candidate, found: Search) -> str:
 
 @command("plan calibrate", "fit the constants of predictions to measured runs", argument_default=KEPT)
 @takes(
-    arg("--runs CSV", "measured runs", Path, required=True),
+    arg("--runs CSV", "table of measured runs", Path, required=True),
     arg("--out FILE", "profile to write, for --profile", Path, required=True),
     arg(
         "--prior FILE",
-        "profile that the fit starts from: with a few runs of a new device",
+        "profile to start the fit from, for a new device with few runs",
         Path,
         default=None,
     ),
@@ -220,13 +218,13 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
     PlanPrinter(sys.stdout).calibration(calibration)
     for line in doubts(calibration):
         print(f"moe-exp plan: warning: {line}", file=sys.stderr)
-    print(f"{arguments.out}: written, for moe-exp plan ... --profile {shlex.quote(str(arguments.out))}")
+    print(f"wrote {arguments.out}; use it with moe-exp plan ... --profile {shlex.quote(str(arguments.out))}")
 
 
 @command("plan predict", "predict memory and time of the runs in a CSV", argument_default=KEPT)
 @takes(
-    arg("--runs CSV", "runs; columns of results may be absent or empty", Path, required=True),
-    arg("--out CSV", "predictions to write: row_id,mem_gb,sec_per_it,oom", Path, required=True),
+    arg("--runs CSV", "table of runs; columns with results may be missing or empty", Path, required=True),
+    arg("--out CSV", "table of predictions to write: row_id,mem_gb,sec_per_it,oom", Path, required=True),
     _PROFILE,
 )
 def run_predict(arguments: argparse.Namespace) -> None:
@@ -240,15 +238,15 @@ def run_predict(arguments: argparse.Namespace) -> None:
 
 
 def _read(arguments: argparse.Namespace) -> list[dict[str, str]]:
-    """The rows of --runs, with a warning about each that contradicts itself; before any work it refuses an
-    --out that cannot be written, or whose place a new file must not take.
+    """Returns the rows of --runs and warns of contradictory ones. Before any work, checks that --out can be
+    written.
     """
     from moe_exp.planner.measured import contradictions, read_rows
 
     refuse_settings(arguments)
     out, runs = arguments.out, arguments.runs
     if out.exists() and out.samefile(runs):
-        raise setting_error("out", out, "is the file of the runs", "name another file")
+        raise setting_error("out", out, "must not be the file of --runs", "name another file")
     check_new_file("out", out)
     rows = read_rows(runs)
     for line in contradictions(rows, runs):
@@ -256,11 +254,11 @@ def _read(arguments: argparse.Namespace) -> list[dict[str, str]]:
     return rows
 
 
-# For plan_views.py, too.
+# Shared with plan_views.py.
 
 
 def loaded(arguments: argparse.Namespace) -> tuple[Config, Hardware, Constants]:
-    """Settings, device and constants of a plan of one layout."""
+    """Returns settings, device and constants for the plan of one layout."""
     from moe_exp.config import load_config
 
     hardware, constants = hardware_and_constants(arguments)
@@ -275,7 +273,7 @@ def hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Con
 
 
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
-    """Flags and --config by field name; --gpus as NNODES and GPUS_PER_NODE."""
+    """Returns flags and --config by field name, with --gpus as NNODES and GPUS_PER_NODE."""
     from moe_exp.config.loading import with_file
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.planner.run_plan import settings_for
@@ -286,21 +284,21 @@ def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, An
 
 
 def searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
-    """The settings without a layout, and the flags that fix one."""
+    """Returns the settings without a layout, and the layout settings that flags fix."""
     from moe_exp.config import load_config
     from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 
     flags = _settings(arguments, hardware)
-    # a layout in the environment or in the file is what the search is asked to replace; a flag fixes it
+    # the search replaces a layout from the environment or the file; only a flag fixes it
     asked = {name: flags.pop(name) for name in LAYOUT_SETTINGS if name in flags}
     fixed = {name: str(value) for name, value in asked.items() if getattr(arguments, name) is not None}
     from_environ = {name: os.environ.get(name.upper(), "") for name in LAYOUT_SETTINGS if name not in fixed}
     from_file = {name: value for name, value in asked.items() if name not in fixed}
     for values, place in ((from_environ, "the environment"), (from_file, arguments.config)):
         if ignored := [f"{name.upper()}={value}" for name, value in values.items() if value]:
-            rule = "searched all the same, a flag would fix it"
+            rule = "ignored by the search; use flags to fix them"
             print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
-    # so that a layout in the environment does not narrow the search
+    # a layout in the environment must not narrow the search
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
     if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
         flags["gpus_per_node"] = hardware.gpus_per_node  # also with PRESET=cpu
@@ -308,9 +306,9 @@ def searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config,
 
 
 def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
-    """The settings with VOCAB_SIZE and DOCUMENT_TOKENS of the data, as training would have them."""
+    """Returns the settings with VOCAB_SIZE and DOCUMENT_TOKENS from the data, as in training."""
     if not config.train_data and not config.tokenizer:
-        return config  # without loading numpy
+        return config  # avoids importing numpy
     from moe_exp.config.loading import given_values
     from moe_exp.config.setting_types import blend_members
     from moe_exp.data.tokens.manifests import with_vocab_size
@@ -320,29 +318,29 @@ def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
         print(f"moe-exp plan: VOCAB_SIZE={config.vocab_size}: {reason}", file=sys.stderr)
     members = [prefix for _, prefix in blend_members(config.train_data)]
     if not all(Path(f"{prefix}.idx").is_file() for prefix in members):
-        return config  # text that is not prepared, or data of another machine
+        return config  # unprepared text, or data on another machine
     from moe_exp.data.tokens.manifests import with_document_tokens
 
     return with_document_tokens(config, config.train_data)
 
 
 def refuse_settings(arguments: argparse.Namespace) -> None:
-    """Settings given before a command that has none would have no effect."""
+    """Refuses settings given before a subcommand that has none."""
     refuse(arguments, "config", *Config.model_fields, "gpus", "gpu", "tokens", "price", *FAILURE_FLAGS)
 
 
 def refuse(arguments: argparse.Namespace, *names: str) -> None:
-    """ConfigError if one of these flags, which have no effect in the command, is given."""
-    fix = f"leave it out of moe-exp plan {arguments.plan_command}"
+    """Raises ConfigError if one of these flags, which have no effect in the command, is given."""
+    fix = f"omit it from moe-exp plan {arguments.plan_command}"
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if given:
         raise ConfigError([problem(name, value, "has no effect here", fix) for name, value in given.items()])
 
 
 def check_new_file(name: str, path: Path) -> None:
-    """Refuses a path that a new file cannot or must not take."""
-    # a directory; or a device such as /dev/stdout, which a file would take the place of
+    """Raises ValueError for a path at which a new file cannot or must not be created."""
+    # a folder, or a device such as /dev/stdout, which a file would replace
     if path.exists() and not path.is_file():
-        raise setting_error(name, path, "is there and is no regular file", "name a file")
+        raise setting_error(name, path, "exists and is not a regular file", "name a file")
     if not path.parent.is_dir():
-        raise setting_error(name, path, f"{path.parent} is no directory", "make it, or name a file elsewhere")
+        raise setting_error(name, path, f"{path.parent} is not a folder", "create it, or name another file")

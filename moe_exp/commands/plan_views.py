@@ -1,4 +1,4 @@
-"""`moe-exp plan explain, roofline, compare-hardware, nearest, hardware`: what a plan looks like."""
+"""`moe-exp plan explain`, `roofline`, `compare-hardware`, `nearest` and `hardware`: views of a plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB
 
 
 def _one_layout(arguments: argparse.Namespace) -> Loaded:
-    """Settings, device and constants of one layout, which has to be able to run."""
+    """Returns settings, device and constants of one layout; ConfigError if it cannot run."""
     refuse(arguments, *_OF_COST)
     planned = loaded(arguments)
     if problems := list(planned[0].problems()):
@@ -43,10 +43,10 @@ def _one_layout(arguments: argparse.Namespace) -> Loaded:
 
 @command(
     "plan explain",
-    "draw an iteration: what every pipeline stage computes when, and when it waits",
+    "draw the timeline of an iteration on every pipeline stage",
     argument_default=KEPT,
 )
-@takes(*PLANNED, arg("--svg FILE", "also write a picture", Path, default=None))
+@takes(*PLANNED, arg("--svg FILE", "SVG image to write as well", Path, default=None))
 def run_explain(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.costs.job import PlannedJob
@@ -66,14 +66,14 @@ def run_explain(arguments: argparse.Namespace) -> None:
     else:
         print("\n".join(as_text(of)))
         if shown < whole:
-            print(f"the first {shown} of {whole} micro-batches, as if they were all")
+            print(f"shown as an iteration of only the first {shown} of {whole} micro-batches")
     if arguments.svg:
         write_atomically(arguments.svg, as_svg(of))
 
 
 @command(
     "plan roofline",
-    "list the parts of a layer: operations, intensity, time, and what bounds them",
+    "list operations, arithmetic intensity, time and bottleneck of each part of a layer",
     argument_default=KEPT,
 )
 @takes(*PLANNED)
@@ -104,13 +104,13 @@ def run_roofline(arguments: argparse.Namespace) -> None:
 
 @command(
     "plan compare-hardware",
-    "find the best layout on several kinds of devices, and its price",
+    "find the best layout and its price on several kinds of devices",
     argument_default=KEPT,
 )
 @takes(
     *PLANNED,
     arg("--devices A,B", f"devices to compare (default: {','.join(_COMPARED)})", default=",".join(_COMPARED)),
-    string("--prices A=X,B=Y", "prices of an hour of a device, in any currency: H100=2.1,B200=4"),
+    string("--prices A=X,B=Y", "prices per device-hour, in any currency, such as H100=2.1,B200=4"),
 )
 def run_compare_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import progress
@@ -125,14 +125,14 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
     devices = {hardware.name: hardware for hardware in named}
     prices = {load_hardware(name).name: price for name, price in _prices(arguments.prices)}
     if others := set(prices) - set(devices):
-        rule = f"{sorted(others)[0]} is not compared"
-        raise setting_error("prices", arguments.prices, rule, "add it to --devices, or leave its price out")
+        rule = f"{sorted(others)[0]} is not among --devices"
+        raise setting_error("prices", arguments.prices, rule, "add it to --devices, or omit its price")
     config, fixed = searched(arguments, named[0])
     constants, fixed_values = load_constants(arguments.profile or CONSTANTS), parse_fixed(fixed)
     found: list[tuple[dict[str, Any], Candidate | None]] = []
     with progress("devices", len(devices), unit="devices") as advance:
         for name, hardware in devices.items():
-            # as many devices, in nodes as this kind usually has them
+            # the same number of devices, in nodes of this kind's usual size
             world = world_of(config.world_size, min(hardware.gpus_per_node, config.world_size))
             on_it = config.model_copy(update=world)
             best = next(iter(search(on_it, hardware, fixed=fixed_values, constants=constants).ranked), None)
@@ -149,7 +149,7 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
             found.append((row, best))
             advance(1)
     last = float("inf")
-    # by price where there is one, else by time; what fits nowhere comes last
+    # by price if known, else by time; devices without a fitting layout last
     found.sort(key=lambda one: (one[0]["price_per_trillion"] or last, one[0]["hours_per_trillion"] or last))
     if arguments.json:
         print_json([row for row, _ in found])
@@ -174,20 +174,20 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
         name, _, value = part.partition("=")
         price = number_in(value)
         if not 0 < price < float("inf"):
-            rule = "must be DEVICE=PRICE with a number more than 0"
-            raise setting_error("prices", part, rule, "write it as H100=2.1,B200=4")
+            rule = "must be DEVICE=PRICE with a positive price"
+            raise setting_error("prices", part, rule, "write for example H100=2.1,B200=4")
         yield name.strip(), price
 
 
-@command("plan nearest", "list the published runs that are most like these settings", argument_default=KEPT)
-@takes(*PLANNED, arg("--top N", "runs to show (default: 10)", default=10))
+@command("plan nearest", "list the published runs most similar to these settings", argument_default=KEPT)
+@takes(*PLANNED, arg("--top N", "number of runs to show (default: 10)", default=10))
 def run_nearest(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.search.topology import layout_words
     from moe_exp.planner.views import nearest_runs
 
     planned = _one_layout(arguments)
     if arguments.top < 1:
-        raise setting_error("top", arguments.top, "must be at least 1", "give a number of runs")
+        raise setting_error("top", arguments.top, "must be at least 1", "omit --top")
     found = nearest_runs(*planned, arguments.top)
     if arguments.json:
         print_json(
@@ -214,11 +214,11 @@ def run_nearest(arguments: argparse.Namespace) -> None:
         )
         for one in found
     )
-    _print("published runs, the nearest first; planned with the constants of this plan", columns, rows)
+    _print("published runs, nearest first; planned with the constants of this plan", columns, rows)
 
 
-@command("plan hardware", "list known devices, their figures and the sources of these", argument_default=KEPT)
-@takes(arg("name", "of one device (default: all)", nargs="?", default=""), JSON)
+@command("plan hardware", "list known devices with their specifications and sources", argument_default=KEPT)
+@takes(arg("name", "name of a device (default: all)", nargs="?", default=""), JSON)
 def run_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter
 

@@ -1,4 +1,4 @@
-"""`moe-exp report RUN [RUN ...]`: runs side by side, as HTML, Markdown, in the terminal or on wandb."""
+"""`moe-exp report RUN [RUN ...]`: compares runs in HTML, Markdown, the terminal or on wandb."""
 
 import argparse
 import sys
@@ -9,10 +9,10 @@ from pathlib import Path
 from moe_exp.commands.parsers import arg, command, flag, string, takes
 from moe_exp.config import ConfigError, problem, setting_error
 
-# The library is imported by the commands that use it: `moe-exp --help` answers at once.
+# Commands import the library when they run, so that `moe-exp --help` is fast.
 
 _LONGEST_NAME = 255  # of a file, in bytes
-# Options that a kind of report has no use for.
+# Options that do not apply to a kind of report.
 _NOT_WITH = {
     "wandb": ("out", "format", "loss", "notes", "watch", "once"),
     "--watch": ("out", "format", "title", "loss", "notes", "project", "entity"),
@@ -22,27 +22,28 @@ _NOT_WITH = {
 
 @command("report", "compare runs in one HTML page, or in Markdown for a pull request")
 @takes(
-    arg("runs RUN", "run folders, RUN_DIR/RUN_NAME, or patterns in quotes such as 'runs/*'", nargs="+"),
-    arg("--format", "html: a page (default); md: a short table in Markdown", choices=("html", "md")),
-    arg("--out FILE", "default: report.html, or with --format md the standard output", Path),
+    arg("runs RUN", "run folders (RUN_DIR/RUN_NAME), or quoted patterns such as 'runs/*'", nargs="+"),
+    arg("--format", "html: a page; md: a short Markdown table (default: html)", choices=("html", "md")),
+    arg("--out FILE", "output file (default: report.html; with --format md standard output)", Path),
     string("--title", "heading (default: the names of the runs)"),
     string(
-        "--notes TEXT", "text under the heading, or a file with it (notes.md of a run folder is shown anyway)"
+        "--notes TEXT",
+        "text under the heading, or a file with it, in addition to notes.md of each run folder",
     ),
-    arg("--loss X", "loss that the costs are given for (default: the lowest that all reach)", float),
+    arg("--loss X", "loss at which costs are compared (default: the lowest that all runs reach)", float),
     flag("--watch", "follow the runs in the terminal instead"),
-    flag("--once", "with --watch: one picture"),
-    string("--project", "of wandb, for `report wandb`"),
-    string("--entity", "user or team on wandb (default: yours)"),
+    flag("--once", "print the display of --watch once and exit"),
+    string("--project", "wandb project (for `report wandb`)"),
+    string("--entity", "wandb user or team (default: you)"),
 )
 def run_report(arguments: argparse.Namespace) -> None:
-    """Reads run folders, also of runs that are still running, and writes one HTML file that opens from disk.
-    `moe-exp report wandb RUN ... --project P` makes a report of them on wandb's site instead.
+    """Reads the folders of finished or active runs and writes one self-contained HTML file.
+    `moe-exp report wandb RUN ... --project P` creates a report on wandb's site instead.
     """
     to_wandb = arguments.runs[0] == "wandb"
     kind = "wandb" if to_wandb else "--watch" if arguments.watch else "a page"
     problems = [
-        problem(name, value, f"is not used for {kind}", f"leave --{name} out")
+        problem(name, value, f"has no effect for {kind}", f"omit --{name}")
         for name in _NOT_WITH[kind]
         if (value := getattr(arguments, name)) not in (None, "", False)
     ]
@@ -53,8 +54,8 @@ def run_report(arguments: argparse.Namespace) -> None:
 
         if not arguments.project or not arguments.runs[1:]:
             name = "runs" if arguments.project else "project"
-            fix = "call moe-exp report wandb RUN ... --project P"
-            raise setting_error(name, "", "a wandb report needs it", fix)
+            fix = "run moe-exp report wandb RUN ... --project P"
+            raise setting_error(name, "", "must be given for a wandb report", fix)
         title = {"title": arguments.title} if arguments.title else {}
         runs = _expanded(arguments.runs[1:])
         print(wandb_report(runs, project=arguments.project, entity=arguments.entity or None, **title))
@@ -75,17 +76,17 @@ def _write_page(arguments: argparse.Namespace) -> None:
     from moe_exp.report.page import write_report
 
     if arguments.loss is not None and not math.isfinite(arguments.loss):
-        raise setting_error("loss", arguments.loss, "must be a finite number", "give a loss such as 3.2")
+        raise setting_error("loss", arguments.loss, "must be a finite number", "set a loss such as 3.2")
     kind = arguments.format or "html"
     out = arguments.out or (Path("report.html") if kind == "html" else None)
     notes = arguments.notes
-    # text, or the name of a file: a longer text would be an error of the system as a name
+    # text or the name of a file; a name longer than this would raise an OSError
     if len(notes) <= _LONGEST_NAME and "\n" not in notes and Path(notes).is_file():
         try:
             notes = Path(notes).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             rule = f"cannot be read ({' '.join(str(error).split())})"
-            raise setting_error("notes", notes, rule, "give a text file in UTF-8, or the text") from None
+            raise setting_error("notes", notes, rule, "use a UTF-8 text file, or the text itself") from None
     about = {"title": arguments.title, "notes": notes}
     warnings = write_report(_expanded(arguments.runs), out, kind=kind, loss=arguments.loss, **about)
     for text in warnings:
@@ -96,7 +97,7 @@ def _write_page(arguments: argparse.Namespace) -> None:
 
 
 def _expanded(texts: Sequence[str]) -> list[Path]:
-    """Run folders by name, and those that match a pattern such as `runs/*`; ConfigError for one without."""
+    """Returns run folders, with patterns such as `runs/*` expanded; ConfigError if a pattern has no match."""
     from moe_exp.report.run_data import run_problems
 
     found: list[Path] = []

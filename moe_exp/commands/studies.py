@@ -1,4 +1,4 @@
-"""`moe-exp compare`, `ladder`, `mup` and `sweep`: studies of many runs."""
+"""`moe-exp compare`, `ladder`, `mup` and `sweep`: studies with many runs."""
 
 import argparse
 import math
@@ -13,40 +13,41 @@ from moe_exp.config import Config, ConfigError, add_arguments, load_config, prob
 from moe_exp.config.loading import with_file
 from moe_exp.studies.sweep.settings import SweepSettings
 
-_VARIANT = "another model, with settings of its own: fine:NUM_EXPERTS=64,TOPK=4; may be given more than once"
+_VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TOPK=4 (repeatable)"
 
 
-@command("compare", "train dense and MoE models under the same budget, and write a report")
+@command("compare", "train dense and MoE models with the same budget and write a report")
 @takes(
     string(
         "--runs",
-        "moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense; none with two --variant)",
+        "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense; none with two"
+        " --variant)",
     ),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg(
         "--match",
-        "what is the same for all: flops, active-params (both per token, for the same tokens), or time"
+        "budget that all models share: flops or active-params (per token, with the same tokens), or time"
         " (default: flops)",
         default="flops",
     ),
     arg(
         "--repeats",
-        "runs of each with seeds SEED, SEED+1, ..., for an idea of noise (default: 1)",
+        "runs per model, with seeds SEED, SEED+1, ..., to estimate noise (default: 1)",
         default="1",
     ),
     arg(
         "--seconds",
-        "with --match time: training time of each (default: what the MoE takes for TRAIN_ITERS)",
+        "training time per model with --match time (seconds; default: the MoE's time for TRAIN_ITERS)",
         default="0",
     ),
-    arg("--timeout", "seconds after which a run is ended, and the next begins (default: none)", default="0"),
-    flag("--dry-run", "print the models, their sizes and the expected time, start and write nothing"),
+    arg("--timeout", "time limit of each run (seconds; default: none)", default="0"),
+    flag("--dry-run", "print the models, their sizes and the expected time; start and write nothing"),
     add_arguments,
 )
 def run_compare(arguments: argparse.Namespace) -> int:
-    """Trains models one after another under the same budget, and writes what each has come to. The dense
-    model gets the MLP width that matches the MoE. The same command again continues with what is left;
-    RUN_NAME names the comparison.
+    """Trains the models one after another with the same budget and writes their final losses. The dense model
+    gets the MLP width that matches the MoE. Repeat the command to run the remaining models. RUN_NAME names
+    the comparison.
     """
     from moe_exp.studies.compare.back_to_back import check_planned_files, dry_run, run_comparison
     from moe_exp.studies.compare.comparison import Comparison, Options
@@ -61,27 +62,29 @@ def run_compare(arguments: argparse.Namespace) -> int:
     return run_comparison(comparison)
 
 
-@command("ladder", "train dense and MoE models at several sizes, fit scaling laws, and predict the largest")
+@command("ladder", "train dense and MoE models at several sizes, fit scaling laws and predict the largest")
 @takes(
     arg(
-        "definition", "YAML file with the rungs, or a name of the package's own (default: --sizes)", nargs="?"
+        "definition",
+        "YAML file with the rungs, or the name of a built-in ladder (default: --sizes)",
+        nargs="?",
     ),
-    arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; depth, tokens and LR follow by a rule"),
-    arg("--runs", "moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense)"),
+    arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; sets depth, tokens and LR too"),
+    arg("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense)"),
     arg("--variant NAME:SETTING=VALUE,...", _VARIANT, action="append"),
-    arg("--baseline", "the variant that the others are compared with (default: dense)"),
-    arg("--repeats", "runs of each with seeds SEED, SEED+1, ... (default: 3)"),
-    arg("--asymptote", "loss that no compute removes, nats per token, the same for all (default: fitted)"),
-    arg("--executor", "local, or slurm for a job per run (default: $EXECUTOR, or local)"),
+    arg("--baseline", "variant to compare the others with (default: dense)"),
+    arg("--repeats", "runs per variant and rung, with seeds SEED, SEED+1, ... (default: 3)"),
+    arg("--asymptote", "irreducible loss shared by all variants (nats per token; default: fitted)"),
+    arg("--executor", "local, or slurm with one job per run (default: $EXECUTOR, or local)"),
     arg("--sbatch", "options of the SLURM jobs, such as '--partition=gpu' (default: $SBATCH)"),
-    arg("--timeout", "seconds after which a run is ended (default: none)", default="0"),
-    flag("--dry-run", "print the rungs, start and write nothing"),
+    arg("--timeout", "time limit of each run (seconds; default: none)", default="0"),
+    flag("--dry-run", "print the rungs; start and write nothing"),
     add_arguments,
 )
 def run_ladder(arguments: argparse.Namespace) -> int:
-    """Trains variants at several sizes with equal FLOPs per rung, fits the loss over compute of each, and
-    reports the effective speedup over the baseline with intervals. The last rung is predicted before it runs.
-    The same command again continues with what is left; RUN_NAME names the ladder.
+    """Trains variants at several sizes with equal FLOPs per rung, fits loss over compute for each, and
+    reports the effective speedup over the baseline with confidence intervals. The loss of the last rung is
+    predicted before it runs. Repeat the command to run the remaining models. RUN_NAME names the ladder.
     """
     from moe_exp.studies.ladder import climb
     from moe_exp.studies.ladder.ladder import Definition, Ladder, with_options
@@ -93,7 +96,7 @@ def run_ladder(arguments: argparse.Namespace) -> int:
     if problems := executor.problems():
         raise ConfigError(problems)
     given |= {"runs": arguments.runs, "baseline": arguments.baseline}
-    # None: as in the definition
+    # None keeps the variants of the definition
     given["variants"] = tuple(arguments.variant) if arguments.variant else None
     definition = Definition.read(arguments.definition) if arguments.definition else Definition()
     chosen = with_options(definition, **given)
@@ -105,7 +108,7 @@ def run_ladder(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace, *numbers: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Flags of training settings, and the values of options that are numbers."""
+    """Returns the flags of training settings, and the values of numeric options."""
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.studies.child_runs import numbers_in
 
@@ -114,17 +117,17 @@ def _read(arguments: argparse.Namespace, *numbers: str) -> tuple[dict[str, Any],
     return {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}, values
 
 
-@command("sweep", "run a few iterations of many layouts, and write a table of memory and time")
+@command("sweep", "run a few iterations of many layouts and write a table of memory and time")
 @takes(
-    flag("--dry-run", "print the cases with what is predicted, start and write nothing"),
-    flag("--retry-failed", "run those, too, that have failed, run out of memory or of time before"),
+    flag("--dry-run", "print the cases and predictions; start and write nothing"),
+    flag("--retry-failed", "also rerun cases that failed, ran out of memory or timed out"),
     lambda parser: add_arguments(parser, SweepSettings),
     add_arguments,
 )
 def run_sweep(arguments: argparse.Namespace) -> int:
-    """Runs the layouts of the lists (TPS, PPS, EPS, MBSZS, GPUS, ...), and writes what was measured beside
-    what was predicted. Every flag is also an environment variable: --tps is TPS. The same command again
-    continues with what is left.
+    """Runs the layouts of the lists (TPS, PPS, EPS, MBSZS, GPUS, ...) and writes measured and predicted
+    values side by side. Every flag is also an environment variable: --tps is TPS. Repeat the command to run
+    the remaining cases.
     """
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.studies.sweep import driver
@@ -139,14 +142,14 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     return driver.run_sweep(sweep, retry_failed=arguments.retry_failed)
 
 
-# Unless set: models that a CPU trains in seconds.
+# Defaults for models that a CPU trains in seconds.
 _MUP_MODEL = {
     "PRESET": "cpu", "HIDDEN_SIZE": "64", "NUM_HEADS": "4", "NUM_QUERY_GROUPS": "4", "FFN_HIDDEN_SIZE": "128",
     "MOE_FFN_HIDDEN_SIZE": "64", "NUM_LAYERS": "2", "NUM_EXPERTS": "8", "TOPK": "2", "OPTIMIZER": "adam",
     "PARAMETRIZATION": "mup", "MUP_BASE_HIDDEN_SIZE": "64", "GPUS_PER_NODE": "1", "EVAL_INTERVAL": "0",
     "ROUTING_KERNELS": "off", "MIN_LR": "0",
 }  # fmt: skip
-# With few tokens the gradient of a weight is that of single tokens, as in a wide model, and not a sum whose
+# With few tokens, a weight's gradient comes from single tokens, as in a wide model, instead of a sum whose
 # terms cancel.
 _MUP_CHECK = {
     "SEQ_LEN": "8", "MBSZ": "1", "GBSZ": "1", "LR": "4e-3", "LR_DECAY_STYLE": "constant", "WARMUP_ITERS": "0",
@@ -154,36 +157,35 @@ _MUP_CHECK = {
 _MUP_TRANSFER = {"SEQ_LEN": "128", "MBSZ": "8", "GBSZ": "8", "TRAIN_ITERS": "150", "WARMUP_ITERS": "15"}
 
 
-command("mup", "check a parametrization over sizes: the size of activations, the best learning rate")
+command("mup", "check how activations and the best learning rate depend on model size")
 
 
 def _of_mup(repeats: int) -> tuple[Argument, ...]:
-    """Arguments of both commands."""
-    experts_help = "NUM_EXPERTS of the models, at the first width (default: NUM_EXPERTS alone)"
-    parts_help = "experts split into this many, with as many times TOPK and NUM_EXPERTS, at the first width"
+    """Arguments shared by both commands."""
+    experts_help = "NUM_EXPERTS of the models at the first width (default: only NUM_EXPERTS)"
+    parts_help = "numbers of parts per expert at the first width, which multiply TOPK and NUM_EXPERTS"
     widths = "64,128,256,512"
     return (
         arg("--widths", f"HIDDEN_SIZE of the models (default: {widths})", default=widths),
         string("--experts", experts_help),
         string("--granularities", parts_help),
-        arg("--repeats", f"seeds of each model (default: {repeats})", int, default=repeats),
+        arg("--repeats", f"number of seeds per model (default: {repeats})", int, default=repeats),
         add_arguments,
     )
 
 
-@command(
-    "mup check", "coordinate check: initial outputs and their changes by training, over width and experts"
-)
-@takes(arg("--steps", "iterations of each model (default: 10)", default=10), *_of_mup(repeats=12))
+@command("mup check", "check how outputs and their changes during training scale with width and experts")
+@takes(arg("--steps", "training iterations per model (default: 10)", default=10), *_of_mup(repeats=12))
 def run_mup_check(arguments: argparse.Namespace) -> int:
-    """Trains small models of several sizes for a few steps on one micro-batch, and fits how the outputs of
-    each part and their changes depend on the size. Under muP they do not. Exit code 1 if they do.
+    """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch, and
+    fits how each part's outputs and their changes depend on size. Under muP they do not. Exit code 1 if they
+    do.
     """
     from moe_exp.host.progress import progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
 
     axes = mup_models(arguments, _MUP_CHECK)
-    from moe_exp.training.proxy import coordinates  # with torch, after the settings are known to be right
+    from moe_exp.training.proxy import coordinates  # imports torch, so only after the checks
 
     ended_flat = True
     total = sum(len(models) for models in axes.values()) * arguments.repeats
@@ -207,17 +209,17 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
     return 0 if ended_flat else 1
 
 
-@command("mup transfer", "the best learning rate of models of several sizes, and by how much it moves")
+@command("mup transfer", "find the best learning rate at several model sizes and how much it changes")
 @takes(
-    string("--lrs", "learning rates, with commas (default: LR times 1/8 to 8 by factors of 2)"),
-    arg("--jobs", "models trained at a time (default: 1)", default=1),
-    arg("--out", "folder (default: mup_transfer)", default="mup_transfer"),
+    string("--lrs", "comma-separated learning rates (default: LR times 1/8 to 8, by factors of 2)"),
+    arg("--jobs", "models trained concurrently (default: 1)", default=1),
+    arg("--out", "output folder (default: mup_transfer)", default="mup_transfer"),
     *_of_mup(repeats=3),
 )
 def run_mup_transfer(arguments: argparse.Namespace) -> int:
-    """Trains models of several sizes with several learning rates, and compares the best of each size. The
-    same command again continues with what is left. Exit code 1 if the best rate moves by more than a factor
-    of 1.5.
+    """Trains models of several sizes with several learning rates and compares the best rate of each size.
+    Repeat the command to train the remaining models. Exit code 1 if the best rate changes by more than a
+    factor of 1.5.
     """
     from moe_exp.host.files import write_atomically
     from moe_exp.studies.child_runs import held
@@ -242,7 +244,7 @@ def run_mup_transfer(arguments: argparse.Namespace) -> int:
         optima = [optimum(name, rates, by_seed) for name, by_seed in by_model.items()]
         factor = moved(optima)
         ended &= factor < LARGEST_MOVE and not any(one.at_edge for one in optima)
-        title = f"{base.parametrization}: the best LR moves by a factor of {factor:.2f} over {axis}"
+        title = f"{base.parametrization}: the best LR changes by a factor of {factor:.2f} over {axis}"
         rows = [
             [one.name, f"{one.rate:.3g}{' (edge)' if one.at_edge else ''}", f"x/ {one.factor:.2f}",
              f"{min(sum(column) / len(column) for column in zip(*by_model[one.name], strict=True)):.4f}"]
@@ -256,9 +258,9 @@ def run_mup_transfer(arguments: argparse.Namespace) -> int:
     return 0 if ended else 1
 
 
-# A function of the module: `losses_of` calls it in other processes.
+# At module level, as `losses_of` calls it in other processes.
 def trained_loss(config: Config) -> float:
-    """Mean loss of the last tenth of a run; inf if it diverged."""
+    """Trains a model; returns the mean loss of the last tenth of the run, or inf if it diverged."""
     from moe_exp.training.proxy import Proxy
 
     proxy = Proxy(config)
@@ -269,17 +271,17 @@ def trained_loss(config: Config) -> float:
 
 
 def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
-    """The models of each axis by size, on the data of the settings."""
+    """Returns the models of each axis by size, on the data of the settings."""
     from moe_exp.studies.mup import models_of_axes
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
     base = load_config(with_file(flags, os.environ), {**_MUP_MODEL, **defaults, **os.environ})
     for name in {"repeats", "steps", "jobs"} & vars(arguments).keys():
         if (value := getattr(arguments, name)) < 1:
-            raise ConfigError([problem(name, value, "must be 1 or more", "leave it out")])
+            raise ConfigError([problem(name, value, "must be at least 1", f"omit --{name}")])
     names = ("widths", "experts", "granularities")
     axes = models_of_axes(base, *(_numbers(name, getattr(arguments, name)) for name in names))
-    # one corpus for all models, prepared before the first of them starts
+    # prepare the corpus that all models share before the first one starts
     data = base.train_data
     if not data:
         from moe_exp.data.embedded import ensure_embedded_corpus
@@ -292,7 +294,7 @@ def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[
 
 
 def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
-    """Values of a list that may be empty."""
+    """Returns the values of a comma-separated list, which may be empty except for `widths`."""
     if not text and name != "widths":
         return []
     try:
@@ -300,8 +302,8 @@ def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
     except ValueError:
         found = []
     if not found or min(found) <= 0 or sorted(set(found)) != found or not all(map(math.isfinite, found)):
-        rule = "must be positive numbers with commas, each larger than the one before"
-        raise ConfigError([problem(name, text, rule, "give a list such as 64,128,256")])
+        rule = "must be a comma-separated list of positive numbers in increasing order"
+        raise ConfigError([problem(name, text, rule, "use a list such as 64,128,256")])
     return found
 
 

@@ -1,4 +1,4 @@
-"""`moe-exp train` and `moe-exp slurm`: a run on this machine, or as a chain of jobs."""
+"""`moe-exp train` and `moe-exp slurm`: start a run on this machine or as a chain of SLURM jobs."""
 
 import argparse
 import os
@@ -14,33 +14,32 @@ from moe_exp.launch.slurm.settings import SlurmSettings
 
 @command("train", "train a model, or resume a run")
 @takes(
-    flag("--dry-run", "print settings, torchrun command and parameter report, start nothing"),
-    string(
-        "--resume RUN_FOLDER", "continue this run with its own settings; a flag beside it changes one of them"
-    ),
+    flag("--dry-run", "print settings, torchrun command and parameter report; start nothing"),
+    string("--resume RUN_FOLDER", "run to resume with its own settings; further flags override them"),
     add_arguments,
 )
 def run_train(arguments: argparse.Namespace) -> int:
-    """Trains a model. The same command again resumes the run. Every setting is a flag and an environment
+    """Trains a model. Repeat the command to resume the run. Every setting is both a flag and an environment
     variable: --num-experts is NUM_EXPERTS.
     """
     from moe_exp.launch.launch import train
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
-    # The script of this name sets the variable to its own command line.
+    # scripts/environment.sh sets this variable to the calling script's command line
     typed = os.environ.get("MOE_EXP_COMMAND") or shlex.join([*own_command(), *sys.argv[1:]])
     return train(flags, resume=arguments.resume, dry_run=arguments.dry_run, command=typed)
 
 
 @command("slurm", "submit a training run as a chain of SLURM jobs")
 @takes(
-    flag("--dry-run", "print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"),
+    flag("--dry-run", "print the sbatch file, and the sbatch commands to stderr; write and submit nothing"),
     lambda parser: add_arguments(parser, SlurmSettings),
     add_arguments,
 )
 def run_slurm(arguments: argparse.Namespace) -> int:
-    """Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that continue from each
-    other's checkpoints. Every flag is also an environment variable: --time-limit is TIME_LIMIT.
+    """Submits a run on NNODES nodes with GPUS_PER_NODE ranks each, as one or more SLURM jobs; each job
+    resumes from the previous one's checkpoint. Every flag is also an environment variable: --time-limit is
+    TIME_LIMIT.
     """
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
     from moe_exp.config.loading import main_settings
@@ -65,27 +64,27 @@ def run_slurm(arguments: argparse.Namespace) -> int:
     warnings = [*schedule_warnings(config, start), *(disk_problems(config) if arguments.dry_run else [])]
     warnings += [*disk_warnings(config), *data_warnings(config)]
     if job.slurm.exclude_file and not job.exclude_file.exists():
-        rule = "is not there yet, no node is left out"
+        rule = "not found, no node is excluded"
         warnings.insert(0, f"EXCLUDE_FILE={job.slurm.exclude_file}: {rule}")
     say(*(f"warning: {line}" for line in warnings))
     if arguments.dry_run:
-        # only the file on standard output, so that it can be redirected
+        # standard output has only the file, so that it can be redirected
         print(script_of(job), end="", flush=True)
         say(main_settings(config), learning_rate_text(config, start), *stage_lines(config))
         variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
         for head, lines in (
-            ("variables that jobs get from this shell:", variables),
-            ("the file would be written and submitted by:", planned_commands(job)),
+            ("variables passed from this shell to the jobs:", variables),
+            ("commands that would write and submit the file:", planned_commands(job)),
         ):
             say("\n  ".join([head, *lines]))
         return 0
-    # all checks are done: from here on the queue changes
+    # all checks passed; nothing may fail between here and the submission
     ids = submit(job)
     jobs = f"{job.slurm.num_jobs} jobs of {config.nnodes} nodes as {', '.join(ids)}"
     print(f"submitted {jobs}; run folder {job.run_folder}, {main_settings(config)}")
     name, folder, run_folder = (shlex.quote(str(text)) for text in (job.name, job.folder, job.run_folder))
-    print(f"  squeue --name={name}   # the queue")
-    print(f"  tail -F {folder}/jobs.log {folder}/*.log   # what they say")
+    print(f"  squeue --name={name}   # state of the jobs")
+    print(f"  tail -F {folder}/jobs.log {folder}/*.log   # their logs")
     watch = f"{shlex.join(own_command())} watch run {run_folder} --slurm-name {name}"
-    print(f"  {watch}   # whether all is well")
+    print(f"  {watch}   # health of the run")
     return 0

@@ -1,4 +1,4 @@
-"""`moe-exp watch ...`: keeps an unattended run alive, and finds out what went wrong."""
+"""`moe-exp watch ...`: monitors unattended runs and diagnoses failures."""
 
 import argparse
 import os
@@ -23,9 +23,9 @@ from moe_exp.commands.parsers import (
 )
 from moe_exp.config import add_arguments
 
-command("watch", "monitor long runs: hangs, slow or faulty nodes, jobs that stopped")
+command("watch", "monitor long runs and diagnose hangs, faulty nodes and stopped jobs")
 
-# Settings of the launch, and those that say what to check.
+# Settings of the launch and of the preflight.
 LAUNCH_SETTINGS = (
     "preset", "master_addr", "master_port", "nnodes", "node_rank", "gpus_per_node", "threads_per_rank",
     "dtype", "run_dir", "preflight_timeout", "preflight_slow",
@@ -34,17 +34,19 @@ LAUNCH_SETTINGS = (
 
 @command(
     "watch preflight",
-    "check the nodes of a job before it starts; call it on every node with the settings of the launch",
+    "check the nodes of a job before it starts (run on every node, with the settings of the launch)",
 )
 @takes(
     lambda parser: add_arguments(parser, names=LAUNCH_SETTINGS),
-    string("--hosts LIST", "names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)"),
-    arg("--exclude-file FILE", "add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)", Path),
-    flag("--no-exclude", "add no nodes to the list"),
+    string("--hosts LIST", "node names by NODE_RANK, such as a[1-3],b (default: $SLURM_JOB_NODELIST)"),
+    arg("--exclude-file FILE", "list to add bad nodes to (default: RUN_DIR/exclude_nodes.txt)", Path),
+    flag("--no-exclude", "do not add bad nodes to the list"),
     JSON,
 )
 def run_preflight(arguments: argparse.Namespace) -> int:
-    """Checks every node: arithmetic, memory, links, disks, clocks, versions. Exit code 1: a node fails."""
+    """Checks arithmetic, memory, links, disks, clocks and versions of every node. Exit code 1: a node
+    failed.
+    """
     from moe_exp.config import load_config
     from moe_exp.launch.preflight.node import preflight
     from moe_exp.launch.preflight.verdicts import add_to_list, findings_lines, print_report
@@ -54,7 +56,7 @@ def run_preflight(arguments: argparse.Namespace) -> int:
     config = load_config(flags)
     verdict = preflight(config, hosts=arguments.hosts)
     path = arguments.exclude_file or Path(config.run_dir).expanduser() / EXCLUDE_NODES
-    # the nodes reach the same verdict, and one of them writes it down
+    # all nodes reach the same verdict, so one of them records it
     added = [] if arguments.no_exclude or config.node_rank else add_to_list(verdict, path)
     if config.node_rank == 0 and arguments.json:
         print_json(verdict.as_json())
@@ -68,25 +70,25 @@ def run_preflight(arguments: argparse.Namespace) -> int:
 
 @command("watch exclude", "show or change the list of nodes that jobs must avoid")
 @takes(
-    arg("file FILE", "the list, RUN_DIR/exclude_nodes.txt of your runs", Path),
-    flag("--slurm", "print --exclude=a,b for sbatch, or nothing"),
-    arg("--add HOST", "put hosts on it", nargs="+", default=[]),
-    arg("--reason", "reason that --add records", default="added by a user"),
-    arg("--remove HOST", "take hosts off it", nargs="+", default=[]),
+    arg("file FILE", "list of excluded nodes, usually RUN_DIR/exclude_nodes.txt", Path),
+    flag("--slurm", "print the list as --exclude=a,b for sbatch; nothing if it is empty"),
+    arg("--add HOST", "hosts to add to the list", nargs="+", default=[]),
+    arg("--reason", "reason recorded by --add (default: added by a user)", default="added by a user"),
+    arg("--remove HOST", "hosts to remove from the list", nargs="+", default=[]),
 )
 def run_exclude(arguments: argparse.Namespace) -> None:
     from moe_exp.watch import excluded_nodes as nodes
 
-    # before anything is written
+    # check all names before writing anything
     for host in map(nodes.slurm_name, [*arguments.add, *arguments.remove]):
         if host in arguments.add and host in arguments.remove:
-            raise ValueError(f"--add {host}: --remove names it, too. Fix: name it once.")
+            raise ValueError(f"--add {host}: cannot be combined with --remove {host}. Fix: omit one of them.")
     for host in arguments.add:
         nodes.exclude(arguments.file, host, arguments.reason)
     gone = nodes.readmit(arguments.file, arguments.remove)
     for host in map(nodes.slurm_name, arguments.remove):
         if host not in gone:
-            rule = f"is not in {arguments.file}. Fix: look for its name there"
+            rule = f"not found in {arguments.file}. Fix: check the name in that file"
             print(f"moe-exp watch: --remove={host}: {rule}.", file=sys.stderr)
     if arguments.slurm:
         if option := nodes.slurm_option(nodes.read_excluded(arguments.file)):
@@ -96,10 +98,10 @@ def run_exclude(arguments: argparse.Namespace) -> None:
         print(f"{host:<24}  {reason}")
 
 
-@command("watch blame", "name the node, rank and device that caused the errors in logs, and what to do")
+@command("watch blame", "find the node, rank and device that caused the errors in logs")
 @takes(
-    arg("logs LOG", "logs of ranks, srun or the kernel, or the folder of a run", Path, nargs="+"),
-    arg("--exclude FILE", "add hosts whose hardware, driver or link fails to this list", Path),
+    arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
+    arg("--exclude FILE", "list to add hosts with failing hardware, drivers or links to", Path),
     JSON,
 )
 def run_blame(arguments: argparse.Namespace) -> None:
@@ -125,40 +127,52 @@ def run_blame(arguments: argparse.Namespace) -> None:
 
 @command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
 @takes(
-    arg("run_dirs RUN_DIR", "folder of a run; with --slurm-name also of one that is queued", Path, nargs="+"),
-    repeated("--slurm-name NAME", "--job-name of its jobs; once per RUN_DIR, in their order"),
-    string("--slurm-user NAME", "whose jobs (default: yours)"),
+    arg("run_dirs RUN_DIR", "run folders; with --slurm-name, runs may still be queued", Path, nargs="+"),
+    repeated("--slurm-name NAME", "job name of the run's SLURM jobs (repeatable; one per RUN_DIR, in order)"),
+    string("--slurm-user NAME", "owner of the SLURM jobs (default: you)"),
     one_of(
-        flag("--once", "look once, as from cron (default)"),
-        arg("--every SECONDS", "repeat as a daemon, with this interval", float),
-        flag("--test-alert", "send a test alert by every channel; works before the run starts"),
+        flag("--once", "check once, for example from cron (default)"),
+        arg("--every SECONDS", "run as a daemon with this interval between checks (seconds)", float),
+        flag("--test-alert", "send a test alert to every channel; works before the run starts"),
     ),
-    flag("--quiet", "print nothing about runs that are well"),
-    arg("--again TIME", "before a lasting problem is reported again (default: 6h)", default="6h"),
-    string("--stuck TIME", "silence that counts as stuck (default: by the run's own pace)"),
+    flag("--quiet", "print nothing about healthy runs"),
+    arg("--again TIME", "interval between reports of a lasting problem (default: 6h)", default="6h"),
+    string(
+        "--stuck TIME",
+        "report a run as stuck after this time without a new record (default: derived from its speed)",
+    ),
     arg(
         "--ahead TIME",
-        "report this long before its end that a chain of jobs is too short (default: 24h)",
+        "report a chain of jobs that is too short this long before its end (default: 24h)",
         default="24h",
     ),
-    arg("--wait TIME", "without a running job, though some wait, that counts (default: 24h)", default="24h"),
-    arg("--state FOLDER", "what is remembered (default: ~/.local/state/moe-exp/watch)", Path),
+    arg(
+        "--wait TIME",
+        "report a run whose jobs are all queued after this time (default: 24h)",
+        default="24h",
+    ),
+    arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
     group(
-        "channels; passwords and addresses of webhooks are taken from files and variables alone",
-        arg("--mail-to ADDRESSES", "by e-mail, to these"),
-        arg("--mail-from ADDRESS", "sender (default: moe-exp@HOST)"),
-        arg("--smtp HOST:PORT", "server (default: localhost)"),
-        arg("--smtp-security", "default: starttls", choices=("starttls", "tls", "none"), default="starttls"),
-        arg("--smtp-user NAME", "for a login; the password is in SMTP_PASSWORD or in a file"),
-        arg("--smtp-password-file FILE", "its first line is the password"),
-        arg("--webhook-file FILE", "its first line is the address of a webhook (default: of WATCH_WEBHOOK)"),
-        arg("--alert-file FILE", "add messages to this file"),
+        "alert channels; passwords and webhook URLs are read only from files and environment variables",
+        arg("--mail-to ADDRESSES", "e-mail recipients"),
+        arg("--mail-from ADDRESS", "e-mail sender (default: moe-exp@HOST)"),
+        arg("--smtp HOST:PORT", "SMTP server (default: localhost)"),
+        arg(
+            "--smtp-security",
+            "encryption of the SMTP connection (default: starttls)",
+            choices=("starttls", "tls", "none"),
+            default="starttls",
+        ),
+        arg("--smtp-user NAME", "SMTP user name; set the password in $SMTP_PASSWORD or in a file"),
+        arg("--smtp-password-file FILE", "file whose first line is the SMTP password"),
+        arg("--webhook-file FILE", "file whose first line is the webhook URL (default: $WATCH_WEBHOOK)"),
+        arg("--alert-file FILE", "file to append alerts to"),
     ),
 )
 def run_watchdog(arguments: argparse.Namespace) -> int:
-    """Looks whether a job of each run is running or waiting, whether it moves, when it will end, when its
-    disk is full, and what has happened. Exit code 0: all is well, 1: problems, 2: the command cannot be
-    right.
+    """Checks for each run whether its jobs are running or queued, whether it makes progress, when it will
+    end, when its disk will be full, and its new events. Exit code 0: all runs are healthy; 1: problems;
+    2: invalid command.
     """
     from moe_exp.config import ConfigError
     from moe_exp.host.exit_codes import BAD_INPUT
@@ -186,14 +200,14 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
     return int(not all(look.is_well for look in checks))
 
 
-@command("watch stacks", "show where each rank of a run is, and which ranks differ")
+@command("watch stacks", "show the stack of each rank of a run and which ranks differ")
 @takes(
     arg("folder RUN|DIR", "run folder, or a folder in RUN/hang", Path),
-    flag("--full", "with the stacks of every group of ranks"),
+    flag("--full", "also print the stack of every group of ranks"),
 )
 def run_stacks(arguments: argparse.Namespace) -> None:
-    """Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder; the
-    run continues. Of a folder in RUN/hang, prints the summary of the stacks that are there.
+    """Requests the stacks of all ranks from the launchers of a run, on any node with access to the run
+    folder; the run continues. For a folder in RUN/hang, prints a summary of its stacks.
     """
     from moe_exp.watch.hangs.stacks import stacks_of
 
@@ -201,17 +215,17 @@ def run_stacks(arguments: argparse.Namespace) -> None:
     print(summary.whole if arguments.full else summary.short, f"all stacks: {folder}", sep="\n")
 
 
-@command("watch diff", "compare two checkpoints, or the dumps of two ranks or runs, name by name")
+@command("watch diff", "compare two checkpoints, or the dumps of two ranks or runs, tensor by tensor")
 @takes(
     arg(
         "a",
-        "a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)",
+        "checkpoint (iter_ folder, checkpoints folder or run folder) or dump (DUMP_ITERS)",
         Path,
     ),
-    arg("b", "the other one, which errors are relative to", Path),
-    flag("--weights-only", "of checkpoints: leave out the optimizer's state"),
-    arg("--top N", "tensors to show, the largest relative error first (default: 20)", default=20),
-    arg("--rtol X", "relative errors up to it do not count (default: 0)", default=0.0),
+    arg("b", "reference checkpoint or dump, to which errors are relative", Path),
+    flag("--weights-only", "skip the optimizer state of checkpoints"),
+    arg("--top N", "number of tensors to show, largest relative error first (default: 20)", default=20),
+    arg("--rtol X", "relative error up to which tensors count as equal (default: 0)", default=0.0),
     JSON,
 )
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -222,11 +236,11 @@ def run_diff(arguments: argparse.Namespace) -> int:
     check_top(arguments.top)
     for name, path in (("A", a), ("B", b)):
         if not path.exists():
-            raise ValueError(f"{name}={path}: is not there. Fix: name a checkpoint or a dump.")
+            raise ValueError(f"{name}={path}: not found. Fix: name a checkpoint or a dump.")
         if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
-            fix = f"name one of them, as {dumps[-1].parent}"
-            raise ValueError(f"{name}={path}: holds the dumps of several iterations. Fix: {fix}.")
-    # dumps of one iteration, of a rank or of all
+            fix = f"name one of them, such as {dumps[-1].parent}"
+            raise ValueError(f"{name}={path}: contains dumps of several iterations. Fix: {fix}.")
+    # the dump of one rank, or of all ranks after one iteration
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
         from moe_exp.training.recordings import compare_dumps
 
@@ -237,24 +251,32 @@ def run_diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         return int(not is_within)
     if not found.tensors:
-        print("NOTHING TO COMPARE: they have no tensor in common")
+        print("NOTHING TO COMPARE: no common tensors")
     elif is_within:
         how = f"up to relative errors of {arguments.rtol:g}" if worst else "in every value of every tensor"
         print(f"THE SAME, {how}")
     else:
-        what = f"most in {worst[0].name}, by {worst[0].relative:.3g}" if worst else "in what they hold"
+        what = f"most in {worst[0].name}, by {worst[0].relative:.3g}" if worst else "in their sets of tensors"
         print(f"DIFFERENT: {what}")
     return int(not is_within or not found.tensors)
 
 
-@command("watch storage", "recommend a save interval, and estimate the disk that a run needs")
+@command("watch storage", "recommend a save interval and estimate the disk space that a run requires")
 @takes(
-    arg("run_folder RUN", "a run folder, or a settings file: YAML, or lines NAME=value", Path),
-    arg("--mtbf HOURS", "mean time between failures of one node (default: by the run's events)", float),
-    arg("--nodes N", "that fail independently (default: NNODES of the run)", int),
-    arg("--save-seconds S", "of one save (default: as measured)", float),
-    arg("--iteration-seconds S", "of one iteration (default: as measured)", float),
-    arg("--restart-seconds S", "from a failure to the next iteration (default: as measured)", float),
+    arg("run_folder RUN", "run folder, or a settings file (YAML or NAME=value lines)", Path),
+    arg(
+        "--mtbf HOURS",
+        "mean time between failures of one node (hours; default: from the run's events)",
+        float,
+    ),
+    arg("--nodes N", "number of nodes that fail independently (default: NNODES of the run)", int),
+    arg("--save-seconds S", "time of one save (seconds; default: as measured)", float),
+    arg("--iteration-seconds S", "time of one iteration (seconds; default: as measured)", float),
+    arg(
+        "--restart-seconds S",
+        "time from a failure to the next iteration (seconds; default: as measured)",
+        float,
+    ),
     JSON,
 )
 def run_storage(arguments: argparse.Namespace) -> int:
@@ -270,7 +292,7 @@ def run_storage(arguments: argparse.Namespace) -> int:
     measured = replace(found.measured, **given)
     advice = save_advice(found.config.save_interval, measured, num_nodes=num_nodes, **failures)
     place = arguments.run_folder
-    # of settings alone: where the run would be
+    # a settings file: measure where the run folder would be
     place = place if place.is_dir() else existing_place(RunFolder.of(found.config).path)
     free_bytes = shutil.disk_usage(place).free
     if arguments.json:

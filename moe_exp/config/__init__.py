@@ -1,4 +1,4 @@
-"""All settings of a run, and the constraints between them. No torch."""
+"""Settings of a run and the rules between them. No torch."""
 
 from moe_exp.config.errors import ConfigError, problem, setting_error
 from moe_exp.config.loading import add_arguments, load_config, module_arguments, to_yaml

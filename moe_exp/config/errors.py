@@ -1,4 +1,4 @@
-"""Errors of settings, each a line of name, value, rule and fix, and numbers that a fix suggests. No torch."""
+"""Errors about settings, and numbers that a fix suggests. No torch."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from moe_exp.host.exit_codes import BAD_INPUT
 
 
 class ConfigError(ValueError):
-    """Invalid settings, each a line of field, value, rule and fix; `exit_code` is that of the failing job."""
+    """Invalid settings: a line of field, value, rule and fix for each. `exit_code` ends the job."""
 
     exit_code = BAD_INPUT
 
@@ -17,33 +17,33 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # so that it is the same on other ranks
+    def __reduce__(self) -> tuple[Any, ...]:  # pickled to other ranks
         return type(self), (self.problems,)
 
 
 def problem(name: str, value: object, rule: str, fix: str) -> str:
-    """Formats a problem with a setting: name, value, rule, fix."""
+    """Formats the error line for a setting: name, value, rule and fix."""
     return f"{name.upper()}={shown(value)}: {rule}. Fix: {fix}."
 
 
 def setting_error(name: str, value: object, rule: str, fix: str) -> ValueError:
-    """The error for a setting or an argument, as `problem` words it."""
+    """Returns the ValueError for a setting or argument, in the form of `problem`."""
     return ValueError(problem(name, value, rule, fix))
 
 
 def choices(values: list[int]) -> str:
-    """'4', or 'one of 2, 4, 8'."""
+    """Formats allowed values: '4', or 'one of 2, 4, 8'."""
     return str(values[0]) if len(values) == 1 else "one of " + ", ".join(map(str, values))
 
 
 def divisors(number: int, near: int) -> list[int]:
-    """The divisors of a number, at most the eight around `near`."""
+    """Returns the divisors of a number, at most the eight nearest to `near`."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     found = sorted({*small, *(number // d for d in small)})
     return sorted(sorted(found, key=lambda d: abs(d - near))[:8])
 
 
 def multiples(step: int, near: int) -> str:
-    """'24 or 32': the multiples of `step` around `near`."""
+    """Formats the multiples of `step` around `near`: '24 or 32'."""
     below = near // step * step
     return " or ".join(str(x) for x in (below, below + step) if x > 0)

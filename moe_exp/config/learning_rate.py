@@ -1,9 +1,9 @@
-"""The learning rate at every point of a run, and settings whose schedule does not fit the run. No torch.
+"""Learning rate at every point of a run, and checks that a schedule fits the run. No torch.
 
-Every LR_DECAY_STYLE is a warm-up and a list of pieces (`config.pieces`). The formulas are here only: training
-(`engine.optimizer_setup.LearningRateScheduler`) and commands that only plan call `learning_rate`. It counts
-samples, not iterations, so that a batch ramp-up does not bend the curve. For the styles that Megatron's
-OptimizerParamScheduler has, it is the same function.
+Every LR_DECAY_STYLE is a warm-up followed by a list of pieces (`config.pieces`). Training
+(`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`. It counts
+samples instead of iterations, so that a batch ramp-up does not distort the curve. It equals Megatron's
+OptimizerParamScheduler for the styles that both support.
 """
 
 import math
@@ -15,18 +15,18 @@ from moe_exp.config.parsers import is_composed, scaled_points
 from moe_exp.config.sections.learning import Piece
 from moe_exp.config.settings import Config
 
-# Of the run, at which a dry run prints the learning rate.
+# Points of the run at which a dry run prints the learning rate.
 _SHOWN_PERCENT = (0, 25, 50, 75, 100)
-# DECAY_ITERS may end in this range, as a share of the run, without a warning.
+# Range of DECAY_ITERS, as a fraction of the run, without a warning.
 _EARLIEST_END, _LATEST_END = 0.9, 1.1
 
 
 class Start(NamedTuple):
-    """Where training starts, of a resumed run at its checkpoint: iterations and samples so far."""
+    """Progress at which training starts, after a resume that of the checkpoint."""
 
     iteration: int = 0
     consumed_samples: int = 0
-    skipped_samples: int = 0  # of iterations without a step, which the schedule does not count
+    skipped_samples: int = 0  # in iterations without an optimizer step, which the schedule does not count
 
     @property
     def scheduled_samples(self) -> int:
@@ -40,15 +40,16 @@ BEGIN = Start()
 def learning_rate(
     config: Config, consumed_samples: int, *, max_lr: float | None = None, min_lr: float | None = None
 ) -> float:
-    """The learning rate after `consumed_samples`, as `metrics.jsonl` has it after that iteration.
+    """Learning rate of the next iteration after `consumed_samples`.
 
-    A linear warm-up from 0, then the pieces of the schedule. Where one ends, the next has begun: with WSD-S,
-    the iteration after a decay trains at LR. After the last it is MIN_LR, or stays if it was constant.
+    A linear warm-up from 0, then the pieces of the schedule. At the end of a piece, the next piece applies:
+    with WSD-S, the iteration after a decay trains at LR. After the last piece, the rate is MIN_LR, or stays
+    constant.
 
     Args:
-        config: the settings; they have no `problems`.
-        consumed_samples: since the start of the run; with the next iteration's rate as the result.
-        max_lr, min_lr: LR and MIN_LR of a group of parameters, by default of all.
+        config: settings without `problems`.
+        consumed_samples: samples since the start of the run.
+        max_lr, min_lr: LR and MIN_LR of a parameter group (default: those of the run).
     """
     bounds = (config.lr if max_lr is None else max_lr, config.min_lr if min_lr is None else min_lr)
     pieces, warmup = config.pieces, config.warmup_iters * config.gbsz
@@ -69,7 +70,7 @@ def _target(piece: Piece, bounds: tuple[float, float]) -> float:
 
 
 def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tuple[float, float]) -> float:
-    """The rate inside a piece, or at its end; `before` is the rate at which the one before has ended."""
+    """Rate within a piece or at its end; `before` is the final rate of the previous piece."""
     target = _target(piece, bounds)
     if piece.style == "constant":
         return before if piece.target is None else target
@@ -86,13 +87,13 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
-    """Samples that the schedule counts up to `iteration`, in batches of these settings from `start` on."""
+    """Samples that the schedule counts up to `iteration`, with these batch sizes from `start`."""
     iterations = iteration - start.iteration
     return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
 
 def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
-    """One line with the learning rate at `start` and later quarters of the run, and where pieces end."""
+    """Returns a line with the learning rate at `start` and later quarters of the run, and ends of pieces."""
     shown = {config.train_iters * percent // 100: f" ({percent}%)" for percent in _SHOWN_PERCENT}
     if start.iteration:
         later = {iteration: text for iteration, text in shown.items() if iteration > start.iteration}
@@ -102,22 +103,22 @@ def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
         rate = learning_rate(config, samples_after(config, iteration, start))
         points.append(f"{rate:.3g} at {iteration}{text}")
     style = config.lr_decay_style
-    if len(pieces := config.pieces) > 1:  # those that end later: `constant until 800`, in full batches
+    if len(pieces := config.pieces) > 1:  # remaining pieces: `constant until 800`, in full batches
         left = [(piece.style, piece.end - start.scheduled_samples) for piece in pieces]
         ends = [f"{name} until {start.iteration + num // config.gbsz}" for name, num in left if num > 0]
         style += f"; {', '.join(ends) or 'at its end'}"
     return f"learning rate after iteration ({style}): {', '.join(points)}"
 
 
-# Of the range from MIN_LR to LR, by which GBSZ may move the learning rate at a resume: iterations are whole.
+# Allowed jump of the learning rate at a resume, relative to LR - MIN_LR, as iterations are rounded.
 _LARGEST_JUMP = 0.03
 
 
 def schedule_change(config: Config, old: Config, start: Start) -> str | None:
-    """Why a run does not resume at `start` with another GBSZ than that of `old`, in one line; else None.
+    """Returns an error line if a run cannot resume at `start` with a GBSZ other than in `old`, else None.
 
-    WARMUP_ITERS, DECAY_ITERS and so on count batches of GBSZ, so that another GBSZ alone stretches the whole
-    schedule: the learning rate would jump, and not get to its end.
+    WARMUP_ITERS, DECAY_ITERS and similar settings count batches of GBSZ. Changing only GBSZ therefore scales
+    the schedule: the learning rate would jump, and not reach its final value.
     """
     if config.gbsz == old.gbsz or not start.consumed_samples:
         return None
@@ -129,20 +130,20 @@ def schedule_change(config: Config, old: Config, start: Start) -> str | None:
     allowed = _LARGEST_JUMP * (config.lr - config.min_lr) + 1e-9 * config.lr
     if abs(now - before) <= allowed and reached <= last + allowed:
         return None
-    rule = f"with GBSZ={old.gbsz} until iteration {start.iteration} the learning rate, which follows samples,"
-    rule += f" would jump from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
+    rule = f"after GBSZ={old.gbsz} until iteration {start.iteration}, the learning rate would jump"
+    rule += f" from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
     values = _rescaled(config, old, start)
     setting = " ".join(f"{name.upper()}={value}" for name, value in values.items())
-    fix = f"set {setting}, the same schedule in batches of {config.gbsz}, or GBSZ={old.gbsz}"
+    fix = f"set {setting} (the same schedule in batches of {config.gbsz}), or GBSZ={old.gbsz}"
     return config.problem("gbsz", rule, fix)
 
 
 def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]:
-    """Settings with which the schedule of `old` continues in batches of the new GBSZ."""
+    """Settings that continue the schedule of `old` in batches of the new GBSZ."""
     factor = old.gbsz / config.gbsz
     left = samples_after(old, old.train_iters, start) - start.scheduled_samples
     values: dict[str, int | str] = {}
-    if left > 0:  # else TRAIN_ITERS is for what follows the old schedule
+    if left > 0:  # else TRAIN_ITERS extends the run beyond the old schedule
         values["train_iters"] = start.iteration + -(-left // config.gbsz)
     values["warmup_iters"] = round(old.warmup_iters * factor)
     values["decay_iters"] = round(old.decay_end * factor)
@@ -155,11 +156,11 @@ def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]
 
 
 def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
-    """A line if the run ends inside the warm-up, or long before or after DECAY_ITERS."""
+    """Yields a warning if the run ends during the warm-up, or long before or after DECAY_ITERS."""
     num_samples = samples_after(c, c.train_iters, start)
     reached = learning_rate(c, num_samples)
     if c.warmup_iters >= c.train_iters:
-        rule = f"the run ends at TRAIN_ITERS={c.train_iters}, still warming up"
+        rule = f"the run ends at TRAIN_ITERS={c.train_iters} during the warm-up"
         fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of it, or raise TRAIN_ITERS"
         yield c.problem("warmup_iters", f"{rule}, at {reached:.3g} of LR={c.lr:g}", fix)
     if not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr:
@@ -177,5 +178,5 @@ def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
         return
     fix = "set DECAY_ITERS=0, which follows TRAIN_ITERS"
     if c.rampup is not None or start.iteration:
-        fix = f"set DECAY_ITERS={round(run)}, what the run is in batches of GBSZ"
+        fix = f"set DECAY_ITERS={round(run)}, the length of the run in batches of GBSZ"
     yield c.problem("decay_iters", rule, fix)

@@ -1,9 +1,9 @@
-"""Whether a checkpoint fits the model of a run: settings that cannot change on resume. No torch.
+"""Checks that a checkpoint fits a run: settings that must not change on resume. No torch.
 
-Everything not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch
-size, `moe` and `dmoe` with their capacity or rounding, kernels, determinism, dispatcher, dtype, distributed
-optimizer, learning rate, losses, dropout. Settings that affect the order of samples are compared by
-`moe_exp.training.samples`. The optimizer may store the same moments differently (Adam in any precision).
+All other settings may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size,
+`moe` and `dmoe` with their capacity or rounding, kernels, determinism, dispatcher, dtype, distributed
+optimizer, learning rate, losses, dropout. `moe_exp.training.samples` compares settings that affect the order
+of samples. The optimizer may store the same moments differently (Adam in any precision).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from moe_exp.config.settings import Config
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, object]
-OTHER_OPTIMIZER_FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to continue with moments of zero"
+OTHER_OPTIMIZER_FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to continue with moments reset to zero"
 _HINTS = {
-    "router_bias_update_rate": "set it over 0 (1e-12 keeps the bias as it is) or ROUTER_BIAS_RULE=quantile",
-    "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as they were",
+    "router_bias_update_rate": "set it above 0 (1e-12 keeps the bias) or ROUTER_BIAS_RULE=quantile",
+    "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as before",
 }
 
 
@@ -34,21 +34,21 @@ def refuse_other_model(
     config: Config, saved: Mapping[str, Any], checkpoint: str,
     *, with_optimizer: bool = True, instead: str = "",
 ) -> None:  # fmt: skip
-    """Checks that `config` has the model and optimizer of `saved`, the settings that wrote the checkpoint.
+    """Checks that `config` has the model and optimizer of `saved`, the settings of the checkpoint's run.
 
-    Differences allowed by ALLOW_OTHER_MODEL and ALLOW_OTHER_OPTIMIZER are logged as warnings.
+    Logs differences allowed by ALLOW_OTHER_MODEL and ALLOW_OTHER_OPTIMIZER as warnings.
 
     Args:
-        checkpoint: its name in messages.
-        with_optimizer: it has the optimizer's moments.
-        instead: how to begin without the checkpoint, for the fix of a dense against an MoE model.
+        checkpoint: name of the checkpoint in messages.
+        with_optimizer: whether the checkpoint contains the optimizer's moments.
+        instead: how to start without the checkpoint, for the fix if one model is dense and the other MoE.
 
     Raises:
-        ConfigError: with a line for every setting that differs.
+        ConfigError: if settings differ; one line for each.
     """
     always, by_flag = model_changes(config, saved, checkpoint)
     lines = [c.problem(checkpoint, instead if c.name == "use_moe" else "") for c in always]
-    flag = ", or ALLOW_OTHER_MODEL=true to continue with another function"
+    flag = ", or ALLOW_OTHER_MODEL=true to continue with a different computation"
     other = optimizer_change(config, saved, checkpoint) if with_optimizer else None
     for change in by_flag:
         if config.allow_other_model:
@@ -56,7 +56,7 @@ def refuse_other_model(
         else:
             lines.append(change.problem(checkpoint, flag))
     if other and config.allow_other_optimizer:
-        rule = "ALLOW_OTHER_OPTIMIZER=true: continuing with moments of zero"
+        rule = "ALLOW_OTHER_OPTIMIZER=true: continuing with moments reset to zero"
         logger.warning("%s; %s", other.text(checkpoint), rule)
     elif other:
         lines.append(other.problem(checkpoint, OTHER_OPTIMIZER_FLAG))
@@ -67,13 +67,13 @@ def refuse_other_model(
 def model_changes(
     config: Config, saved: Mapping[str, Any], checkpoint: str
 ) -> tuple[list[Change], list[Change]]:
-    """Settings that change the tensors, and those that change what the model computes with them; ConfigError
-    if `saved` is not valid in this version.
+    """Returns changes that affect the shapes of tensors, and those that only affect the computation;
+    ConfigError if `saved` is not valid in this version.
     """
     before = as_config(saved, checkpoint)
     shapes = list(_changes(shape_facts(config), shape_facts(before)))
     functions = list(_changes(function_facts(config), function_facts(before)))
-    if any(change.name == "gated" for change in shapes):  # said by the activation
+    if any(change.name == "gated" for change in shapes):  # report it as a change of the activation
         moved = [change for change in functions if change.name == "activation"]
         shapes = [change for change in shapes if change.name != "gated"] + moved
         functions = [change for change in functions if change.name != "activation"]
@@ -81,8 +81,8 @@ def model_changes(
 
 
 def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) -> Change | None:
-    """The setting by which this run's optimizer cannot use the checkpoint's moments, if any; ConfigError if
-    `saved` is not valid in this version. adam and adam8bit keep the same two, in any precision.
+    """Returns the change that makes the checkpoint's moments unusable, or None; ConfigError if `saved` is not
+    valid in this version. adam and adam8bit share the same two moments, in any precision.
     """
     before = as_config(saved, checkpoint)
     if OPTIMIZERS[config.optimizer].moments != OPTIMIZERS[before.optimizer].moments:
@@ -94,7 +94,7 @@ def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting whose value differs from before."""
+    """A setting that differs from the checkpoint's."""
 
     name: str
     value: object
@@ -118,13 +118,13 @@ def _values(config: Config, *names: str) -> Facts:
 
 
 def shape_facts(config: Config) -> Facts:
-    """Settings that determine the model's tensors, by name: their values, or what follows from several."""
+    """Values that determine the shapes of the model's tensors, by setting."""
     facts = _values(config, "hidden_size", "num_layers", "num_heads", "num_query_groups")
     facts["head_dim"] = config.kv_channels
     facts |= _values(
         config, "use_moe", "normalization", "add_bias_linear", "qkv_bias", "qk_norm", "qk_norm_scope",
         "tie_embeddings", "vocab_size", "multi_latent_attention",
-        "gated",  # what shapes depend on of the activation
+        "gated",  # the only part of the activation that affects shapes
     )  # fmt: skip
     if config.multi_latent_attention:
         sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -152,14 +152,14 @@ def function_facts(config: Config) -> Facts:
         names = ("topk", "router_score", "router_pre_softmax", "router_normalize", "router_scaling_factor")
         others = ("router_top_p", "num_router_groups", "router_group_topk", "force_routing")
         facts |= _values(config, *names, *others)
-        # Sinkhorn changes routing, the others are losses.
+        # Sinkhorn changes the routing; the other values are only losses.
         is_sinkhorn = config.aux_loss_type == "sinkhorn"
         facts["aux_loss_type"] = "sinkhorn" if is_sinkhorn else "one of the losses, or none"
     return facts
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Changes of settings that both have: a dense model, for example, has no number of experts."""
+    """Yields changes of settings that both have; a dense model, for example, has no number of experts."""
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:
@@ -167,10 +167,10 @@ def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
 
 
 def as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
-    """Settings of another version: missing ones become defaults, removed ones are left out."""
+    """Converts settings of another version: missing settings get defaults, removed ones are dropped."""
     try:
         return Config(**known_settings(saved))
     except ValidationError as error:
-        first, fix = error.errors()[0], "continue with the version that wrote it"
-        rule = f"{checkpoint} has a value that this version does not know"
+        first, fix = error.errors()[0], "use the version that wrote it"
+        rule = f"value in {checkpoint} is not supported by this version"
         raise ConfigError([problem(str(first["loc"][0]), first["input"], rule, fix)]) from None

@@ -1,15 +1,15 @@
-"""Initial weights, learning rate and weight decay of parameters by name: LR_GROUPS, muP and so on. No torch.
+"""Initial weights, learning rate and weight decay of parameters by name (LR_GROUPS, muP). No torch.
 
     LR_GROUPS='*.router.*:lr=0.5,wd=0;*word_embeddings*:lr=2'
 
-A line is a shell pattern and what it multiplies: LR and MIN_LR by `lr`, WEIGHT_DECAY by `wd`. Names are those
-of checkpoints, as `moe-exp ckpt info --tensors` lists them, which are the same in every layout; the number of
-the layer may be left out. The experts of a layer are one parameter. Of the lines that match a parameter and
-have an `lr`, the first counts, and likewise for `wd`. The two other settings are lines after those of
-LR_GROUPS. Norms and biases never decay. The factors of PARAMETRIZATION=mup multiply on top.
+A rule is a shell pattern with factors on LR and MIN_LR (`lr`) and on WEIGHT_DECAY (`wd`). Patterns match the
+names in checkpoints (`moe-exp ckpt info --tensors`), which do not depend on the layout; the layer number may
+be omitted. The experts of a layer are one parameter. The first matching rule with an `lr` applies, likewise
+for `wd`. ROUTER_LR_MULT and EXPERT_LR_MULT are rules after those of LR_GROUPS. Norms and biases never decay.
+The factors of PARAMETRIZATION=mup are multiplied on top.
 
 Maximal update parametrization (muP) for MoE models: sizes are relative to a base model, for which every
-factor is 1, so that PARAMETRIZATION=mup with the base's own sizes is PARAMETRIZATION=standard. With
+factor is 1, so that PARAMETRIZATION=mup with the base's sizes equals PARAMETRIZATION=standard. With
 n = HIDDEN_SIZE, m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base's:
 
                                    initial std        learning rate    weight decay
@@ -20,10 +20,10 @@ n = HIDDEN_SIZE, m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base'
     router                         n^(-1/2)           n^-1             n
     output layer                   n^-1               n^-1             n
 
-Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW: an update of a matrix adds up over its inputs, so
-its learning rate falls with their number. Factors of the forward pass are folded into weights and rates,
-which for Adam is the same function (ibid., lemma J.1), so checkpoints and conversions need nothing new. The
-weight decay rises so that its product with the learning rate, by which weights shrink, stays.
+Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW: the updates of a matrix add up over its inputs, so
+its learning rate is divided by their number. Factors of the forward pass are folded into weights and rates,
+which is equivalent for Adam (ibid., lemma J.1), so checkpoints and conversions do not change. Weight decay
+increases so that its product with the learning rate, by which weights shrink, stays constant.
 """
 
 import math
@@ -45,12 +45,12 @@ class Multiples(NamedTuple):
 
 
 def are_alike(config: Config) -> bool:
-    """Whether all have one learning rate and, but for norms and biases, one weight decay."""
+    """Whether all parameters have one learning rate and, except norms and biases, one weight decay."""
     return not config.parameter_rules and config.parametrization == "standard"
 
 
 def multiples_of(config: Config, name: str) -> Multiples:
-    """The multiples of the parameter with this name in checkpoints; it decays unless it is a norm or bias."""
+    """Factors for the parameter with this name in checkpoints. Norms and biases do not decay."""
     deciding = zip(("lr", "wd"), deciding_rules(config.parameter_rules, name), strict=True)
     lr, wd = (1.0 if rule is None else float(getattr(rule, key)) for key, rule in deciding)
     if is_norm_or_bias(name):
@@ -60,8 +60,8 @@ def multiples_of(config: Config, name: str) -> Multiples:
 
 
 def group_lines(config: Config) -> list[str]:
-    """A line per group: its patterns, number of parameters, learning rates and weight decay; none if all
-    parameters are treated alike.
+    """Returns a line per group: patterns, number of parameters, learning rates and weight decay; [] if there
+    is only one group.
     """
     rules, sizes = config.parameter_rules, parameter_sizes(config)
     groups: dict[tuple[tuple[Rule | None, ...], str], list[str]] = {}
@@ -102,7 +102,7 @@ KINDS = ("embedding", "output", "router", "expert_down", "hidden")
 
 
 def kind_of(name: str) -> str:
-    """The row of the table for a matrix, by its name in the model or in checkpoints."""
+    """Returns a matrix's row in the table above, by its name in the model or in checkpoints."""
     if ".word_embeddings." in name:
         return "embedding"
     if "output_layer." in name:
@@ -115,7 +115,7 @@ def kind_of(name: str) -> str:
 
 
 def factors(config: Config, kind: str) -> Factors:
-    """The factors on the parameters of a kind."""
+    """Returns the muP factors for parameters of a kind."""
     if config.parametrization == "standard" or kind == "embedding":
         return Factors()
     width = config.hidden_size / config.mup_base_hidden_size

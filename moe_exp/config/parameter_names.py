@@ -1,7 +1,4 @@
-"""The parameters of a model by their names in checkpoints: their sizes, and the lines of LR_GROUPS on them.
-
-`Rule.matches` says which names a line is about. What the lines multiply is in parameter_groups.py. No torch.
-"""
+"""Parameters of a model by their names in checkpoints: sizes, and matching rules of LR_GROUPS. No torch."""
 
 import difflib
 import re
@@ -12,7 +9,7 @@ from moe_exp.config.sections.moe import ExpertSettings
 
 
 def deciding_rules(rules: Sequence[Rule], name: str) -> tuple[Rule | None, Rule | None]:
-    """The lines with the `lr` and the `wd` of the parameter with this name in checkpoints, if any."""
+    """Returns the rules that set `lr` and `wd` of the parameter with this name in checkpoints, if any."""
     found = [rule for rule in rules if rule.matches(name)]
     return (
         next((rule for rule in found if rule.lr is not None), None),
@@ -21,13 +18,13 @@ def deciding_rules(rules: Sequence[Rule], name: str) -> tuple[Rule | None, Rule 
 
 
 def is_norm_or_bias(name: str) -> bool:
-    """Matches names such as `...pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`, `...bias1`."""
+    """Whether a name is like `...pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`, `...bias1`."""
     *_, module, last = ("", *name.split("."))
     return "norm" in last or "norm" in module or last.rstrip("12").endswith("bias")
 
 
 def useless_rules(rules: Sequence[Rule], names: Sequence[str]) -> Iterator[tuple[Rule, str, str]]:
-    """Lines without an effect on any of the parameters `names`, with the rule that each breaks and a fix."""
+    """Yields rules without effect on any of the parameters `names`, each with an error and a fix."""
     deciding = {name: deciding_rules(rules, name) for name in names}
     by_lr = {id(of_lr) for of_lr, _ in deciding.values()}
     by_wd = {id(of_wd) for name, (_, of_wd) in deciding.items() if not is_norm_or_bias(name)}
@@ -35,25 +32,24 @@ def useless_rules(rules: Sequence[Rule], names: Sequence[str]) -> Iterator[tuple
         is_pattern = rule.setting == "lr_groups"
         if not (matching := [name for name in names if rule.matches(name)]):
             if is_pattern:
-                fix = f"write it as in {', '.join(close_names(rule.pattern, names))}"
+                fix = f"use names such as {', '.join(close_names(rule.pattern, names))}"
                 yield rule, "matches no parameter of this model", fix
             continue
         where = "an earlier pattern" if is_pattern else "LR_GROUPS"
-        fix = "put this pattern before it" if is_pattern else "leave out one of the two"
-        others_have = where + " has the {} of every parameter that it is for"
+        fix = "put this pattern before it" if is_pattern else "omit one of them"
+        others_have = where + " already sets the {} of every matching parameter"
         if rule.lr is not None and id(rule) not in by_lr:
             yield rule, others_have.format("lr"), fix
         if rule.wd is None or id(rule) in by_wd:
             continue
         if all(map(is_norm_or_bias, matching)):
-            only = "has a wd, but matches norms and biases only, which never decay"
-            yield rule, only, "leave out the wd"
+            yield rule, "has a wd, but only matches norms and biases, which never decay", "omit the wd"
         else:
             yield rule, others_have.format("wd"), fix
 
 
 def close_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """The three names, without numbers of layers, whose words are most like those of a pattern."""
+    """Returns the three names, without layer numbers, most similar to a pattern."""
     words = re.findall(r"\w+", pattern.lower()) or [""]
     likeness = {
         name: sum(
@@ -66,8 +62,8 @@ def close_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def parameter_sizes(c: ExpertSettings) -> dict[str, int]:
-    """The parameters of the whole model by their names in checkpoints, and how many values each has. `c`
-    has no `problems`.
+    """Returns the number of values of each parameter of the model, by its name in checkpoints. `c` must have
+    no `problems`.
     """
     hidden = c.hidden_size
     table = c.padded_vocab_size * hidden

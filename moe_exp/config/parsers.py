@@ -1,14 +1,14 @@
-"""Settings whose text has a syntax of its own: LR_DECAY_STYLE, WSD_DECAY_ENDS, LR_GROUPS and DATA_STAGES.
+"""Parsers of settings with their own syntax: LR_DECAY_STYLE, WSD_DECAY_ENDS, LR_GROUPS and DATA_STAGES.
 
-Each `read_*` validates a setting: it returns the text to keep, or raises a ValueError with the rule that it
-breaks. A composed LR_DECAY_STYLE is a list of pieces, STYLE:UNTIL or STYLE:UNTIL:RATE with commas:
+Each `read_*` validates a setting: it returns the normalized text or raises ValueError with the broken rule.
+A composed LR_DECAY_STYLE is a comma-separated list of pieces, STYLE:UNTIL or STYLE:UNTIL:RATE:
 
     constant:80%,linear                                 WSD with a final decay over a fifth of the run
-    constant:10000,cosine:14000:10%,constant            down to a tenth of LR, and there to the end
+    constant:10000,cosine:14000:10%,constant            decay to a tenth of LR, then constant to the end
 
-UNTIL is an iteration, or a share of the last one (DECAY_ITERS, or TRAIN_ITERS), and may be left out of the
-last piece. RATE is the learning rate at its end, as a share of LR; without it, decays end at MIN_LR, and
-`constant` stays at the rate before it. LR_GROUPS: see parameter_groups.py, DATA_STAGES: sections/data.py.
+UNTIL is an iteration, or a fraction of the last one (DECAY_ITERS, or TRAIN_ITERS); the last piece may omit
+it. RATE is the learning rate at its end, as a fraction of LR; without it, decays end at MIN_LR and `constant`
+keeps the previous rate. LR_GROUPS: see parameter_groups.py; DATA_STAGES: sections/data.py.
 """
 
 import json
@@ -24,7 +24,7 @@ import yaml
 from moe_exp.config.choices import PIECES
 from moe_exp.host.files import expanded, regular, shallow
 
-_SYNTAX = "must be one of the names, or STYLE:UNTIL pieces with commas, such as constant:80%,linear"
+_SYNTAX = "must be a named style, or comma-separated STYLE:UNTIL pieces such as constant:80%,linear"
 _POINT = r"[1-9][0-9]{0,8}|[0-9]{1,3}(?:\.[0-9]{1,6})?%"
 _PIECE = re.compile(rf"([a-z_-]+)(?::({_POINT})(?::([0-9]{{1,3}}(?:\.[0-9]{{1,6}})?)%)?)?")
 
@@ -35,80 +35,80 @@ def is_composed(style: str) -> bool:
 
 
 def iteration_of(point: str, last: int) -> int:
-    """The iteration that `1200` or `75%` stands for; a share is one of `last`. Empty: the last."""
+    """Returns the iteration given as `1200`, `75%` (of `last`) or '' (`last`)."""
     if not point:
         return last
     return round(last * float(point[:-1]) / 100) if point.endswith("%") else int(point)
 
 
 def scaled_points(text: str, factor: float) -> str:
-    """WSD_DECAY_ENDS or LR_DECAY_STYLE, with all iterations times `factor`; shares stay."""
+    """Returns WSD_DECAY_ENDS or LR_DECAY_STYLE with all iterations multiplied by `factor`."""
     multiplied = lambda found: str(max(1, round(int(found[0]) * factor)))  # noqa: E731
     return re.sub(r"(?<=[,:])[0-9]+(?=[,:]|$)", multiplied, f",{text}")[1:]
 
 
 def read_composed(value: str) -> str | None:
-    """A composed LR_DECAY_STYLE without its spaces; None if it is a single name."""
+    """Returns a composed LR_DECAY_STYLE without spaces, or None for a single name."""
     text = "".join(value.split())
     if not is_composed(text):
         return None
     pieces = composed(text)
     if any(not until for _, until, _ in pieces[:-1]):
-        raise ValueError("only the last piece may do without the iteration at which it ends")
+        raise ValueError("only the last piece may omit the iteration at which it ends")
     _check_shares([until for _, until, _ in pieces])
     if any(target is not None and target > 1 for _, _, target in pieces):
-        raise ValueError("a piece may end at most at 100% of LR")
+        raise ValueError("a piece must not end above 100% of LR")
     return text
 
 
 def read_points(value: object) -> str:
-    """WSD_DECAY_ENDS without its spaces."""
+    """Returns WSD_DECAY_ENDS without spaces."""
     text = "".join(str(value).split())
     points = text.split(",") if text else []
     if not all(re.fullmatch(_POINT, point) for point in points):
-        raise ValueError("must be iterations, or shares such as 25%, with commas")
+        raise ValueError("must be comma-separated iterations or fractions such as 25%")
     _check_shares(points)
     return text
 
 
 def _check_shares(points: list[str]) -> None:
     if any(point.endswith("%") and not 0 < float(point[:-1]) <= 100 for point in points):
-        raise ValueError("has a share that is not over 0% and up to 100%")
+        raise ValueError("fractions must be above 0% and at most 100%")
 
 
-@cache  # asked at every step
+@cache  # called at every step
 def composed(text: str) -> tuple[tuple[str, str, float | None], ...]:
-    """Style, end as it is written, and target of each piece; ValueError if that is not what `text` is."""
+    """Returns style, end (as written) and target of each piece; ValueError for invalid text."""
     pieces = []
     for part in text.split(","):
         match = _PIECE.fullmatch(part)
         if not match:
             raise ValueError(_SYNTAX)
         if match[1] not in PIECES:
-            raise ValueError(f"{match[1]} is no piece: these are {', '.join(PIECES)}")
+            raise ValueError(f"{match[1]} is not a piece, must be one of {', '.join(PIECES)}")
         pieces.append((match[1], match[2] or "", float(match[3]) / 100 if match[3] else None))
     return tuple(pieces)
 
 
-_GROUPS = "must be PATTERN:lr=NUMBER,wd=NUMBER with semicolons between, such as '*.router.*:lr=0.5,wd=0'"
+_GROUPS = "must be PATTERN:lr=NUMBER,wd=NUMBER, separated by semicolons, such as '*.router.*:lr=0.5,wd=0'"
 
 
 class Rule(NamedTuple):
-    """A line: multiples for the parameters whose name matches a pattern; None: it does not set this one."""
+    """Factors for the parameters whose names match a pattern; None: not set by this rule."""
 
-    setting: str  # that it is from
+    setting: str  # source of the rule
     pattern: str
     lr: float | None = None
     wd: float | None = None
 
     def matches(self, name: str) -> bool:
-        """Whether it is about the parameter with this name in checkpoints."""
+        """Whether the rule applies to the parameter with this name in checkpoints."""
         without_layer = re.sub(r"^decoder\.layers\.\d+\.", "decoder.layers.", name)
         return fnmatchcase(name, self.pattern) or fnmatchcase(without_layer, self.pattern)
 
 
 def read_groups(value: object) -> str:
-    """LR_GROUPS without the spaces that mean nothing."""
+    """Returns LR_GROUPS without redundant spaces."""
     lines = [" ".join(line.split()) for line in str(value).split(";")]
     text = ";".join(re.sub(r" ?([:=,]) ?", r"\1", line) for line in lines if line)
     if text:
@@ -148,7 +148,7 @@ _KEYS = (*_BEGINS, "train_data", "seq_len")
 
 
 def read_stages(value: object) -> str:
-    """DATA_STAGES as JSON, from a YAML file, or from YAML in the setting itself."""
+    """Returns DATA_STAGES as JSON, from a YAML file or YAML text."""
     text = str(value).strip()
     if not text:
         return ""
@@ -169,16 +169,16 @@ def read_stages(value: object) -> str:
 
 def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
     if unknown := [name for name in stage if name not in _KEYS]:
-        raise ValueError(f"stage {number} has {str(unknown[0])[:40]!r}, which is none of {', '.join(_KEYS)}")
+        raise ValueError(f"stage {number} has {str(unknown[0])[:40]!r}, must be one of {', '.join(_KEYS)}")
     begins = [name for name in _BEGINS if name in stage]
     if len(begins) != 1:
-        raise ValueError(f"stage {number} must have one of from_samples and from_tokens")
+        raise ValueError(f"stage {number} must have either from_samples or from_tokens")
     numbers = {name: _whole(number, name, stage[name]) for name in (*begins, "seq_len") if name in stage}
     data = stage.get("train_data")
     if data is not None and not (isinstance(data, str) and data.strip()):
         raise ValueError(f"stage {number}: train_data must be text as in TRAIN_DATA")
     if data is None and "seq_len" not in numbers:
-        raise ValueError(f"stage {number} changes nothing: it needs train_data or seq_len")
+        raise ValueError(f"stage {number} changes nothing: requires train_data or seq_len")
     return numbers | ({} if data is None else {"train_data": data.strip()})
 
 

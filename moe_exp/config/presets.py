@@ -1,4 +1,4 @@
-"""Named sets of defaults: a model and how it was trained; every value can be overridden.
+"""Named sets of defaults: a model and its training settings. Every value can be overridden.
 
 WARMUP_ITERS and DECAY_ITERS of a preset belong to its TRAIN_ITERS, see `loading.load_config`.
 """
@@ -10,7 +10,7 @@ from moe_exp.host.devices import Nodes, count_gpus, num_cores
 # 24 layers of width 512 on fineweb-edu with the Llama 3.1 tokenizer: the model of Config's defaults.
 _REFERENCE: dict[str, Any] = {"num_experts": 64, "train_iters": 40_000, "decay_iters": 38_000}
 
-# About four minutes on two cores; how these values were chosen: docs/recipes.md.
+# About four minutes on two cores; docs/recipes.md explains how these values were chosen.
 _CPU: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 128, "num_heads": 2, "num_query_groups": 2,
     "seq_len": 256, "vocab_size": 2048, "num_experts": 64, "topk": 4, "moe_ffn_hidden_size": 32,
@@ -67,7 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_values(name: str, nodes: Nodes | None = None) -> dict[str, Any]:
-    """The values that preset `name` sets on `nodes`, by default on this machine, by field name."""
+    """Returns the values of preset `name` by field name, on `nodes` (default: this machine)."""
     if nodes is None:
         ranks = {"gpus_per_node": min(2, count_gpus() or num_cores())} if name == "cpu" else {}  # for GBSZ
         return PRESETS[name] | ranks

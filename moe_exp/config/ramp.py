@@ -1,8 +1,8 @@
-"""Batch ramp-up (RAMPUP_BATCH_SIZE): batch size by samples consumed, and iterations at each size. No torch.
+"""Batch ramp-up (RAMPUP_BATCH_SIZE): batch size by consumed samples, and iterations at each size. No torch.
 
-The rule of Megatron-LM's --rampup-batch-size: the n = (GBSZ - START) / INCREMENT steps are spread evenly over
-SAMPLES, so that after c samples the batch has START + floor(c / (SAMPLES / n)) * INCREMENT. Implemented here
-because Megatron-Core has no such calculator from 0.18 on. Used by training (`next_batch`) and the planner.
+As Megatron-LM's --rampup-batch-size: the n = (GBSZ - START) / INCREMENT steps are spread evenly over SAMPLES,
+so after c samples the batch size is START + floor(c / (SAMPLES / n)) * INCREMENT. Implemented here because
+Megatron-Core lacks this calculator from 0.18 on. Used by training (`next_batch`) and the planner.
 """
 
 import bisect
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class RampStep(NamedTuple):
-    """`num_iterations` in a row with `batch_size` samples each, `samples` in total."""
+    """`num_iterations` consecutive iterations of `batch_size` samples each, `samples` in total."""
 
     batch_size: int
     num_iterations: int
@@ -27,14 +27,14 @@ class Batches(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Batch sizes of a ramp in order, GBSZ last; one is skipped if a batch exceeds a step's samples."""
+        """Batch sizes of the ramp in order, GBSZ last. A run skips a size if a batch exceeds a step."""
         if self.rampup is None:
             return [self.gbsz]
         start, increment, _ = self.rampup
         return [*range(start, self.gbsz, increment), self.gbsz]
 
     def size_at(self, consumed_samples: int) -> int:
-        """Samples of the next iteration, after `consumed_samples`."""
+        """Batch size of the next iteration after `consumed_samples`."""
         if self.rampup is None:
             return self.gbsz
         start, increment, samples = self.rampup
@@ -44,21 +44,21 @@ class Batches(NamedTuple):
         return start + int(consumed_samples / (samples / num_steps)) * increment
 
     def steps(self, num_samples: int | None = None, consumed: int = 0) -> list[RampStep]:
-        """Iterations at each batch size after `consumed` samples, in order; sizes without any are left out.
+        """Iterations at each batch size after `consumed` samples, in order; empty sizes are omitted.
 
         Ends with the iteration that reaches `num_samples`; None: after TRAIN_ITERS iterations.
         """
         return list(self._steps(num_samples, consumed, self.train_iters))
 
     def samples_of(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Samples of the next `iterations`, after `consumed_samples`."""
+        """Number of samples in the next `iterations` after `consumed_samples`."""
         return sum(step.samples for step in self._steps(None, consumed_samples, max(iterations, 0)))
 
     def _steps(self, num_samples: int | None, consumed: int, iterations_left: int) -> Iterator[RampStep]:
         while consumed < num_samples if num_samples is not None else iterations_left:
             size = self.size_at(consumed)
             left = iterations_left if num_samples is None else -(-(num_samples - consumed) // size)
-            # The size never falls, so bisect for the first iteration with another one.
+            # The size never decreases, so bisect for the first iteration with another size.
             begin = consumed
             is_other = lambda i, b=begin, s=size: self.size_at(b + i * s) != s  # noqa: E731
             count = bisect.bisect_left(range(left), True, key=is_other)

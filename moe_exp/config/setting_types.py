@@ -1,4 +1,4 @@
-"""Types of settings: which values are allowed, and how their text is read."""
+"""Types of settings: allowed values and parsing of their text."""
 
 import glob
 import os
@@ -16,10 +16,10 @@ from moe_exp.config.choices import LOSSES, NO_LOSS
 from moe_exp.config.parsers import read_groups, read_points, read_stages
 from moe_exp.host.files import ending, is_url
 
-# Control characters, line separators and surrogates, which stand for bytes that are not UTF-8.
+# Control characters, line separators and surrogates, which represent bytes that are not UTF-8.
 _NOT_ONE_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-NOT_ONE_LINE_RULE = "has a line break, or a character that cannot be printed"
-ONE_LINE_FIX = "give one line of text"
+NOT_ONE_LINE_RULE = "has a line break or an unprintable character"
+ONE_LINE_FIX = "use one line of text"
 
 
 def is_one_line(text: str) -> bool:
@@ -28,7 +28,7 @@ def is_one_line(text: str) -> bool:
 
 
 def one_line(value: Any) -> Any:
-    """Validates every setting as given: text must be one line, see `is_one_line`."""
+    """Validates that the text of a setting is one line, see `is_one_line`."""
     if isinstance(value, str) and not is_one_line(value):
         raise PydanticCustomError("one_line", NOT_ONE_LINE_RULE)
     return value
@@ -38,7 +38,7 @@ _LONGEST_SHOWN = 100
 
 
 def shown(value: object) -> str:
-    """A value as shown in errors: one line of at most 100 characters, shortened in the middle."""
+    """Returns a value as shown in errors: one line of at most 100 characters, shortened in the middle."""
     text = str(value)
     text = text if is_one_line(text) else repr(text)
     half = (_LONGEST_SHOWN - 3) // 2
@@ -46,7 +46,7 @@ def shown(value: object) -> str:
 
 
 def as_given(value: object) -> str:
-    """A value as it is written in the environment or on the command line."""
+    """Returns a value as written in the environment or on the command line."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -55,8 +55,8 @@ def as_given(value: object) -> str:
 def _text(
     check: Callable[[str], None] = lambda text: None, pattern: str = "", rule: str = ""
 ) -> BeforeValidator:
-    """Removes the spaces of a setting's text; `check` raises ValueError with the rule that it breaks, or it
-    has to match `pattern`, by `rule`.
+    """Removes the spaces from a setting's text and validates it with `check`, which raises ValueError, or by
+    `pattern`, whose `rule` is the error.
     """
 
     def read(value: Any) -> str:
@@ -69,18 +69,18 @@ def _text(
     return BeforeValidator(read)
 
 
-# Upper bounds: far above any real run, and low enough for checks and reports to stay fast.
+# Upper bounds far above any real run, but low enough for checks and reports to stay fast.
 _MOST = 10**9
 _MOST_LAYERS = _MOST_STAGES = 10_000
 Positive = Annotated[int, Field(ge=1, le=_MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=_MOST)]
-NumRanks = Annotated[int, Field(ge=1, le=100_000)]  # or nodes, or ways of one kind of parallelism
+NumRanks = Annotated[int, Field(ge=1, le=100_000)]  # also nodes and parallel sizes
 NumLayers = Annotated[int, Field(ge=1, le=_MOST_LAYERS)]
 NumExperts = Annotated[int, Field(ge=1, le=2**20)]
 NumHeads = Annotated[int, Field(ge=1, le=2**16)]
 Width = Annotated[int, Field(ge=1, le=2**24)]
 OptionalWidth = Annotated[int, Field(ge=0, le=2**24)]
-Seed = Annotated[int, Field(ge=0, le=4 * 10**9)]  # with what ranks add to it below 2**32, as numpy asks for
+Seed = Annotated[int, Field(ge=0, le=4 * 10**9)]  # ranks add to it, and numpy requires less than 2**32
 Rate = Annotated[float, Field(ge=0.0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -91,39 +91,38 @@ def _layer_pattern(text: str) -> None:
         raise ValueError("must be a positive number, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
     terms = [] if is_number else _pattern_terms(text)
     if (length := sum(len(bits) * times for bits, times in terms)) > _MOST_LAYERS:
-        raise ValueError(f"stands for {length} layers, and there may be {_MOST_LAYERS}")
+        raise ValueError(f"describes {length} layers, the limit is {_MOST_LAYERS}")
 
 
 def _losses(text: str) -> None:
     kinds = text.split(",")
     if unknown := [kind for kind in kinds if kind not in (*LOSSES, *NO_LOSS)]:
-        raise ValueError(f"{shown(unknown[0] or 'nothing')} is not a loss")
+        raise ValueError(f"{shown(unknown[0] or 'empty text')} is not a loss")
     if len(kinds) > 1 and (set(kinds) & set(NO_LOSS) or len(set(kinds)) < len(kinds)):
-        raise ValueError("none and sinkhorn stand alone, and no loss is named twice")
+        raise ValueError("must not repeat a loss, nor combine none or sinkhorn with others")
 
 
 def _numbers(text: str) -> None:
     if not all(_is_number(part) and 0 <= float(part) < float("inf") for part in text.split(",")):
-        raise ValueError("must be a number of at least 0, or several with commas")
+        raise ValueError("must be a number of at least 0, or a comma-separated list")
 
 
 def _stage_layers(text: str) -> None:
     if text and not re.fullmatch(_STAGES, text):
         raise ValueError(
-            "must be whole numbers with commas, and repetitions such as 9*10 for ten stages of 9"
+            "must be comma-separated whole numbers, or repetitions such as 9*10 for ten stages of 9"
         )
     if text and (number := sum(times for _, times in stage_terms(text))) > _MOST_STAGES:
-        raise ValueError(f"stands for {number} stages, and there may be {_MOST_STAGES}")
+        raise ValueError(f"describes {number} stages, the limit is {_MOST_STAGES}")
 
 
 def _iterations(text: str) -> None:
     is_list = re.fullmatch(rf"{_INT}(-{_INT})?(,{_INT}(-{_INT})?)*", text)
     ends = [end for pair in iteration_ranges(text) for end in pair] if is_list else [0]
-    # within a pair they may be equal
+    # the two ends of a range may be equal
     in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))
     if text and not (ends[0] >= 1 and in_order):
-        rule = "must be an iteration from 1 on, the first and the last such as 10-12, or several of these in"
-        raise ValueError(f"{rule} order, with commas")
+        raise ValueError("must be iterations from 1 or ranges such as 10-12, comma-separated and in order")
 
 
 def _timeout(value: Any) -> str:
@@ -133,19 +132,19 @@ def _timeout(value: Any) -> str:
     return text
 
 
-_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes, as Linux has it
+_LONGEST_NAME, _LONGEST_PATH = 255, 4000  # Linux's limits (bytes)
 
 
 def _path(value: str) -> str:
-    """Checks that text can be a path; whether it exists is checked on each machine."""
+    """Checks that text can be a path. Each machine checks whether it exists."""
     if len(os.fsencode(value)) > _LONGEST_PATH:
-        raise ValueError(f"is longer than a path may be, {_LONGEST_PATH} bytes")
+        raise ValueError(f"must be a path of at most {_LONGEST_PATH} bytes")
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")):
-        raise ValueError(f"is longer than a file name may be, {_LONGEST_NAME} bytes")
+        raise ValueError(f"must have file names of at most {_LONGEST_NAME} bytes")
     try:
         Path(value).expanduser()
     except RuntimeError:
-        raise ValueError("names the home folder of no user of this machine") from None
+        raise ValueError("names the home folder of an unknown user") from None
     return value
 
 
@@ -156,9 +155,9 @@ def _blend(value: str) -> str:
 
 
 def blend_members(value: str) -> list[tuple[str, str]]:
-    """(weight as it is written, or '', and path) of each corpus in TRAIN_DATA or VALID_DATA."""
+    """Weight (as written, or '') and path of each corpus in TRAIN_DATA or VALID_DATA."""
     text = value.strip()
-    if text and (Path(text).exists() or Path(f"{text}.bin").is_file()):  # with spaces, maybe
+    if text and (Path(text).exists() or Path(f"{text}.bin").is_file()):  # one path, even with spaces
         return [("", text)]
     members, weight = [], ""
     for word in text.split():
@@ -171,18 +170,18 @@ def blend_members(value: str) -> list[tuple[str, str]]:
 
 
 def names_text(value: str) -> bool:
-    """Whether TRAIN_DATA or VALID_DATA has a corpus that is text."""
+    """Whether a corpus in TRAIN_DATA or VALID_DATA is text."""
     return any(is_text(name) for _, name in blend_members(value))
 
 
 def is_prepared_first(value: str) -> bool:
-    """Whether TRAIN_DATA or VALID_DATA has a corpus that is text, or is at an object store."""
+    """Whether a corpus in TRAIN_DATA or VALID_DATA is text or in an object store."""
     return any(is_text(name) or is_url(name) for _, name in blend_members(value))
 
 
 def is_text(name: str) -> bool:
-    """Whether a corpus of a blend is text: a folder, a file, a pattern, or a path with the suffix of such a
-    file, unless it is the prefix of token files that are there.
+    """Whether a corpus is text: a folder, file, pattern, or path with the suffix of a text file, unless it is
+    the prefix of existing token files.
     """
     if not name or name.endswith((".bin", ".idx")) or Path(f"{name}.bin").is_file():
         return False
@@ -199,21 +198,23 @@ def _is_number(word: str) -> bool:
 
 
 Part = Literal["place", "layout", "model", "experts", "learning", "data", "output", "care"]
-KEPT = object()  # of a setting that a measurement leaves as it is given
+KEPT = object()  # marks a setting whose value does not change in measured runs
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a setting besides type, default and description."""
+    """Properties of a setting apart from type, default and description."""
 
-    part: Part  # of a run that it belongs to; place: where a run is started and written
-    costs: bool  # whether memory of a rank or time of an iteration depends on it
-    compared: bool  # must be equal in all calls of a comparison, as losses or records depend on it
-    measured: Any = KEPT  # its value in runs that are only measured
+    part: Part  # aspect of a run; place: where it is started and written
+    costs: bool  # whether it affects the memory of a rank or the time of an iteration
+    compared: bool  # whether it must be equal in all calls of a comparison, as losses or records depend on it
+    measured: Any = KEPT  # value in runs that are only measured
+    # further names in Megatron-LM, where the flag has no value; then it needs none here either
+    megatron_flags: tuple[str, ...] | None = None
 
 
 def _setting(default: Any, description: str, **options: Any) -> Any:
-    """A field with the Traits among `options`; `default` is ... if they have a `default_factory`."""
+    """Declares a field with the Traits in `options`; `default` is ... with a `default_factory`."""
     own = {name: options.pop(name) for name in Traits.__dataclass_fields__ if name in options}
     given = {} if default is ... else {"default": default}
     field = Field(description=description, **given, **options)
@@ -221,8 +222,7 @@ def _setting(default: Any, description: str, **options: Any) -> Any:
     return field
 
 
-# Where a run is started and written; its ranks; what it computes; how it learns, and from what; what it
-# writes; how it stays alive.
+# One function per part of a run; its traits are defaults that a declaration can override.
 place = partial(_setting, part="place", costs=False, compared=False)
 layout = partial(_setting, part="layout", costs=True, compared=True)
 model = partial(_setting, part="model", costs=True, compared=True)
@@ -234,10 +234,10 @@ care = partial(_setting, part="care", costs=False, compared=False)
 
 
 def traits(settings: type[BaseModel], name: str) -> Traits:
-    """Traits of the setting `name`; LookupError if it has none."""
+    """Returns the traits of the setting `name`; LookupError if it has none."""
     found = [one for one in settings.model_fields[name].metadata if isinstance(one, Traits)]
     if not found:
-        raise LookupError(f"{name} has no traits. Fix: make it by a function of config/setting_types.py")
+        raise LookupError(f"{name} has no traits. Fix: declare it with a function of config/setting_types.py")
     return found[0]
 
 
@@ -250,9 +250,9 @@ LayerPattern = Annotated[str, _text(_layer_pattern)]
 LossKinds = Annotated[str, _text(_losses)]
 Numbers = Annotated[str, _text(_numbers)]
 OptionalNumbers = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
-_RULE = "must be a whole number, or several with commas"
+_RULE = "must be a whole number or a comma-separated list"
 WholeNumbers = Annotated[str, _text(pattern=rf"({_INT}(,{_INT})*)?", rule=_RULE)]
-_RULE = "must be ranks with commas such as 0,3, or all"
+_RULE = "must be comma-separated ranks such as 0,3, or all"
 RankList = Annotated[str, _text(pattern=rf"all|{_INT}(,{_INT})*", rule=_RULE)]
 StageLayers = Annotated[str, _text(_stage_layers)]
 Timeout = Annotated[str, BeforeValidator(_timeout)]
@@ -272,9 +272,9 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
     return [(re.sub(r"[^01]", "", bits), int(times or 1)) for bits, _, times in terms]
 
 
-@cache  # a layout search asks thousands of times
+@cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """Whether MOE_LAYER_FREQ makes each layer an MoE layer. A list keeps its own length."""
+    """Flag per layer, true for MoE layers, from MOE_LAYER_FREQ. A list keeps its own length."""
     if pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:
@@ -284,12 +284,12 @@ def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tu
 
 
 def stage_terms(stages: str) -> list[tuple[int, int]]:
-    """Layers of a stage, and number of such stages, from text such as 8,9*10,8."""
+    """Layers per stage and number of such stages, from text such as 8,9*10,8."""
     terms = [term.partition("*") for term in stages.split(",")]
     return [(int(layers), int(times or 1)) for layers, _, times in terms]
 
 
-@cache  # asked in every iteration
+@cache  # called in every iteration
 def iteration_ranges(text: str) -> tuple[tuple[int, int], ...]:
     """First and last iteration of each range in text such as 5,10-12; may be empty."""
     pairs = (part.partition("-") for part in text.split(",") if part)

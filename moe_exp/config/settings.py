@@ -1,10 +1,9 @@
-"""Every setting of a run, once.
+"""All settings of a training run.
 
-Resolved in the order default < preset < settings file < environment < command line. A field's environment
-variable is its name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case
-(`--num-experts`). Each section has a file in config/sections/, with its settings, the values that follow from
-them, and the rules between them. Imports neither torch nor megatron, so that `--help`, `--dry-run` and the
-planner answer at once.
+Resolved in the order default < preset < settings file < environment < command line. The environment variable
+of `num_experts` is NUM_EXPERTS, its flag `--num-experts`. Each section has a file in config/sections/ with
+its settings, derived values and rules. Imports neither torch nor megatron, so that `--help`, `--dry-run` and
+the planner are fast.
 """
 
 from moe_exp.config.sections.reliability import ReliabilitySettings
@@ -30,7 +29,7 @@ SECTIONS = {
 
 
 def names_by_section() -> dict[str, list[str]]:
-    """Names of the settings by section, in order."""
+    """Returns the names of the settings by section, in order."""
     heading_of = {first: heading for heading, first in SECTIONS.items()}
     found: dict[str, list[str]] = {}
     for name in Config.model_fields:

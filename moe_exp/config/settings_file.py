@@ -1,4 +1,4 @@
-"""Settings files: YAML such as `config.yaml` of a run, or lines NAME=value; and misspelt names. No torch."""
+"""Settings files (YAML or NAME=value lines) and misspelled names. No torch."""
 
 import difflib
 import os
@@ -16,10 +16,10 @@ from moe_exp.config.settings import TRAITS, Config
 from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import regular, shallow
 
-# In config.yaml of a run, and of no use to another run: a new run must not continue the recorded folder.
+# Settings in a run's config.yaml that another run ignores: it must not write to the recorded run folder.
 NOT_TAKEN_OVER = ("master_addr", "master_port", "node_rank", "run_name")
 
-# Of older runs, with the values that mean the same without the setting; none: any.
+# Removed settings, with the values that equal today's behavior; (): any value.
 REMOVED = {"router_bias_decay": ("0", "0.0"), "phi_balancing_rate": (), "attention_flops": ("causal",)}
 
 _PLACES = [name for name, traits in TRAITS.items() if traits.part == "place"]
@@ -29,11 +29,11 @@ _FIX = "name config.yaml of a run, or a file with lines such as NUM_EXPERTS=64 o
 
 
 def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
-    """The values of a settings file as text, by field name: YAML, or lines NAME=value quoted as in a shell,
-    by the first line with content; `also`: names of settings besides those of Config.
+    """Reads a settings file; returns its values as text by field name.
 
-    Left out: null in YAML unless the setting can be none, and an empty value in a line NAME=value. Raises
-    ConfigError if the file cannot be read, with a line for each name that is unknown or there twice.
+    The first line with content decides between YAML and NAME=value lines quoted as in a shell. Omits null in
+    YAML, unless the setting can be none, and empty values in NAME=value lines. `also`: further valid names.
+    Raises ConfigError if the file cannot be read, with a line for each unknown or repeated name.
     """
     text = _text(path)
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
@@ -41,7 +41,7 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
     try:
         found = list(pairs(text))
         if not found:
-            raise ValueError("it holds no settings")
+            raise ValueError("it contains no settings")
     except ValueError as error:
         raise _unreadable(path, error) from None
     values: dict[str, str | None] = {}
@@ -50,15 +50,15 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
         name = _field_name(written)
         if name in REMOVED:
             if REMOVED[name] and value not in REMOVED[name]:
-                fix = "continue with the version of this run; the last one with it is commit 9b039c76"
-                problems.append(problem(name, value, "this version does not have this setting", fix))
+                fix = "use the version that wrote this run; commit 9b039c76 is the last one with this setting"
+                problems.append(problem(name, value, "was removed in this version", fix))
             continue
         if name not in Config.model_fields and name not in also:
             near = " or ".join(one.upper() for one in similar_settings(name))
-            fix = f"write {near}, if that is meant" if near else "remove it; --help lists all settings"
+            fix = f"write {near} if you mean it" if near else "remove it; --help lists all settings"
             problems.append(problem(written.upper(), value, "is not a setting of this command", fix))
         elif name in values:
-            problems.append(problem(name, value, "is in the file twice", "remove one of the two"))
+            problems.append(problem(name, value, "is in the file twice", "remove one of them"))
         values[name] = value
     if problems:
         raise ConfigError([f"{path}: {line}" for line in problems])
@@ -66,7 +66,7 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
 
 
 def is_run_record(values: Iterable[str]) -> bool:
-    """Whether these settings are those of config.yaml of a run, which also has where the run was started."""
+    """Whether these settings are from a run's config.yaml, which also records where the run was started."""
     return set(_PLACES) <= set(values)
 
 
@@ -81,12 +81,12 @@ def _unreadable(path: Path, reason: object) -> ConfigError:
 def _text(path: Path) -> str:
     try:
         if (size := regular(path).stat().st_size) > _MOST_BYTES:
-            raise ValueError(f"it has {size} bytes, a settings file at most {_MOST_BYTES}")
+            raise ValueError(f"it has {size} bytes, the limit is {_MOST_BYTES}")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError([problem("config", path, "does not exist", _FIX)]) from None
+        raise ConfigError([problem("config", path, "not found", _FIX)]) from None
     except UnicodeDecodeError:
-        raise _unreadable(path, "it is not text in UTF-8") from None
+        raise _unreadable(path, "it is not UTF-8 text") from None
     except (OSError, ValueError) as error:
         raise _unreadable(path, getattr(error, "strerror", None) or error) from None
 
@@ -98,7 +98,7 @@ def _name_value_pairs(text: str) -> Iterator[tuple[str, str | None]]:
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
         if words and re.search(r"[$`]", re.sub(r"'[^']*'|(^|\s)#.*", "", line)):
-            raise ValueError(f"line {number}: variables are not replaced; write the value, or $ in '...'")
+            raise ValueError(f"line {number}: variables are not expanded; write the value, or quote $ as '$'")
         for word in words[words[:1] == ["export"] :]:
             name, equals, value = word.partition("=")
             if not equals or not name.isidentifier():
@@ -107,7 +107,7 @@ def _name_value_pairs(text: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _yaml_pairs(text: str) -> Iterator[tuple[str, str | None]]:
-    """Composed, not loaded, so that text stays as it is written: 007, 12:30, 1e-4; and to see duplicates."""
+    # compose instead of load: text stays as written (007, 12:30, 1e-4), and duplicates are visible
     try:
         root = yaml.compose(shallow(text), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -116,11 +116,11 @@ def _yaml_pairs(text: str) -> Iterator[tuple[str, str | None]]:
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)[:200]) from None
     if not isinstance(root, yaml.MappingNode):
-        raise ValueError("it holds no settings")
+        raise ValueError("it contains no settings")
     for key, value in root.value:
         if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
             line = value.start_mark.line + 1
-            raise ValueError(f"line {line}: not a name with one value; put lists into quotes")
+            raise ValueError(f"line {line}: must be a name and one value; quote lists")
         if value.tag.endswith(":null"):
             field = Config.model_fields.get(_field_name(key.value))
             yield key.value, "none" if field and type(None) in get_args(field.annotation) else None
@@ -128,28 +128,29 @@ def _yaml_pairs(text: str) -> Iterator[tuple[str, str | None]]:
             yield key.value, value.value
 
 
-# Variables of other programs with names similar to ours.
+# Variables of other programs whose names are similar to our settings.
 _KNOWN_OTHERS = {
     "EDITOR", "HOME", "HOSTNAME", "LANG", "LOGNAME", "MAIL", "PATH", "PWD", "SHELL", "TERM", "USER",
     "WORLD_SIZE", "RANK",
 }  # fmt: skip
-# A value hardly meant for another program.
+# A value that other programs are unlikely to use.
 _LIST_OF_SIZES = re.compile(r"(\d+|none)([ ,]+(\d+|none))+")
 
 
 def warn_of_misspelt(of_command: Iterable[str] = ()) -> None:
-    """Prints a line to stderr for each environment variable that looks like a misspelt setting, also of
-    `of_command`, further settings of a command.
+    """Prints a warning for each environment variable that looks like a misspelled setting of Config or of
+    the command (`of_command`).
     """
     for name, near in unknown_variables(os.environ, [name.upper() for name in of_command]):
         complain(f"warning: {name} is not a setting; did you mean {near}?")
 
 
 def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Environment variables that look like misspelt settings, with the nearest (NUM_EXPRTS, NUM_EXPERTS).
+    """Returns environment variables that look like misspelled settings, with the nearest setting
+    (NUM_EXPRTS, NUM_EXPERTS).
 
-    `of_command` are further settings of a command. Their names may be short, so for a value that is a list of
-    sizes a less similar name suffices (TPZ="1 2", TPS).
+    The names of a command's settings (`of_command`) may be short, so a less similar name suffices if the
+    value is a list of sizes (TPZ="1 2", TPS).
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []
@@ -167,8 +168,8 @@ def _nearest(name: str, ours: tuple[str, ...]) -> list[str]:
 
 
 def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]:
-    """Settings that `name`, a variable, flag or field, may mean: at most two of `names`, by default of all,
-    by name (num_exprts), a part of it (hidden), or the description (learning-rate: lr).
+    """Returns at most two settings of `names` (default: all) that a variable, flag or field `name` may mean,
+    by similar name (num_exprts), part of a name (hidden) or description (learning-rate: lr).
     """
     known = list(Config.model_fields if names is None else names)
     words = re.split(r"[-_\s]+", name.strip("-_ ").lower())
@@ -184,7 +185,7 @@ def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]
 
 
 def _described(words: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Settings whose description begins with nearly these words; the rest of a description does not count."""
+    """Returns settings whose description begins with nearly these words."""
     scores = {}
     for setting in Config.model_fields.keys() & set(known):
         text = re.findall("[a-z]+", (Config.model_fields[setting].description or "").lower())

@@ -1,19 +1,18 @@
 # shellcheck shell=bash
-# The Python environment of moe_exp, for the scripts that source this file:
+# Finds or creates the Python environment of moe_exp for the scripts that source this file:
 #
 #   source moe_exp/scripts/environment.sh
 #   find_python EXTRA ...            # extras of setup.py: train, plan (no torch), dev, wandb, gpu, te, ...
 #   moe_exp train "$@"               # find_python, then that command
 #
-# After find_python, $PYTHON has every dependency in a version that setup.py accepts, and finds this checkout. It is
-# the first of:
+# After find_python, $PYTHON has every dependency in a version that setup.py accepts, and imports this checkout. It
+# is the first of:
 #   1. $PYTHON, $VIRTUAL_ENV or $CONDA_PREFIX, if it meets the requirements; it is never changed
 #   2. .venv in the repository
-#   3. python3 or python of PATH, if it meets the requirements, as in a container
-#   4. a new .venv, with the versions of constraints.txt. It sees the packages of a Python that brings its own
-#      torch.
-# pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) and files say where packages come from.
-# Without them, a machine without GPUs gets torch from PyTorch's index of CPU builds, if that answers.
+#   3. python3 or python on PATH, if it meets the requirements, as in a container
+#   4. a new .venv, with the versions of constraints.txt. If a Python already has torch, .venv shares its packages.
+# pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) and files select the package index.
+# Without them, a machine without GPUs installs torch from PyTorch's index of CPU builds, if it is reachable.
 
 _root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." >/dev/null && pwd -P)" # cd prints what CDPATH finds
 _venv="$_root/.venv"
@@ -27,11 +26,11 @@ _fail() {
     exit 1
 }
 
-# Prints the comment at the head of script $1.
+# Prints the header comment of script $1.
 print_help() { awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "$1"; }
 
-# Runs the command $1 of moe-exp with the arguments $2 ... of the script that sources this file; --help prints
-# the script's head. `slurm` needs no torch where it starts nothing with this Python.
+# Runs command $1 of moe-exp with the arguments $2 ... of the script that sources this file; --help prints the
+# script's header. `slurm` requires no torch if it starts nothing with this Python.
 moe_exp() {
     local argument extra=train
     if [ "$1" = slurm ] && [ -n "${CONTAINER:-}" ]; then extra=plan; fi
@@ -45,14 +44,14 @@ moe_exp() {
         esac
     done
     find_python "$extra"
-    if [ "$1" = train ]; then # for the commands that a run suggests at its end
+    if [ "$1" = train ]; then # shown in the commands that a run suggests at its end
         MOE_EXP_COMMAND="$(printf ' %q' bash "$0" "${@:2}")"
         export MOE_EXP_COMMAND="${MOE_EXP_COMMAND# }"
     fi
     exec "$PYTHON" -m moe_exp "$@"
 }
 
-# Has find_python take Python $1, as in 3.12, of PATH or pyenv, in an environment of its own beside .venv.
+# Makes find_python use Python $1, such as 3.12, from PATH or pyenv, in a separate environment next to .venv.
 use_python() {
     local python
     for python in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
@@ -67,7 +66,7 @@ use_python() {
 
 _modern() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
-# Prints what Python $1 lacks of the requirements and of extras $2 ...; fails if there is anything.
+# Prints the requirements, including extras $2 ..., that Python $1 does not meet; fails if there are any.
 _unmet() { _modern "$1" && "$1" -m moe_exp.commands.doctor --missing "${@:2}"; }
 
 _python_of_path() {
@@ -91,12 +90,12 @@ find_python() {
         "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}"; do
         [ -n "$python" ] || continue
         command -v "$python" >/dev/null ||
-            _fail "$python does not exist. Fix: unset PYTHON, or deactivate the environment"
+            _fail "$python not found. Fix: unset PYTHON, or deactivate the environment"
         if lacking="$(_unmet "$python" "$@")"; then
             export PYTHON="$python"
             return
         fi
-        _say "$python lacks ${lacking//$'\n'/, }: it stays as it is, ${_venv##*/} is used"
+        _say "$python lacks ${lacking//$'\n'/, }; using ${_venv##*/} instead"
     done
     if ! _ready "$@"; then
         for python in python3 python; do
@@ -113,8 +112,8 @@ find_python() {
 
 _stamp() { { cat "$_root/setup.py" "$_root/constraints.txt" && printf '%s' "$_root"; } | cksum; }
 
-# The stamp says that .venv was completed from these files; the check of the packages, that it has those of the
-# extras and that nothing has gone since.
+# The stamp shows that .venv was completed from these files. The check of the packages shows that it has the extras
+# and is still intact.
 _ready() {
     [ "$(cat "$_venv/moe-exp-stamp" 2>/dev/null)" = "$(_stamp)" ] &&
         _unmet "$_venv/bin/python" "$@" >/dev/null 2>&1
@@ -123,23 +122,23 @@ _ready() {
 _build() ( # in a subshell, which holds the lock until it ends
     exec 9<"$_root"
     if command -v flock >/dev/null && ! flock -n 9; then
-        _say "waiting for another call that makes $_venv"
-        flock 9 || _say "this file system has no locks: make sure that no other call is making $_venv"
+        _say "waiting for another process that is creating $_venv"
+        flock 9 || _say "this file system has no locks: make sure that no other process is creating $_venv"
     fi
     _ready "$@" && exit 0
     [ -w "$_root" ] ||
-        _fail "$_root is read-only, so .venv cannot be made. Fix: activate an environment that meets setup.py"
-    [ ! -e "$_venv" ] || [ -w "$_venv" ] || _fail "$_venv belongs to somebody else. Fix: remove it as its owner"
+        _fail "$_root is read-only, cannot create .venv. Fix: activate an environment that meets setup.py"
+    [ ! -e "$_venv" ] || [ -w "$_venv" ] || _fail "$_venv is not writable. Fix: remove it as its owner"
     rm -f "$_venv"/moe-exp-stamp*
     "$_venv/bin/python" -m pip --version >/dev/null 2>&1 || _new_venv
     _install "$@"
     if ! _works "$@"; then
-        _say "$_venv is broken: making it anew"
+        _say "$_venv is broken, recreating it"
         _new_venv
         _install "$@"
         _works "$@" ||
-            _fail "the packages in $_venv do not import, see above." \
-                "Fix: another Python (PYTHON=...), or remove .venv"
+            _fail "the packages in $_venv cannot be imported, see above." \
+                "Fix: use another Python (PYTHON=...), or remove .venv"
     fi
     _stamp >"$_venv/moe-exp-stamp"
     _say "$_venv is ready"
@@ -156,14 +155,14 @@ _new_venv() {
     done
     [ -n "$modern" ] || _fail "no Python 3.10 or newer found. Fix: install one, or point PYTHON to it"
     [ -n "$python" ] ||
-        _fail "$modern cannot make virtual environments." \
+        _fail "$modern cannot create virtual environments." \
             "Fix: install its venv package (Debian, Ubuntu: python3-venv)"
-    # A container's torch was built for its GPUs, and the packages beside it for that torch: keep them.
+    # A container's torch was built for its GPUs, and its packages for that torch: reuse them.
     if "$python" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' &&
         ! grep -q '^torch' <<<"$(_unmet "$python" train)"; then
         shared=(--system-site-packages)
     fi
-    _say "making $_venv with $("$python" --version) (${python})${shared[*]:+, which brings its own torch}"
+    _say "creating $_venv with $("$python" --version) (${python})${shared[*]:+, sharing its torch}"
     "$python" -m venv --clear ${shared[@]+"${shared[@]}"} "$_venv"
 }
 
@@ -179,7 +178,7 @@ _install() {
     elif [ -n "$lacks_torch" ]; then
         torch="$(grep '^torch==' constraints.txt || echo torch)" # without a pin: the newest
         if _wants_cpu_build && _say "installing $torch, a CPU build from $_cpu_index" &&
-            _pip --no-deps --index-url "$_cpu_index" "$torch"; then # what it needs follows below
+            _pip --no-deps --index-url "$_cpu_index" "$torch"; then # its dependencies are installed below
             :
         else
             _say "installing $torch"
@@ -187,13 +186,13 @@ _install() {
         fi
     fi
     _pip "${pins[@]}" "setuptools>=77" # older ones cannot build without the wheel package
-    _say "installing moe_exp${*:+ with $*} and what it still needs"
+    _say "installing moe_exp${*:+ with $*} and missing dependencies"
     _pip "${pins[@]}" --no-build-isolation -e ".$(IFS=, && printf '%s' "${*:+[$*]}")"
-    # On all cores, which pip does on one. Some packages hold files for other Pythons, which fail.
+    # On all cores; pip uses one. Files for other Python versions in some packages fail to compile.
     "$_venv/bin/python" -m compileall -q -j 0 -x '/tests?/' "$_venv/lib" >/dev/null 2>&1 || true
 }
 
-# pip install, with its own progress on a terminal; elsewhere a line for each package of a megabyte or more.
+# Runs pip install, with pip's progress on a terminal; elsewhere prints a line per package of at least a megabyte.
 _pip() {
     local pip=("$_venv/bin/python" -m pip install --no-compile --disable-pip-version-check) line
     local -x PIP_USER=0 PIP_ROOT_USER_ACTION=ignore # not outside .venv, where a site's settings may point
@@ -202,7 +201,7 @@ _pip() {
         return
     fi
     {
-        "${pip[@]}" --progress-bar off "$@" 2> >(grep -v '^WARNING: [^R]' >&2) || # but that it is retrying
+        "${pip[@]}" --progress-bar off "$@" 2> >(grep -v '^WARNING: [^R]' >&2) || # except retries
             printf '%s\n' "failed with $?"
     } | {
         while IFS= read -r line; do
@@ -214,31 +213,31 @@ _pip() {
     }
 }
 
-# Whether torch should come from PyTorch's index of CPU builds: no GPU, no index or folder of packages given to
-# pip, and an answer within five seconds. macOS has CPU builds everywhere.
+# Whether to install torch from PyTorch's index of CPU builds: no GPU, no index or package folder configured for
+# pip, and a response within five seconds. On macOS, every index has CPU builds.
 _wants_cpu_build() {
     local ask="import sys, urllib.request as u; u.urlopen(sys.argv[1] + '/torch/', timeout=5).close()" config
     [ "$(uname)" = Linux ] || return 1
-    # whatever this call is to use: .venv stays
+    # ignore the devices of this call, as .venv outlives it
     if env -u CUDA_VISIBLE_DEVICES "$_venv/bin/python" -c "import sys; $_count_gpus; sys.exit(not count_gpus())"; then
         return 1
     fi
     if command -v sbatch >/dev/null && [ "${CPU_NODES:-false}" = false ]; then
-        _say "no GPU here, but jobs run on other nodes: torch with CUDA (with CPU_NODES=true without it)"
+        _say "no GPU here, but jobs run on other nodes: torch with CUDA (unless CPU_NODES=true)"
         return 1
     fi
     config="$("$_venv/bin/python" -m pip config list 2>/dev/null)" || config=""
     if grep -qE '(index|index-url|find-links)=' <<<"$config"; then # no pipe: pip would end with SIGPIPE
-        _say "no GPU here: torch comes from where pip is configured to look"
+        _say "no GPU here: installing torch from the index configured for pip"
         return 1
     fi
     if "$_venv/bin/python" -c "$ask" "$_cpu_index" 2>/dev/null; then return 0; fi
-    _say "no GPU here, but $_cpu_index does not answer: torch comes from pip's default index, with CUDA libraries"
+    _say "no GPU here, but $_cpu_index is unreachable: installing torch from pip's default index, with CUDA"
     return 1
 }
 
 _works() {
-    _say "trying the packages"
+    _say "checking the packages"
     local modules="numpy, pydantic, tokenizers"
     if [ "$*" != plan ]; then modules="torch, megatron.core, $modules"; fi
     _unmet "$_venv/bin/python" "$@" >&2 && "$_venv/bin/python" -W ignore -c "import $modules"

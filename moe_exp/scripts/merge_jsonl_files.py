@@ -1,11 +1,10 @@
-"""Merges the shards of a folder, without its validation file, into one JSONL file beside the folder, for
-preprocess_data.py.
+"""Merges the shards of a folder, except the validation file, into one JSONL file for preprocess_data.py.
 
     python moe_exp/scripts/merge_jsonl_files.py --input_dir data/fineweb_edu_10bt_shuffled \
         --valid_file_name fineweb_edu_10bt.val --output_file_name fineweb_edu_10bt_shuffled_merged
-    # makes data/fineweb_edu_10bt_shuffled_merged.jsonl and .manifest.json; 1.5 s of CPU per GB
+    # writes data/fineweb_edu_10bt_shuffled_merged.jsonl and .manifest.json; 1.5 s of CPU time per GB
 
-`--dry-run` prints what it would take, `--help` the rest. The same as `moe-exp data merge`.
+`--dry-run` prints the estimated resources, `--help` all options. Same as `moe-exp data merge`.
 """
 
 import importlib.util

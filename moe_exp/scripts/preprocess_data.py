@@ -1,21 +1,20 @@
-"""JSONL files to Megatron's .bin/.idx, with the flags of Megatron's tools/preprocess_data.py (`moe-exp data
-tokenize` is the same).
+"""Tokenizes JSONL files into Megatron's .bin/.idx, with the flags of Megatron's tools/preprocess_data.py.
 
     python moe_exp/scripts/preprocess_data.py --input X.jsonl \
         --output-prefix data/processed/llama3_fineweb_train \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH --append-eod --workers 128
 
-makes data/processed/llama3_fineweb_train_text_document.bin and .idx, and prints the TRAIN_DATA=... line to
-train on them. A second of one core takes about 50 MB of text with gigatoken (pip install gigatoken), 2 MB
-without; --dry-run estimates tokens, disk and time from a sample. A run that was killed resumes when it is
-called again.
+writes data/processed/llama3_fineweb_train_text_document.bin and .idx, and prints the TRAIN_DATA=... line to
+train on them. One core processes about 50 MB of text per second with gigatoken (pip install gigatoken), 2 MB
+without; --dry-run estimates tokens, disk space and time from a sample. Repeat the command to resume. Same as
+`moe-exp data tokenize`.
 """
 
 import importlib.util
 import sys
 from pathlib import Path
 
-if importlib.util.find_spec("moe_exp") is None:  # a checkout that is not installed
+if importlib.util.find_spec("moe_exp") is None:  # run from a checkout without installation
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_exp.commands.data import main

@@ -7,11 +7,10 @@
 #   bash moe_exp/scripts/run_moe_from_scratch.sh --dry-run   # settings, launch command, parameters
 #   bash moe_exp/scripts/run_moe_from_scratch.sh --help      # this text
 #
-# Expected time: PRESET=cpu about four minutes on two cores; the first call also makes .venv, when no
-# environment that has the dependencies is active. The same command again resumes the run. Works from any
-# folder.
+# Expected time: about four minutes on two cores with PRESET=cpu. The first call also creates .venv, unless an
+# environment with the dependencies is active. Repeat the command to resume the run. Works from any folder.
 #
-# Settings are environment variables, or flags of the same name (NUM_EXPERTS, --num-experts). The most used:
+# Settings are environment variables or flags of the same name (NUM_EXPERTS, --num-experts). Common settings:
 #   Launch    PRESET MASTER_ADDR MASTER_PORT NNODES NODE_RANK GPUS_PER_NODE (ranks per node; processes without
 #             GPUs)
 #   Model     NUM_LAYERS HIDDEN_SIZE FFN_HIDDEN_SIZE NUM_HEADS NUM_QUERY_GROUPS SEQ_LEN
@@ -24,8 +23,8 @@
 #   Data      TRAIN_DATA VALID_DATA TOKENIZER DATA_DIR
 #   Output    RUN_DIR RUN_NAME LOAD_DIR SAVE_INTERVAL EXIT_INTERVAL LOG_INTERVAL LOG_TIMERS EVAL_INTERVAL
 #             EVAL_ITERS WANDB_PROJECT WANDB_MODE
-# All of them with their defaults: docs/settings.md, or `moe-exp train --help`. Relative paths start at the
-# folder you are in.
+# All settings with their defaults: docs/settings.md or `moe-exp train --help`. Paths are relative to the
+# current folder.
 set -euo pipefail
 
 # shellcheck source=moe_exp/scripts/environment.sh

@@ -161,7 +161,7 @@ def test_other_moments_are_refused_unless_they_are_given_up(before, after, line,
         refuse(before, after)
     with caplog.at_level(logging.WARNING):
         refuse(before, after | {"allow_other_optimizer": True})
-    assert "ALLOW_OTHER_OPTIMIZER=true: continuing with moments of zero" in caplog.text
+    assert "ALLOW_OTHER_OPTIMIZER=true: continuing with moments reset to zero" in caplog.text
 
 
 def test_the_same_moments_go_on_whatever_they_are_kept_in():

@@ -110,19 +110,19 @@ OF_4 = {"upcycle_granularity": 4, "moe_ffn_hidden_size": 24}
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"router_pre_softmax": "true"}, "ROUTER_NORMALIZE=auto: upcycling needs router weights that add up"),
+        ({"router_pre_softmax": "true"}, "ROUTER_NORMALIZE=auto: upcycling requires router weights"),
         ({"router_score": "sigmoid", "topk": 1, "router_pre_softmax": "true"}, "TOPK=1: upcycling needs"),
         ({"moe_ffn_hidden_size": 48}, "MOE_FFN_HIDDEN_SIZE=48: is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY"),
         ({"upcycle_granularity": 8, "moe_ffn_hidden_size": 12}, "TOPK=4: is not a multiple of UPCYCLE_G"),
         (OF_4 | {"num_experts": 6}, "NUM_EXPERTS=6: is not a multiple of UPCYCLE_GRANULARITY=4"),
-        ({"moe_type": "moe", "capacity_factor": 1.0}, "CAPACITY_FACTOR=1.0: upcycling needs every token's"),
-        ({"shared_expert_size": 32}, "SHARED_EXPERT_SIZE=32: a shared expert would add"),
-        ({"moe_latent_size": 16}, "MOE_LATENT_SIZE=16: copies of a dense MLP take whole hidden states"),
+        ({"moe_type": "moe", "capacity_factor": 1.0}, "CAPACITY_FACTOR=1.0: may drop tokens"),
+        ({"shared_expert_size": 32}, "SHARED_EXPERT_SIZE=32: a shared expert would change"),
+        ({"moe_latent_size": 16}, "MOE_LATENT_SIZE=16: upcycled experts require"),
         ({"load_dir": "runs/other"}, "UPCYCLE_FROM=dense: LOAD_DIR=runs/other names other weights"),
         ({"use_moe": "false"}, "UPCYCLE_FROM=dense: a dense model has no experts to fill"),
         ({"upcycle_from": "", "upcycle_granularity": 2}, "UPCYCLE_GRANULARITY=2: has no effect without"),
-        (OF_4 | {"num_router_groups": 4, "router_group_topk": 2}, "NUM_ROUTER_GROUPS=4: leaves NUM_EXPERTS/"),
-        (OF_2 | {"force_routing": "zipf"}, "FORCE_ROUTING=zipf: does not choose all"),
+        (OF_4 | {"num_router_groups": 4, "router_group_topk": 2}, "NUM_ROUTER_GROUPS=4: NUM_EXPERTS/"),
+        (OF_2 | {"force_routing": "zipf"}, "FORCE_ROUTING=zipf: does not select all"),
     ],
 )
 def test_what_cannot_be_equal_is_refused(settings, line):

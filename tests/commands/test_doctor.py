@@ -141,7 +141,7 @@ def test_kernels_that_cannot_be_compared(monkeypatch, capsys):
     monkeypatch.setattr(backends, "can_check", lambda device: False)
     monkeypatch.setattr(backends, "missing", lambda: "triton is not installed")
     assert doctor.check_kernels() == 0
-    assert capsys.readouterr().out == "No kernel is checked: triton is not installed.\n"
+    assert capsys.readouterr().out == "No kernels checked: triton is not installed.\n"
 
 
 def test_a_login_node_needs_neither_torch_nor_megatron(monkeypatch, capsys):

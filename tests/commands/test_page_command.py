@@ -174,9 +174,12 @@ def test_bytes_that_are_no_text_are_question_marks(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        ("wandb RUN --project p --format md --loss 3", ["FORMAT=md: is not used for wandb", "LOSS=3.0: is"]),
-        ("RUN --watch --out x.html", ["OUT=x.html: is not used for --watch. Fix: leave --out out."]),
-        ("RUN --project p", ["PROJECT=p: is not used for a page. Fix: leave --project out."]),
+        (
+            "wandb RUN --project p --format md --loss 3",
+            ["FORMAT=md: has no effect for wandb", "LOSS=3.0: is"],
+        ),
+        ("RUN --watch --out x.html", ["OUT=x.html: has no effect for --watch. Fix: omit --out."]),
+        ("RUN --project p", ["PROJECT=p: has no effect for a page. Fix: omit --project."]),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(capsys, arguments, lines):

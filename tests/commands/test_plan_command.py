@@ -102,7 +102,7 @@ def test_search_as_table_and_json(plan):
 def test_explain(plan):
     arguments = ["search", "--gpus", "384", *MODEL]
     refused = plan(*arguments, "--gbsz", "1024", "--explain", "TP=2,PP=4").out
-    assert "GBSZ=1024: is not a multiple of MBSZ*DP=1*48=48." in refused
+    assert "GBSZ=1024: must be a multiple of MBSZ*DP=1*48=48." in refused
     text = plan(*arguments, "--explain", "TP=4,PP=12,MBS=2,DP=8").out
     assert "vs the best" in text and "memory of a rank" in text
     report = json.loads(plan(*arguments, "--explain", "TP=4,PP=12,MBS=2,DP=8", "--json").out)["explained"]
@@ -116,7 +116,7 @@ def test_export(plan, monkeypatch):
     best = json.loads(plan(*arguments[:-2], "--json").out)["layouts"]
     for rank, chosen in (("1", best[0]), ("2", best[1])):
         printed = plan(*arguments, "--rank", rank)
-        assert "TP=2 of the environment: searched all the same" in printed.err
+        assert "TP=2 of the environment: ignored by the search" in printed.err
         assert "layouts tried" in printed.err
         script = f"set -a; source /dev/stdin <<'E'\n{printed.out}E\nenv -0"
         environ = {"PATH": os.environ["PATH"]}
@@ -155,7 +155,7 @@ def test_an_export_within_the_error_says_so(plan, tmp_path):
     safe = [one for one in layouts if one not in close]
     assert close and safe
     printed = plan(*arguments, "--rank", str(close[0]["place"]), "--export", str(path))
-    warning = r"the exported layout leaves [\d.]+ GiB, less than the error to expect \([\d.]+ GiB\)"
+    warning = r"the exported layout leaves [\d.]+ GiB free, less than the expected error \([\d.]+ GiB\)"
     assert re.search(f"moe-exp plan: warning: {warning}.*choose --rank {safe[0]['place']}\\.", printed.err)
     assert re.search(f"^# {warning}", path.read_text(), re.MULTILINE)
     path.unlink()
@@ -192,9 +192,9 @@ def test_an_exported_file_is_one_for_config(plan, tmp_path, capsys):
     shown = {name.strip(): source for name, source in shown.items()}
     assert {one for one, source in shown.items() if source == str(path)} == settings
     refused = plan(*arguments, "--export", str(tmp_path / "no" / "x"), code=1)
-    assert "no is no directory. Fix: make it" in refused.err
+    assert "no is not a folder. Fix: create it" in refused.err
     refused = plan(*arguments, "--config", str(path), "--tp", "4").err
-    assert f"of {path}: searched all the same, a flag would fix it" in refused
+    assert f"of {path}: ignored by the search; use flags to fix them" in refused
     assert " TP=" not in refused
 
 
@@ -205,17 +205,17 @@ def test_nothing_fits_or_is_left(plan):
     refused = plan("search", "--gpus", "8", *MODEL, "--tp", "3", "--export", "env", code=1)
     assert "RANK=1: 0 layouts fit." in refused.err
     refused = plan("search", "--gpus", "384", *MODEL, "--explain", "TP=3,PP=13", "--export", "env", code=1)
-    assert refused.out == "" and "EXPLAIN=TP=3,PP=13: cannot run, so nothing is exported." in refused.err
+    assert refused.out == "" and "EXPLAIN=TP=3,PP=13: cannot run and is not exported." in refused.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        ("--preset reference --gpus 24 --gbsz 50 --ep 3", ["EP=3: does not divide", "GBSZ=50: is not"]),
+        ("--preset reference --gpus 24 --gbsz 50 --ep 3", ["EP=3: does not divide", "GBSZ=50: must be"]),
         ("search --gpus 8 --tp 0 --vpp x", ["TP=0: must be", "VPP=x: must be"]),
         ("search --gpus 8 --hidden-size 0 --seq-len -1", ["HIDDEN_SIZE=0: must be", "SEQ_LEN=-1: must be"]),
         ("search --gpus 8 --top 0", ["TOP=0: must be at least 1"]),
-        ("search --gpus 8 --export env --json", ["EXPORT=env: does not go with --json"]),
+        ("search --gpus 8 --export env --json", ["EXPORT=env: cannot be combined with --json"]),
         ("--tp 4 predict --runs a.csv --out b.csv", ["TP=4: has no effect here"]),
     ],
 )

@@ -93,7 +93,7 @@ def test_ends(checkpoint, capsys):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("", "PROMPT=: there is none. Fix: give --prompt TEXT, or --prompt-file FILE."),
+        ("", "PROMPT=: must be given. Fix: use --prompt TEXT or --prompt-file FILE."),
         ("--prompt=", "PROMPT='': has no token to continue from. Fix: "),
         (f"--prompt {'x' * SEQ_LEN}", f"has {SEQ_LEN} tokens, and with one more that is over the {SEQ_LEN} "),
         ("--prompt x --max-new-tokens 0", "MAX_NEW_TOKENS=0: must be at least 1. Fix: "),

@@ -71,7 +71,9 @@ def test_layers_of_every_stage(text, stages):
 
 @pytest.mark.parametrize("text", ["8,,8", "8,-1", "8*", "8*0", "*8", "8;8", "1.5,2", "10000"])
 def test_layers_of_stages_that_cannot_be_read(text):
-    with pytest.raises(ConfigError, match=r"^PIPELINE_LAYERS=.*: must be whole numbers .* Fix: give PIPE"):
+    with pytest.raises(
+        ConfigError, match=r"^PIPELINE_LAYERS=.*: must be comma-separated whole numbers.* Fix: correct PIPE"
+    ):
         load_config({"pipeline_layers": text}, {"PRESET": "cpu"})
 
 
@@ -81,7 +83,7 @@ def test_no_setting_takes_a_control_character(character):
     value = f"1{character}2"
     with pytest.raises(ConfigError) as refused:
         load_config(dict.fromkeys(set(Config.model_fields) - {"preset"}, value), {"PRESET": "cpu"})
-    rule = "has a line break, or a character that cannot be printed. Fix: give one line of text."
+    rule = "has a line break or an unprintable character. Fix: use one line of text."
     lines = [f"{name.upper()}={value!r}: {rule}" for name in Config.model_fields if name != "preset"]
     assert refused.value.problems == lines
 

@@ -99,7 +99,10 @@ def test_a_variable_that_undoes_it_is_refused(no_variables, monkeypatch, name, v
     monkeypatch.setattr("moe_exp.launch.machine_checks.torch_has_cuda", lambda: True)
     monkeypatch.setenv(name, value)
     (line,) = check_machine(tiny(master_port=free_port()))
-    assert line.startswith(f"{name}={value}: DETERMINISTIC=true needs ") and f" {name}={good}, or " in line
+    assert (
+        line.startswith(f"{name}={value}: does not fix the order of sums for DETERMINISTIC=true")
+        and f" {name}={good}, or " in line
+    )
     assert check_machine(tiny(master_port=free_port(), deterministic=False)) == []
     # A rank that no launcher has started finds it, too.
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -211,9 +211,11 @@ def test_another_batch_size_is_refused_with_settings_that_continue_the_schedule(
     old = config(**before)
     start = Start(66, 66 * 16)
     line = schedule_change(config(**before | {"gbsz": gbsz}), old, start)
-    assert line is not None and line.startswith(f"GBSZ={gbsz}: with GBSZ=16 until iteration 66 the learning")
+    assert line is not None and line.startswith(
+        f"GBSZ={gbsz}: after GBSZ=16 until iteration 66, the learning"
+    )
     assert line.endswith("or GBSZ=16.")
-    given = dict(re.findall(r"([A-Z_]+)=(\S+)", line.partition("Fix: set ")[2].partition(", the same")[0]))
+    given = dict(re.findall(r"([A-Z_]+)=(\S+)", line.partition("Fix: set ")[2].partition(" (the same")[0]))
     new = config(**before | {"gbsz": gbsz} | {name.lower(): value for name, value in given.items()})
     assert list(new.problems()) == []
     assert schedule_change(new, old, start) is None
@@ -231,7 +233,7 @@ def test_a_run_that_has_ended_keeps_its_schedule_and_the_new_length():
     old = config(gbsz=16, mbsz=1, train_iters=120, warmup_iters=12, lr=1e-3, min_lr=1e-4)
     new = config(gbsz=32, mbsz=1, train_iters=300, lr=1e-3, min_lr=1e-4)
     line = schedule_change(new, old, Start(120, 1920))
-    assert line is not None and "Fix: set WARMUP_ITERS=6 DECAY_ITERS=60, the same schedule" in line
+    assert line is not None and "Fix: set WARMUP_ITERS=6 DECAY_ITERS=60 (the same schedule" in line
 
 
 @pytest.mark.parametrize(

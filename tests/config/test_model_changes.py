@@ -16,7 +16,7 @@ from moe_exp.config.model_changes import refuse_other_model
 
 OLD: dict[str, Any] = MODEL | {"gpus_per_node": 1}
 NAME = "the checkpoint at iteration 6 of runs/x/checkpoints"
-FLAG = ", or ALLOW_OTHER_MODEL=true to continue with another function"
+FLAG = ", or ALLOW_OTHER_MODEL=true to continue with a different computation"
 
 
 def lines(before: dict[str, Any], **settings: Any) -> list[str]:
@@ -86,7 +86,7 @@ def test_all_lines_at_once_with_what_helps():
     changes = {"router_bias_update_rate": 0, "first_k_dense": 1, "topk": 1, "activation": "gelu"}
     dense, bias, *others = lines({"router_bias_update_rate": 0.01}, **changes)
     assert dense.startswith(f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ")
-    assert "UPDATE_RATE=over 0. Fix: set it over 0 (1e-12 keeps the bias as it is) or ROUTER" in bias
+    assert "UPDATE_RATE=over 0. Fix: set it above 0 (1e-12 keeps the bias) or ROUTER" in bias
     assert [line.partition(":")[0] for line in others] == ["ACTIVATION=gelu", "TOPK=1"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from helpers import ROOT
-from moe_exp.config import Config, names_by_section
+from moe_exp.config import TRAITS, Config, names_by_section
 from moe_exp.config.settings import SECTIONS
 from moe_exp.runs.records import TRAIN_KEYS, VALID_KEYS
 
@@ -32,6 +32,10 @@ def test_megatron_flags_name_settings(generator: dict[str, Any]) -> None:
     names = [*generator["MEGATRON_FLAGS"], *generator["SAME_FLAG"]]
     assert set(names) <= set(Config.model_fields)
     assert len(names) == len(set(names))
+    # every setting that declares flags of Megatron-LM is in the table, with all of them
+    declared = {name: traits.megatron_flags for name, traits in TRAITS.items()}
+    for name, flags in declared.items():
+        assert flags is None or all(flag in generator["MEGATRON_FLAGS"][name] for flag in flags)
 
 
 def test_run_folder_document_names_every_metric() -> None:

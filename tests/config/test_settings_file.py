@@ -73,18 +73,18 @@ def test_formats_and_values():
     ("text", "lines"),
     [
         ("NUM_EXPRTS=8\nFOO=1", ["exp.yaml: NUM_EXPRTS=8: .* NUM_EXPERTS", "exp.yaml: FOO=1: .* remove"]),
-        ("learning_rate: 1", ["exp.yaml: LEARNING_RATE=1: is not .* Fix: write LR or MIN_LR, "]),
-        ("topk: many", ["exp.yaml: TOPK=many: must be a valid integer. Fix: give TOPK, experts per token."]),
-        ("preset: cpuu", ["exp.yaml: PRESET=cpuu: is not a preset. Fix: use one of reference, cpu, "]),
-        ("lr: 1\nLR: 2", ["exp.yaml: LR=2: is in the file twice. Fix: remove one of the two."]),
-        ("", ["CONFIG=exp.yaml: cannot be read .it holds no settings.. Fix: name config.yaml of a run, "]),
-        ("just text", ["CONFIG=exp.yaml: cannot be read .it holds no settings.. Fix: "]),
-        ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: not a name with one value; "]),
+        ("learning_rate: 1", ["exp.yaml: LEARNING_RATE=1: is not .* Fix: write LR or MIN_LR "]),
+        ("topk: many", ["exp.yaml: TOPK=many: must be a valid integer. Fix: correct TOPK: experts per token."]),
+        ("preset: cpuu", ["exp.yaml: PRESET=cpuu: unknown preset. Fix: use one of reference, cpu, "]),
+        ("lr: 1\nLR: 2", ["exp.yaml: LR=2: is in the file twice. Fix: remove one of them."]),
+        ("", ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: name config.yaml of a run, "]),
+        ("just text", ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: "]),
+        ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: must be a name and one value; "]),
         ("a: 1\nb: [0]*3", ["CONFIG=exp.yaml: cannot be read .line 2: .* needs quotes"]),
         ("TP=1\nfoo", ["CONFIG=exp.yaml: cannot be read .line 2: foo is not NAME=value"]),
         ("TP='1", ["CONFIG=exp.yaml: cannot be read .line 1: No closing quotation"]),
-        ("RUN_DIR=$HOME/x", ["CONFIG=exp.yaml: cannot be read .line 1: variables are not replaced; "]),
-        (None, ["CONFIG=exp.yaml: does not exist. Fix: name config.yaml of a run, or a file "]),
+        ("RUN_DIR=$HOME/x", ["CONFIG=exp.yaml: cannot be read .line 1: variables are not expanded; "]),
+        (None, ["CONFIG=exp.yaml: not found. Fix: name config.yaml of a run, or a file "]),
     ],
 )
 def test_files_that_cannot_be_read(text, lines, capsys):
@@ -130,7 +130,7 @@ def test_settings_of_an_older_run_that_are_gone():
     """Left out where they say what happens without them, else refused."""
     gone = "attention_flops: causal\nphi_balancing_rate: 0.3\nrouter_bias_decay: 0.0\n"
     assert read_settings(Path(written(gone + "lr: 1e-4"))) == {"lr": "1e-4"}
-    with pytest.raises(ConfigError, match=r"ROUTER_BIAS_DECAY=0\.05: this version does not have"):
+    with pytest.raises(ConfigError, match=r"ROUTER_BIAS_DECAY=0\.05: was removed in this version"):
         read_settings(Path(written("router_bias_decay: 0.05")))
 
 
@@ -150,7 +150,10 @@ def test_a_new_run_does_not_continue_the_run_of_its_file(capsys):
     assert train({"config": "runs/A"}, dry_run=True) == 0
     assert "run folder: runs/moe_true_num_experts_64_" in capsys.readouterr().out
     assert train({"config": "runs/A", "preset": "reference"}, dry_run=True) == 2
-    assert "PRESET=reference: runs/A/config.yaml has all settings of a run, so" in capsys.readouterr().err
+    assert (
+        "PRESET=reference: has no effect, as runs/A/config.yaml has all settings of a run"
+        in capsys.readouterr().err
+    )
 
 
 def test_resume_is_settings_and_folder(capsys, monkeypatch):
@@ -218,5 +221,5 @@ def test_a_variable_that_wins_over_the_file_is_named(capsys):
     environ = {"TP": "2", "EP": "4", "CP": "1"}
     config = load_config({"config": written("TP=1\nEP=4\nCP=2\nPP=2\n"), "cp": "4"}, environ)
     assert (config.tp, config.ep, config.cp, config.pp) == (2, 4, 4, 2)
-    line = "moe-exp: warning: TP=2 of the environment: used instead of what exp.yaml has\n"
+    line = "moe-exp: warning: TP=2 in the environment overrides exp.yaml\n"
     assert capsys.readouterr().err == line

@@ -112,7 +112,7 @@ def leaks(without_mask: bool) -> tuple[int, str]:
 def test_doctor_finds_what_leaks(without_mask):
     ((code, printed),) = run_on_ranks(1, leaks, without_mask, join=False)
     assert code == int(without_mask), printed
-    assert printed.count("documents see each other") == (4 if without_mask else 0)
+    assert printed.count("documents attend to each other") == (4 if without_mask else 0)
     rows = [line.split()[-2] for line in printed.splitlines() if line.rstrip(" │|").endswith(("ok", "leaks"))]
     assert len(rows) == 4, printed
 

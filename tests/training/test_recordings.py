@@ -89,8 +89,8 @@ def test_iterations_that_cannot_be_read(text):
     with pytest.raises(ConfigError) as refused:
         load_config({"profile_iters": text, "profile_ranks": "1,"}, {})
     first, second = refused.value.problems
-    assert first.startswith(f"PROFILE_ITERS={text}: must be an iteration from 1 on")
-    assert second.startswith("PROFILE_RANKS=1,: must be ranks with commas")
+    assert first.startswith(f"PROFILE_ITERS={text}: must be iterations from 1")
+    assert second.startswith("PROFILE_RANKS=1,: must be comma-separated ranks")
 
 
 def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
@@ -100,8 +100,8 @@ def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
 
     assert problems(profile_iters="200", profile_ranks="0,1") == []
     iterations, ranks = problems(profile_iters="201-202", profile_ranks="0,2")
-    assert iterations.startswith("PROFILE_ITERS=201-202: is after TRAIN_ITERS=200. Fix: ")
-    assert ranks.startswith("PROFILE_RANKS=0,2: there is no rank 2") and "from 0 to 1" in ranks
+    assert iterations.startswith("PROFILE_ITERS=201-202: must not exceed TRAIN_ITERS=200. Fix: ")
+    assert ranks.startswith("PROFILE_RANKS=0,2: rank 2 does not exist") and "from 0 to 1" in ranks
     (line,) = problems(memory_snapshot="1-101")
     assert line.startswith("MEMORY_SNAPSHOT=1-101: are 101 iterations") and "at most 100" in line
     config = Config(memory_snapshot="1", num_workers=0)
@@ -230,7 +230,7 @@ def test_what_cannot_be_compared_is_a_line(runs, capsys, tmp_path):
     broken.write_bytes(b"no dump")
     other.mkdir()
     for a, b, text in (
-        (ours, tmp_path / "gone", "is not there. Fix: "),
+        (ours, tmp_path / "gone", "not found. Fix: "),
         (ours, broken, "cannot read the dump"),
         (ours.parent, ours, "is a folder, but B="),
         (ours.parent, other, "has no rank in common with B="),

@@ -1,8 +1,4 @@
-"""Settings of how the layers are computed and where their experts come from: backends, dispatcher, FP8,
-upcycling. They end the section Mixture of experts.
-
-A rule between settings of several sections stands in the last of them (sections/launch.py).
-"""
+"""Settings for expert backends, token dispatcher, FP8 and upcycling."""
 
 import math
 from collections.abc import Iterator
@@ -15,63 +11,64 @@ from moe_exp.config.setting_types import NonNegative, PathText, Positive, expert
 
 
 class BackendSettings(ExpertSettings):
-    """The section Mixture of experts from EXPERT_BACKEND on."""
+    """Settings of the section Mixture of experts, from EXPERT_BACKEND on."""
 
     expert_backend: Annotated[str, one_of(EXPERT_BACKENDS, "auto")] = experts(
         "auto",
-        "grouped GEMM of the experts; triton: this package's kernels in one autograd function, on a "
-        "CPU the same in plain torch",
+        "expert backend (grouped GEMM); triton: this package's kernels in one autograd function, or plain "
+        "PyTorch on a CPU",
     )
     routing_kernels: Literal["auto", "off"] = experts(
         "auto",
-        "implementation of router, token drops and row order; auto: Triton kernels on GPUs that run "
-        "them; off: plain torch everywhere",
+        "implementation of routing, token dropping and row ordering; auto: Triton kernels on GPUs that "
+        "support them; off: plain PyTorch",
     )
     moe_sm_margin: NonNegative = experts(
         0,
-        "multiprocessors of the GPU that the expert GEMMs leave free for communication "
+        "number of GPU multiprocessors that expert GEMMs leave free for communication "
         "(EXPERT_BACKEND=triton)",
     )
     dispatcher: Annotated[str, one_of(DISPATCHERS, "auto")] = experts(
-        "auto", "token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
+        "auto", "token dispatcher; local requires EP=1 and ETP=1; deepep requires the DeepEP package and GPUs"
     )
     upcycle_from: PathText = experts(
         "",
-        "start from the weights of a dense run: its checkpoints folder, or the folder of one "
+        "dense run whose weights initialize the model: its checkpoints folder, or the folder of one "
         "iteration; empty: no upcycling",
         costs=False,
         measured="",
     )
     upcycle_granularity: Positive = experts(
         1,
-        "number of parts that each dense MLP is split into; the experts are copies of the parts "
+        "number of parts into which each dense MLP is split; the experts are copies of these parts "
         "(UPCYCLE_FROM)",
         costs=False,
         measured=1,
     )
     cross_entropy: Literal["auto", "megatron", "triton"] = model(
         "auto",
-        "loss of the output layer; megatron: Megatron's; triton: this package's kernel, which keeps "
-        "logits and no probabilities for backward; auto: triton on GPUs that run it, else megatron",
+        "implementation of the output layer's loss; triton: this package's kernel, which stores logits "
+        "but no probabilities for backward; auto: triton on GPUs that support it, else megatron",
     )
     impl: Literal["auto", "local", "te"] = model(
         "auto",
-        "implementation of the layers around the MoE layer; local: this package's; te: Transformer "
-        "Engine's; auto: te with GPUs if it is installed",
+        "implementation of the layers around the MoE layer; local: this package; te: Transformer "
+        "Engine; auto: te on GPUs if installed, else local",
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        "matrix products in FP8; e4m3: all in e4m3; hybrid: gradients in e5m2; with EXPERT_BACKEND=te "
-        "Transformer Engine's, with triton those of the experts alone (e4m3, FP8_RECIPE=blockwise)",
+        "FP8 matrix products; e4m3: all in e4m3; hybrid: gradients in e5m2. EXPERT_BACKEND=te uses "
+        "Transformer Engine; triton covers only the experts (e4m3, FP8_RECIPE=blockwise)",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",
-        "how FP8 scales: each tensor (Ada, Hopper), blocks of 128 (Hopper), blocks of 32 (mxfp8: Blackwell)",
+        "FP8 scaling; tensorwise: per tensor (Ada, Hopper); blockwise: per block of 128 (Hopper); "
+        "mxfp8: per block of 32 (Blackwell)",
     )
 
     @property
     def is_fp8_by_kernels(self) -> bool:
-        """Whether FP8 is that of EXPERT_BACKEND=triton: experts alone, without Transformer Engine."""
+        """Whether the Triton expert kernels compute in FP8, without Transformer Engine."""
         return self.fp8 != "none" and self.use_moe and self.expert_backend == "triton"
 
     def problems(self) -> Iterator[str]:
@@ -81,24 +78,24 @@ class BackendSettings(ExpertSettings):
         if self.use_moe and self.dispatcher == "deepep" and (width := self.expert_hidden_size) % 8:
             name = self.expert_hidden_setting
             fix = f"set {name.upper()} to {multiples(8, width)}, or DISPATCHER=alltoall"
-            yield problem(name, width, "DISPATCHER=deepep sends rows of a multiple of 8", fix)
+            yield problem(name, width, "must be a multiple of 8 with DISPATCHER=deepep", fix)
         yield from self._upcycling_problems()
 
     def _fp8_problems(self) -> Iterator[str]:
-        """Experts compute in FP8 with our kernels or Transformer Engine."""
+        """Checks that the expert backend supports FP8 with this recipe."""
         return self.broken(
             (self.is_fp8_by_kernels and (self.fp8, self.fp8_recipe) != ("e4m3", "blockwise"), "fp8",
-             f"with FP8_RECIPE={self.fp8_recipe} is not computed by EXPERT_BACKEND=triton",
+             f"with FP8_RECIPE={self.fp8_recipe} is not supported by EXPERT_BACKEND=triton",
              "set FP8=e4m3 FP8_RECIPE=blockwise, or EXPERT_BACKEND=te"),
             (self.use_moe and self.expert_backend not in ("te", "triton"), "fp8",
-             f"experts compute in FP8 with EXPERT_BACKEND=te or triton, not with {self.expert_backend}",
+             f"requires EXPERT_BACKEND=te or triton, not {self.expert_backend}",
              "set EXPERT_BACKEND=te, or FP8=none"),
             (not self.use_moe and self.impl == "local", "fp8",
              "has no effect in a dense model with IMPL=local", "set IMPL=te, or FP8=none"),
         )  # fmt: skip
 
     def _upcycling_problems(self) -> Iterator[str]:
-        """Copies of a dense MLP as experts have to compute what the dense model does."""
+        """Checks that the upcycled model initially computes the same as the dense model."""
         if not self.upcycle_from:
             if self.upcycle_granularity > 1:
                 fix = "set UPCYCLE_FROM, or UPCYCLE_GRANULARITY=1"
@@ -106,23 +103,23 @@ class BackendSettings(ExpertSettings):
             return
         if not self.use_moe:
             rule = "a dense model has no experts to fill"
-            yield self.problem("upcycle_from", rule, "set USE_MOE=true, or leave it empty")
+            yield self.problem("upcycle_from", rule, "set USE_MOE=true, or omit UPCYCLE_FROM")
             return
         yield from self.broken(
             (self.router_weights_sum is None, "topk" if self.topk == 1 else "router_normalize",
-             "upcycling needs router weights that add up to the same for every token",
+             "upcycling requires router weights with the same sum for every token",
              "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or with softmax scores"
              " ROUTER_PRE_SOFTMAX=false"),
             (self.shared_expert_size, "shared_expert_size",
-             "a shared expert would add to what the dense model computes",
+             "a shared expert would change the output of the dense model",
              "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"),
             (self.moe_latent_size, "moe_latent_size",
-             "copies of a dense MLP take whole hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
+             "upcycled experts require full-width hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
         )  # fmt: skip
         factor = self.expert_capacity_factor
         if factor is not None and factor * self.topk < self.num_experts:
             least = math.ceil(self.num_experts / self.topk)
-            rule = "upcycling needs every token's experts, this drops some"
+            rule = "may drop tokens, which upcycling must not"
             fix = f"set MOE_TYPE=dmoe, or CAPACITY_FACTOR to at least {least}"
             yield problem("capacity_factor", factor, rule, fix)
         yield from self._granularity_problems(self.upcycle_granularity)
@@ -137,14 +134,14 @@ class BackendSettings(ExpertSettings):
             yield problem("moe_ffn_hidden_size", self.expert_ffn_size, rule, fix)
         for name in ("num_experts", "topk"):
             if getattr(self, name) % shards:
-                rule = f"is not a multiple of UPCYCLE_GRANULARITY={shards}, each token needs every shard"
+                rule = f"must be a multiple of UPCYCLE_GRANULARITY={shards}"
+                # or a token would use some shards of the dense MLP more often than others
                 fix = f"set {name.upper()} to {multiples(shards, getattr(self, name))}"
-                yield self.problem(name, f"{rule} equally often", fix)
+                yield self.problem(name, rule, fix)
         if shards > 1 and self.num_router_groups and self.num_experts // self.num_router_groups % shards:
-            rule = "leaves NUM_EXPERTS/NUM_ROUTER_GROUPS experts per group, not a multiple of"
-            fix = "set NUM_ROUTER_GROUPS=0"
-            yield self.problem("num_router_groups", f"{rule} UPCYCLE_GRANULARITY={shards}", fix)
+            rule = f"NUM_EXPERTS/NUM_ROUTER_GROUPS must be a multiple of UPCYCLE_GRANULARITY={shards}"
+            yield self.problem("num_router_groups", rule, "set NUM_ROUTER_GROUPS=0")
         for name in ("force_routing", "aux_loss_type"):
             if shards > 1 and getattr(self, name) in ("balanced", "zipf", "sinkhorn"):
-                rule = f"does not choose all of the UPCYCLE_GRANULARITY={shards} shards of a dense MLP"
+                rule = f"does not select all UPCYCLE_GRANULARITY={shards} shards of a dense MLP"
                 yield self.problem(name, rule, f"set {name.upper()}=none")

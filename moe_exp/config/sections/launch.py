@@ -1,9 +1,8 @@
-"""Settings of launch, and what the classes of all sections have.
+"""Launch settings, and the base class of all sections.
 
-The classes inherit from each other in the order of `--help`, from here to `config.Config`, and pydantic keeps
-the fields in that order. Methods use fields of their own section and of those before it, so a rule between
-settings of several sections stands in the last of them. The rules that depend on the machine are in
-launch/machine_checks.py.
+The section classes inherit from each other in the order of `--help`, from LaunchSettings to `config.Config`;
+pydantic keeps that order of fields. Methods may use the fields of their own section and of earlier ones, so a
+rule between sections is in the last of them. Rules that depend on the machine: launch/machine_checks.py.
 """
 
 from collections.abc import Iterator
@@ -17,9 +16,9 @@ from moe_exp.host.devices import count_gpus, num_cores
 
 
 class LaunchSettings(BaseModel):
-    """The section Launch: ranks and how they find each other."""
+    """Settings of the section Launch: the number of ranks and their rendezvous."""
 
-    # `defer_build`: only Config is ever made, and a schema of each section would cost 0.1 s at every start.
+    # defer_build: only Config is instantiated; a schema per section would cost 0.1 s at every start.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     _one_line = field_validator("*", mode="before")(one_line)
 
@@ -27,13 +26,13 @@ class LaunchSettings(BaseModel):
         "",
         "named set of defaults: "
         + ", ".join(PRESETS)
-        + "; default: reference with GPUs and TRAIN_DATA, else cpu",
+        + " (default: reference with GPUs and TRAIN_DATA, else cpu)",
         costs=False,
     )
-    master_addr: str = place("localhost", "host of rank 0")
+    master_addr: str = place("localhost", "host name or address of rank 0")
     master_port: int = place(
         0,
-        "TCP port on MASTER_ADDR for the rendezvous; 0: a free one with one node, 23456 with several",
+        "TCP port on MASTER_ADDR for the rendezvous; 0: any free port on one node, 23456 on several nodes",
         ge=0,
         le=65535,
     )
@@ -41,13 +40,13 @@ class LaunchSettings(BaseModel):
     node_rank: NonNegative = place(0, "index of this node", measured=0)
     gpus_per_node: NumRanks = layout(
         ...,
-        "ranks per node: GPUs, or processes on a CPU host (default: all GPUs; on a CPU host and with "
-        "PRESET=cpu at most 2)",
+        "ranks per node, one per GPU, or processes on a CPU host (default: all GPUs; at most 2 on a CPU host "
+        "or with PRESET=cpu)",
         default_factory=lambda: count_gpus() or min(2, num_cores()),
     )
     threads_per_rank: NonNegative = layout(
         0,
-        "torch threads per rank; 0: one on a CPU host, torch's default with GPUs",
+        "PyTorch threads per rank; 0: one on a CPU host, PyTorch's default with GPUs",
         costs=False,
         compared=False,
     )
@@ -59,33 +58,33 @@ class LaunchSettings(BaseModel):
 
     @property
     def rendezvous_port(self) -> int:
-        """MASTER_PORT; 0: one that is free when the agent of the only node listens on it."""
+        """MASTER_PORT or its default; 0: the agent of the only node chooses a free port."""
         return self.master_port or (23456 if self.nnodes > 1 else 0)
 
     def problems(self) -> Iterator[str]:
-        """Yields a line (name, value, rule, fix) for each broken rule between settings, on every machine the
-        same. Values that are invalid on their own are rejected when the object is made.
+        """Yields a line (name, value, rule, fix) for each broken rule between settings, independent of the
+        machine. Values that are invalid on their own are rejected when the object is created.
         """
         yield from self.node_rank_problems()
 
     def node_rank_problems(self) -> Iterator[str]:
-        """Checks NODE_RANK, for commands that start a process per node."""
+        """Checks NODE_RANK, for commands that start one process per node."""
         if self.node_rank >= self.nnodes:
             ranks = f"0 to {self.nnodes - 1}" if self.nnodes > 1 else "0"
             fix = f"set NODE_RANK to {ranks}, or NNODES to at least {self.node_rank + 1}"
-            yield self.problem("node_rank", f"is not below NNODES={self.nnodes}", fix)
+            yield self.problem("node_rank", f"must be less than NNODES={self.nnodes}", fix)
 
     def problem(self, name: str, rule: str, fix: str) -> str:
-        """A line on setting `name`: its value, the rule that it breaks, and the fix."""
+        """Error line for setting `name`: its value, the broken rule and the fix."""
         return problem(name, as_given(getattr(self, name)), rule, fix)
 
     def broken(self, *rules: tuple[object, str, str, str]) -> Iterator[str]:
-        """A line for each broken rule of `rules`: whether it is broken, setting, rule and fix."""
+        """Yields an error line for each broken rule; `rules`: (is broken, setting, rule, fix)."""
         return (self.problem(name, rule, fix) for is_broken, name, rule, fix in rules if is_broken)
 
     def must_divide(self, name: str, whole_name: str, whole: int) -> Iterator[str]:
-        """A line if setting `name` does not divide `whole`."""
+        """Yields an error line if setting `name` does not divide `whole`."""
         value = getattr(self, name)
         if whole % value:
             fix = f"set {name.upper()} to {choices(divisors(whole, value))}"
-            yield self.problem(name, f"does not divide {whole_name}={whole}", fix)
+            yield self.problem(name, f"must divide {whole_name}={whole}", fix)

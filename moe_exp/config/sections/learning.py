@@ -1,7 +1,4 @@
-"""Settings of the learning rate, of groups of parameters and of batch sizes; the optimizer: optimizer.py.
-
-A rule between settings of several sections stands in the last of them (sections/launch.py).
-"""
+"""Settings for learning rate, parameter groups and batch sizes."""
 
 import math
 from collections.abc import Iterator
@@ -26,60 +23,64 @@ _MOST_RAMP_STEPS, _MOST_RAMP_SAMPLES = 10_000, 10**15
 
 
 class Piece(NamedTuple):
-    """A part of a learning-rate schedule."""
+    """One piece of a learning-rate schedule."""
 
     style: str  # one of PIECES
-    start: int  # number of samples after which it begins
-    end: int  # number of samples after which the next piece takes over
-    target: float | None  # learning rate at its end, as a share of LR; None: MIN_LR, or no change if constant
+    start: int  # samples consumed when it begins
+    end: int  # samples consumed when the next piece begins
+    target: float | None  # final learning rate as a fraction of LR; None: MIN_LR, or no change if constant
 
 
 class LearningSettings(ParallelSettings):
-    """The section Optimization up to RAMPUP_BATCH_SIZE."""
+    """Settings of the section Optimization, up to RAMPUP_BATCH_SIZE."""
 
     lr: float = learning(0.0006, "peak learning rate", gt=0)
     min_lr: Rate = learning(6e-05, "final learning rate")
-    router_lr_mult: float = learning(1.0, "LR and MIN_LR of routers, as a multiple", gt=0)
-    expert_lr_mult: float = learning(1.0, "LR and MIN_LR of routed experts, as a multiple", gt=0)
+    router_lr_mult: float = learning(1.0, "factor on LR and MIN_LR for routers", gt=0)
+    expert_lr_mult: float = learning(1.0, "factor on LR and MIN_LR for routed experts", gt=0)
     lr_groups: ParameterGroups = learning(
         "",
-        "multiples of LR and MIN_LR (lr) and of WEIGHT_DECAY (wd) by names of parameters: "
-        "'*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; the first pattern counts (docs/learning_rate.md)",
+        "factors on LR and MIN_LR (lr) and on WEIGHT_DECAY (wd) by parameter name: "
+        "'*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; the first matching pattern applies "
+        "(docs/learning_rate.md)",
     )
     lr_decay_style: Annotated[str, one_of(SCHEDULES, read=read_composed)] = learning(
         "cosine",
-        "learning-rate schedule; or its pieces: 'constant:80%,linear' (docs/learning_rate.md)",
+        "learning-rate schedule, or a list of pieces such as 'constant:80%,linear' (docs/learning_rate.md)",
         measured="constant",
     )
-    mbsz: Positive = learning(8, "micro-batch size, samples", costs=True)
-    gbsz: Positive = learning(64, "global batch size, samples", costs=True)
-    train_iters: Positive = learning(40000, "iterations")
+    mbsz: Positive = learning(8, "micro-batch size (samples)", costs=True)
+    gbsz: Positive = learning(64, "global batch size (samples)", costs=True)
+    train_iters: Positive = learning(40000, "number of training iterations")
     warmup_iters: NonNegative = learning(
-        1000, "iterations of linear warm-up; if only TRAIN_ITERS is set, at most a tenth of it", measured=0
+        1000, "linear warm-up (iterations); if only TRAIN_ITERS is set, at most a tenth of it", measured=0
     )
     decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", measured=0)
     wsd_decay_iters: NonNegative = learning(
-        0, "iterations of the final decay (LR_DECAY_STYLE=WSD, power), and of every decay (WSD-S)"
+        0, "length of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S) (iterations)"
     )
     wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
-        "linear", "shape of these decays; minus_sqrt: 1 - sqrt"
+        "linear", "shape of the decays of WSD_DECAY_ITERS; minus_sqrt: 1 - sqrt"
     )
     wsd_decay_ends: IterationsOrShares = learning(
         "",
-        "iterations, or shares such as 25%,50%, with which decays before the final one end; after each "
-        "the rate is LR again (LR_DECAY_STYLE=WSD-S)",
+        "where earlier decay phases end: iterations or fractions such as 25%,50%; after each, the learning "
+        "rate returns to LR (LR_DECAY_STYLE=WSD-S)",
     )
     lr_power_a: float = learning(
-        4.0, "A of LR_DECAY_STYLE=power: at most LR, and at most GBSZ * A * tokens^B", gt=0
+        4.0, "A of LR_DECAY_STYLE=power, whose learning rate is min(LR, GBSZ * A * tokens^B)", gt=0
     )
     lr_power_b: float = learning(-0.51, "B of LR_DECAY_STYLE=power", lt=0)
     rampup_batch_size: str = learning(
-        "", "'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ", measured=""
+        "",
+        "batch size ramp-up 'START INCREMENT SAMPLES': START to GBSZ in steps of INCREMENT, over SAMPLES "
+        "samples",
+        measured="",
     )
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches per iteration at the full global batch."""
+        """Micro-batches per iteration and replica at the full global batch size."""
         return self.gbsz // (self.mbsz * self.data_parallel_size)
 
     @property
@@ -92,14 +93,12 @@ class LearningSettings(ParallelSettings):
 
     @property
     def batches(self) -> Batches:
-        """Batch sizes of the run."""
+        """Batch size schedule of the run."""
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     @property
     def parameter_rules(self) -> list[Rule]:
-        """The lines of LR_GROUPS, ROUTER_LR_MULT and EXPERT_LR_MULT in order; empty if all parameters are
-        treated alike.
-        """
+        """Rules of LR_GROUPS, ROUTER_LR_MULT and EXPERT_LR_MULT, in order of precedence."""
         rules = list(parsed_groups(self.lr_groups)) if self.lr_groups else []
         for setting, pattern in (("router_lr_mult", "*.router.*"), ("expert_lr_mult", "*.mlp.experts.*")):
             if (multiple := getattr(self, setting)) != 1:
@@ -113,17 +112,16 @@ class LearningSettings(ParallelSettings):
 
     @property
     def decay_ends(self) -> list[int]:
-        """Iterations with which the decays of WSD and WSD-S end; the last of them is that of the run."""
+        """Iterations at which the decays of WSD and WSD-S end, including the final one."""
         points = self.wsd_decay_ends.split(",") if self.lr_decay_style == "WSD-S" else []
         return [*(iteration_of(point, self.decay_end) for point in points if point), self.decay_end]
 
     @property
     def pieces(self) -> list[Piece]:
-        """The pieces of the schedule after the warm-up, in order; at least one if there are no `problems`.
+        """Pieces of the schedule after the warm-up, in order; at least one if there are no `problems`.
 
-        The first begins where the warm-up ends. A final decay that is longer than what the warm-up leaves of
-        the run has begun before that, as Megatron has it. Raises ValueError if LR_DECAY_STYLE is not known
-        here.
+        The first piece begins at the end of the warm-up. As in Megatron, a final decay longer than the
+        remaining iterations starts part-way. Raises ValueError for an unsupported LR_DECAY_STYLE.
         """
         pieces, start = [], self.warmup_iters
         for style, end, target in self._pieces_in_iterations():
@@ -141,7 +139,7 @@ class LearningSettings(ParallelSettings):
         if style == "power":
             return [(style, end - decay, None), *([(self.wsd_decay_style, end, None)] if decay else [])]
         if style not in ("WSD", "WSD-S"):
-            rule = "config/sections/learning.py does not know its pieces"
+            rule = "has no pieces in config/sections/learning.py"
             raise ValueError(f"lr_decay_style={style}: {rule}. Fix: use cosine.")
         parts: list[tuple[str, int, float | None]] = []
         for last in self.decay_ends:
@@ -154,33 +152,33 @@ class LearningSettings(ParallelSettings):
             yield from self._batch_problems(self.data_parallel_size)
         yield from self._microbatch_problems()
         yield from self._schedule_problems("DECAY_ITERS" if self.decay_iters else "TRAIN_ITERS")
-        if rules := self.parameter_rules:  # each has to have an effect on some parameter
+        if rules := self.parameter_rules:  # each must apply to some parameter
             for rule, *text in useless_rules(rules, list(parameter_sizes(self))):
                 value = rule.pattern if rule.setting == "lr_groups" else getattr(self, rule.setting)
                 yield problem(rule.setting, value, *text)
 
     def _batch_problems(self, replicas: int) -> Iterator[str]:
-        """Every batch is a number of micro-batches on all data-parallel replicas."""
+        """Checks that every batch consists of whole micro-batches on all data-parallel replicas."""
         step = self.mbsz * replicas
         if self.gbsz % step:
             fix = f"set GBSZ to {multiples(step, self.gbsz)}"
             if self.gbsz % replicas == 0:
                 fix += f", or MBSZ to {math.gcd(self.mbsz, self.gbsz // replicas)}"
-            yield self.problem("gbsz", f"is not a multiple of MBSZ*DP={self.mbsz}*{replicas}={step}", fix)
+            yield self.problem("gbsz", f"must be a multiple of MBSZ*DP={self.mbsz}*{replicas}={step}", fix)
         elif self.vpp and self.pp > 1 and self.num_microbatches % self.pp:
-            # Megatron requires (micro-batches mod group size) to be 0 or at least PP; the group size is PP,
-            # so 0.
-            rule = f"the interleaved schedule needs micro-batches in multiples of PP={self.pp}"
+            # Megatron requires (micro-batches mod group size) to be 0 or at least PP. Here the group size is
+            # PP, so it must be 0.
+            rule = f"requires a multiple of PP={self.pp} micro-batches"
             rule += f", but GBSZ / (MBSZ*DP) is {self.num_microbatches}"
             fix = f"set GBSZ to {multiples(step * self.pp, self.gbsz)}, or VPP=none"
             yield self.problem("vpp", rule, fix)
         if self.rampup_batch_size and (rule := self._broken_ramp_rule(replicas)):
             size = step * self.pp if self.vpp else step
-            fix = f"give START INCREMENT SAMPLES, for instance '{size} {size} 1000'"
-            yield self.problem("rampup_batch_size", rule, "first correct GBSZ" if self.gbsz % size else fix)
+            fix = f"set START INCREMENT SAMPLES, for example '{size} {size} 1000'"
+            yield self.problem("rampup_batch_size", rule, "correct GBSZ first" if self.gbsz % size else fix)
 
     def _broken_ramp_rule(self, replicas: int) -> str:
-        """The rule that RAMPUP_BATCH_SIZE breaks, or ''."""
+        """Rule broken by RAMPUP_BATCH_SIZE, or ''."""
         try:
             start, increment, samples = self.rampup or (0, 0, 0)
         except ValueError:
@@ -188,43 +186,43 @@ class LearningSettings(ParallelSettings):
         if min(start, increment, samples) < 1:
             return "must be three positive whole numbers"
         if start > self.gbsz or (self.gbsz - start) % increment:
-            return f"START must reach GBSZ={self.gbsz} in whole steps of INCREMENT"
+            return f"GBSZ={self.gbsz} must be START plus a multiple of INCREMENT"
         if (self.gbsz - start) // increment > _MOST_RAMP_STEPS or samples > _MOST_RAMP_SAMPLES:
             return f"must have at most {_MOST_RAMP_STEPS} steps and {_MOST_RAMP_SAMPLES} samples"
         step, sizes = self.mbsz * replicas, self.batches.sizes
         for number, size in enumerate(sizes[:-1], start=1):
             has = f"step {number} of {len(sizes)} has a batch of {size}"
             if size % step:
-                return f"{has}, no multiple of MBSZ*DP={self.mbsz}*{replicas}={step}"
+                return f"{has}, not a multiple of MBSZ*DP={self.mbsz}*{replicas}={step}"
             if self.vpp and size % (step * self.pp):
                 product = f"PP*MBSZ*DP={self.pp}*{self.mbsz}*{replicas}={step * self.pp}"
-                return f"{has}, with VPP={self.vpp} no multiple of {product}"
+                return f"{has}, which with VPP={self.vpp} must be a multiple of {product}"
         return ""
 
     def _microbatch_problems(self) -> Iterator[str]:
-        """Tokens of a micro-batch: TOKEN_ROUNDING rounds some, and FP8 multiplies a multiple."""
+        """Checks the tokens per micro-batch against TOKEN_ROUNDING and FP8."""
         slots = self.mbsz * self.seq_len * self.topk
         tokens = self.seq_len * self.mbsz // (self.cp * self.tp)
         multiple = SIZE_MULTIPLES[self.fp8_recipe]
         is_fp8 = self.fp8 != "none" and not self.is_fp8_by_kernels and self.impl != "local"
         return self.broken(
             (self.use_moe and self.token_rounding > slots, "token_rounding",
-             f"rounds nothing, as a micro-batch has {slots} slots in all (MBSZ * SEQ_LEN * TOPK)",
-             "set a tile of the kernels, 64 or 128, or TOKEN_ROUNDING=0"),
+             f"must be at most the {slots} slots of a micro-batch (MBSZ * SEQ_LEN * TOPK)",
+             "set it to the tile size of the kernels (64 or 128), or TOKEN_ROUNDING=0"),
             (is_fp8 and tokens % multiple, "seq_len",
-             f"with MBSZ={self.mbsz} a rank multiplies {tokens} tokens, FP8_RECIPE={self.fp8_recipe} wants a"
+             f"with MBSZ={self.mbsz} a rank has {tokens} tokens, but FP8_RECIPE={self.fp8_recipe} requires a"
              f" multiple of {multiple}", "change SEQ_LEN or MBSZ, or set FP8=none"),
         )  # fmt: skip
 
     def _schedule_problems(self, decay_name: str) -> Iterator[str]:
-        """LR, MIN_LR, LR_DECAY_STYLE and the iterations that they name."""
+        """Checks LR, MIN_LR, LR_DECAY_STYLE and their iterations."""
         decay = self.decay_end
         yield from self.broken(
             (self.warmup_iters >= decay, "warmup_iters",
-             f"is not below {decay_name}={decay}, where the decay ends",
+             f"must be less than {decay_name}={decay}, where the decay ends",
              f"set WARMUP_ITERS below {decay}, or raise {decay_name}"),
             (self.min_lr > self.lr, "min_lr",
-             f"is over LR={self.lr}", f"set MIN_LR to at most {self.lr}, for instance {self.lr / 10:g}"),
+             f"must be at most LR={self.lr}", f"lower MIN_LR, for example to {self.lr / 10:g}"),
         )  # fmt: skip
         style = self.lr_decay_style
         if is_composed(style):
@@ -234,19 +232,21 @@ class LearningSettings(ParallelSettings):
         least = int(schedule.needs_it)
         if schedule.has_final_decay and not least <= self.wsd_decay_iters <= decay:
             fix = f"set WSD_DECAY_ITERS to {least} to {decay}, or another LR_DECAY_STYLE"
-            rule = f"LR_DECAY_STYLE={style} decays over {least} to {decay_name}={decay} iterations"
+            rule = f"must be from {least} to {decay_name}={decay} with LR_DECAY_STYLE={style}"
             yield self.problem("wsd_decay_iters", rule, fix)
         elif style == "WSD-S":
             yield from self._decay_problems()
         if style == "inverse-square-root" and not self.warmup_iters:
-            rule = "LR_DECAY_STYLE=inverse-square-root is LR * sqrt(WARMUP_ITERS / iteration)"
+            rule = (
+                "must be positive: LR_DECAY_STYLE=inverse-square-root is LR * sqrt(WARMUP_ITERS / iteration)"
+            )
             yield self.problem("warmup_iters", rule, "set WARMUP_ITERS to 1 or more")
 
     def _decay_problems(self) -> Iterator[str]:
-        """The decays of WSD-S follow one another, and all are over before the final one begins."""
+        """Checks that the decays of WSD-S do not overlap and end before the final decay begins."""
         if not self.wsd_decay_ends:
-            rule = "LR_DECAY_STYLE=WSD-S needs the iterations with which decays before the final one end"
-            yield self.problem("wsd_decay_ends", rule, "set for instance WSD_DECAY_ENDS=25%,50%")
+            rule = "LR_DECAY_STYLE=WSD-S requires the iterations at which its earlier decays end"
+            yield self.problem("wsd_decay_ends", rule, "set it, for example WSD_DECAY_ENDS=25%,50%")
             return
         before, what = self.warmup_iters, "the warm-up"
         for end in self.decay_ends:
@@ -254,25 +254,25 @@ class LearningSettings(ParallelSettings):
             if begin < before:
                 rule = f"a decay of WSD_DECAY_ITERS={self.wsd_decay_iters} up to iteration {end} begins at"
                 rule += f" {begin}, before {what} ends at {before}"
-                fix = "give iterations in order, at least WSD_DECAY_ITERS apart, and from the end of the run"
+                fix = "list iterations in order, at least WSD_DECAY_ITERS apart and before the end of the run"
                 yield self.problem("wsd_decay_ends", rule, fix)
                 return
-            before, what = end, "the decay before it"
+            before, what = end, "the previous decay"
 
     def _composed_problems(self, decay_name: str) -> Iterator[str]:
-        """Pieces follow one another, from the end of the warm-up to that of the schedule."""
+        """Checks that the pieces are in order, between the end of the warm-up and that of the schedule."""
         pieces = self.pieces
         before, what = self.warmup_iters, "the warm-up"
         for number, piece in enumerate(pieces, 1):
             end = piece.end // self.gbsz
             if end <= before:
                 rule = f"piece {number} ends at iteration {end}, but {what} ends at {before}"
-                yield self.problem("lr_decay_style", rule, "give the iterations, or shares, in order")
+                yield self.problem("lr_decay_style", rule, "list iterations or fractions in order")
                 return
-            before, what = end, "the piece before it"
+            before, what = end, "the previous piece"
         if before > self.decay_end:
             rule = f"its last piece ends at iteration {before}, after {decay_name}={self.decay_end}"
-            yield self.problem("lr_decay_style", rule, f"leave that end out, or raise {decay_name}")
+            yield self.problem("lr_decay_style", rule, f"omit that end, or raise {decay_name}")
         if pieces[0].style == "inverse-square-root" and not self.warmup_iters:
-            rule = "an inverse square root falls from the end of the warm-up on"
+            rule = "must be positive: an inverse square root decays from the end of the warm-up"
             yield self.problem("warmup_iters", rule, "set WARMUP_ITERS to 1 or more")

@@ -1,7 +1,6 @@
-"""Settings of MoE layers: which layers they are, the sizes of experts, capacity, router and balancing losses.
+"""MoE layer settings: position, expert sizes, capacity, router and load-balancing losses.
 
-A rule between settings of several sections stands in the last of them (sections/launch.py). How experts are
-computed is in sections/backends.py, with the other settings of the section Mixture of experts.
+The remaining settings of the section Mixture of experts are in sections/backends.py.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from moe_exp.config.setting_types import (
     model,
 )
 
-# Fields of the router's rules, and the settings that they are.
+# Fields of RouterRules and the settings that provide them.
 _ROUTER = {
     "hidden_size": "hidden_size", "num_experts": "num_experts", "topk": "topk", "score": "router_score",
     "top_p": "router_top_p", "num_null_experts": "null_experts", "pre_softmax": "router_pre_softmax",
@@ -33,107 +32,113 @@ _ROUTER = {
 
 
 class ExpertSettings(ModelSettings):
-    """The section Mixture of experts, up to the losses of the router."""
+    """Settings of the section Mixture of experts, up to the router's losses."""
 
-    use_moe: bool = model(True, "false: a dense model")
+    use_moe: bool = model(True, "train a mixture of experts; false: a dense model")
     num_experts: NumExperts = experts(8, "routed experts per MoE layer")
     topk: NumExperts = experts(1, "experts per token")
     null_experts: NonNegative = experts(
         0,
-        "null experts beside NUM_EXPERTS, which compute nothing: tokens that choose them use fewer experts, "
-        "on average TOPK * NUM_EXPERTS / (NUM_EXPERTS + NULL_EXPERTS) if loads are balanced",
+        "null experts, which compute nothing, in addition to NUM_EXPERTS. With balanced loads, a token uses "
+        "TOPK * NUM_EXPERTS / (NUM_EXPERTS + NULL_EXPERTS) experts on average",
     )
     moe_type: Literal["moe", "dmoe"] = experts(
-        "dmoe", "moe: with capacity, tokens above it are dropped; dmoe: dropless"
+        "dmoe", "type of the MoE layers; moe: experts drop tokens above their capacity; dmoe: dropless"
     )
-    moe_ffn_hidden_size: OptionalWidth = experts(0, "width of one expert; 0: FFN_HIDDEN_SIZE")
+    moe_ffn_hidden_size: OptionalWidth = experts(0, "width of each routed expert; 0: FFN_HIDDEN_SIZE")
     moe_layer_freq: LayerPattern = experts(
-        "1", "every n-th layer is MoE, or a pattern with 1 for each that is: '[0]*3+[1]*21', '0,1,1,1'"
+        "1", "every n-th layer is an MoE layer, or a pattern (1: MoE, 0: dense): '[0]*3+[1]*21', '0,1,1,1'"
     )
-    first_k_dense: NonNegative = experts(0, "number of first layers that stay dense")
+    first_k_dense: NonNegative = experts(0, "number of dense layers at the start of the model")
     shared_expert_size: OptionalWidth = experts(
-        0, "width of the shared expert, which processes every token; 0: none"
+        0, "width of the shared expert, which processes every token; 0: no shared expert"
     )
-    shared_expert_gate: bool = experts(False, "a sigmoid gate per token on the shared expert")
+    shared_expert_gate: bool = experts(
+        False, "scale the shared expert's output with a sigmoid gate per token"
+    )
     moe_latent_size: OptionalWidth = experts(
         0,
-        "width that the tokens of routed experts are projected down to before the dispatch, by a projection "
-        "that all experts of a layer share, and back up from after the combine (LatentMoE); 0: none",
+        "latent width (LatentMoE): a shared projection reduces tokens to this width before dispatch and "
+        "another restores it after combine; 0: none",
     )
     capacity_factor: Rate = experts(
-        0.0, "capacity of an expert relative to its fair share (MOE_TYPE=moe); 0: 1.0"
+        0.0, "expert capacity relative to an equal share of the tokens (MOE_TYPE=moe); 0: 1.0"
     )
-    min_capacity: NonNegative = experts(
-        0, "smallest capacity of an expert, tokens per micro-batch (MOE_TYPE=moe)"
-    )
+    min_capacity: NonNegative = experts(0, "minimum expert capacity (tokens per micro-batch; MOE_TYPE=moe)")
     pad_to_capacity: bool = experts(
-        True, "fill every expert up to its capacity, for fixed shapes (MOE_TYPE=moe)"
+        True, "pad every expert's input to its capacity, for fixed shapes (MOE_TYPE=moe)"
     )
     drop_policy: Literal["probs", "position"] = experts(
         "probs",
-        "tokens to drop over capacity (MOE_TYPE=moe); probs: those with the lowest router weights; "
-        "position: the last in the sequence",
+        "which tokens above the capacity are dropped (MOE_TYPE=moe); probs: lowest router weights; "
+        "position: last in the sequence",
     )
     token_rounding: NonNegative = experts(
         0,
-        "in training, round the rows of every expert in a micro-batch down to a multiple of this "
-        "number, such as 128, so that the grouped GEMM has full tiles; the rows with the lowest "
-        "router weights are dropped (MOE_TYPE=dmoe); 0: off",
+        "in training, round each expert's tokens per micro-batch down to a multiple of this number, such as "
+        "128, so that the grouped GEMM has full tiles; drops the tokens with the lowest router weights "
+        "(MOE_TYPE=dmoe); 0: off",
     )
     router_score: Annotated[str, one_of(SCORES)] = experts(
         "softmax",
-        "score function of the router; relu: a token uses the experts of positive logit, and the loss l1 of "
-        "AUX_LOSS_TYPE brings their mean number to TOPK",
+        "score function of the router; relu: a token uses all experts with positive logits, and "
+        "AUX_LOSS_TYPE=l1 adjusts their mean number to TOPK",
     )
     router_top_p: float = experts(
         1.0,
-        "a token uses the fewest of its TOPK experts whose scores add up to this fraction; 1: all",
+        "top-p routing: use the fewest of a token's TOPK experts whose scores add up to this fraction; "
+        "1: use all",
         gt=0,
         le=1,
     )
-    router_pre_softmax: bool = experts(True, "softmax before top-k; false: softmax over the chosen k")
+    router_pre_softmax: bool = experts(True, "apply softmax before top-k; false: only over the top-k logits")
     router_normalize: Literal["auto", "true", "false"] = experts(
         "auto",
-        "divide the chosen weights by their sum; auto: with "
+        "divide a token's router weights by their sum; auto: with "
         + " and ".join(name for name, score in SCORES.items() if score.normalizes)
         + " when TOPK > 1",
     )
-    router_scaling_factor: float = experts(1.0, "factor on the router weights", gt=0)
+    router_scaling_factor: float = experts(1.0, "scaling factor of the router weights", gt=0)
     router_dtype: Literal["fp32", "fp64"] = experts(
-        "fp32", "compute type of logits, scores and router weights"
+        "fp32", "data type in which the router computes logits, scores and weights"
     )
     router_jitter: Probability = experts(
-        0.0, "in training, noise on the router's input: a factor from [1-j, 1+j]"
+        0.0, "router input jitter j: in training, multiply the input by random factors from [1-j, 1+j]"
     )
     router_bias_update_rate: Rate = experts(
-        0.0, "step of the aux-loss-free expert bias; 0: no bias (or ROUTER_BIAS_RULE=quantile)"
+        0.0,
+        "step size of the expert bias (aux-loss-free balancing); 0: off, unless ROUTER_BIAS_RULE=quantile",
     )
     router_bias_rule: Literal["sign", "quantile"] = experts(
         "sign",
-        "how the expert bias moves after an iteration; sign: by ROUTER_BIAS_UPDATE_RATE towards the mean "
-        "load; quantile: to the value that would have balanced the iteration, without a step size",
+        "update of the expert bias after each iteration; sign: move by ROUTER_BIAS_UPDATE_RATE towards equal "
+        "load; quantile: set to the value that would have balanced the iteration (no step size)",
     )
-    num_router_groups: NonNegative = experts(0, "groups of experts for group-limited top-k; 0: none")
-    router_group_topk: NonNegative = experts(0, "groups a token may use (with NUM_ROUTER_GROUPS)")
+    num_router_groups: NonNegative = experts(0, "number of expert groups for group-limited top-k; 0: none")
+    router_group_topk: NonNegative = experts(
+        0, "number of groups that a token may use (with NUM_ROUTER_GROUPS)"
+    )
     force_routing: Literal["none", "balanced", "zipf"] = experts(
         "none",
-        "for benchmarks, ignore the router's choice; balanced: experts in turn; zipf: load skewed by "
+        "replace the router's choice, for benchmarks; balanced: equal loads; zipf: loads that follow "
         "Zipf's law",
     )
     aux_loss_type: LossKinds = experts(
         "aux_loss",
-        "balancing losses, one or a list with commas: "
+        "load-balancing losses, one or a comma-separated list: "
         + ", ".join(f"{name} ({loss.text})" if loss.text else name for name, loss in LOSSES.items())
-        + "; or sinkhorn (routing), or none",
+        + "; or sinkhorn (Sinkhorn routing), or none",
     )
     aux_loss_coeff: Numbers = experts(
-        "0.01", "weight of the balancing loss, or a list with one for each", costs=False
+        "0.01",
+        "weight of the load-balancing losses, or a comma-separated list with one per loss",
+        costs=False,
     )
     z_loss_coeff: Rate = experts(0.0, "weight of the router z-loss")
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Whether each layer is an MoE layer; a pattern keeps its length even if it is not NUM_LAYERS."""
+        """Flag per layer, true for MoE layers. A pattern keeps its length even if it is not NUM_LAYERS."""
         if not self.use_moe:
             return [False] * self.num_layers
         return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))
@@ -145,7 +150,7 @@ class ExpertSettings(ModelSettings):
 
     @property
     def expert_ffn_setting(self) -> str:
-        """The setting that gives it."""
+        """Setting that provides `expert_ffn_size`."""
         return "moe_ffn_hidden_size" if self.moe_ffn_hidden_size else "ffn_hidden_size"
 
     @property
@@ -155,22 +160,22 @@ class ExpertSettings(ModelSettings):
 
     @property
     def expert_hidden_setting(self) -> str:
-        """The setting that gives it."""
+        """Setting that provides `expert_hidden_size`."""
         return "moe_latent_size" if self.moe_latent_size else "hidden_size"
 
     @property
     def expert_capacity_factor(self) -> float | None:
-        """CAPACITY_FACTOR of a layer with capacity, None of a dropless one."""
+        """CAPACITY_FACTOR, or None for dropless layers."""
         return None if self.moe_type == "dmoe" else self.capacity_factor or 1.0
 
     @property
     def num_router_outputs(self) -> int:
-        """Experts and null experts."""
+        """Number of experts and null experts."""
         return self.num_experts + self.null_experts
 
     @property
     def experts_per_token(self) -> float:
-        """Mean number of experts that a token uses if loads are balanced; with ROUTER_TOP_P the most."""
+        """Mean number of experts per token with balanced loads; an upper bound with ROUTER_TOP_P."""
         if self.null_experts:
             return self.topk * self.num_experts / self.num_router_outputs
         return self.topk
@@ -188,7 +193,7 @@ class ExpertSettings(ModelSettings):
             self.router_normalize == "auto" and SCORES[self.router_score].normalizes and self.topk > 1
         )
         if self.router_score == "relu" or self.router_top_p < 1 or self.null_experts:
-            return None  # of a token without experts it is 0
+            return None  # 0 for a token without experts
         softmax_of_chosen = not self.router_pre_softmax or self.topk == self.num_experts
         if normalized or (self.router_score == "softmax" and softmax_of_chosen and not balanced_by_sinkhorn):
             return self.router_scaling_factor
@@ -196,7 +201,7 @@ class ExpertSettings(ModelSettings):
 
     @property
     def balancing_losses(self) -> dict[str, float]:
-        """Balancing loss to weight; the last weight repeats for further losses."""
+        """Weight of each load-balancing loss. The last weight repeats for further losses."""
         kinds = [kind for kind in self.aux_loss_type.split(",") if kind not in NO_LOSS]
         coeffs = [float(coeff) for coeff in self.aux_loss_coeff.split(",")]
         return dict(zip(kinds, coeffs + coeffs[-1:] * len(kinds), strict=False))
@@ -211,33 +216,33 @@ class ExpertSettings(ModelSettings):
             yield from self._balancing_problems()
 
     def _layer_problems(self) -> Iterator[str]:
-        """Layers that are MoE layers."""
+        """Checks MOE_LAYER_FREQ and FIRST_K_DENSE."""
         layers = self.moe_layers
         if len(layers) != self.num_layers:
             rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
             fix = f"give a number, or a pattern of {self.num_layers} zeros and ones"
             yield self.problem("moe_layer_freq", rule, fix)
         elif not any(layers):
-            rule = f"leaves no MoE layer of NUM_LAYERS={self.num_layers}"
+            rule = f"leaves no MoE layer among NUM_LAYERS={self.num_layers}"
             if self.first_k_dense:
                 fix = f"set FIRST_K_DENSE to at most {self.num_layers - 1}, or USE_MOE=false"
                 yield self.problem("first_k_dense", rule, fix)
             else:
-                yield self.problem("moe_layer_freq", rule, "set a 1, or USE_MOE=false")
+                yield self.problem("moe_layer_freq", rule, "add a 1 to the pattern, or set USE_MOE=false")
 
     def _size_problems(self) -> Iterator[str]:
-        """Shared expert and latent size."""
+        """Checks the shared expert and the latent width."""
         latent = self.moe_latent_size
         return self.broken(
             (self.add_bias_linear and self.shared_expert_size, "add_bias_linear",
              "Megatron's shared expert has no bias", "set ADD_BIAS_LINEAR=false or SHARED_EXPERT_SIZE=0"),
             (self.shared_expert_gate and not self.shared_expert_size, "shared_expert_gate",
-             "there is no shared expert", "set SHARED_EXPERT_SIZE, or SHARED_EXPERT_GATE=false"),
+             "has no effect without a shared expert", "set SHARED_EXPERT_SIZE, or SHARED_EXPERT_GATE=false"),
             (latent > self.hidden_size, "moe_latent_size",
-             f"is over HIDDEN_SIZE={self.hidden_size}, but tokens are projected down to it",
+             f"must be at most HIDDEN_SIZE={self.hidden_size}",
              f"set MOE_LATENT_SIZE to at most {self.hidden_size}, or 0 for none"),
             (latent and self.parametrization == "mup", "parametrization",
-             f"does not go with MOE_LATENT_SIZE={latent}, whose projections have no rule",
+             f"cannot be combined with MOE_LATENT_SIZE={latent}: no rule covers its projections",
              "set MOE_LATENT_SIZE=0"),
         )  # fmt: skip
 
@@ -245,10 +250,14 @@ class ExpertSettings(ModelSettings):
         for name in ("capacity_factor", "min_capacity"):
             if self.moe_type == "dmoe" and getattr(self, name):
                 fix = f"set MOE_TYPE=moe, or {name.upper()}=0"
-                yield self.problem(name, "MOE_TYPE=dmoe drops nothing, it has no capacity", fix)
+                yield self.problem(name, "only applies to MOE_TYPE=moe, MOE_TYPE=dmoe has no capacity", fix)
         if self.moe_type == "moe" and self.token_rounding:
             fix = "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"
-            yield self.problem("token_rounding", "MOE_TYPE=moe has its number of rows from the capacity", fix)
+            yield self.problem(
+                "token_rounding",
+                "only applies to MOE_TYPE=dmoe, with MOE_TYPE=moe the capacity sets the number of rows",
+                fix,
+            )
 
     def _router_problems(self) -> Iterator[str]:
         is_quantile, is_sinkhorn = self.router_bias_rule == "quantile", self.aux_loss_type == "sinkhorn"
@@ -268,20 +277,21 @@ class ExpertSettings(ModelSettings):
         yield from rules.problems({field: name.upper() for field, name in (_ROUTER | others).items()})
 
     def _balancing_problems(self) -> Iterator[str]:
-        """Rules of settings that the router does not have itself."""
+        """Checks the load-balancing settings that RouterRules does not cover."""
         num_losses, num_coeffs = len(self.aux_loss_type.split(",")), len(self.aux_loss_coeff.split(","))
         coeff, is_relu = self.balancing_losses.get("l1"), self.router_score == "relu"
         return self.broken(
             (num_coeffs not in (1, num_losses), "aux_loss_coeff",
              f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={self.aux_loss_type}",
-             "give one for all, or one for each"),
+             "give one weight, or one per loss"),
             (self.router_bias_rule == "quantile" and self.router_bias_update_rate, "router_bias_update_rate",
              "ROUTER_BIAS_RULE=quantile has no step size", "set it to 0"),
             (self.aux_loss_type == "sinkhorn" and self.force_routing != "none", "force_routing",
-             "chooses the experts, and so does AUX_LOSS_TYPE=sinkhorn", "set one of the two to none"),
+             "cannot be combined with AUX_LOSS_TYPE=sinkhorn: both choose the experts",
+             "set one of them to none"),
             (is_relu and not coeff, "router_score",
-             "without the loss l1 nothing limits the experts per token",
-             "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, its weight at the start"),
+             "requires the loss l1, which limits the experts per token",
+             "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, the initial weight"),
             (coeff is not None and not is_relu, "aux_loss_type",
-             "l1 needs ROUTER_SCORE=relu", "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"),
+             "l1 requires ROUTER_SCORE=relu", "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"),
         )  # fmt: skip

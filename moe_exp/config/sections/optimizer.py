@@ -1,7 +1,6 @@
-"""Settings of the optimizer, of averages of the weights, and of numbers: seed, determinism, data types.
+"""Settings for optimizer, weight averaging, seed, determinism and data types.
 
-A rule between settings of several sections stands in the last of them (sections/launch.py). The packages that
-an optimizer needs are seen to by launch/machine_checks.py.
+launch/machine_checks.py checks that the packages an optimizer requires are installed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,9 +14,9 @@ from moe_exp.config.setting_types import Positive, Probability, Rate, Seed, lear
 # bf16 has 8 bits of precision: relative changes below 2^-8 may be rounded away.
 _LARGEST_BF16_BETA = 1 - 2**-8
 
-# For DETERMINISTIC, as Megatron-LM's --deterministic-mode has them; engine/runtime.py configures torch.
-# Variables that CUDA's libraries read at start, and values with a fixed order of summation; the first is our
-# default. Other NCCL algorithms are repeatable, too, but a tree's order depends on the topology.
+# Variables for DETERMINISTIC that CUDA libraries read at start, as in Megatron-LM's --deterministic-mode. The
+# values fix the order of summation; the first is our default. engine/runtime.py configures PyTorch. Other
+# NCCL algorithms are repeatable too, but the order of a tree depends on the topology.
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
     "NCCL_ALGO": ("Ring",),
@@ -27,7 +26,7 @@ ENVIRONMENT = {
 
 
 class OptimizerSettings(LearningSettings):
-    """The section Optimization from OPTIMIZER on."""
+    """Settings of the section Optimization, from OPTIMIZER on."""
 
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = learning(
         "adam",
@@ -35,22 +34,22 @@ class OptimizerSettings(LearningSettings):
         costs=True,
     )
     optimizer_state_dtype: Literal["fp32", "bf16"] = learning(
-        "fp32", "type of the two moments of OPTIMIZER=adam", costs=True
+        "fp32", "data type of Adam's two moments (OPTIMIZER=adam)", costs=True
     )
     sgd_momentum: Probability = learning(
-        0.9, "momentum (OPTIMIZER=sgd); 0: none, and no optimizer state", costs=True
+        0.9, "momentum (OPTIMIZER=sgd); 0: no momentum and no optimizer state", costs=True
     )
     muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)")
     qk_clip: Rate = learning(
         0.0,
-        "largest attention logit: a head with a larger one gets smaller query and key projections after the "
-        "step (QK-clip, with OPTIMIZER=muon MuonClip; Kimi K2 has 100); 0: off",
+        "maximum attention logit: after each step, scales down the query and key projections of heads above "
+        "it (QK-clip; with OPTIMIZER=muon MuonClip; 100 in Kimi K2); 0: off",
         costs=True,
     )
     weight_decay: Rate = learning(
         0.1,
-        "weight decay; decoupled with Adam and Muon, added to the gradient with SGD; never applied to "
-        "norms and biases",
+        "weight decay; decoupled for Adam and Muon, added to the gradient for SGD; not applied to norms and "
+        "biases",
     )
     adam_beta1: Probability = learning(0.9, "AdamW beta 1")
     adam_beta2: Probability = learning(0.95, "AdamW beta 2")
@@ -58,26 +57,26 @@ class OptimizerSettings(LearningSettings):
     clip_grad: Rate = learning(1.0, "maximum gradient norm; 0: no clipping")
     ema_decay: Probability = learning(
         0.0,
-        "decay of an exponential moving average of the weights, such as 0.999, in fp32 and in checkpoints, "
-        "validated as ema_lm_loss; 0: none",
+        "decay of an exponential moving average of the weights, such as 0.999; kept in fp32, saved in "
+        "checkpoints, evaluated as ema_lm_loss; 0: no average",
         costs=True,
     )
     average_every: Positive = learning(
-        1, "with EMA_DECAY: optimizer steps between updates of the average", measured=1
+        1, "optimizer steps between updates of the moving average (with EMA_DECAY)", measured=1
     )
-    seed: Seed = learning(1234, "seed of weights, data order and dropout")
+    seed: Seed = learning(1234, "random seed for weights, data order and dropout")
     deterministic: bool = learning(
         False,
-        "bit-identical results in every start on the same GPUs, software and layout, by deterministic "
-        "algorithms, which may be slower; an operation without one ends the run",
+        "use deterministic algorithms: bit-identical results on the same GPUs, software and parallel layout; "
+        "may be slower; operations without a deterministic algorithm end the run",
         costs=True,
     )
     dtype: Literal["fp32", "bf16", "fp16"] = learning(
-        "bf16", "compute type; gradients are accumulated in fp32", costs=True
+        "bf16", "data type for computation; gradients are accumulated in fp32", costs=True
     )
 
     def deterministic_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Variables that DETERMINISTIC needs and `environ` lacks."""
+        """Variables that DETERMINISTIC requires and `environ` does not define."""
         needed = ENVIRONMENT if self.deterministic else {}
         return {name: values[0] for name, values in needed.items() if not environ.get(name)}
 
@@ -86,7 +85,7 @@ class OptimizerSettings(LearningSettings):
         for name, values in ENVIRONMENT.items() if self.deterministic else ():
             if (value := environ.get(name)) and value not in values:
                 fix = f"unset {name}, or set {name}={' or '.join(values)}, or DETERMINISTIC=false"
-                yield problem(name, value, "DETERMINISTIC=true needs sums in one order", fix)
+                yield problem(name, value, "does not fix the order of sums for DETERMINISTIC=true", fix)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -101,54 +100,54 @@ class OptimizerSettings(LearningSettings):
         optimizer = OPTIMIZERS[self.optimizer]
         return self.broken(
             (self.distributed_optimizer and not optimizer.is_sharded, "distributed_optimizer",
-             f"OPTIMIZER={self.optimizer} needs whole matrices, and the distributed optimizer gives a rank"
+             f"OPTIMIZER={self.optimizer} requires whole matrices, but the distributed optimizer shards"
              " ranges of values", "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"),
             (self.parametrization == "mup" and optimizer.moments != "adam", "parametrization",
-             f"does not go with OPTIMIZER={self.optimizer}, as its rules are for Adam", "set OPTIMIZER=adam"),
+             f"cannot be combined with OPTIMIZER={self.optimizer}: muP requires Adam", "set OPTIMIZER=adam"),
             (self.ema_decay and self.average_every > self.train_iters, "average_every",
-             f"with TRAIN_ITERS={self.train_iters} the average of EMA_DECAY={self.ema_decay:g} would have no"
-             " weights", f"set it to at most {self.train_iters}"),
+             f"must be at most TRAIN_ITERS={self.train_iters}, or EMA_DECAY={self.ema_decay:g} averages"
+             " nothing", f"set it to at most {self.train_iters}"),
             (self.qk_clip and self.distributed_optimizer, "qk_clip",
-             "the distributed optimizer gives a rank ranges of values, not the rows of a head",
+             "requires whole heads, but the distributed optimizer shards ranges of values",
              "set DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0"),
             (self.qk_clip and self.qk_norm and not self.multi_latent_attention, "qk_clip",
-             "QK_NORM=true undoes every scaling of queries and keys, and bounds the logits itself",
+             "QK_NORM=true undoes any scaling of queries and keys and already bounds the logits",
              "set QK_CLIP=0, or QK_NORM=false"),
             (self.fp8 != "none" and self.dtype != "bf16", "fp8",
-             f"is for the products of a model in bf16, but DTYPE={self.dtype}",
+             f"requires DTYPE=bf16, not {self.dtype}",
              "set DTYPE=bf16, or FP8=none"),
         )  # fmt: skip
 
     def _state_problems(self) -> Iterator[str]:
-        """Moments in bf16."""
+        """Checks that the optimizer supports moments in bf16 and that they can decay."""
         if not OPTIMIZERS[self.optimizer].has_bf16:
-            rule = f"is of the moments of Adam, but OPTIMIZER={self.optimizer}"
+            rule = f"only applies to Adam, but OPTIMIZER={self.optimizer}"
             fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"
             yield self.problem("optimizer_state_dtype", rule, fix)
             return
         for name in ("adam_beta1", "adam_beta2"):
             if getattr(self, name) > _LARGEST_BF16_BETA:
-                rule = "a moment of OPTIMIZER_STATE_DTYPE=bf16 would not decay any more, its change in a step"
+                rule = "is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, rounding would stop the decay"
                 fix = f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32"
-                yield self.problem(name, f"{rule} is lost by rounding", fix)
+                yield self.problem(name, rule, fix)
 
     def _dispatcher_problems(self) -> Iterator[str]:
-        """DeepEP's requirements; package and GPU are checked when the layer is built."""
+        """Checks DeepEP's requirements. Package and GPU are checked when the layer is built."""
         is_deepep = self.dispatcher == "deepep"
         return self.broken(
             (is_deepep and self.dtype != "bf16", "dispatcher",
-             f"sends bf16 rows, but DTYPE={self.dtype}", "set DTYPE=bf16 or DISPATCHER=alltoall"),
-            # deepseek-ai/DeepEP issue 589: torch then fills new tensors on another stream than DeepEP writes
-            # on.
+             f"requires DTYPE=bf16, not {self.dtype}", "set DTYPE=bf16 or DISPATCHER=alltoall"),
+            # deepseek-ai/DeepEP issue 589: PyTorch then fills new tensors on a different stream from the one
+            # that DeepEP writes on.
             (is_deepep and self.deterministic, "dispatcher",
-             "its package may return NaN with the algorithms of DETERMINISTIC=true",
+             "DeepEP may return NaN with DETERMINISTIC=true",
              "set DISPATCHER=alltoall, or DETERMINISTIC=false"),
         )  # fmt: skip
 
     def _expert_backend_problems(self) -> Iterator[str]:
-        backend = EXPERT_BACKENDS.get(self.expert_backend, ExpertBackend())  # auto takes one that can
+        backend = EXPERT_BACKENDS.get(self.expert_backend, ExpertBackend())  # auto selects a suitable one
         if backend.dtypes and self.dtype not in backend.dtypes:
-            rule = f"computes in {' and '.join(backend.dtypes)} only, not in {self.dtype}"
+            rule = f"only supports DTYPE={' and '.join(backend.dtypes)}, not {self.dtype}"
             fix = f"set DTYPE={backend.dtypes[0]}, or EXPERT_BACKEND=auto"
             yield self.problem("expert_backend", rule, fix)
         row_bytes, num_bytes = backend.row_bytes, 4 if self.dtype == "fp32" else 2
@@ -159,7 +158,9 @@ class OptimizerSettings(LearningSettings):
         for name, value, ways in widths:
             if value // ways * num_bytes % row_bytes:
                 row = f"{name.upper()} / ETP={ways}" if ways > 1 else name.upper()
-                rule = f"EXPERT_BACKEND={self.expert_backend} needs rows of a multiple of {row_bytes} bytes"
+                rule = (
+                    f"EXPERT_BACKEND={self.expert_backend} requires rows of a multiple of {row_bytes} bytes"
+                )
                 sizes = multiples(row_bytes // num_bytes * ways, value)
                 fix = f"set {name.upper()} to {sizes}, or EXPERT_BACKEND=loop"
-                yield problem(name, value, f"{rule}, {row} in {self.dtype} is no such row", fix)
+                yield problem(name, value, f"{rule}, which {row} in {self.dtype} is not", fix)

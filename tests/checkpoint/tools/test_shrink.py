@@ -135,8 +135,8 @@ def test_a_file_that_came_out_wrong_is_not_put_in_place(tmp_path, monkeypatch):
 
 
 LEFT_ALONE = {
-    "class.pt": "left alone, it contains more than tensors and plain containers (fractions.Fraction",
-    "tokens.bin": "left alone, it is not a file of torch.save, or is damaged",
+    "class.pt": "skipped, it contains more than tensors and plain containers (fractions.Fraction",
+    "tokens.bin": "skipped, it is not a file of torch.save, or is damaged",
 }
 
 
@@ -173,7 +173,7 @@ def test_a_folder(tmp_path, capsys):
     gain = sum(len(before[path]) - path.stat().st_size for path in changed)
     assert gain == pytest.approx(report["gain_bytes"], rel=0.01)
     assert lines[-1] == f"2 of 5 files are smaller, by {gain:,} bytes"
-    assert f"{folder}/tight.pth: nothing to gain" in lines
+    assert f"{folder}/tight.pth: already minimal" in lines
 
 
 def test_into_another_folder_and_by_pattern(tmp_path, capsys):
@@ -186,7 +186,7 @@ def test_into_another_folder_and_by_pattern(tmp_path, capsys):
     assert torch.equal(load(out / "name.txt"), load(folder / "name.txt"))
     capsys.readouterr()
     assert main([*command, "--pattern", "*.txt", "--no-recursive"]) == 1
-    assert f"{folder}/name.txt: left alone, it {out}/name.txt already exists" in capsys.readouterr().err
+    assert f"{folder}/name.txt: skipped, it {out}/name.txt already exists" in capsys.readouterr().err
 
 
 def test_when_nothing_can_be_done(tmp_path, capsys):
@@ -225,7 +225,7 @@ def test_a_run_is_referred_to_reshape_and_prune(place, tmp_path, capsys):
     path = tmp_path / place
     assert main(["ckpt", "shrink", str(path), "--dry-run"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"PATH={path}: holds distributed checkpoints" in line
+    assert f"PATH={path}: contains distributed checkpoints" in line
     assert f"ckpt reshape {path} TARGET --weights-only" in line and f"ckpt prune {path} --keep-last" in line
 
 

@@ -37,19 +37,19 @@ TRITON = {"expert_backend": "triton"}
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"expert_backend": "auto"}, "FP8=hybrid: experts compute in FP8 .*=te or triton, not with auto"),
+        ({"expert_backend": "auto"}, "FP8=hybrid: requires .*=te or triton, not auto"),
         ({"fp8_recipe": "blockwise"} | TRITON, "FP8=hybrid: with FP8_RECIPE=blockwise is not .*=triton"),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"} | TRITON, "FP8=e4m3: with FP8_RECIPE=mxfp8 is not"),
         ({"fp8": "e4m3"} | TRITON, "FP8=e4m3: with FP8_RECIPE=tensorwise is not .* set FP8=e4m3"),
-        (BY_KERNELS | {"dtype": "fp32"}, "FP8=e4m3: is for the products .* in bf16, but DTYPE=fp32"),
+        (BY_KERNELS | {"dtype": "fp32"}, "FP8=e4m3: requires DTYPE=bf16, not fp32"),
         ({"use_moe": "false", "impl": "local"}, "FP8=hybrid: has no effect in .*=local. Fix: set IMPL=te"),
-        ({"dtype": "fp32"}, "FP8=hybrid: is for .* in bf16, but DTYPE=fp32. Fix: set DTYPE=bf16"),
-        ({"ffn_hidden_size": "1784"}, "FFN_HIDDEN_SIZE=1784: FP8_RECIPE=tensorwise .* multiples of 16"),
-        ({"moe_ffn_hidden_size": "16", "fp8_recipe": "mxfp8"}, "MOE_FFN_HIDDEN_SIZE=16: FP8_RECIPE=mxfp8"),
-        ({"moe_latent_size": "120"}, "MOE_LATENT_SIZE=120: FP8_RECIPE=tensorwise .* multiples of 16"),
-        ({"seq_len": "2047", "mbsz": "1"}, "SEQ_LEN=2047: with MBSZ=1 a rank multiplies 2047 tokens"),
+        ({"dtype": "fp32"}, "FP8=hybrid: requires DTYPE=bf16, not fp32. Fix: set DTYPE=bf16"),
+        ({"ffn_hidden_size": "1784"}, "FFN_HIDDEN_SIZE=1784: must be a multiple of 16 .*FP8_RECIPE=tensorwise"),
+        ({"moe_ffn_hidden_size": "16", "fp8_recipe": "mxfp8"}, "MOE_FFN_HIDDEN_SIZE=16: must be a multiple of 32 .*FP8_RECIPE=mxfp8"),
+        ({"moe_latent_size": "120"}, "MOE_LATENT_SIZE=120: must be a multiple of 16 .*FP8_RECIPE=tensorwise"),
+        ({"seq_len": "2047", "mbsz": "1"}, "SEQ_LEN=2047: with MBSZ=1 a rank has 2047 tokens"),
         ({"seq_len": "2064", "mbsz": "1", "tp": "2", "gpus_per_node": "2", "num_query_groups": "2"},
-         "SEQ_LEN=2064: with MBSZ=1 a rank multiplies 1032 tokens, FP8_RECIPE=tensorwise wants"),
+         "SEQ_LEN=2064: with MBSZ=1 a rank has 1032 tokens, but FP8_RECIPE=tensorwise requires"),
     ],
 )  # fmt: skip
 def test_what_does_not(settings, expected):

@@ -138,19 +138,19 @@ OF_MEGATRON = {"data_order": "megatron", "train_data": "a"}
             "stage 1 begins at token 52000, and the run ends after 51200", WITHIN),
         ("{from_samples: 800, train_data: a}", {},
             "stage 1 begins at sample 800, and the run ends after 800", WITHIN),
-        ("{from_samples: 80, seq_len: 100}", {}, "stage 1 has seq_len=100, no multiple of SEQ_LEN=64",
+        ("{from_samples: 80, seq_len: 100}", {}, "stage 1 has seq_len=100, which must be a multiple of SEQ_LEN=64",
             "give 64 or 128"),
         ("{from_samples: 80, seq_len: 192}", {},
-            "counts as 3, and a batch of 8 is no multiple of the 3 samples of a micro-batch times DP=1",
+            "counts as 3, but a batch of 8 is not a multiple of the 3 samples per micro-batch times DP=1",
             "set GBSZ to a multiple of 3, or MBSZ to one of 3"),
         # of the ramp's batches after the stage begins, 4, 6 and 8, one is no multiple
         ("{from_samples: 8, seq_len: 128}", STEPS,
-            "counts as 2, and a batch of 6 is no multiple of the 2 samples of a micro-batch times DP=2",
+            "counts as 2, but a batch of 6 is not a multiple of the 2 samples per micro-batch times DP=2",
             "let the steps of RAMPUP_BATCH_SIZE be multiples of 4"),
         ("{from_samples: 80, seq_len: 256}", VPP,
-            "a batch of 4 is no multiple of the 4 samples of a micro-batch times DP=1 times PP=2 (VPP)",
+            "a batch of 4 is not a multiple of the 4 samples per micro-batch times DP=1 times PP=2 (VPP)",
             "set GBSZ to a multiple of 8"),
-        ("{from_samples: 80, train_data: a}", OF_MEGATRON, "DATA_ORDER=megatron has one order",
+        ("{from_samples: 80, train_data: a}", OF_MEGATRON, "cannot be combined with DATA_ORDER=megatron",
             "set DATA_ORDER=stream"),
     ],
 )  # fmt: skip
@@ -186,7 +186,7 @@ def test_stages_begin_with_a_batch(begins, changes, consumed, skipped, fits):
     stages = [{"from_samples": first, "train_data": "a"} for first in begins]
     found = list(config(stages, **changes).stage_begin_problems(consumed, skipped))
     rule = f"stage {len(begins)} begins at sample {begins[-1]}, where no batch begins"
-    expected = [f"{rule}. Fix: let it begin at sample {fits}."] if fits else []
+    expected = [f"{rule}. Fix: start it at sample {fits}."] if fits else []
     assert [line.partition("]: ")[2] for line in found] == expected
 
 

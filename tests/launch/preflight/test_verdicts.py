@@ -242,7 +242,7 @@ def test_report_for_people_programs_and_the_list(tmp_path, capsys, monkeypatch):
 def test_a_node_rank_that_is_none_is_refused_before_anybody_waits(capsys, monkeypatch):
     monkeypatch.setenv("PRESET", "cpu")
     assert main(["watch", "preflight", "--nnodes", "2", "--node-rank", "5"]) == 1
-    assert capsys.readouterr().err.startswith("moe-exp watch: NODE_RANK=5: is not below NNODES=2. Fix: ")
+    assert capsys.readouterr().err.startswith("moe-exp watch: NODE_RANK=5: must be less than NNODES=2. Fix: ")
 
 
 @pytest.mark.parametrize(

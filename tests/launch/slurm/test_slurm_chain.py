@@ -97,13 +97,13 @@ def test_a_failure_waits_before_the_next_job_and_only_then(code, settings, state
     (tmp_path / "bad.txt").write_text("localhost\n")
     assert chain.cluster.run() == (101, code)
     assert chain.cluster.states() == states
-    assert ("waits 1 s before what comes next" in chain.log("job101*.log")) == waits
+    assert ("waiting 1 s before the next attempt" in chain.log("job101*.log")) == waits
 
 
 def test_the_warning_ends_the_wait_and_the_job_is_queued_again(chain):
     assert chain.submit("1", NNODES=1, NUM_JOBS=2, RETRY_SECONDS=600).returncode == 0
     number, process = chain.cluster.start()
-    wait_for(lambda: "waits 600 s" in chain.log("job101_1.log"))
+    wait_for(lambda: "waiting 600 s" in chain.log("job101_1.log"))
     chain.cluster.warn(number, process)
     assert chain.cluster.end(number, process) == 1
     assert chain.cluster.states() == ["PENDING", "PENDING"]

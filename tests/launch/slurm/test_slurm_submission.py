@@ -195,7 +195,7 @@ def test_quoting_refuses_control_characters(character):
     for quote, given in (
         (batch_script.directives, [option]), (batch_script._shell, option), (batch_script._word, option),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="has a line break, or a character that cannot be printed"):
+        with pytest.raises(ValueError, match="has a line break or an unprintable character"):
             quote(given)
 
 
@@ -210,7 +210,7 @@ def test_all_problems_come_at_once(chain, monkeypatch, capsys):
 
 def test_a_list_of_excluded_nodes_that_is_not_there_is_said(chain):
     done = chain.submit("75", "--dry-run", EXCLUDE_FILE="/nope/nodes.txt")
-    assert "warning: EXCLUDE_FILE=/nope/nodes.txt: is not there yet, no node is left out\n" in done.stderr
+    assert "warning: EXCLUDE_FILE=/nope/nodes.txt: not found, no node is excluded\n" in done.stderr
 
 
 @pytest.mark.parametrize(

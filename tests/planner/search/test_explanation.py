@@ -30,7 +30,7 @@ def test_all_reasons_together():
 def test_a_batch_for_no_whole_number_of_replicas():
     said = told({"tp": 2, "pp": 4}, gbsz=1024)
     (line,) = said.problems
-    assert line == "GBSZ=1024: is not a multiple of MBSZ*DP=1*48=48. Fix: set GBSZ to 1008 or 1056."
+    assert line == "GBSZ=1024: must be a multiple of MBSZ*DP=1*48=48. Fix: set GBSZ to 1008 or 1056."
 
 
 def test_one_setting_is_blamed_for_itself_alone():

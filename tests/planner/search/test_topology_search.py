@@ -195,7 +195,7 @@ def test_runner_ups_are_within_two_percent():
 def test_ranks_that_only_the_whole_world_has_are_no_problem():
     config = model(SMALL, nnodes=2, profile_iters="3-4", profile_ranks="0,7", dump_iters="2", dump_ranks="7")
     assert search(config, A100, constants=PRIORS).ranked
-    with pytest.raises(ConfigError, match="PROFILE_RANKS=8: there is no rank 8"):
+    with pytest.raises(ConfigError, match="PROFILE_RANKS=8: rank 8 does not exist"):
         search(config.model_copy(update={"profile_ranks": "8"}), A100, constants=PRIORS)
 
 

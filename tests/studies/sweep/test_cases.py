@@ -59,7 +59,7 @@ def test_what_breaks_a_rule_has_all_reasons():
     assert [line.partition("=")[0] for line in broken.problems] == ["GPUS_PER_NODE", "PP"]
     assert by_name["gpus_2_TP_2_PP_1_EP_1_MBS_1"].problems == ()
     (line,) = by_name["gpus_2_TP_1_PP_1_EP_1_MBS_3"].problems
-    assert line.startswith("GBSZ=16: is not a multiple of MBSZ*DP=3*2=6.")
+    assert line.startswith("GBSZ=16: must be a multiple of MBSZ*DP=3*2=6.")
 
 
 def test_more_nodes_need_slurm():

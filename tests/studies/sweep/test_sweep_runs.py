@@ -100,7 +100,7 @@ def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
     sweeps.wait_until_gone()
     assert f"sweep: {name_of(64)}\n" in printed
     assert f"[1/1] {name_of(64)}: oom, " in printed
-    assert "  rejected: 1 case, GBSZ: is not a multiple of MBSZ*DP\n" in printed
+    assert "  rejected: 1 case, GBSZ: must be a multiple of MBSZ*DP\n" in printed
     assert name_of(24) not in printed
     assert (sweeps.folder / "results" / f"{name_of(8)}.json").read_bytes() == first
     done, out_of_memory, rejected = sweeps.rows().values()
@@ -108,7 +108,9 @@ def test_a_killed_sweep_goes_on_and_records_a_case_without_memory(sweeps):
     assert {name: done[name] for name in expected} == expected
     assert (out_of_memory["status"], out_of_memory["oom"], out_of_memory["sec_per_it"]) == ("oom", "1", "")
     assert "DefaultCPUAllocator: can't allocate memory" in out_of_memory["reason"]
-    assert rejected["status"] == "rejected" and rejected["reason"].startswith("GBSZ=64: is not a multiple of")
+    assert rejected["status"] == "rejected" and rejected["reason"].startswith(
+        "GBSZ=64: must be a multiple of"
+    )
 
     # What was measured is what the run has written, and it has written nothing else.
     run = sweeps.folder / "runs" / name_of(8)

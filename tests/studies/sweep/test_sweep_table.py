@@ -103,8 +103,8 @@ def test_rejected_cases_are_counted_by_the_rule_without_its_numbers():
     broken = [row("rejected", gpus_per_node=gpus, pp=pp, ep=1) for gpus, pp in ((1, 2), (2, 4), (2, 8))]
     found = by_rule([*rows()[:2], *broken, row("rejected", mbsz=3)])
     assert {rule: len(cases) for rule, cases in found.items()} == {
-        "GPUS_PER_NODE: ranks (NNODES * GPUS_PER_NODE) are not a multiple of TP*PP*CP": 3,
-        "GBSZ: is not a multiple of MBSZ*DP": 1,
+        "GPUS_PER_NODE: ranks (NNODES * GPUS_PER_NODE) must be a multiple of TP*PP*CP": 3,
+        "GBSZ: must be a multiple of MBSZ*DP": 1,
     }
 
 
