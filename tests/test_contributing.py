@@ -14,7 +14,9 @@ CHANGES = re.findall(r"^\*\*(.+?)\*\*(.*?)(?=^\*\*|\Z)", SECTION, re.MULTILINE |
 def test_every_change_has_files_and_tests():
     assert len(CHANGES) >= 18
     for change, text in CHANGES:
-        assert re.search(r"^1\. ", text, re.MULTILINE) and re.search(r"^Tests: `tests/", text, re.MULTILINE), change
+        assert re.search(r"^1\. ", text, re.MULTILINE) and re.search(
+            r"^Tests: `tests/", text, re.MULTILINE
+        ), change
 
 
 @pytest.mark.parametrize(("change", "text"), CHANGES, ids=[change[:24] for change, _ in CHANGES])

@@ -34,7 +34,11 @@ CPU_BUILD = "pip --no-compile --disable-pip-version-check --progress-bar off --n
     [
         ({}, ["cpu"], "a CPU build from"),
         ({"GPUS": "0"}, ["default"], "installing PIN"),
-        ({"PIP_CONFIG": "global.index-url='https://mirror'"}, ["default"], "from the index configured for pip"),
+        (
+            {"PIP_CONFIG": "global.index-url='https://mirror'"},
+            ["default"],
+            "from the index configured for pip",
+        ),
         ({"PIP_CONFIG": ":env:.find-links='/wheels'"}, ["default"], "from the index configured for pip"),
         ({"PIP_CONFIG": "global.timeout='60'"}, ["cpu"], "a CPU build from"),
         ({"ASKED": "1"}, ["default"], "is unreachable"),

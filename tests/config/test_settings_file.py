@@ -74,7 +74,10 @@ def test_formats_and_values():
     [
         ("NUM_EXPRTS=8\nFOO=1", ["exp.yaml: NUM_EXPRTS=8: .* NUM_EXPERTS", "exp.yaml: FOO=1: .* remove"]),
         ("learning_rate: 1", ["exp.yaml: LEARNING_RATE=1: is not .* Fix: write LR or MIN_LR "]),
-        ("topk: many", ["exp.yaml: TOPK=many: must be a valid integer. Fix: correct TOPK: experts per token."]),
+        (
+            "topk: many",
+            ["exp.yaml: TOPK=many: must be a valid integer. Fix: correct TOPK: experts per token."],
+        ),
         ("preset: cpuu", ["exp.yaml: PRESET=cpuu: unknown preset. Fix: use one of reference, cpu, "]),
         ("lr: 1\nLR: 2", ["exp.yaml: LR=2: is in the file twice. Fix: remove one of them."]),
         ("", ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: name config.yaml of a run, "]),

@@ -146,7 +146,9 @@ def main() -> int:
         if any(COMPUTED.match(f"{part}/resumed/") for part in arguments.only or PARTS):
             if arguments.only:
                 rule = "golden.json is of another CPU or other versions"
-                parser.error(f"--only: {rule}. Fix: write all parts, or usage, printed, sbatch and data only.")
+                parser.error(
+                    f"--only: {rule}. Fix: write all parts, or usage, printed, sbatch and data only."
+                )
             record = {"entries": {}}
         elif record["versions"] != here["versions"]:
             parser.error(other_versions(record))

@@ -138,7 +138,7 @@ OF_MEGATRON = {"data_order": "megatron", "train_data": "a"}
             "stage 1 begins at token 52000, and the run ends after 51200", WITHIN),
         ("{from_samples: 800, train_data: a}", {},
             "stage 1 begins at sample 800, and the run ends after 800", WITHIN),
-        ("{from_samples: 80, seq_len: 100}", {}, "stage 1 has seq_len=100, which must be a multiple of SEQ_LEN=64",
+        ("{from_samples: 80, seq_len: 100}", {}, "seq_len=100, which must be a multiple of SEQ_LEN=64",
             "give 64 or 128"),
         ("{from_samples: 80, seq_len: 192}", {},
             "counts as 3, but a batch of 8 is not a multiple of the 3 samples per micro-batch times DP=1",
