@@ -178,7 +178,7 @@ def test_without_pandas(dense_and_moe_runs, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_experts": 4, "topk": 8}, r"^TOPK=8: is over NUM_EXPERTS=4\. Fix: "),
+        ({"num_experts": 4, "topk": 8}, r"^TOPK=8: must be at most NUM_EXPERTS=4\. Fix: "),
         ({"num_expert": 8}, r"^NUM_EXPERT=8: is not a setting\. Fix: use NUM_EXPERTS"),
         ({"use_moe": "maybe"}, "^USE_MOE=maybe: must be true or false"),
     ],
@@ -220,7 +220,7 @@ def train_twice(settings):
     assert run.path == Path(settings["run_dir"]) / "here"
     # The first job's process groups have ended, of 50 threads; one that Megatron still knows keeps its three.
     assert psutil.Process().num_threads() <= num_threads + 5
-    with pytest.raises(ConfigError, match="TOPK=8: is over NUM_EXPERTS=4"):
+    with pytest.raises(ConfigError, match="TOPK=8: must be at most NUM_EXPERTS=4"):
         moe_exp.train(**settings | {"topk": 8})
     return torch.distributed.get_world_size()
 

@@ -211,7 +211,7 @@ def test_nothing_fits_or_is_left(plan):
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        ("--preset reference --gpus 24 --gbsz 50 --ep 3", ["EP=3: does not divide", "GBSZ=50: must be"]),
+        ("--preset reference --gpus 24 --gbsz 50 --ep 3", ["EP=3: must divide", "GBSZ=50: must be"]),
         ("search --gpus 8 --tp 0 --vpp x", ["TP=0: must be", "VPP=x: must be"]),
         ("search --gpus 8 --hidden-size 0 --seq-len -1", ["HIDDEN_SIZE=0: must be", "SEQ_LEN=-1: must be"]),
         ("search --gpus 8 --top 0", ["TOP=0: must be at least 1"]),

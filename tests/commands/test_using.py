@@ -97,7 +97,7 @@ def test_ends(checkpoint, capsys):
         ("--prompt=", "PROMPT='': has no token to continue from. Fix: "),
         (f"--prompt {'x' * SEQ_LEN}", f"has {SEQ_LEN} tokens, and with one more that is over the {SEQ_LEN} "),
         ("--prompt x --max-new-tokens 0", "MAX_NEW_TOKENS=0: must be at least 1. Fix: "),
-        ("--prompt x --ep 8", "EP=8: does not divide NUM_EXPERTS=4. Fix: "),
+        ("--prompt x --ep 8", "EP=8: must divide NUM_EXPERTS=4. Fix: "),
         ("--prompt x --nnodes two", "NNODES=two: must be a whole number. Fix: "),
         ("--prompt x --tokenizer nowhere", "TOKENIZER=nowhere: does not exist. Fix: "),
         ("--prompt-file prompt", "is not UTF-8 (invalid start byte at byte 2). Fix: "),

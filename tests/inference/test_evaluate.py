@@ -325,7 +325,7 @@ def test_bad_input(checkpoint, run, prefixes, tmp_path, capsys):
         (["--data", prose, prose + ".idx"], ["must not name a prefix twice. Fix: "]),
         (["--data", prose, *numbers], ["SAMPLES=0: must be", "BATCH_SIZE=-1: must be", "EXPERTS=0: must be"]),
         (["--data", prose, "--capacity", "--by-document"], ["BY_DOCUMENT=true: "]),
-        (["--data", prose, "--ep", "8"], ["EP=8: does not divide NUM_EXPERTS=4. Fix: "]),
+        (["--data", prose, "--ep", "8"], ["EP=8: must divide NUM_EXPERTS=4. Fix: "]),
         ([], ["DATA=: is required, as the training had neither VALID_DATA nor a SPLIT"]),
         (["--data-of", str(run), "--data", prose], [f"DATA_OF={run}: cannot be combined with --data."]),
         (["--data-of", none], [f"DATA_OF={none}: does not exist. Fix: "]),

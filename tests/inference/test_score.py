@@ -144,7 +144,7 @@ def test_ids_that_cannot_be(checkpoint, tmp_path, capsys, array, line):
         ({"out": ""}, [], "is a folder"),
         ({"out": "none/x.npy"}, [], "its folder does not exist"),
         ({}, ["--batch-size", "0"], "BATCH_SIZE=0: must be positive"),
-        ({}, ["--tp", "3"], "TP=3: does not divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4."),
+        ({}, ["--tp", "3"], "TP=3: must divide NUM_HEADS=4. Fix: set TP to one of 1, 2, 4."),
         ({}, ["--pp", "2", "--gpus-per-node", "3"], "GPUS_PER_NODE=3: 3 ranks"),
     ],
 )

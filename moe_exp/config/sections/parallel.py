@@ -155,7 +155,7 @@ class ParallelSettings(BackendSettings):
         elif self.num_layers % self.pp:
             fix = f"set PP to {choices(divisors(self.num_layers, self.pp))}"
             fix += ", or set PIPELINE_LAYERS to the layers of every stage"
-            yield self.problem("pp", f"does not divide NUM_LAYERS={self.num_layers}", fix)
+            yield self.problem("pp", f"must divide NUM_LAYERS={self.num_layers}", fix)
 
     def _given_stage_problems(self) -> Iterator[str]:
         """Checks that PIPELINE_LAYERS covers all stages and layers; only end stages may be empty."""
@@ -206,7 +206,7 @@ class ParallelSettings(BackendSettings):
             if odd is not None:
                 over = f"NUM_LAYERS={self.num_layers} is split into {_plus(self.stage_layers)}"
                 fix = "set VPP=none, or assign a multiple of VPP layers to every stage"
-                yield self.problem("vpp", f"does not divide the {odd} layers of a stage ({over})", fix)
+                yield self.problem("vpp", f"must divide the {odd} layers of a stage ({over})", fix)
             if 0 in self.stage_layers:
                 fix = "set VPP=none, or assign layers to every stage of PIPELINE_LAYERS"
                 yield self.problem("vpp", "requires layers in every stage", fix)

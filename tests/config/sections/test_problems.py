@@ -236,14 +236,14 @@ REFUSED = [
     ),
     ("tp=2 use_moe=false ffn_hidden_size=99 gpus_per_node=2", "TP=2: must divide FFN_HIDDEN_SIZE=99"),
     # Pipeline
-    ("pp=3 gpus_per_node=3", "PP=3: does not divide NUM_LAYERS=4"),
+    ("pp=3 gpus_per_node=3", "PP=3: must divide NUM_LAYERS=4"),
     (
         "first_stage_layers=2",
         "FIRST_STAGE_LAYERS=2: requires several pipeline stages, but PP=1... set PP to at least 2, or",
     ),
     ("pp=2 first_stage_layers=1 last_stage_layers=2 gpus_per_node=2", "FIRST_STAGE_LAYERS=1: ...one...to 0"),
     ("pp=4 last_stage_layers=2 gpus_per_node=4", "LAST_STAGE_LAYERS=2: leaves 2 of NUM_LAYERS=4 layers"),
-    ("pp=2 vpp=2 first_stage_layers=1 gpus_per_node=2", "VPP=2: does not divide the 1 layers of a stage"),
+    ("pp=2 vpp=2 first_stage_layers=1 gpus_per_node=2", "VPP=2: must divide the 1 layers of a stage"),
     ("pp=2 pipeline_layers=1,3 last_stage_layers=3 gpus_per_node=2", "LAST_STAGE_LAYERS=3: ...LAYERS=1,3"),
     ("pp=2 pipeline_layers=1*2,2 gpus_per_node=2", "PIPELINE_LAYERS=1*2,2: has 3 stages, ... or set PP=3."),
     (

@@ -85,7 +85,7 @@ def test_markdown_has_the_fastest_first_and_what_was_rejected_below():
     assert (title, empty) == ("# mine", "")
     lines, (blank, above, gap, rejected) = lines[:-4], lines[-4:]
     assert (blank, above[:9], gap) == ("", "Rejected,", "")
-    assert rejected == "- EP: does not divide NUM_EXPERTS: " + rows()[2].case.name
+    assert rejected == "- EP: must divide NUM_EXPERTS: " + rows()[2].case.name
     heads = [cell.strip() for cell in head.strip("|").split("|")]
     assert len(set(heads)) == len(heads)
     assert {line.replace("\\|", "").count("|") for line in (head, ruler, *lines)} == {20}
