@@ -61,7 +61,10 @@ def test_devices_beside_each_other(call):
         (["explain", *RUN, "--svg", "/dev/null"], "SVG=/dev/null: exists and is not a regular file"),
         (["roofline", *RUN, "--price", "3"], "PRICE=3: has no effect here"),
         (["compare-hardware", *MODEL, "--prices", "H100"], "PRICES=H100: must be DEVICE=PRICE"),
-        (["compare-hardware", *MODEL, "--prices", "A100=1"], "PRICES=A100=1: A100-80GB is not among --devices"),
+        (
+            ["compare-hardware", *MODEL, "--prices", "A100=1"],
+            "PRICES=A100=1: A100-80GB is not among --devices",
+        ),
         (["explain", "--preset", "reference", "--gpus", "8", "--tp", "16"], "GPUS_PER_NODE=8: 8 ranks"),
         (["roofline", "--preset", "reference", "--gpus", "6", "--tp", "3"], "TP=3: must divide"),
         (["compare-hardware", *RUN], "GPU=H100: has no effect here"),

@@ -45,7 +45,7 @@ TRITON = {"expert_backend": "triton"}
         ({"use_moe": "false", "impl": "local"}, "FP8=hybrid: has no effect in .*=local. Fix: set IMPL=te"),
         ({"dtype": "fp32"}, "FP8=hybrid: requires DTYPE=bf16, not fp32. Fix: set DTYPE=bf16"),
         ({"ffn_hidden_size": "1784"}, "FFN_HIDDEN_SIZE=1784: must be a multiple of 16 .*=tensorwise"),
-        ({"moe_ffn_hidden_size": "16", "fp8_recipe": "mxfp8"}, "MOE_FFN_HIDDEN_SIZE=16: .* multiple of 32 .*=mxfp8"),
+        ({"moe_ffn_hidden_size": "16", "fp8_recipe": "mxfp8"}, "MOE_FFN_HIDDEN_SIZE=16: .*of 32 .*=mxfp8"),
         ({"moe_latent_size": "120"}, "MOE_LATENT_SIZE=120: must be a multiple of 16 .*FP8_RECIPE=tensorwise"),
         ({"seq_len": "2047", "mbsz": "1"}, "SEQ_LEN=2047: with MBSZ=1 a rank has 2047 tokens"),
         ({"seq_len": "2064", "mbsz": "1", "tp": "2", "gpus_per_node": "2", "num_query_groups": "2"},
