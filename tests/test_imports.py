@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import traceback
 from collections import Counter, defaultdict
 from functools import cache
 from graphlib import TopologicalSorter
@@ -12,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT
+from helpers.checkpoint.legs import start_job, write_data
+from helpers.ranks import free_port, run_on_ranks
 from moe_exp.commands.doctor import requirements
 from moe_exp.host import megatron_cpu
+from moe_exp.layers.router.router import Router
 
 PACKAGE = ROOT / "moe_exp"
 
@@ -293,3 +297,38 @@ print(type(megatron.core.utils.__loader__).__name__, "imported", len({names!r}))
 """
     loader = "_Loader" if megatron_cpu.INSTALLED else "SourceFileLoader"
     assert f"{loader} imported {len(names)}" in run_python(code)
+
+
+def way_of_a_setting() -> dict[str, str]:
+    """File to the name that carries NUM_EXPERTS there, in the table of docs/architecture.md."""
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("The way of NUM_EXPERTS")[2]
+    rows = re.findall(r"^\| `([\w./]+)` \| `(\w+)` \|", table.partition("**A batch.**")[0], re.MULTILINE)
+    return dict(rows)
+
+
+def test_the_way_of_a_setting_passes_ten_files():
+    way = way_of_a_setting()
+    assert len(way) == 10
+    for file, name in way.items():
+        assert re.search(rf"\b{name}\b", (ROOT / "moe_exp" / file).read_text()), (file, name)
+
+
+def files_of_stack(settings: dict[str, object], port: int) -> list[str]:
+    """Files of the package that are called when a rank builds its first router."""
+    found = []
+
+    def record(*args, **kwargs):
+        found.append([frame.filename for frame in traceback.extract_stack()])
+        return build(*args, **kwargs)
+
+    build, Router.__init__ = Router.__init__, record
+    start_job(settings, port)
+    return found[0]
+
+
+def test_a_rank_calls_no_other_file_on_that_way(tmp_path):
+    settings = {"train_data": str(write_data(tmp_path)), "run_dir": str(tmp_path), "gpus_per_node": 1}
+    (files,) = run_on_ranks(1, files_of_stack, settings, free_port(), join=False)
+    package = f"{ROOT / 'moe_exp'}/"
+    called = {file.removeprefix(package) for file in files if file.startswith(package)}
+    assert called == {"engine/model.py", "layers/megatron/moe_parts.py"} <= set(way_of_a_setting())

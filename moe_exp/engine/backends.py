@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.choices import SCORES
 from moe_exp.engine.model import DTYPES, moe_options, router_problem, transformer_config, use_te
 from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.engine.runtime import Runtime, choose_communication, from_first_rank
@@ -209,7 +210,7 @@ def sizes_of(config: Config) -> Sizes:
         bias=config.add_bias_linear,
         gathers=config.ep == config.etp == 1
         and config.dispatcher in ("auto", "local")
-        and config.router_score != "relu",
+        and not SCORES[config.router_score].uses_positive,
         adds=True,
         fp8=config.is_fp8_by_kernels,
         vocab_size=config.padded_vocab_size // config.tp,

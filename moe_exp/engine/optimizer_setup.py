@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_exp.config import Config
-from moe_exp.config.choices import LOSS_STATE
+from moe_exp.config.choices import LOSS_STATE, SCORES
 from moe_exp.config.learning_rate import learning_rate
 from moe_exp.config.parameter_groups import Multiples, are_alike, multiples_of
 from moe_exp.engine.averaged_weights import allocate_average
@@ -316,8 +316,10 @@ class RouterState:
         named = [(name, buffer) for chunk in model for name, buffer in chunk.named_buffers()]
         self._kept = [buffer for name, buffer in named if name.endswith((".router.expert_bias", *LOSS_STATE))]
         self._before = [torch.empty_like(buffer) for buffer in self._kept]
-        has_relu = getattr(get_model_config(model[0]), "moe_router_score_function", "") == "relu"
-        self._stages = parallel_state.get_pipeline_model_parallel_group() if has_relu else None
+        # From the configuration: a stage without MoE layers takes part in the exchange, too.
+        score = SCORES.get(getattr(get_model_config(model[0]), "moe_router_score_function", ""))
+        exchanges = score is not None and score.uses_positive
+        self._stages = parallel_state.get_pipeline_model_parallel_group() if exchanges else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
         """Hook that copies the routers' state, then updates it by `finalize` and `end_of_global_batch`."""

@@ -18,7 +18,7 @@ from moe_exp.checkpoint.hf.families import ARCHITECTURES
 from moe_exp.checkpoint.hf.importing import architecture_of
 from moe_exp.cli import main
 from moe_exp.config import ConfigError, choices, load_config
-from moe_exp.config.router import NAMES, RouterConfig
+from moe_exp.config.sections.router import NAMES, RouterConfig
 from moe_exp.config.settings import Config
 from moe_exp.engine.optimizer_setup import build_scheduler, choose_optimizer
 from moe_exp.launch.machine_checks import check_machine

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.config.choices import SCORES
-from moe_exp.config.router import RouterConfig
+from moe_exp.config.sections.router import RouterConfig
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.router.decision import RoutingDecision, tokens_in_group
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp.config.choices import LOSSES, SCORES
-from moe_exp.config.router import RouterConfig
+from moe_exp.config.sections.router import RouterConfig
 from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch

@@ -30,6 +30,7 @@ Checked on a CPU against the tensors that autograd saves, and on GPUs against th
 from dataclasses import dataclass
 from functools import cached_property
 
+from moe_exp.config.choices import SCORES
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import fp8_kept, padded_slots, planned_backend, planned_loss, priced
 
@@ -242,7 +243,7 @@ class _Account:
         # If the rank has all experts, this function also gathers their rows, again in the backward pass.
         runs_as_one = self._backend == "triton" or (self._on_cpu and self._backend == "loop")
         is_local = config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
-        keeps_few = self._backend == "triton" and config.router_score == "relu"
+        keeps_few = self._backend == "triton" and SCORES[config.router_score].uses_positive
         gathers_itself = runs_as_one and is_local and not keeps_few
         computed = width * ffn * (2 if config.gated else 1)
         dispatched = 4 + (8 if self._backend == "triton" else 16)
@@ -269,10 +270,10 @@ class _Account:
 
     def _router(self) -> float:
         config, width = self._config, priced(self._config, "router_dtype", {"fp32": 4, "fp64": 8})
-        slots = config.num_experts if config.router_score == "relu" else config.topk
+        score = SCORES[config.router_score]
+        slots = config.num_experts if score.uses_positive else config.topk
         kept = width * config.num_router_outputs + (8 + width) * slots  # scores, choice, chosen scores
-        by_score = {"softmax": bool(config.z_loss_coeff), "sigmoid": True, "sqrtsoftplus": True, "relu": True}
-        keeps_logits = priced(config, "router_score", by_score)
+        keeps_logits = score.per_expert or bool(config.z_loss_coeff)
         return kept + keeps_logits * width * (config.num_router_outputs + 1)
 
     @cached_property
@@ -283,7 +284,7 @@ class _Account:
             return padded_slots(config, self._tokens)
         per_token = config.experts_per_token
         # In the first iterations, before `l1` closes the gates of the others, half of all experts are active.
-        if config.router_score == "relu":
+        if SCORES[config.router_score].uses_positive:
             per_token = max(per_token, config.num_experts / 2)
         slots = self._tokens * per_token * config.etp
         return slots * (self._imbalance if factor is None else min(self._imbalance, factor))

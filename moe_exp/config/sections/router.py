@@ -1,15 +1,27 @@
-"""Settings of a router and the rules between them. No torch."""
+"""Router settings: of one router (`RouterConfig`, which the layers take) and of a run, with their rules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Annotated, Literal
 
-from moe_exp.config.choices import SCORES
+from moe_exp.config.choices import LOSSES, NO_LOSS, SCORES, one_of
 from moe_exp.config.errors import choices, divisors
-from moe_exp.config.setting_types import as_given
+from moe_exp.config.sections.model import ModelSettings
+from moe_exp.config.setting_types import (
+    LossKinds,
+    NonNegative,
+    Numbers,
+    NumExperts,
+    Probability,
+    Rate,
+    as_given,
+    experts,
+    model,
+)
 
-# Values that the layers implement; choices.SCORES describes the score functions.
+# Values that the layers implement.
 NAMES = {
-    "score": ("softmax", "sigmoid", "sqrtsoftplus", "relu"),
+    "score": tuple(SCORES),
     "assignment": ("topk", "sinkhorn", "balanced", "zipf"),
     "dtype": ("fp32", "fp64"),
     "bias_rule": ("sign", "quantile"),
@@ -134,7 +146,7 @@ class RouterRules:
         self, name: Mapping[str, str], given: Mapping[str, str], line: Callable[[str, str, str], str]
     ) -> Iterator[str]:
         """Checks combinations in which tokens use different numbers of experts."""
-        is_relu = self.score == "relu"
+        is_relu = self._uses_positive
         free = {"score": is_relu, "top_p": self.top_p < 1, "num_null_experts": self.num_null_experts > 0}
         number = [field for field, is_set in free.items() if is_set]
         if number:
@@ -169,6 +181,11 @@ class RouterRules:
             yield line("topk", rule, fix)
 
     @property
+    def _uses_positive(self) -> bool:
+        # an unknown score is a problem of its own
+        return self.score in SCORES and SCORES[self.score].uses_positive
+
+    @property
     def normalizes(self) -> bool:
         """Whether the chosen weights are divided by their sum."""
         return (SCORES[self.score].normalizes and self.topk > 1) if self.normalize is None else self.normalize
@@ -186,7 +203,7 @@ class RouterRules:
     @property
     def has_free_number(self) -> bool:
         """Whether the number of experts per token depends on scores; K is then a mean (ReLU) or a limit."""
-        return self.score == "relu" or self.top_p < 1
+        return self._uses_positive or self.top_p < 1
 
     @property
     def chooses_by_score(self) -> bool:
@@ -205,3 +222,162 @@ class RouterConfig(RouterRules):
     def __post_init__(self) -> None:
         for line in self.problems():
             raise ValueError(line)
+
+
+# Fields of RouterRules and the settings that provide them.
+_ROUTER = {
+    "hidden_size": "hidden_size", "num_experts": "num_experts", "topk": "topk", "score": "router_score",
+    "top_p": "router_top_p", "num_null_experts": "null_experts", "pre_softmax": "router_pre_softmax",
+    "num_groups": "num_router_groups", "group_topk": "router_group_topk", "bias_rule": "router_bias_rule",
+}  # fmt: skip
+
+
+class RouterSettings(ModelSettings):
+    """USE_MOE, and the settings of the section Mixture of experts for the router and its losses."""
+
+    use_moe: bool = model(True, "train a mixture of experts; false: a dense model")
+    num_experts: NumExperts = experts(8, "routed experts per MoE layer")
+    topk: NumExperts = experts(1, "experts per token")
+    null_experts: NonNegative = experts(
+        0,
+        "null experts, which compute nothing, in addition to NUM_EXPERTS. With balanced loads, a token uses "
+        "TOPK * NUM_EXPERTS / (NUM_EXPERTS + NULL_EXPERTS) experts on average",
+    )
+    router_score: Annotated[str, one_of(SCORES)] = experts(
+        "softmax",
+        "score function of the router; relu: a token uses all experts with positive logits, and "
+        "AUX_LOSS_TYPE=l1 adjusts their mean number to TOPK",
+    )
+    router_top_p: float = experts(
+        1.0,
+        "top-p routing: use the fewest of a token's TOPK experts whose scores add up to this fraction; "
+        "1: use all",
+        gt=0,
+        le=1,
+    )
+    router_pre_softmax: bool = experts(True, "apply softmax before top-k; false: only over the top-k logits")
+    router_normalize: Literal["auto", "true", "false"] = experts(
+        "auto",
+        "divide a token's router weights by their sum; auto: with "
+        + " and ".join(name for name, score in SCORES.items() if score.normalizes)
+        + " when TOPK > 1",
+    )
+    router_scaling_factor: float = experts(1.0, "scaling factor of the router weights", gt=0)
+    router_dtype: Literal["fp32", "fp64"] = experts(
+        "fp32", "data type in which the router computes logits, scores and weights"
+    )
+    router_jitter: Probability = experts(
+        0.0, "router input jitter j: in training, multiply the input by random factors from [1-j, 1+j]"
+    )
+    router_bias_update_rate: Rate = experts(
+        0.0,
+        "step size of the expert bias (aux-loss-free balancing); 0: off, unless ROUTER_BIAS_RULE=quantile",
+    )
+    router_bias_rule: Literal["sign", "quantile"] = experts(
+        "sign",
+        "update of the expert bias after each iteration; sign: move by ROUTER_BIAS_UPDATE_RATE towards equal "
+        "load; quantile: set to the value that would have balanced the iteration (no step size)",
+    )
+    num_router_groups: NonNegative = experts(0, "number of expert groups for group-limited top-k; 0: none")
+    router_group_topk: NonNegative = experts(
+        0, "number of groups that a token may use (with NUM_ROUTER_GROUPS)"
+    )
+    force_routing: Literal["none", "balanced", "zipf"] = experts(
+        "none",
+        "replace the router's choice, for benchmarks; balanced: equal loads; zipf: loads that follow "
+        "Zipf's law",
+    )
+    aux_loss_type: LossKinds = experts(
+        "aux_loss",
+        "load-balancing losses, one or a comma-separated list: "
+        + ", ".join(f"{name} ({loss.text})" if loss.text else name for name, loss in LOSSES.items())
+        + "; or sinkhorn (Sinkhorn routing), or none",
+    )
+    aux_loss_coeff: Numbers = experts(
+        "0.01",
+        "weight of the load-balancing losses, or a comma-separated list with one per loss",
+        costs=False,
+    )
+    z_loss_coeff: Rate = experts(0.0, "weight of the router z-loss")
+
+    @property
+    def num_router_outputs(self) -> int:
+        """Number of experts and null experts."""
+        return self.num_experts + self.null_experts
+
+    @property
+    def experts_per_token(self) -> float:
+        """Mean number of experts per token with balanced loads; an upper bound with ROUTER_TOP_P."""
+        if self.null_experts:
+            return self.topk * self.num_experts / self.num_router_outputs
+        return self.topk
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether routers have a bias per expert."""
+        return self.router_bias_update_rate > 0 or self.router_bias_rule == "quantile"
+
+    @property
+    def router_weights_sum(self) -> float | None:
+        """The sum of a token's router weights, or None if it depends on the token."""
+        balanced_by_sinkhorn = self.aux_loss_type == "sinkhorn"
+        normalized = self.router_normalize == "true" or (
+            self.router_normalize == "auto" and SCORES[self.router_score].normalizes and self.topk > 1
+        )
+        if SCORES[self.router_score].uses_positive or self.router_top_p < 1 or self.null_experts:
+            return None  # 0 for a token without experts
+        softmax_of_chosen = not self.router_pre_softmax or self.topk == self.num_experts
+        is_softmax = not SCORES[self.router_score].per_expert
+        if normalized or (is_softmax and softmax_of_chosen and not balanced_by_sinkhorn):
+            return self.router_scaling_factor
+        return None
+
+    @property
+    def balancing_losses(self) -> dict[str, float]:
+        """Weight of each load-balancing loss. The last weight repeats for further losses."""
+        kinds = [kind for kind in self.aux_loss_type.split(",") if kind not in NO_LOSS]
+        coeffs = [float(coeff) for coeff in self.aux_loss_coeff.split(",")]
+        return dict(zip(kinds, coeffs + coeffs[-1:] * len(kinds), strict=False))
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.use_moe:
+            yield from self._router_problems()
+            yield from self._balancing_problems()
+
+    def _router_problems(self) -> Iterator[str]:
+        is_quantile, is_sinkhorn = self.router_bias_rule == "quantile", self.aux_loss_type == "sinkhorn"
+        is_forced = self.force_routing != "none"
+        assignment = self.force_routing if is_forced else "sinkhorn" if is_sinkhorn else "topk"
+        rules = RouterRules(
+            **{field: getattr(self, name) for field, name in _ROUTER.items()},
+            normalize={"auto": None, "true": True, "false": False}[self.router_normalize],
+            expert_bias=self.has_expert_bias,
+            assignment=assignment,
+        )
+        others = {
+            "normalize": "router_normalize",
+            "expert_bias": "router_bias_rule" if is_quantile else "router_bias_update_rate",
+            "assignment": "aux_loss_type" if assignment == "sinkhorn" else "force_routing",
+        }
+        yield from rules.problems({field: name.upper() for field, name in (_ROUTER | others).items()})
+
+    def _balancing_problems(self) -> Iterator[str]:
+        """Checks the load-balancing settings that RouterRules does not cover."""
+        num_losses, num_coeffs = len(self.aux_loss_type.split(",")), len(self.aux_loss_coeff.split(","))
+        coeff, is_relu = self.balancing_losses.get("l1"), SCORES[self.router_score].uses_positive
+        return self.broken(
+            (num_coeffs not in (1, num_losses), "aux_loss_coeff",
+             f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={self.aux_loss_type}",
+             "give one weight, or one per loss"),
+            (self.router_bias_rule == "quantile" and self.router_bias_update_rate, "router_bias_update_rate",
+             "ROUTER_BIAS_RULE=quantile has no step size", "set it to 0"),
+            (self.aux_loss_type == "sinkhorn" and self.force_routing != "none", "force_routing",
+             "cannot be combined with AUX_LOSS_TYPE=sinkhorn: both choose the experts",
+             "set one of them to none"),
+            (is_relu and not coeff, "router_score",
+             "requires the loss l1, which limits the experts per token",
+             "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, the initial weight"),
+            (coeff is not None and not is_relu, "aux_loss_type",
+             "l1 requires ROUTER_SCORE=relu", "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"),
+        )  # fmt: skip
