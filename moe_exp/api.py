@@ -199,14 +199,9 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str 
 
 
 def plan(
-    *,
-    gpu: str | None = None,
-    gpus: int | None = None,
-    tokens: float | str | None = None,
-    price: float | None = None,
-    profile: str | os.PathLike[str] | None = None,
-    **settings: Any,
-) -> RunPlan:
+    *, gpu: str | None = None, gpus: int | None = None, tokens: float | str | None = None,
+    price: float | None = None, profile: str | os.PathLike[str] | None = None, **settings: Any,
+) -> RunPlan:  # fmt: skip
     """Predicts memory, time and cost of a run, as `moe-exp plan` does. Needs no torch.
 
     Args:

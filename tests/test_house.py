@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = {
-    "lines of Python": 64_200,  # 63,000 are wanted
+    "lines of Python": 63_000,
     "files": 330,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,
@@ -15,7 +15,7 @@ MOST = {
     "functions over 60 lines": 0,
     "except per 1,000 lines": 6.0,
 }
-LEAST = {"full-line comments, %": 2.9}
+LEAST = {"full-line comments, %": 3.0}
 LONGEST, TINY = 60, 6  # lines of a function without its docstring
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -204,13 +204,9 @@ class OptimizerRequest:
     """
 
     def __init__(
-        self,
-        optimizer: MegatronOptimizer,
-        weights: Mapping[str, Any],
-        keys: CheckpointKeys,
-        *,
+        self, optimizer: MegatronOptimizer, weights: Mapping[str, Any], keys: CheckpointKeys, *,
         with_moments: bool = True,
-    ):
+    ):  # fmt: skip
         self.optimizer, self._with_moments = optimizer, with_moments
         self._keep: list[Callable[[], None]] = []
         self._main_weights: list[tuple[Tensor, Tensor]] = []

@@ -148,13 +148,9 @@ class CheckpointWriter:
     """Saves checkpoints, one at a time. Retention keeps the iterations `loaded` and (on rank 0) `held()`."""
 
     def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        checkpoints: Path,
-        loaded: int | None = None,
+        self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,
         held: Callable[[], Collection[int]] = tuple,
-    ):
+    ):  # fmt: skip
         self._config, self._runtime, self._checkpoints, self._loaded = config, runtime, checkpoints, loaded
         self._held = held
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

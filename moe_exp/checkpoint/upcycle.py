@@ -47,12 +47,9 @@ _DENSE = {
 
 
 def experts_of(
-    shards: Mapping[int, Mapping[str, Tensor]],
-    experts: Sequence[int],
-    *,
-    granularity: int,
+    shards: Mapping[int, Mapping[str, Tensor]], experts: Sequence[int], *, granularity: int,
     weights_sum: float,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Builds the tensors of L `experts` (numbers in the whole layer) from the dense MLP's `shards` by number.
     `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D], `weight2`
     [L, D, F/G], and the biases if the MLP has them.

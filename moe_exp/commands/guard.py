@@ -13,12 +13,9 @@ UNDER_WAY = 75  # exit code while SLURM jobs create the output (EX_TEMPFAIL of s
 
 
 def guarded(
-    work: Callable[[], int | None],
-    prog: str,
-    *,
-    extras: str = "",
+    work: Callable[[], int | None], prog: str, *, extras: str = "",
     full_disk: str = "free some space and repeat the command",
-) -> int:
+) -> int:  # fmt: skip
     """Runs a command; returns its exit code, or 1 after printing a one-line error that a user can fix.
 
     Args:

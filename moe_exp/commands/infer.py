@@ -60,15 +60,14 @@ _DOCUMENT_MASK = arg(
 
 @command("score", "compute the logits of token ids")
 @takes(
-    *_MODEL,
-    arg("--tokens IDS.npy", "input token ids: integers [B, S]", required=True),
+    *_MODEL, arg("--tokens IDS.npy", "input token ids: integers [B, S]", required=True),
     arg("--out LOGITS.npy", "output logits of each next token: float32 [B, S, VOCAB_SIZE]", required=True),
     arg("--batch-size", "rows per batch (default: 256 MB of logits)", int),
     flag("--capacity", "drop tokens above the expert capacity, as in training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
     arg("--eod-id ID", "end-of-document token id (default: from the training's tokenizer)", int),
     flag("--overwrite", "replace an existing LOGITS.npy"),
-)
+)  # fmt: skip
 def run_score(arguments: argparse.Namespace) -> int:
     from moe_exp.inference.score import ScoreRequest, plan_scoring, score
 

@@ -141,12 +141,9 @@ def run_search(arguments: argparse.Namespace) -> int:
 
 
 def _export(
-    arguments: argparse.Namespace,
-    found: Search,
-    explained: Explanation | None,
-    hardware: Hardware,
+    arguments: argparse.Namespace, found: Search, explained: Explanation | None, hardware: Hardware,
     num_tokens: int | None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the chosen layout to a settings file or to standard output."""
     from moe_exp.config import load_config
     from moe_exp.host.files import write_atomically

@@ -129,12 +129,9 @@ def files_in(
 
 
 def data_among(
-    sizes: Mapping[str, int],
-    where: str,
-    what: str,
-    text_field: str = "",
+    sizes: Mapping[str, int], where: str, what: str, text_field: str = "",
     has_text: Callable[[str], bool] | None = None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Chooses the files with documents in a folder. A warning counts and names the others.
 
     Chooses records (JSON and tables), or text files if there are no records: next to records, text files

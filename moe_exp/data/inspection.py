@@ -38,13 +38,9 @@ _Words = npt.NDArray[np.uint64]
 
 
 def inspect_path(
-    path: Path,
-    *,
-    tokenizer: Path | None = None,
-    num_samples: int = 3,
-    text_field: str = "text",
+    path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text",
     seq_len: int = 4096,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Reads `path` completely and returns what --json prints; `kind` is `tokens` or `documents`.
 
     Args:

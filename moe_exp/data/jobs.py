@@ -236,22 +236,12 @@ def slurm_executor(
     # otherwise the jobs that depend on a failed one stay in the queue forever
     options = {"kill-on-invalid-dep": "yes", **dict(text.partition("=")[::2] for text in execution.sbatch)}
     return SlurmPipelineExecutor(
-        list(one.pipeline),
-        tasks=one.num_tasks,
-        time=execution.time_limit,
-        partition=execution.partition,
-        cpus_per_task=execution.cpus_per_task,
-        mem_per_cpu_gb=execution.mem_per_cpu_gb,
-        workers=execution.workers or -1,
-        job_name=name,
-        qos=execution.qos,
-        env_command=job_environment(),
-        sbatch_args=options,
-        max_array_size=execution.max_array_size,
-        depends=depends,
-        job_id_retriever=job_ids,
-        logging_dir=str(one.folder),
-    )
+        list(one.pipeline), tasks=one.num_tasks, time=execution.time_limit, partition=execution.partition,
+        cpus_per_task=execution.cpus_per_task, mem_per_cpu_gb=execution.mem_per_cpu_gb,
+        workers=execution.workers or -1, job_name=name, qos=execution.qos, env_command=job_environment(),
+        sbatch_args=options, max_array_size=execution.max_array_size, depends=depends,
+        job_id_retriever=job_ids, logging_dir=str(one.folder),
+    )  # fmt: skip
 
 
 # Worker processes. Each gets one call at a time, so the failed call is known when a worker is killed.
@@ -268,13 +258,9 @@ class WorkerPool:
     """
 
     def __init__(
-        self,
-        function: Callable[[Any], object],
-        number: int,
-        *,
-        preload: str,
+        self, function: Callable[[Any], object], number: int, *, preload: str,
         describe: Callable[[Any], tuple[str, str]],
-    ):
+    ):  # fmt: skip
         self._function, self._describe = function, describe
         self._workers = [_Worker(function, preload) for _ in range(number)] if number > 1 else []
 

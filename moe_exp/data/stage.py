@@ -114,16 +114,9 @@ class CorpusStage:
 
 @contextmanager
 def run_stage(
-    name: str,
-    output: Path,
-    *,
-    settings: Mapping[str, Any],
-    inputs: Iterable[Path],
-    is_folder: bool = True,
-    start_over: bool = False,
-    mends_outputs: bool = False,
-    suffixes: Sequence[str] = (),
-) -> Iterator[CorpusStage]:
+    name: str, output: Path, *, settings: Mapping[str, Any], inputs: Iterable[Path], is_folder: bool = True,
+    start_over: bool = False, mends_outputs: bool = False, suffixes: Sequence[str] = (),
+) -> Iterator[CorpusStage]:  # fmt: skip
     """Opens a step. If `stage.was_done` is False, the block works in `stage.folder`.
 
     Files in `stage.folder` survive crashes and exceptions, and are available when the step is called again.
@@ -262,12 +255,9 @@ def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
 
 
 def is_stale(
-    output: Path,
-    inputs: Iterable[Path],
-    *,
-    settings: Mapping[str, Any] | None = None,
+    output: Path, inputs: Iterable[Path], *, settings: Mapping[str, Any] | None = None,
     is_folder: bool = True,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether OUTPUT was created or started from files other than `inputs`, or with other settings."""
     output = _place(output)
     begun = read_json(output.with_name(output.name + ".partial") / RUNNING, start_over=True)

@@ -265,14 +265,9 @@ def build_model(
 
 
 def build_chunk(
-    config: Config,
-    settings: TransformerConfig,
-    runtime: Runtime,
-    vp_stage: int,
-    *,
-    initial_weights: bool = True,
-    kernel_failures: Sequence[KernelFailure] = (),
-) -> GPTModel:
+    config: Config, settings: TransformerConfig, runtime: Runtime, vp_stage: int, *,
+    initial_weights: bool = True, kernel_failures: Sequence[KernelFailure] = (),
+) -> GPTModel:  # fmt: skip
     """One model chunk; `initial_weights` is False if a checkpoint will be loaded."""
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage, is_yarn = vp_stage if config.vpp else None, config.rope_scaling == "yarn"

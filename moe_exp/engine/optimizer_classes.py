@@ -29,15 +29,9 @@ class Adam(torch.optim.Optimizer):
     _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
-    ):
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, adam_w_mode: bool = True, capturable: bool = False,
+    ):  # fmt: skip
         if not adam_w_mode:
             rule = "only decoupled weight decay is supported"
             raise ValueError(f"adam_w_mode=False: {rule}. Fix: use decoupled_weight_decay=True.")
@@ -83,21 +77,11 @@ def _fused_adamw(
     # the kernel increments each step tensor before use
     steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device)
     adamw(
-        list(params),
-        [p.grad for p in params if p.grad is not None],
-        [moment["exp_avg"] for moment in moments],
-        [moment["exp_avg_sq"] for moment in moments],
-        [],
-        list(steps.unbind()),
-        fused=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+        list(params), [p.grad for p in params if p.grad is not None],
+        [moment["exp_avg"] for moment in moments], [moment["exp_avg_sq"] for moment in moments], [],
+        list(steps.unbind()), fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+        lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+    )  # fmt: skip
 
 
 class Bf16Adam(Adam):

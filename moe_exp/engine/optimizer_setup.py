@@ -140,22 +140,13 @@ def _own_groups(config: Config, model: list[DistributedDataParallel]) -> dict[Pa
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
     settings = OptimizerConfig(
-        optimizer="sgd" if config.optimizer == "sgd" else "adam",
-        sgd_momentum=config.sgd_momentum,
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        clip_grad=config.clip_grad,
-        fp16=config.dtype == "fp16",
-        bf16=config.dtype == "bf16",
-        params_dtype=DTYPES[config.dtype],
+        optimizer="sgd" if config.optimizer == "sgd" else "adam", sgd_momentum=config.sgd_momentum,
+        lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2, adam_eps=config.adam_eps, clip_grad=config.clip_grad,
+        fp16=config.dtype == "fp16", bf16=config.dtype == "bf16", params_dtype=DTYPES[config.dtype],
         use_distributed_optimizer=config.distributed_optimizer,
-        overlap_param_gather=model[0].ddp_config.overlap_param_gather,
-        log_num_zeros_in_grad=True,
-    )
+        overlap_param_gather=model[0].ddp_config.overlap_param_gather, log_num_zeros_in_grad=True,
+    )  # fmt: skip
     # By dimension instead of name: a norm in the decayed group would make the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
     overrides = {norms_and_biases: {"wd_mult": 0.0}} | _own_groups(config, model)
@@ -202,22 +193,13 @@ class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
         # does not distort the schedule.
         self._config, batch = config, config.gbsz
         super().__init__(
-            optimizer,
-            init_lr=0.0,
-            max_lr=config.lr,
-            min_lr=config.min_lr,
-            lr_warmup_steps=config.warmup_iters * batch,
-            lr_decay_steps=config.decay_end * batch,
-            lr_decay_style=config.lr_decay_style,
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
-            wd_incr_steps=config.train_iters * batch,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,
-            wsd_decay_steps=config.wsd_decay_iters * batch,
-            lr_wsd_decay_style=config.wsd_decay_style,
-        )
+            optimizer, init_lr=0.0, max_lr=config.lr, min_lr=config.min_lr,
+            lr_warmup_steps=config.warmup_iters * batch, lr_decay_steps=config.decay_end * batch,
+            lr_decay_style=config.lr_decay_style, start_wd=config.weight_decay, end_wd=config.weight_decay,
+            wd_incr_steps=config.train_iters * batch, wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
+            wsd_decay_steps=config.wsd_decay_iters * batch, lr_wsd_decay_style=config.wsd_decay_style,
+        )  # fmt: skip
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
         """Learning rate of a parameter group after the samples so far."""

@@ -234,14 +234,10 @@ def _names_of(error: BaseException | None) -> set[str]:
 
 
 def patiently(
-    action: Callable[[], T],
-    max_failures: int,
-    *,
-    passes: Callable[[Exception], bool],
-    num_left: Callable[[], int] = lambda: 0,
-    limit_of: Callable[[Exception], int | None] = lambda _: None,
+    action: Callable[[], T], max_failures: int, *, passes: Callable[[Exception], bool],
+    num_left: Callable[[], int] = lambda: 0, limit_of: Callable[[Exception], int | None] = lambda _: None,
     wait_of: Callable[[Exception], float] = lambda _: 0.0,
-) -> T:
+) -> T:  # fmt: skip
     """Result of `action`, retried after temporary failures.
 
     Args:

@@ -187,12 +187,9 @@ def new_tokens(
 
 
 def generate(
-    plan: GenerationPlan,
-    stage: ranks.Stage,
-    *,
-    begin: Callable[[str], None] = lambda prompt: None,
+    plan: GenerationPlan, stage: ranks.Stage, *, begin: Callable[[str], None] = lambda prompt: None,
     show: Callable[[str], None] = lambda text: None,
-) -> Iterator[Generated]:
+) -> Iterator[Generated]:  # fmt: skip
     """Yields one result per prompt; calls `begin` with the prompt, then `show` with each part of its text."""
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
 

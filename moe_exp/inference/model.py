@@ -48,16 +48,9 @@ class Model:
         return f"<Model {self.folder}>"
 
     def generate(
-        self,
-        prompt: str,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 1234,
-        stop: str | Sequence[str] = (),
-    ) -> Generated:
+        self, prompt: str, *, max_new_tokens: int = 128, temperature: float = 0.0, top_k: int = 0,
+        top_p: float = 1.0, seed: int = 1234, stop: str | Sequence[str] = (),
+    ) -> Generated:  # fmt: skip
         """Continues a prompt, see docs/inference.md.
 
         Args:

@@ -86,14 +86,9 @@ class Layout:
 
 
 def config_for_use(
-    folder: Path,
-    layout: Layout,
-    *,
-    dtype: str | None = None,
-    capacity: bool = False,
-    document_mask: bool | None = False,
-    seq_len: int = 0,
-) -> Config:
+    folder: Path, layout: Layout, *, dtype: str | None = None, capacity: bool = False,
+    document_mask: bool | None = False, seq_len: int = 0,
+) -> Config:  # fmt: skip
     """Settings for inference with the model of an iter_ folder; `dtype=None`, `document_mask=None` and
     `seq_len=0` keep the training's. With `capacity`, MOE_TYPE=moe drops tokens as in training. Otherwise, no
     token is dropped, and results do not depend on the other tokens in the batch. ValueError if the checkpoint

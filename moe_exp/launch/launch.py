@@ -48,13 +48,9 @@ from moe_exp.watch.hangs.monitor import HangWatch
 
 
 def train(
-    flags: Mapping[str, Any],
-    *,
-    resume: str = "",
-    dry_run: bool = False,
-    raises: bool = False,
+    flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False, raises: bool = False,
     command: str = "",
-) -> int:
+) -> int:  # fmt: skip
     """Checks the settings and runs this node's job, or with `dry_run` prints what would run; returns the exit
     code: 0 finished, 75 stopped (the same command resumes), 2 invalid settings, others failed.
 

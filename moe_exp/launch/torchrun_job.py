@@ -95,12 +95,9 @@ _KILL_SECONDS = 30.0  # from SIGKILL until a process must have ended
 
 
 def run_job(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    config: Config | None = None,
+    command: Sequence[str], environ: Mapping[str, str], *, config: Config | None = None,
     poll: Callable[[bool], bool] | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Runs the agent, forwards signals, and returns the ranks' exit code, or if a signal ends the job before
     they report one, 128 + the signal's number, like a shell.
 

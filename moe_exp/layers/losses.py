@@ -128,13 +128,9 @@ def as_losses(losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction)
 
 
 def load_balancing_loss_share(
-    scores: Tensor,
-    tokens_per_expert_E: Tensor,
-    *,
-    topk: Tensor | int,
-    num_tokens: Tensor | int | None = None,
-    group: ProcessGroup | None = None,
-) -> Tensor:
+    scores: Tensor, tokens_per_expert_E: Tensor, *, topk: Tensor | int,
+    num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None,
+) -> Tensor:  # fmt: skip
     """This rank's share of the load-balancing loss of a micro-batch, E * sum_e f_e * P_e.
 
     f_e is the fraction of the T*K slots that went to expert e, P_e the mean score of expert e; 1.0 is perfect
@@ -155,13 +151,9 @@ def load_balancing_loss_share(
 
 
 def sequence_balancing_loss_share(
-    scores_BSE: Tensor,
-    expert_BSK: Tensor,
-    valid_BS: Tensor | None,
-    *,
-    counted_BSK: Tensor | None = None,
+    scores_BSE: Tensor, expert_BSK: Tensor, valid_BS: Tensor | None, *, counted_BSK: Tensor | None = None,
     group: ProcessGroup | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """This rank's share of the mean over sequences of E * sum_e f_e * P_e, with f and P per sequence.
 
     DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, where the factor E/K is inside f; Megatron's `seq_aux_loss`.
@@ -191,13 +183,9 @@ def sequence_balancing_loss_share(
 
 
 def global_balancing_loss_share(
-    scores: Tensor,
-    global_tokens_per_expert_E: Tensor,
-    tokens_per_expert_E: Tensor,
-    *,
-    num_tokens: Tensor | int | None = None,
-    group: ProcessGroup | None = None,
-) -> Tensor:
+    scores: Tensor, global_tokens_per_expert_E: Tensor, tokens_per_expert_E: Tensor, *,
+    num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None,
+) -> Tensor:  # fmt: skip
     """This rank's share of E * sum_e F_e * P_e, with F of the global batch and P of the micro-batch.
 
     Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over micro-batches and data parallel
@@ -235,12 +223,9 @@ def entropy_sum(scores_TE: Tensor) -> Tensor:
 
 
 def z_loss_share(
-    logits: Tensor,
-    *,
-    valid_T: Tensor | None = None,
-    num_tokens: Tensor | int | None = None,
+    logits: Tensor, *, valid_T: Tensor | None = None, num_tokens: Tensor | int | None = None,
     group: ProcessGroup | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """This rank's share of a micro-batch's router z-loss, the mean over tokens of logsumexp(logits)^2.
 
     Zoph et al. 2022, ST-MoE, eq. 5 (arXiv:2202.08906).

@@ -197,13 +197,9 @@ def expert_capacity(
 
 
 def keep_within_capacity(
-    expert_TK: Tensor,
-    weights_TK: Tensor | None,
-    *,
-    num_experts: int,
-    capacity: int | Tensor,
+    expert_TK: Tensor, weights_TK: Tensor | None, *, num_experts: int, capacity: int | Tensor,
     use_kernels: bool | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Slots that remain when every expert keeps `capacity` of its slots, bool [T, K].
 
     Args:

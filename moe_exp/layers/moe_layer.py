@@ -55,19 +55,11 @@ class MoELayer(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        router: Router,
-        dispatcher: Dispatcher,
-        experts: Experts,
-        settings: MoESettings,
-        shared: nn.Module | None = None,
-        down: Callable[[Tensor], Tensor] | None = None,
-        up: Callable[[Tensor], Tensor] | None = None,
-        microbatch_group: ProcessGroup | None = None,
-        context_parallel_size: int = 1,
-        context_stripes: int = 1,
-    ):
+        self, *, router: Router, dispatcher: Dispatcher, experts: Experts, settings: MoESettings,
+        shared: nn.Module | None = None, down: Callable[[Tensor], Tensor] | None = None,
+        up: Callable[[Tensor], Tensor] | None = None, microbatch_group: ProcessGroup | None = None,
+        context_parallel_size: int = 1, context_stripes: int = 1,
+    ):  # fmt: skip
         super().__init__()
         for loss in settings.aux_losses:
             if (state := loss.needs.state) and not hasattr(router, state):

@@ -55,17 +55,11 @@ __all__ = [
 
 
 def moe_submodule_spec(
-    backend: str = "auto",
-    *,
-    dispatcher: str = "auto",
-    router: Mapping[str, Any] | None = None,
+    backend: str = "auto", *, dispatcher: str = "auto", router: Mapping[str, Any] | None = None,
     router_class: type[Router] = MegatronRouter,
-    losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = (),
-    min_capacity: int = 0,
-    token_rounding: int = 0,
-    fp8: bool = False,
-    use_te: bool = False,
-) -> ModuleSpec:
+    losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = (), min_capacity: int = 0,
+    token_rounding: int = 0, fp8: bool = False, use_te: bool = False,
+) -> ModuleSpec:  # fmt: skip
     """Spec of the `mlp` of an MoE transformer layer.
 
     Args:
@@ -165,12 +159,9 @@ def local_layer_spec(
 
 
 def te_layer_spec(
-    config: TransformerConfig,
-    *,
-    mlp: ModuleSpec | None,
-    projection_norm: bool = False,
+    config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False,
     own_attention: bool = False,
-) -> ModuleSpec:
+) -> ModuleSpec:  # fmt: skip
     """Megatron's Transformer Engine layer; `mlp` replaces its MLP unless None.
 
     `own_attention` selects our attention core. Transformer Engine's ignores documents and cannot measure
@@ -194,14 +185,9 @@ def te_layer_spec(
 
 
 def decoder_spec(
-    config: TransformerConfig,
-    *,
-    use_te: bool = False,
-    vp_stage: int | None = None,
-    projection_norm: bool = False,
-    own_attention: bool = False,
-    **moe_options: Any,
-) -> TransformerBlockSubmodules:
+    config: TransformerConfig, *, use_te: bool = False, vp_stage: int | None = None,
+    projection_norm: bool = False, own_attention: bool = False, **moe_options: Any,
+) -> TransformerBlockSubmodules:  # fmt: skip
     """The layers of this pipeline stage; `config.moe_layer_freq` (n, or a 0/1 list) selects the MoE layers.
 
     Args:
@@ -265,13 +251,9 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
     """MLASelfAttention built from the modules of its spec; positions may restart in each document."""
 
     def get_query_key_value_tensors(
-        self,
-        hidden_states: Any,
-        key_value_states: Any = None,
-        position_ids: Any = None,
-        packed_seq_params: Any = None,
-        **options: Any,
-    ) -> Any:
+        self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
+        packed_seq_params: Any = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """Calls Megatron's method without `packed_seq_params`, for which it would remove a batch of one."""
         if packed_seq_params is not None:
             self.rotary_pos_emb.documents = packed_seq_params
@@ -296,16 +278,10 @@ def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpe
     # spec splits them and gathers their output. All heads share the part of the keys with position embedding,
     # but its gradient would then come from this rank's heads only, and all earlier gradients would be wrong.
     submodules = MLASelfAttentionSubmodules(
-        linear_q_proj=ColumnParallelLinear,
-        linear_q_down_proj=Linear,
-        linear_q_up_proj=ColumnParallelLinear,
-        linear_kv_down_proj=Linear,
-        linear_kv_up_proj=ColumnParallelLinear,
-        core_attention=CausalAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=norm,
-        kv_layernorm=norm,
-    )
+        linear_q_proj=ColumnParallelLinear, linear_q_down_proj=Linear, linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_down_proj=Linear, linear_kv_up_proj=ColumnParallelLinear, core_attention=CausalAttention,
+        linear_proj=RowParallelLinear, q_layernorm=norm, kv_layernorm=norm,
+    )  # fmt: skip
     return ModuleSpec(
         module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
     )

@@ -46,14 +46,9 @@ class MoEStatistics:
 
     @torch.no_grad()
     def add(
-        self,
-        decision: RoutingDecision,
-        scores: Tensor,
-        *,
-        load_balancing_loss: Tensor,
-        z_loss: Tensor,
+        self, decision: RoutingDecision, scores: Tensor, *, load_balancing_loss: Tensor, z_loss: Tensor,
         aux_losses: Mapping[str, Tensor],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Records a micro-batch; `scores` from `RoutingDecision.for_losses`, losses without coefficients."""
         counts_E = decision.tokens_per_expert_E[: self._tokens_per_expert_E.numel()]  # no null experts
         kept_TK = decision.kept_TK

@@ -56,15 +56,10 @@ class Fit(Generic[T]):
 
 
 def fit(
-    kind: type[T],
-    runs: Sequence[MeasuredRun],
-    log_ratio: LogRatio[T],
-    prior: T | None = None,
-    start: T | None = None,
-    rest: T | None = None,
-    noise: float = _NOISE,
+    kind: type[T], runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], prior: T | None = None,
+    start: T | None = None, rest: T | None = None, noise: float = _NOISE,
     hold: Mapping[str, float] | None = None,
-) -> Fit[T]:
+) -> Fit[T]:  # fmt: skip
     """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
     Left-out errors are estimated by one Gauss-Newton step from the fit to all rows, which is close enough to
@@ -118,14 +113,9 @@ class _Space(Generic[T]):
     """Maps points x (see the top of this file) to constants."""
 
     def __init__(
-        self,
-        kind: type[T],
-        prior: T | None,
-        runs: Sequence[MeasuredRun],
-        log_ratio: LogRatio[T],
-        rest: T | None,
-        hold: Mapping[str, float],
-    ):
+        self, kind: type[T], prior: T | None, runs: Sequence[MeasuredRun], log_ratio: LogRatio[T],
+        rest: T | None, hold: Mapping[str, float],
+    ):  # fmt: skip
         self._kind, self.scales, self._fixed = kind, dict[str, tuple[float, float]](), dict[str, float]()
         for of in fields(kind):  # type: ignore[arg-type]
             center = getattr(prior, of.name) if prior else of.metadata["prior"]

@@ -55,13 +55,9 @@ def speed_of(config: Config, hardware: Hardware, seconds: float) -> Speed:
 
 
 def cost_of(
-    config: Config,
-    hardware: Hardware,
-    *,
-    num_tokens: int | None = None,
-    price_per_gpu_hour: float | None = None,
-    constants: Constants | None = None,
-) -> Cost:
+    config: Config, hardware: Hardware, *, num_tokens: int | None = None,
+    price_per_gpu_hour: float | None = None, constants: Constants | None = None,
+) -> Cost:  # fmt: skip
     """Returns the cost of training for TRAIN_ITERS or `num_tokens`, in the currency of the price."""
     constants = constants or load_constants()
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)

@@ -213,17 +213,12 @@ def job_of_row(row: Mapping[str, str]) -> PlannedJob:
         sharding = "none"
     usual = "nvidia-smi" if of_deepspeed else "allocated"
     return PlannedJob(
-        config=config,
-        stage_layers=tuple(_stage_layers(row, config, of_deepspeed)),
-        precision=precision,
-        sharding=sharding,
-        sequence_parallel=not of_deepspeed and config.tp > 1,
-        fused_attention=not of_deepspeed,
-        learned_positions=of_deepspeed,
+        config=config, stage_layers=tuple(_stage_layers(row, config, of_deepspeed)), precision=precision,
+        sharding=sharding, sequence_parallel=not of_deepspeed and config.tp > 1,
+        fused_attention=not of_deepspeed, learned_positions=of_deepspeed,
         software=(row.get("era") or "").partition(":")[0],
-        measured_by=_MEASURED_BY.get(row.get("mem_kind") or "", usual),
-        engine=engine,
-    )
+        measured_by=_MEASURED_BY.get(row.get("mem_kind") or "", usual), engine=engine,
+    )  # fmt: skip
 
 
 def row_of_job(job: PlannedJob, gpu: str) -> dict[str, str]:
@@ -376,19 +371,13 @@ def _engine_of(row: Mapping[str, str]) -> Engine:
     return Engine(
         dispatcher="hybridep" if row.get("dispatcher") == "hybridep" else "",
         overlaps_exchange=(row.get("ep_overlap") or "").startswith("1"),
-        overlaps_tensor_parallel=row.get("tp_overlap") == "1",
-        graphs=frozenset(graphs),
+        overlaps_tensor_parallel=row.get("tp_overlap") == "1", graphs=frozenset(graphs),
         recompute=frozenset((row.get("recompute") or "").split(";")) & _MODULES,
-        static_rows=row.get("static_rows") == "1",
-        is_nvfp4=row.get("precision") == "nvfp4",
-        fp8_attention=row.get("fp8_attention") == "1",
-        shards_parameters=row.get("sharding") == "fsdp",
-        gradient_bytes=gradient,
-        reduced_bytes=_BYTES.get(types.get("grad_reduce", ""), gradient),
+        static_rows=row.get("static_rows") == "1", is_nvfp4=row.get("precision") == "nvfp4",
+        fp8_attention=row.get("fp8_attention") == "1", shards_parameters=row.get("sharding") == "fsdp",
+        gradient_bytes=gradient, reduced_bytes=_BYTES.get(types.get("grad_reduce", ""), gradient),
         gathered_bytes=1.0 if row.get("fp8_param_gather") == "1" else None,
-        state_bytes=4.0 + sum(moments) if types else None,
-        num_mtp_layers=_number(row, "num_mtp_layers"),
-        clamped_swiglu=row.get("clamped_swiglu") == "1",
-        window=_number(row, "sliding_window"),
+        state_bytes=4.0 + sum(moments) if types else None, num_mtp_layers=_number(row, "num_mtp_layers"),
+        clamped_swiglu=row.get("clamped_swiglu") == "1", window=_number(row, "sliding_window"),
         balanced=row.get("balance") == "forced",
-    )
+    )  # fmt: skip

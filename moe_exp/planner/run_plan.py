@@ -62,14 +62,9 @@ class RunPlan:
 
 
 def plan_run(
-    config: Config,
-    hardware: Hardware,
-    constants: Constants,
-    *,
-    num_tokens: int | None = None,
-    price_per_gpu_hour: float | None = None,
-    failures: Mapping[str, Any] | None = None,
-) -> RunPlan:
+    config: Config, hardware: Hardware, constants: Constants, *, num_tokens: int | None = None,
+    price_per_gpu_hour: float | None = None, failures: Mapping[str, Any] | None = None,
+) -> RunPlan:  # fmt: skip
     """Predicts a run, see `cost_of` and `goodput_of` (`failures`); ConfigError for invalid settings."""
     if problems := list(config.problems()):
         raise ConfigError(problems)

@@ -146,13 +146,9 @@ class PlanPrinter:
         self._console = table_console(stream, highlight=False)
 
     def run(
-        self,
-        report: Mapping[str, Any],
-        prediction: Prediction,
-        cost: Cost,
-        levers: Sequence[Lever] = (),
+        self, report: Mapping[str, Any], prediction: Prediction, cost: Cost, levers: Sequence[Lever] = (),
         goodput: Goodput | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         count, time = report["parameters"], report["time"]
         title = "{num_gpus} x {gpu}, {layout}, PRESET={preset}, {dtype}".format_map(report)
         of_rank = f"{counted(count['most_loaded_rank'])} at most (stage {count['most_loaded_stage']})"
@@ -338,14 +334,9 @@ class PlanPrinter:
         self.table(title, (), [(name, value) for name, value in rows.items() if value])
 
     def table(
-        self,
-        title: str,
-        columns: Iterable[str],
-        rows: Iterable[Iterable[str]],
-        *,
-        left: Collection[str] | None = None,
-        box: Box = HEAVY_HEAD,
-    ) -> None:
+        self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], *,
+        left: Collection[str] | None = None, box: Box = HEAVY_HEAD,
+    ) -> None:  # fmt: skip
         """Prints a table, without a header if `columns` is empty. `left`: left-aligned columns; None: all."""
         table = Table(title=title, title_justify="left", show_header=columns != (), box=box)
         for name in columns:

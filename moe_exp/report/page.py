@@ -60,14 +60,9 @@ _MOST_SPIKES, _MOST_CHANGES = 200, 20
 
 
 def write_report(
-    paths: Sequence[Path],
-    out: Path | None,
-    *,
-    kind: str = "html",
-    title: str = "",
-    loss: float | None = None,
-    notes: str = "",
-) -> list[str]:
+    paths: Sequence[Path], out: Path | None, *, kind: str = "html", title: str = "",
+    loss: float | None = None, notes: str = "",
+) -> list[str]:  # fmt: skip
     """Writes a report on run folders, which may be unfinished or empty.
 
     Args:

@@ -57,14 +57,9 @@ class Caller:
 
 
 def finish_run(
-    config: Config,
-    folder: RunFolder,
-    *,
-    since: datetime,
-    wall_seconds: float,
-    code: int | None = None,
+    config: Config, folder: RunFolder, *, since: datetime, wall_seconds: float, code: int | None = None,
     caller: Caller | None = None,
-) -> tuple[Status, str] | None:
+) -> tuple[Status, str] | None:  # fmt: skip
     """Writes the summary of the start launched at `since` (with time zone); returns status and text.
 
     None if the start ended before it wrote its first record.
@@ -110,14 +105,9 @@ def split_experts(records: Iterable[Record]) -> tuple[list[Record], ExpertSums]:
 
 
 def summarize(
-    config: Config,
-    records: Sequence[Mapping[str, Any]],
-    experts: ExpertSums,
-    folder: RunFolder,
-    wall_seconds: float,
-    status: Status,
-    code: int | None = None,
-) -> dict[str, Any]:
+    config: Config, records: Sequence[Mapping[str, Any]], experts: ExpertSums, folder: RunFolder,
+    wall_seconds: float, status: Status, code: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Content of summary.json; losses are in nats per token, None if not measured or not finite.
 
     `records` and `experts` are from `split_experts`; `code` is the exit code of the ranks, None if unknown.

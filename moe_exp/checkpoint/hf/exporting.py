@@ -45,15 +45,9 @@ class Exported:
 
 
 def to_hf(
-    source: Path,
-    target: Path,
-    *,
-    dtype: str | None = None,
-    main_weights: bool = False,
-    max_shard_bytes: int = 5 * 10**9,
-    tokenizer: Path | None = None,
-    like: Path | None = None,
-) -> Exported:
+    source: Path, target: Path, *, dtype: str | None = None, main_weights: bool = False,
+    max_shard_bytes: int = 5 * 10**9, tokenizer: Path | None = None, like: Path | None = None,
+) -> Exported:  # fmt: skip
     """Writes a Hugging Face folder with the weights of a checkpoint of this package, saved under any layout.
 
     Args:

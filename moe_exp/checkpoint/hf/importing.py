@@ -82,13 +82,9 @@ _Sources = list[tuple[MappedPiece, list[tuple[str, int | None]]]]
 
 
 def from_hf(
-    source: Path,
-    target: Path,
-    *,
-    dtype: str | None = None,
-    drop_mtp: bool = False,
+    source: Path, target: Path, *, dtype: str | None = None, drop_mtp: bool = False,
     ignore_fields: Collection[str] = (),
-) -> Imported:
+) -> Imported:  # fmt: skip
     """Writes a weights-only checkpoint with the weights of a Hugging Face folder.
 
     Args:

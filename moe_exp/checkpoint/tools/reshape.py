@@ -77,14 +77,9 @@ class Written:
 
 
 def reshape(
-    source: Path,
-    target: Path,
-    changes: Reshaping,
-    *,
-    keep_bytes: int = naming.KEEP_BYTES,
-    values: Tensors | None = None,
-    facts: Mapping[str, Any] | None = None,
-) -> Written:
+    source: Path, target: Path, changes: Reshaping, *, keep_bytes: int = naming.KEEP_BYTES,
+    values: Tensors | None = None, facts: Mapping[str, Any] | None = None,
+) -> Written:  # fmt: skip
     """Rewrites an iter_ folder into a new checkpoints folder, created atomically. `keep_bytes` is the memory
     for recent source chunks. `values` replace the weights, and `facts` describe them in the manifest.
     ValueError if the source is damaged, the changes do not apply, `target` exists, or the disk lacks space.

@@ -131,13 +131,9 @@ class ConvertSettings:
 
 
 def convert(
-    inputs: Sequence[Path],
-    output: Path,
-    settings: ConvertSettings,
-    execution: Execution | None = None,
-    *,
+    inputs: Sequence[Path], output: Path, settings: ConvertSettings, execution: Execution | None = None, *,
     start_over: bool = False,
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | None:  # fmt: skip
     """Converts files, or resumes an interrupted call with the same settings.
 
     Args:

@@ -93,13 +93,9 @@ class ReadFiles:
 
 
 def read_rows(
-    path: Path,
-    tally: Tally,
-    *,
-    text_field: str = "text",
-    skip_bad: bool = False,
+    path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False,
     advance: Callable[[float], None] | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Like `read_objects`, for the rows of a Parquet or Arrow file. Also raises like `read_table`.
 
     Args:

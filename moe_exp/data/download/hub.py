@@ -75,15 +75,9 @@ class Listing:
 
 
 def download(
-    source: Source,
-    folder: Path,
-    *,
-    max_workers: int = 8,
-    dry_run: bool = False,
-    start_over: bool = False,
-    max_failures: int = 6,
-    bytes_per_second: float = 50e6,
-) -> list[Path]:
+    source: Source, folder: Path, *, max_workers: int = 8, dry_run: bool = False, start_over: bool = False,
+    max_failures: int = 6, bytes_per_second: float = 50e6,
+) -> list[Path]:  # fmt: skip
     """Downloads the data files of a source into `folder` and returns their sorted paths.
 
     Repeat the call to resume it at the same commit. If all files are present, no request is sent. The access
@@ -187,12 +181,8 @@ def _list_files(source: Source, max_failures: int) -> Listing:
 
 
 def _plan(
-    source: Source,
-    folder: Path,
-    settings: dict[str, Any] | None,
-    max_failures: int,
-    bytes_per_second: float,
-) -> list[Path]:
+    source: Source, folder: Path, settings: dict[str, Any] | None, max_failures: int, bytes_per_second: float,
+) -> list[Path]:  # fmt: skip
     """Prints the remaining download and returns the expected paths. `settings`: of a download to resume."""
     listing, place = None, folder
     if settings is not None:  # a finished or interrupted download has stored its listing

@@ -128,12 +128,9 @@ SOURCES: dict[str, Source] = {one.name: one for one in (_PYTHON_STDLIB, *_WEB, _
 
 
 def resolve_source(
-    name_or_path: str,
-    *,
-    patterns: Sequence[str] = (),
-    text_field: str | None = None,
+    name_or_path: str, *, patterns: Sequence[str] = (), text_field: str | None = None,
     revision: str | None = None,
-) -> Source:
+) -> Source:  # fmt: skip
     """Returns the source for a registered name, a URL, a local path or a Hub dataset, tried in this order.
 
     Args:

@@ -91,15 +91,9 @@ class SampleStream:
     """
 
     def __init__(
-        self,
-        blend: Sequence[tuple[float, str]],
-        *,
-        seq_len: int,
-        seed: int,
-        shuffle: bool = True,
-        share: Share = (0.0, 1.0),
-        packing: Packing = "concatenate",
-    ):
+        self, blend: Sequence[tuple[float, str]], *, seq_len: int, seed: int, shuffle: bool = True,
+        share: Share = (0.0, 1.0), packing: Packing = "concatenate",
+    ):  # fmt: skip
         self.seq_len = seq_len
         self._shuffle, self._share, self._key = shuffle, share, str(seed)
         self._kind = PackedCorpus if packing == "best_fit" else Corpus

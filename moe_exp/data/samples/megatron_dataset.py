@@ -179,16 +179,10 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
     # into the names of its index files.
     tokenizer = SimpleNamespace(vocab_size=None, eod=None, unique_identifiers={"class": "_NoTokenizer"})
     config = GPTDatasetConfig(
-        random_seed=order.seed,
-        sequence_length=order.seq_len,
-        path_to_cache=str(folder),
-        tokenizer=tokenizer,
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        **files,
-    )
+        random_seed=order.seed, sequence_length=order.seq_len, path_to_cache=str(folder), tokenizer=tokenizer,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=False, **files,
+    )  # fmt: skip
     if config.split_matrix is not None:
         # No test part, and no validation part without evaluation: Megatron searches an empty part forever.
         config.split_matrix[2 if has_validation else 1 :] = [None] * (1 if has_validation else 2)

@@ -52,13 +52,9 @@ class SampleOrder:
 
     @classmethod
     def of(
-        cls,
-        config: Config,
-        fingerprint: str,
-        content: str,
-        stage_prints: Sequence[str] = (),
+        cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = (),
         documents: DocumentTokens | None = None,
-    ) -> SampleOrder:
+    ) -> SampleOrder:  # fmt: skip
         """Order for `config` and files with this fingerprint and content. `stage_prints`: hash of both for
         each later stage. `documents`: document tokens of the files.
         """

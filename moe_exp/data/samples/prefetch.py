@@ -35,12 +35,8 @@ def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: i
 
 
 def microbatch_starts(
-    consumed_samples: int,
-    schedule: Callable[[int], tuple[int, int, int]],
-    *,
-    dp_rank: int,
-    dp_size: int,
-) -> Iterator[tuple[int, int]]:
+    consumed_samples: int, schedule: Callable[[int], tuple[int, int, int]], *, dp_rank: int, dp_size: int,
+) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Yields first sample and number of samples of a data-parallel rank's micro-batches, endlessly.
 
     `schedule`: maps consumed samples to the next iteration's micro-batches per rank, their size, and the
@@ -65,13 +61,9 @@ class ReadAhead:
     """
 
     def __init__(
-        self,
-        samples: Samples,
-        *,
-        starts: Callable[[int], Iterator[tuple[int, int]]],
-        num_workers: int,
+        self, samples: Samples, *, starts: Callable[[int], Iterator[tuple[int, int]]], num_workers: int,
         pin_memory: bool = False,
-    ):
+    ):  # fmt: skip
         self._samples, self._starts = samples, starts
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._batches: Any = None  # DataLoader's iterator

@@ -142,14 +142,9 @@ class DocumentBlocks:
     """
 
     def __init__(
-        self,
-        lines: LineBlocks,
-        tally: Tally,
-        *,
-        text_field: str = "text",
-        skip_bad: bool = False,
+        self, lines: LineBlocks, tally: Tally, *, text_field: str = "text", skip_bad: bool = False,
         most_lines: int = _MOST_LINES,
-    ):
+    ):  # fmt: skip
         self.lines, self.tally, self.most_lines = lines, tally, most_lines
         self.text_field, self.skip_bad = text_field, skip_bad
 

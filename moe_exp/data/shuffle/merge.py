@@ -23,14 +23,9 @@ _BYTES_PER_SECOND = {True: 500e6, False: 250e6}  # with and without a manifest o
 
 
 def merge(
-    input_dir: Path,
-    output: Path,
-    *,
-    valid_file_name: str,
-    text_field: str = "text",
-    skip_bad: bool = False,
+    input_dir: Path, output: Path, *, valid_file_name: str, text_field: str = "text", skip_bad: bool = False,
     start_over: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Writes `OUTPUT.jsonl` and `OUTPUT.manifest.json`, and returns the manifest.
 
     Repeat an interrupted call to resume it at the current shard.

@@ -79,21 +79,11 @@ def shuffle(inputs: Sequence[Path], output: Path, **options: Any) -> dict[str, A
 
 
 def shuffle_documents(
-    inputs: Sequence[Path],
-    output: Path,
-    *,
-    name: str,
-    tasks: int | None = None,
-    execution: Execution | None = None,
-    seed: int = 0,
-    num_shards: int = 32,
-    valid_fraction: float = DEFAULT_VALID_FRACTION,
-    memory_bytes: int | None = None,
-    text_field: str = "text",
-    skip_bad: bool = False,
-    start_over: bool = False,
-    rule: TextRule = FILES,
-) -> dict[str, Any] | None:
+    inputs: Sequence[Path], output: Path, *, name: str, tasks: int | None = None,
+    execution: Execution | None = None, seed: int = 0, num_shards: int = 32,
+    valid_fraction: float = DEFAULT_VALID_FRACTION, memory_bytes: int | None = None, text_field: str = "text",
+    skip_bad: bool = False, start_over: bool = False, rule: TextRule = FILES,
+) -> dict[str, Any] | None:  # fmt: skip
     """Shuffles documents into shards and a validation file, and returns the manifest.
 
     Repeat an interrupted call to resume its current pass and tasks; the memory budget may change.
@@ -166,15 +156,9 @@ def _default_memory(execution: Execution, tasks: int) -> int:
 
 
 def _begin(
-    stage: CorpusStage,
-    settings: dict[str, Any],
-    rule: TextRule,
-    inputs: Sequence[Path],
-    tasks: int,
-    memory: Memory,
-    *,
-    is_alone: bool,
-) -> TaskShuffle:
+    stage: CorpusStage, settings: dict[str, Any], rule: TextRule, inputs: Sequence[Path], tasks: int,
+    memory: Memory, *, is_alone: bool,
+) -> TaskShuffle:  # fmt: skip
     """Creates the shuffle, or restores its numbers of tasks and buckets regardless of the memory budget."""
     path, most = stage.folder / TASKS, most_buckets(memory.longest_bytes)
     if (stage.folder / "state.json").exists():
@@ -243,14 +227,11 @@ def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str
     train = Tally(num_train, num_text_bytes, (read.text_hash - valid.text_hash) % 2**128)
     return stage.finish_folder(
         [stage.folder / name for name in made],
-        hashes={stage.folder / name: facts["hash"] for name, facts in made.items()},
-        read=read.to_json(),
-        train=train.to_json(),
-        valid=valid.to_json(),
-        line_hash=f"{indexed.line_hash:032x}",
+        hashes={stage.folder / name: facts["hash"] for name, facts in made.items()}, read=read.to_json(),
+        train=train.to_json(), valid=valid.to_json(), line_hash=f"{indexed.line_hash:032x}",
         valid_file=next(iter(made)),
         num_documents={name: facts["num_documents"] for name, facts in made.items()},
-    )
+    )  # fmt: skip
 
 
 def _clean(output: Path) -> None:
@@ -290,12 +271,9 @@ def check_shuffle(
 
 
 def check_settings(
-    *,
-    name: str,
-    num_shards: int = 32,
-    valid_fraction: float = DEFAULT_VALID_FRACTION,
+    *, name: str, num_shards: int = 32, valid_fraction: float = DEFAULT_VALID_FRACTION,
     memory_bytes: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Checks the arguments of `shuffle_documents` that are independent of the inputs."""
     if memory_bytes is not None:
         Memory.of(memory_bytes)

@@ -249,13 +249,9 @@ class PartEncoder:
         return ids.astype(self.settings.dtype, copy=False), lengths.astype(np.int32)
 
     def _without_special(
-        self,
-        part: Part,
-        batch: Sequence[tuple[int, str]],
-        ids: npt.NDArray[np.integer[Any]],
-        lengths: npt.NDArray[np.int64],
-        tally: Tally,
-    ) -> Encoded:
+        self, part: Part, batch: Sequence[tuple[int, str]], ids: npt.NDArray[np.integer[Any]],
+        lengths: npt.NDArray[np.int64], tally: Tally,
+    ) -> Encoded:  # fmt: skip
         """Removes the documents whose text was encoded with special tokens."""
         found = np.flatnonzero(self._is_special[ids])
         if not len(found):  # nearly all batches

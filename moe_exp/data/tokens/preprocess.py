@@ -73,17 +73,10 @@ def tokenize_files(
 
 
 def tokenize_documents(
-    inputs: Sequence[Path],
-    output: Path,
-    settings: PartSettings,
-    *,
-    tasks: int | None = None,
-    execution: Execution | None = None,
-    backend: str = "auto",
-    start_over: bool = False,
-    part_bytes: int | None = None,
-    block_bytes: int = BLOCK_BYTES,
-) -> dict[str, Any] | None:
+    inputs: Sequence[Path], output: Path, settings: PartSettings, *, tasks: int | None = None,
+    execution: Execution | None = None, backend: str = "auto", start_over: bool = False,
+    part_bytes: int | None = None, block_bytes: int = BLOCK_BYTES,
+) -> dict[str, Any] | None:  # fmt: skip
     """Writes `output`.bin, .idx and .manifest.json, one sequence per document in order; returns the manifest.
 
     The files do not depend on `tasks` and `execution`.
@@ -167,30 +160,20 @@ def _check_same_way(stage: CorpusStage, tasks: int | None) -> None:
 
 
 def _publish(
-    stage: CorpusStage,
-    joined: JoinedParts,
-    parts: Sequence[Part],
-    *,
-    backend: str,
+    stage: CorpusStage, joined: JoinedParts, parts: Sequence[Part], *, backend: str,
     hashes: Mapping[Path, str] | None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Writes the index of the joined parts and finishes the stage; returns the manifest."""
     counts = joined.counts
     if not counts.tally.num_documents:
         raise setting_error("input", stage.inputs[0], "the inputs have no documents", "set files with text")
     joined.write_index(parts)
     return stage.finish_files(
-        [joined.bin_path, joined.idx_path],
-        hashes=hashes,
-        num_tokens=counts.num_tokens,
-        num_eods=counts.num_eods,
-        dtype=joined.settings.dtype.name,
-        backend=backend,
-        num_checked=counts.num_checked,
-        num_rerouted=counts.num_rerouted,
-        **counts.tally.to_json(),
+        [joined.bin_path, joined.idx_path], hashes=hashes, num_tokens=counts.num_tokens,
+        num_eods=counts.num_eods, dtype=joined.settings.dtype.name, backend=backend,
+        num_checked=counts.num_checked, num_rerouted=counts.num_rerouted, **counts.tally.to_json(),
         tokenizer=joined.settings.tokenizer.recorded(),
-    )
+    )  # fmt: skip
 
 
 def _check_backend(backend: str) -> None:
@@ -208,13 +191,9 @@ def usable(workers: int) -> int:
 
 
 def _pinned_backend(
-    stage: CorpusStage,
-    encoders: Encoders,
-    requested: str,
-    inputs: Sequence[Path],
-    settings: PartSettings,
+    stage: CorpusStage, encoders: Encoders, requested: str, inputs: Sequence[Path], settings: PartSettings,
     num_apart: int,
-) -> str:
+) -> str:  # fmt: skip
     """Backend of the first call; the first call chooses it with a sample."""
     path = stage.folder / "backend.json"
     if path.exists():
@@ -291,14 +270,9 @@ class _Estimate:
     """Backend, tokens, disk space and time of a tokenization, estimated with sample texts."""
 
     def __init__(
-        self,
-        inputs: Sequence[Path],
-        settings: PartSettings,
-        encoders: Encoders,
-        backend: str,
-        num_apart: int,
-        sample_bytes: int,
-    ):
+        self, inputs: Sequence[Path], settings: PartSettings, encoders: Encoders, backend: str,
+        num_apart: int, sample_bytes: int,
+    ):  # fmt: skip
         # Measured with one thread, like the workers.
         sample = sample_texts(inputs, settings.json_key, sample_bytes, settings.rule)
         with one_thread():
@@ -321,14 +295,9 @@ class _Estimate:
 
 
 def dry_run(
-    inputs: Sequence[Path],
-    output: Path,
-    settings: PartSettings,
-    *,
-    workers: int,
-    backend: str,
+    inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int, backend: str,
     by_tasks: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Prints an estimate of tokens, disk space and time, and writes nothing. Raises ValueError if a setting
     is invalid or free space is too small. `by_tasks`: all parts are made before any is joined.
     """

@@ -103,15 +103,10 @@ def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def load_tokenizer(
-    tokenizer_type: str,
-    *,
-    model: str | Path | None = None,
-    vocab_file: str | Path | None = None,
-    merge_file: str | Path | None = None,
-    eod_token: str | None = None,
-    allow_special: bool = False,
+    tokenizer_type: str, *, model: str | Path | None = None, vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None, eod_token: str | None = None, allow_special: bool = False,
     prepend_bos: bool = False,
-) -> TextTokenizer:
+) -> TextTokenizer:  # fmt: skip
     """Loads a tokenizer by Megatron's name for its type.
 
     Args:
@@ -324,16 +319,9 @@ def _from_json(
         for token in content.get("added_tokens") or []:
             token["special"] |= token["content"] == eod_token
     return TextTokenizer(
-        "huggingface",
-        name,
-        orjson.dumps(content),
-        _vocab_size(content),
-        eod_id,
-        eod_token,
-        allow_special,
-        None if bos_token is None else token_id(content, bos_token),
-        bos_token if adds_bos else None,
-    )
+        "huggingface", name, orjson.dumps(content), _vocab_size(content), eod_id, eod_token, allow_special,
+        None if bos_token is None else token_id(content, bos_token), bos_token if adds_bos else None,
+    )  # fmt: skip
 
 
 def _named(files: Mapping[str, dict[str, Any]], field: str) -> Iterator[str]:

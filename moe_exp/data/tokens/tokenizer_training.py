@@ -51,19 +51,10 @@ def train_bpe(
 
 
 def train_tokenizer(
-    inputs: Sequence[Path],
-    output: Path,
-    *,
-    vocab_size: int,
-    json_key: str = "text",
-    eos_token: str = EOD_TOKEN,
-    bos_token: str | None = None,
-    pad_token: str | None = None,
-    max_bytes: int = 10**9,
-    skip_bad: bool = False,
-    start_over: bool = False,
-    rule: TextRule = FILES,
-) -> dict[str, Any]:
+    inputs: Sequence[Path], output: Path, *, vocab_size: int, json_key: str = "text",
+    eos_token: str = EOD_TOKEN, bos_token: str | None = None, pad_token: str | None = None,
+    max_bytes: int = 10**9, skip_bad: bool = False, start_over: bool = False, rule: TextRule = FILES,
+) -> dict[str, Any]:  # fmt: skip
     """Trains a byte-level BPE on files, writes a folder for AutoTokenizer, and returns its manifest.
 
     Documents are streamed; memory grows with the number of distinct words. An equal amount of text is read

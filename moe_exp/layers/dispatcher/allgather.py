@@ -55,13 +55,9 @@ class AllGatherDispatcher(SpreadDispatcher):
         return partial(self._land, departed, order, sizes, rows_per_expert, decision.use_kernels)
 
     def _land(
-        self,
-        departed: Departed,
-        order: RowOrder | None,
-        sizes: _Sizes,
-        rows_per_expert: int | None,
+        self, departed: Departed, order: RowOrder | None, sizes: _Sizes, rows_per_expert: int | None,
         use_kernels: bool | None,
-    ) -> Dispatched:
+    ) -> Dispatched:  # fmt: skip
         x_AD, weights_AK, expert_AK = arrive(departed)
         back: tuple[Exchange, ...] = (GatherRows(group=self.ep_group, sizes=sizes.tokens_ep).reverse,)
         if self.etp > 1:

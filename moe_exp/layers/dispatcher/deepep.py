@@ -134,15 +134,10 @@ class _Send:
             self.expert_TK, self.num_experts
         )
         x_AD, self.expert_AK, weights_AK, splits, self.handle, event = self.buffer.dispatch(
-            x_TD.contiguous(),
-            topk_idx=self.expert_TK,
-            topk_weights=weights_TK.float(),
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
-            async_finish=True,
-        )
+            x_TD.contiguous(), topk_idx=self.expert_TK, topk_weights=weights_TK.float(),
+            num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert, async_finish=True,
+        )  # fmt: skip
         self.splits, self.received = tuple(splits), x_AD.size()
         return _arrival(event, [x_AD, weights_AK])
 

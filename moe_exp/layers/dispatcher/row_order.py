@@ -77,13 +77,9 @@ class SortedSlots:
 
 
 def sort_by_expert(
-    expert_TK: Tensor,
-    kept_TK: Tensor | None = None,
-    *,
-    num_experts: int,
-    counts_E: Tensor | None = None,
+    expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, counts_E: Tensor | None = None,
     use_kernels: bool | None = None,
-) -> SortedSlots:
+) -> SortedSlots:  # fmt: skip
     """Sorts the slots by expert.
 
     Args:
@@ -107,13 +103,9 @@ def sort_by_expert(
 
 
 def pad_by_expert(
-    expert_TK: Tensor,
-    kept_TK: Tensor | None = None,
-    *,
-    num_experts: int,
-    rows_per_expert: int,
+    expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, rows_per_expert: int,
     use_kernels: bool | None = None,
-) -> RowOrder:
+) -> RowOrder:  # fmt: skip
     """Row order with `rows_per_expert` zero-padded rows per expert: shapes do not depend on the data.
 
     Args:
@@ -127,14 +119,9 @@ def pad_by_expert(
 
 
 def received_order(
-    expert_AK: Tensor,
-    here_AK: Tensor,
-    splits: Sequence[int],
-    *,
-    counts_L: Tensor | None = None,
-    rows_per_expert: int | None = None,
-    use_kernels: bool | None = None,
-) -> tuple[RowOrder, tuple[int, ...]]:
+    expert_AK: Tensor, here_AK: Tensor, splits: Sequence[int], *, counts_L: Tensor | None = None,
+    rows_per_expert: int | None = None, use_kernels: bool | None = None,
+) -> tuple[RowOrder, tuple[int, ...]]:  # fmt: skip
     """Received slots sorted by this rank's experts, and the rows per expert [L].
 
     Args:

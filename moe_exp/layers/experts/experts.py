@@ -66,22 +66,11 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        num_local_experts: int,
-        hidden_size: int,
-        ffn_size: int,
-        activation: str,
-        backend: str,
-        bias: bool = False,
-        etp_rank: int = 0,
-        etp_size: int = 1,
-        recompute_activation: bool = False,
-        adds_to_main_grad: bool = False,
-        fp8: bool = False,
-        dtype: torch.dtype = torch.float32,
+        self, *, num_local_experts: int, hidden_size: int, ffn_size: int, activation: str, backend: str,
+        bias: bool = False, etp_rank: int = 0, etp_size: int = 1, recompute_activation: bool = False,
+        adds_to_main_grad: bool = False, fp8: bool = False, dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         _check_activation(activation)
         if bias and hidden_size % etp_size:
@@ -217,15 +206,9 @@ class SharedExpert(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        hidden_size: int,
-        ffn_size: int,
-        activation: str = "swiglu",
-        gate: bool = False,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ):
+        self, *, hidden_size: int, ffn_size: int, activation: str = "swiglu", gate: bool = False,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ):  # fmt: skip
         super().__init__()
         _check_activation(activation)
         self.activation = activation

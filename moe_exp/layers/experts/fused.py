@@ -19,19 +19,10 @@ from moe_exp.layers.kernels.weight_grad import weight_grad
 
 
 def experts_of_tokens(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    expert_TK: Tensor,
-    kept_TK: Tensor | None,
-    weight1_LWD: Tensor,
-    weight2_LDF: Tensor,
-    bias1_LW: Tensor | None = None,
-    bias2_LD: Tensor | None = None,
-    *,
-    activation: str,
-    adds_to_main_grad: bool = False,
-    fp8: bool = False,
-) -> Tensor:
+    x_TD: Tensor, weights_TK: Tensor, expert_TK: Tensor, kept_TK: Tensor | None, weight1_LWD: Tensor,
+    weight2_LDF: Tensor, bias1_LW: Tensor | None = None, bias2_LD: Tensor | None = None, *, activation: str,
+    adds_to_main_grad: bool = False, fp8: bool = False,
+) -> Tensor:  # fmt: skip
     """y_t = sum over the kept k of w_tk * expert(x_t), [T, D], if all experts are on this rank.
 
     The host never waits for the device.
@@ -49,18 +40,10 @@ def experts_of_tokens(
 
 
 def experts_of_rows(
-    x_RD: Tensor,
-    weights_R: Tensor,
-    tokens_per_expert_L: Tensor,
-    weight1_LWD: Tensor,
-    weight2_LDF: Tensor,
-    bias1_LW: Tensor | None = None,
-    bias2_LD: Tensor | None = None,
-    *,
-    activation: str,
-    adds_to_main_grad: bool = False,
-    fp8: bool = False,
-) -> Tensor:
+    x_RD: Tensor, weights_R: Tensor, tokens_per_expert_L: Tensor, weight1_LWD: Tensor, weight2_LDF: Tensor,
+    bias1_LW: Tensor | None = None, bias2_LD: Tensor | None = None, *, activation: str,
+    adds_to_main_grad: bool = False, fp8: bool = False,
+) -> Tensor:  # fmt: skip
     """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert.
 
     Args:
@@ -86,21 +69,10 @@ def _run(*args: Any) -> Tensor:
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor,
-        weight1_LWD: Tensor,
-        weight2_LDF: Tensor,
-        bias1_LW: Tensor | None,
-        bias2_LD: Tensor | None,
-        offsets_L1: Tensor,
-        slot_R: Tensor | None,
-        row_TK: Tensor | None,
-        activation: str,
-        adds_to_main_grad: bool,
-        fp8: bool,
-        has_backward: bool,
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weights: Tensor, weight1_LWD: Tensor, weight2_LDF: Tensor,
+        bias1_LW: Tensor | None, bias2_LD: Tensor | None, offsets_L1: Tensor, slot_R: Tensor | None,
+        row_TK: Tensor | None, activation: str, adds_to_main_grad: bool, fp8: bool, has_backward: bool,
+    ) -> Tensor:  # fmt: skip
         # The kernels read the weights contiguously; reshape keeps the strides if it can return a view.
         x, weights_R, token_R = x.contiguous(), weights.reshape(-1).float().contiguous(), None
         if slot_R is not None:

@@ -27,18 +27,10 @@ _MAX_IMBALANCE = 1.15
 
 
 def expert_loop(
-    x: Tensor,
-    weights_R: Tensor,
-    weight1_LFD: Tensor,
-    weight2_LDF: Tensor,
-    bias1_LF: Tensor | None = None,
-    bias2_LD: Tensor | None = None,
-    bias2_start: int = 0,
-    *,
-    rows_per_expert_L: Tensor,
-    activation: str,
+    x: Tensor, weights_R: Tensor, weight1_LFD: Tensor, weight2_LDF: Tensor, bias1_LF: Tensor | None = None,
+    bias2_LD: Tensor | None = None, bias2_start: int = 0, *, rows_per_expert_L: Tensor, activation: str,
     order: RowOrder | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y = (act(x W1^T + b1) * w) W2^T + w * b2 per row, expert by expert.
 
     Saves its arguments and x W1^T + b1; backward recomputes the activation while its input is in the cache.
@@ -60,14 +52,9 @@ def expert_loop(
 class _ExpertLoop(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        order: RowOrder | None,
-        activation: str,
-        bias2_start: int,
-        rows_per_expert_L: Tensor,
-        x: Tensor,
-        *inputs: Any,
-    ) -> Tensor:
+        ctx: Any, order: RowOrder | None, activation: str, bias2_start: int, rows_per_expert_L: Tensor,
+        x: Tensor, *inputs: Any,
+    ) -> Tensor:  # fmt: skip
         settings: tuple[Any, ...] = bias2_start, rows_per_expert_L, activation, _tokens(order)
         hidden_RF, output_RD = _forward(_with_padding(x, order), *inputs, *settings)
         ctx.save_for_backward(x, *inputs, hidden_RF, rows_per_expert_L)
@@ -108,17 +95,10 @@ def _with_padding(x: Tensor, order: RowOrder | None) -> Tensor:
     ),
 )
 def _forward(
-    x: Tensor,
-    weights_R: Tensor,
-    weight1_LFD: Tensor,
-    weight2_LDF: Tensor,
-    bias1_LF: Tensor | None,
-    bias2_LD: Tensor | None,
-    bias2_start: int,
-    rows_per_expert_L: Tensor,
-    activation: str,
+    x: Tensor, weights_R: Tensor, weight1_LFD: Tensor, weight2_LDF: Tensor, bias1_LF: Tensor | None,
+    bias2_LD: Tensor | None, bias2_start: int, rows_per_expert_L: Tensor, activation: str,
     token_R: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Pre-activations [R, 2F or F] and weighted outputs [R, D]."""
     splits = rows_per_expert_L.tolist()
     hidden_RF = x.new_empty(weights_R.size(0), weight1_LFD.size(1))
@@ -183,20 +163,10 @@ def _empty_gradients(*args: Any) -> list[Tensor]:
 
 @compilable("expert_loop_backward", _empty_gradients)
 def _backward(
-    grad: Tensor,
-    x: Tensor,
-    weights_R: Tensor,
-    weight1_LFD: Tensor,
-    weight2_LDF: Tensor,
-    bias1_LF: Tensor | None,
-    bias2_LD: Tensor | None,
-    hidden_RF: Tensor,
-    rows_per_expert_L: Tensor,
-    bias2_start: int,
-    activation: str,
-    token_R: Tensor | None,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+    grad: Tensor, x: Tensor, weights_R: Tensor, weight1_LFD: Tensor, weight2_LDF: Tensor,
+    bias1_LF: Tensor | None, bias2_LD: Tensor | None, hidden_RF: Tensor, rows_per_expert_L: Tensor,
+    bias2_start: int, activation: str, token_R: Tensor | None, needs: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
     """Gradients of the first six arguments of `_forward` (of `x`: per row); empty where `needs` is False."""
     splits = rows_per_expert_L.tolist()
     inputs = x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD

@@ -159,15 +159,9 @@ def _kernel(
 
 
 def activation_grad_torch(
-    dy: Tensor,
-    weight2_LDF: Tensor,
-    hidden_RW: Tensor,
-    offsets_L1: Tensor,
-    *,
-    activation: str,
-    token_R: Tensor | None = None,
-    weights_R: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, offsets_L1: Tensor, *, activation: str,
+    token_R: Tensor | None = None, weights_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dactive_RF = grouped_matmul_torch(
         dy if token_R is None else gather_rows_torch(dy, token_R), weight2_LDF, offsets_L1
     )
@@ -190,15 +184,9 @@ def activation_grad_torch(
     ),
 )
 def activation_grad(
-    dy: Tensor,
-    weight2_LDF: Tensor,
-    hidden_RW: Tensor,
-    offsets_L1: Tensor,
-    *,
-    activation: str,
-    token_R: Tensor | None = None,
-    weights_R: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, offsets_L1: Tensor, *, activation: str,
+    token_R: Tensor | None = None, weights_R: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the pre-activation h and router weight w, where a is the activation of h.
 
     da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a.

@@ -16,15 +16,10 @@ from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 LARGEST_N, LARGEST_K = 256, 64  # BLOCK_N and BLOCK_K of the configs below
 # BLOCK_K counts elements of two bytes; DEPTH is the same number of bytes in elements of x.
 CONFIGS = configs(
-    "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
-    (128, 128, 64, 8, 1, 0, 8, 4),
-    (128, 256, 32, 8, 1, 0, 8, 4),
-    (128, 128, 32, 8, 2, 0, 4, 4),
-    (64, 128, 64, 8, 2, 0, 4, 3),
-    (128, 256, 64, 8, 1, 1, 8, 4),
-    (128, 128, 64, 8, 2, 1, 8, 3),
-    (128, 128, 64, 8, 2, 1, 4, 3),
-)
+    "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages", (128, 128, 64, 8, 1, 0, 8, 4),
+    (128, 256, 32, 8, 1, 0, 8, 4), (128, 128, 32, 8, 2, 0, 4, 4), (64, 128, 64, 8, 2, 0, 4, 3),
+    (128, 256, 64, 8, 1, 1, 8, 4), (128, 128, 64, 8, 2, 1, 8, 3), (128, 128, 64, 8, 2, 1, 4, 3),
+)  # fmt: skip
 
 
 @tuned(
@@ -90,12 +85,9 @@ def _kernel(
 
 
 def grouped_matmul_torch(
-    x_RI: Tensor,
-    w_LIO: Tensor,
-    offsets_L1: Tensor,
-    bias_LO: Tensor | None = None,
+    x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     y_RO = x_RI.new_zeros(x_RI.size(0), w_LIO.size(2))
     ends = offsets_L1.tolist()
     for w_IO, first, end in zip(w_LIO.unbind(0), ends, ends[1:], strict=False):
@@ -108,12 +100,9 @@ def grouped_matmul_torch(
 
 @launch.compilable("grouped_matmul", lambda x_RI, w_LIO, *_: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)))
 def grouped_matmul(
-    x_RI: Tensor,
-    w_LIO: Tensor,
-    offsets_L1: Tensor,
-    bias_LO: Tensor | None = None,
+    x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multiplies each row by its expert's matrix, to [R, O]; rows from offsets[L] on are undefined.
 
     Args:

@@ -255,16 +255,10 @@ class _LogScores(torch.autograd.Function):
 
 
 def router_topk_torch(
-    logits_TE: Tensor,
-    topk: int,
-    *,
-    score: str = "softmax",
-    pre_softmax: bool = True,
-    normalize: bool = False,
-    scaling_factor: float = 1.0,
-    bias_E: Tensor | None = None,
+    logits_TE: Tensor, topk: int, *, score: str = "softmax", pre_softmax: bool = True,
+    normalize: bool = False, scaling_factor: float = 1.0, bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
-) -> TopK:
+) -> TopK:  # fmt: skip
     """Plain-torch twin of `router_topk` in the dtype of the logits."""
     raw_TE, log_TE, scores_TE = scores_torch(logits_TE, score)
     is_softmax = not SCORES[score].per_expert
@@ -302,16 +296,10 @@ def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor,
 
 
 def router_topk(
-    logits_TE: Tensor,
-    topk: int,
-    *,
-    score: str = "softmax",
-    pre_softmax: bool = True,
-    normalize: bool = False,
-    scaling_factor: float = 1.0,
-    bias_E: Tensor | None = None,
+    logits_TE: Tensor, topk: int, *, score: str = "softmax", pre_softmax: bool = True,
+    normalize: bool = False, scaling_factor: float = 1.0, bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
-) -> TopK:
+) -> TopK:  # fmt: skip
     """Chooses the K experts of highest score and computes their weights; formulas are in `Router`.
 
     Backward recomputes the scores.
@@ -376,15 +364,9 @@ def _fake_forward(
 
 @launch.compilable("topk_forward", _fake_forward)
 def _topk_forward(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    valid_T: Tensor | None,
-    topk: int,
-    score: str,
-    pre_softmax: bool,
-    normalize: bool,
-    scaling_factor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, topk: int, score: str,
+    pre_softmax: bool, normalize: bool, scaling_factor: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     expert_TK, weights_TK, lse_T, sums, counts = _fake_forward(logits_TE, bias_E, valid_T, topk)
     num_tokens, num_experts = logits_TE.shape
     if num_tokens == 0:
@@ -407,17 +389,9 @@ def _topk_forward(
     "topk_backward", lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
 )
 def _topk_backward(
-    logits_TE: Tensor,
-    valid_T: Tensor | None,
-    expert_TK: Tensor,
-    dweights_TK: Tensor,
-    dlse_T: Tensor | None,
-    dscore_sums_E: Tensor | None,
-    score: str,
-    pre_softmax: bool,
-    normalize: bool,
-    scaling_factor: float,
-) -> Tensor:
+    logits_TE: Tensor, valid_T: Tensor | None, expert_TK: Tensor, dweights_TK: Tensor, dlse_T: Tensor | None,
+    dscore_sums_E: Tensor | None, score: str, pre_softmax: bool, normalize: bool, scaling_factor: float,
+) -> Tensor:  # fmt: skip
     dlogits_TE = torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
     num_tokens, num_experts = logits_TE.shape
     if num_tokens == 0:

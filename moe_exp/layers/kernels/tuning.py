@@ -49,13 +49,9 @@ class Tuned:
     """
 
     def __init__(
-        self,
-        function: Any,
-        configs: Sequence[KernelConfig],
-        key: Sequence[str],
-        trial: str | None = None,
+        self, function: Any, configs: Sequence[KernelConfig], key: Sequence[str], trial: str | None = None,
         blocks: Callable[[dict[str, Any]], dict[str, list[int]]] | None = None,
-    ):
+    ):  # fmt: skip
         self.fn, self.configs, self._trial, self._blocks = function, list(configs), trial, blocks
         self.name = function.fn.__module__.rpartition(".")[2]
         self._of_key = [(name, function.arg_names.index(name)) for name in key]

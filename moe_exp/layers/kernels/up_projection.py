@@ -29,16 +29,11 @@ from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 LARGEST_K = 64
 # BLOCK_K counts elements of two bytes. If the activation is gated, half of BLOCK_N are columns of the gate.
 CONFIGS = configs(
-    "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
-    (128, 128, 64, 8, 1, 0, 8, 4),
-    (128, 256, 32, 8, 1, 0, 8, 4),
-    (128, 128, 32, 8, 2, 0, 4, 4),
-    (64, 128, 64, 8, 2, 0, 4, 3),
-    (128, 256, 64, 8, 1, 1, 8, 4),
-    (128, 128, 64, 8, 1, 1, 8, 4),
-    (128, 128, 64, 8, 2, 1, 8, 3),
+    "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages", (128, 128, 64, 8, 1, 0, 8, 4),
+    (128, 256, 32, 8, 1, 0, 8, 4), (128, 128, 32, 8, 2, 0, 4, 4), (64, 128, 64, 8, 2, 0, 4, 3),
+    (128, 256, 64, 8, 1, 1, 8, 4), (128, 128, 64, 8, 1, 1, 8, 4), (128, 128, 64, 8, 2, 1, 8, 3),
     (128, 128, 64, 8, 2, 1, 4, 3),
-)
+)  # fmt: skip
 # Columns of the product that the epilogue processes per step.
 CHUNK_COLUMNS = tl.constexpr(64) if tl else 64
 
@@ -137,16 +132,9 @@ def _kernel(
 
 
 def up_projection_torch(
-    x: Tensor,
-    weight1_LWD: Tensor,
-    offsets_L1: Tensor,
-    *,
-    activation: str,
-    token_R: Tensor | None = None,
-    weights_R: Tensor | None = None,
-    bias1_LW: Tensor | None = None,
-    keeps_hidden: bool = True,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None,
+    weights_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
     hidden_RW.zero_(), active_RF.zero_()
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -166,14 +154,9 @@ def up_projection_torch(
 
 
 def _outputs(
-    x: Tensor,
-    weight1_LWD: Tensor,
-    *_: Any,
-    activation: str,
-    token_R: Tensor | None = None,
-    keeps_hidden: bool = True,
-    **__: Any,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight1_LWD: Tensor, *_: Any, activation: str, token_R: Tensor | None = None,
+    keeps_hidden: bool = True, **__: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_rows, width = x.size(0) if token_R is None else token_R.size(0), weight1_LWD.size(1)
     hidden_RW = x.new_empty(num_rows if keeps_hidden else 0, width)
     return hidden_RW, x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation].gated else width)
@@ -181,16 +164,9 @@ def _outputs(
 
 @launch.compilable("up_projection", _outputs)
 def up_projection(
-    x: Tensor,
-    weight1_LWD: Tensor,
-    offsets_L1: Tensor,
-    *,
-    activation: str,
-    token_R: Tensor | None = None,
-    weights_R: Tensor | None = None,
-    bias1_LW: Tensor | None = None,
-    keeps_hidden: bool = True,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None,
+    weights_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """hidden = x[token] W1^T + b1, and its activation times the router weight; sums are in fp32.
 
     Args:

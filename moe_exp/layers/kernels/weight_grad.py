@@ -15,15 +15,10 @@ from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups, load_whe
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 CONFIGS = configs(
-    "BLOCK_M BLOCK_N BLOCK_K GROUP_M TMA num_warps num_stages",
-    (128, 128, 64, 8, 0, 8, 3),
-    (128, 256, 64, 8, 0, 8, 3),
-    (128, 256, 32, 8, 0, 8, 4),
-    (128, 128, 32, 8, 0, 4, 4),
-    (64, 128, 64, 8, 0, 4, 3),
-    (128, 256, 64, 8, 1, 8, 4),
-    (128, 128, 64, 8, 1, 8, 3),
-)
+    "BLOCK_M BLOCK_N BLOCK_K GROUP_M TMA num_warps num_stages", (128, 128, 64, 8, 0, 8, 3),
+    (128, 256, 64, 8, 0, 8, 3), (128, 256, 32, 8, 0, 8, 4), (128, 128, 32, 8, 0, 4, 4),
+    (64, 128, 64, 8, 0, 4, 3), (128, 256, 64, 8, 1, 8, 4), (128, 128, 64, 8, 1, 8, 3),
+)  # fmt: skip
 
 # Experts per step of `_order_kernel`, which compares all pairs.
 _BLOCK_E = 64
@@ -140,14 +135,9 @@ def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.conste
 
 
 def weight_grad_torch(
-    a: Tensor,
-    b: Tensor,
-    offsets_L1: Tensor,
-    *,
-    a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
+    b_index_R: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     ends = offsets_L1.tolist()
     dw_LMN = a.new_empty(len(ends) - 1, a.size(1), b.size(1)) if out is None else out
     for dw_MN, first, end in zip(dw_LMN.unbind(0), ends, ends[1:], strict=False):
@@ -161,14 +151,9 @@ def weight_grad_torch(
 
 
 def weight_grad(
-    a: Tensor,
-    b: Tensor,
-    offsets_L1: Tensor,
-    *,
-    a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
+    b_index_R: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Sum over the rows of every expert, dw_e = sum_r a_r^T b_r, accumulated in fp32.
 
     Args:

@@ -81,15 +81,9 @@ class CausalAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        *,
-        pg_collection: Any,
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *, pg_collection: Any,
         **kwargs: Any,
-    ):
+    ):  # fmt: skip
         super().__init__()
         scale = kwargs.get("softmax_scale")
         self.scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale

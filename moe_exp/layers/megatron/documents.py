@@ -117,14 +117,9 @@ class RestartingPositions(nn.Module):
         self.documents: Documents | None = None  # set during a call for which Megatron does not pass them
 
     def get_rotary_seq_len(
-        self,
-        context: Any,
-        transformer: Any,
-        inputs: Any,
-        config: Any,
-        documents: Documents | None = None,
+        self, context: Any, transformer: Any, inputs: Any, config: Any, documents: Documents | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The argument that Megatron then passes to `forward`: a number of positions, or the documents."""
         documents = documents or self.documents
         return documents or self.rotary.get_rotary_seq_len(context, transformer, inputs, config, **options)

@@ -83,12 +83,9 @@ class MegatronRouter(Router):
     """Our router with the attributes that Megatron expects."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        pg_collection: Any = None,
-        overrides: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ):
+        self, config: TransformerConfig, pg_collection: Any = None,
+        overrides: Mapping[str, Any] | None = None, **kwargs: Any,
+    ):  # fmt: skip
         found = router_config(config, overrides or {})
         if found.expert_bias and not (found.finds_quantiles or config.moe_router_enable_expert_bias):
             rule = "would not be updated by Megatron's finalize_model_grads"
@@ -129,15 +126,9 @@ class MegatronExperts(Experts):
     """Experts whose checkpoints are interchangeable with Megatron's SequentialMLP and TEGroupedMLP."""
 
     def __init__(
-        self,
-        num_local_experts: int,
-        config: TransformerConfig,
-        *,
-        backend: str,
-        fp8: bool = False,
-        pg_collection: Any = None,
-        **kwargs: Any,
-    ):
+        self, num_local_experts: int, config: TransformerConfig, *, backend: str, fp8: bool = False,
+        pg_collection: Any = None, **kwargs: Any,
+    ):  # fmt: skip
         device = device_of_model()
         backend, _ = choose_backend(backend, device_type=device.type, dtype=config.params_dtype)
         check_fp8(config.fp8, config.fp8_recipe, backend=backend)
@@ -226,19 +217,11 @@ class MegatronMoELayer(MegatronMoE):
     """Replaces Megatron's MoE layer; a subclass only because Megatron checks the type."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MoESubmodules | None = None,
-        layer_number: int | None = None,
-        pg_collection: Any = None,
-        dispatcher: str = "auto",
-        router: Mapping[str, Any] | None = None,
-        losses: tuple[AuxLoss, ...] = (),
-        min_capacity: int = 0,
-        token_rounding: int = 0,
-        latent_linear: Any = Linear,
-        **kwargs: Any,
-    ):
+        self, config: TransformerConfig, submodules: MoESubmodules | None = None,
+        layer_number: int | None = None, pg_collection: Any = None, dispatcher: str = "auto",
+        router: Mapping[str, Any] | None = None, losses: tuple[AuxLoss, ...] = (), min_capacity: int = 0,
+        token_rounding: int = 0, latent_linear: Any = Linear, **kwargs: Any,
+    ):  # fmt: skip
         if submodules is None:
             fix = "use moe_submodule_spec()"
             raise ValueError(f"submodules=None: the layer requires a spec. Fix: {fix}.")
@@ -271,17 +254,12 @@ class MegatronMoELayer(MegatronMoE):
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         )
         layer = MoELayer(
-            router=self.router,
-            dispatcher=_dispatcher(dispatcher, config, groups),
-            experts=self.experts,
-            settings=_settings(config, losses, min_capacity, token_rounding),
-            shared=self.shared_experts,
-            down=projecting(self.fc1_latent_proj),
-            up=projecting(self.fc2_latent_proj),
-            microbatch_group=groups.tp_cp,
-            context_parallel_size=groups.cp.size(),
+            router=self.router, dispatcher=_dispatcher(dispatcher, config, groups), experts=self.experts,
+            settings=_settings(config, losses, min_capacity, token_rounding), shared=self.shared_experts,
+            down=projecting(self.fc1_latent_proj), up=projecting(self.fc2_latent_proj),
+            microbatch_group=groups.tp_cp, context_parallel_size=groups.cp.size(),
             context_stripes=getattr(config, "context_stripes", 1),
-        )
+        )  # fmt: skip
         # In a tuple, so that parameters are registered only once, under Megatron's names.
         self._token_layer = (layer,)
 
@@ -338,15 +316,11 @@ def _settings(
     config: TransformerConfig, losses: tuple[AuxLoss, ...], min_capacity: int, token_rounding: int
 ) -> MoESettings:
     return MoESettings(
-        capacity_factor=config.moe_expert_capacity_factor,
-        min_capacity=min_capacity,
-        pad_to_capacity=config.moe_pad_expert_input_to_capacity,
-        drop_policy=config.moe_token_drop_policy,
-        token_rounding=token_rounding,
-        losses=(*balancing_losses(config), *losses),
-        z_loss_coeff=config.moe_z_loss_coeff or 0.0,
-        batch_dim=1,
-    )
+        capacity_factor=config.moe_expert_capacity_factor, min_capacity=min_capacity,
+        pad_to_capacity=config.moe_pad_expert_input_to_capacity, drop_policy=config.moe_token_drop_policy,
+        token_rounding=token_rounding, losses=(*balancing_losses(config), *losses),
+        z_loss_coeff=config.moe_z_loss_coeff or 0.0, batch_dim=1,
+    )  # fmt: skip
 
 
 def ffn_per_rank(ffn_size: int, etp: int) -> int:

@@ -40,14 +40,9 @@ class ExpertPlace:
 
 
 def shard_experts(
-    tensors: Mapping[str, Tensor],
-    prefix: str,
-    place: ExpertPlace,
-    *,
-    gated: bool,
-    sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-    singleton_local_shards: bool = False,
-) -> dict[str, Any]:
+    tensors: Mapping[str, Tensor], prefix: str, place: ExpertPlace, *, gated: bool,
+    sharded_offsets: tuple[tuple[int, int, int], ...] = (), singleton_local_shards: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Sharded state of this rank's expert tensors for dist_checkpointing.
 
     Args:

@@ -41,12 +41,9 @@ _MOST_ITERATIONS = 1000  # Sinkhorn-Knopp converges too slowly for extreme logit
 
 
 def sinkhorn(
-    logits_TE: Tensor,
-    valid_T: Tensor | None = None,
-    *,
-    group: ProcessGroup | None = None,
+    logits_TE: Tensor, valid_T: Tensor | None = None, *, group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """exp(logits), with rows and columns scaled so that mass is equal for all tokens and for all experts.
 
     Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified

@@ -36,16 +36,9 @@ class RoutingDecision:
 
     @classmethod
     def of(
-        cls,
-        expert_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        scores_TE: Tensor,
-        logits_TE: Tensor,
-        valid_T: Tensor | None = None,
-        used_TK: Tensor | None = None,
-        use_kernels: bool | None = None,
-    ) -> RoutingDecision:
+        cls, expert_TK: Tensor, weights_TK: Tensor, *, scores_TE: Tensor, logits_TE: Tensor,
+        valid_T: Tensor | None = None, used_TK: Tensor | None = None, use_kernels: bool | None = None,
+    ) -> RoutingDecision:  # fmt: skip
         """Builds a decision, including its counts; arguments are described at the attributes.
 
         Args:

@@ -60,13 +60,9 @@ class Router(nn.Module):
     batch_tokens_per_expert: Tensor
 
     def __init__(
-        self,
-        config: RouterConfig,
-        *,
-        microbatch_group: ProcessGroup | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ):
+        self, config: RouterConfig, *, microbatch_group: ProcessGroup | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.config, self.microbatch_group = config, microbatch_group
         self.replay: RoutingReplay | None = None
@@ -132,15 +128,10 @@ class Router(nn.Module):
     def _route_with_kernel(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         config = self.config
         sums = router_topk(
-            logits_TE,
-            config.topk,
-            score=config.score,
-            pre_softmax=config.pre_softmax,
-            normalize=config.normalizes,
-            scaling_factor=config.scaling_factor,
-            bias_E=self.expert_bias if config.expert_bias else None,
-            valid_T=valid_T,
-        )
+            logits_TE, config.topk, score=config.score, pre_softmax=config.pre_softmax,
+            normalize=config.normalizes, scaling_factor=config.scaling_factor,
+            bias_E=self.expert_bias if config.expert_bias else None, valid_T=valid_T,
+        )  # fmt: skip
         kept_TK = kept_slots(None, valid_T, sums.expert_TK)
         options: dict[str, Any] = {"valid_T": valid_T, "sums": sums, "use_kernels": config.use_kernels}
         chosen = sums.expert_TK, sums.weights_TK

@@ -115,15 +115,10 @@ class _Account:
             # Probabilities are computed from an fp32 copy of the logits; fp32 logits are overwritten.
             loss_work = width * logits if width < 4 else 0.0
         return Activations(
-            dense_parts=dense,
-            moe_parts=moe,
-            embedding=8 * self._all_tokens + mask,
-            output_parts={"norms, dropout": norm, "logits, loss": hidden + loss},
-            hidden=hidden,
-            recomputed=recomputed,
-            layer_work=self._work(),
-            output_work=loss_work,
-        )
+            dense_parts=dense, moe_parts=moe, embedding=8 * self._all_tokens + mask,
+            output_parts={"norms, dropout": norm, "logits, loss": hidden + loss}, hidden=hidden,
+            recomputed=recomputed, layer_work=self._work(), output_work=loss_work,
+        )  # fmt: skip
 
     def _saved(self) -> dict[str, float]:
         """Bytes that a layer saves through `Engine.recompute`, by module."""

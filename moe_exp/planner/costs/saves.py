@@ -66,14 +66,9 @@ class Goodput:
 
 
 def goodput_of(
-    config: Config,
-    *,
-    iteration_seconds: float,
-    training_seconds: float,
-    node_mtbf_hours: float,
-    restart_minutes: float,
-    save_seconds: float | None = None,
-) -> Goodput:
+    config: Config, *, iteration_seconds: float, training_seconds: float, node_mtbf_hours: float,
+    restart_minutes: float, save_seconds: float | None = None,
+) -> Goodput:  # fmt: skip
     """Returns the expected goodput of a run whose nodes fail independently and at random.
 
     Args:
@@ -97,16 +92,11 @@ def goodput_of(
     goodput = share(config.save_interval * one if config.save_interval else work)
     goodput = goodput if goodput >= 1e-6 else 0.0
     return Goodput(
-        mtbf_hours=mtbf / 3600,
-        save_seconds=save,
-        restart_seconds=restart,
-        evaluation_share=evaluation,
-        goodput=goodput,
-        best_goodput=share(best * one),
-        best_iterations=best,
+        mtbf_hours=mtbf / 3600, save_seconds=save, restart_seconds=restart, evaluation_share=evaluation,
+        goodput=goodput, best_goodput=share(best * one), best_iterations=best,
         young_iterations=max(1, round(young_interval(save, mtbf) / one)),
         wall_seconds=training_seconds / goodput if goodput else None,
-    )
+    )  # fmt: skip
 
 
 # Upper bound of a checkpoint's files over its tensors: factor and bytes (tests/checkpoint/test_save.py).

@@ -67,12 +67,9 @@ class Search:
 
 
 def search(
-    config: Config,
-    hardware: Hardware,
-    *,
-    fixed: Mapping[str, Sequence[Any]] | None = None,
+    config: Config, hardware: Hardware, *, fixed: Mapping[str, Sequence[Any]] | None = None,
     constants: Constants | None = None,
-) -> Search:
+) -> Search:  # fmt: skip
     """Ranks layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration; ConfigError with all
     `model_problems`. `fixed`: allowed values by setting. The layout of `config` is ignored.
     """
@@ -177,14 +174,9 @@ class Explanation:
 
 
 def explain(
-    found: Search,
-    config: Config,
-    hardware: Hardware,
-    wanted: Mapping[str, Any],
-    *,
-    fixed: Mapping[str, Sequence[Any]] | None = None,
-    constants: Constants | None = None,
-) -> Explanation:
+    found: Search, config: Config, hardware: Hardware, wanted: Mapping[str, Any], *,
+    fixed: Mapping[str, Sequence[Any]] | None = None, constants: Constants | None = None,
+) -> Explanation:  # fmt: skip
     """Explains why the settings `wanted` are rejected, or how the fastest layout with them ranks. The other
     arguments are those of the search that returned `found`.
     """

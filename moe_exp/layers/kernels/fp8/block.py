@@ -60,15 +60,9 @@ def _matmul_kernel(
 
 
 def block_matmul_torch(
-    x_RI: Tensor,
-    x_scale_RC: Tensor,
-    w_LOI: Tensor,
-    w_scale_LCC: Tensor,
-    offsets_L1: Tensor,
-    dtype: torch.dtype,
-    bias_LO: Tensor | None = None,
-    weights_R: Tensor | None = None,
-) -> Tensor:
+    x_RI: Tensor, x_scale_RC: Tensor, w_LOI: Tensor, w_scale_LCC: Tensor, offsets_L1: Tensor,
+    dtype: torch.dtype, bias_LO: Tensor | None = None, weights_R: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     x = x_RI.float() * x_scale_RC.repeat_interleave(BLOCK, dim=1)[:, : x_RI.size(1)]
     scale_LOC = w_scale_LCC.repeat_interleave(BLOCK, dim=1)[:, : w_LOI.size(1)]
     w = w_LOI.float() * scale_LOC.repeat_interleave(BLOCK, dim=2)[:, :, : w_LOI.size(2)]
@@ -83,15 +77,9 @@ def block_matmul_torch(
     lambda x_RI, _x, w_LOI, _w, _offsets, dtype, *_: x_RI.new_empty(x_RI.size(0), w_LOI.size(1), dtype=dtype),
 )
 def block_matmul(
-    x_RI: Tensor,
-    x_scale_RC: Tensor,
-    w_LOI: Tensor,
-    w_scale_LCC: Tensor,
-    offsets_L1: Tensor,
-    dtype: torch.dtype,
-    bias_LO: Tensor | None = None,
-    weights_R: Tensor | None = None,
-) -> Tensor:
+    x_RI: Tensor, x_scale_RC: Tensor, w_LOI: Tensor, w_scale_LCC: Tensor, offsets_L1: Tensor,
+    dtype: torch.dtype, bias_LO: Tensor | None = None, weights_R: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Multiplies each row by its expert's matrix, to [R, O]; rows from offsets[L] on are undefined.
 
     Args:
@@ -150,14 +138,9 @@ def _weight_grad_kernel(
 
 
 def block_weight_grad_torch(
-    out_LMN: Tensor,
-    a_BMR: Tensor,
-    a_scale_BM: Tensor,
-    b_BNR: Tensor,
-    b_scale_BN: Tensor,
-    offsets_L1: Tensor,
+    out_LMN: Tensor, a_BMR: Tensor, a_scale_BM: Tensor, b_BNR: Tensor, b_scale_BN: Tensor, offsets_L1: Tensor,
     adds: bool,
-) -> None:
+) -> None:  # fmt: skip
     a, b = (
         (q.float() * scale.unsqueeze(2)).transpose(1, 2).flatten(0, 1)
         for q, scale in ((a_BMR, a_scale_BM), (b_BNR, b_scale_BN))
@@ -173,14 +156,9 @@ def block_weight_grad_torch(
 
 @launch.compilable("fp8_block_weight_grad", lambda *_: None, mutates=["out_LMN"])
 def block_weight_grad(
-    out_LMN: Tensor,
-    a_BMR: Tensor,
-    a_scale_BM: Tensor,
-    b_BNR: Tensor,
-    b_scale_BN: Tensor,
-    offsets_L1: Tensor,
+    out_LMN: Tensor, a_BMR: Tensor, a_scale_BM: Tensor, b_BNR: Tensor, b_scale_BN: Tensor, offsets_L1: Tensor,
     adds: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the sum over the rows of every expert, dw_e = sum_r a_r^T b_r, into `out_LMN`.
 
     Args:

@@ -29,15 +29,9 @@ from moe_exp.layers.kernels.launch import compilable
 
 
 def grouped_matmul(
-    x: Tensor,
-    w_LIO: Tensor,
-    offsets_L1: Tensor,
-    bias_LO: Tensor | None = None,
-    weights_R: Tensor | None = None,
-    *,
-    index_R: Tensor | None = None,
-    twin: bool = False,
-) -> Tensor:
+    x: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
+    weights_R: Tensor | None = None, *, index_R: Tensor | None = None, twin: bool = False,
+) -> Tensor:  # fmt: skip
     """`kernels.grouped_matmul` in FP8; `index_R`: row of `x` for each row. `twin`: compute in plain torch."""
     rows, blocks, matmul = quantize_rows, quantize_blocks, block_matmul
     if twin:
@@ -50,17 +44,10 @@ grouped_matmul_torch = partial(grouped_matmul, twin=True)
 
 
 def up_projection(
-    x: Tensor,
-    weight1_LWD: Tensor,
-    offsets_L1: Tensor,
-    *,
-    activation: str,
-    token_R: Tensor | None = None,
-    weights_R: Tensor,
-    bias1_LW: Tensor | None = None,
-    keeps_hidden: bool = True,
+    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None,
+    weights_R: Tensor, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
     product: Callable[..., Tensor] = grouped_matmul,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`kernels.up_projection` with the product in FP8 and the activation in plain torch, in fp32."""
     hidden_RW = product(x, weight1_LWD.transpose(1, 2), offsets_L1, bias1_LW, index_R=token_R)
     active_RF = weighted_activation(hidden_RW.float(), weights_R.unsqueeze(1), activation).to(x.dtype)
@@ -71,16 +58,9 @@ up_projection_torch = partial(up_projection, product=grouped_matmul_torch)
 
 
 def activation_grad(
-    dy: Tensor,
-    weight2_LDF: Tensor,
-    hidden_RW: Tensor,
-    offsets_L1: Tensor,
-    *,
-    activation: str,
-    token_R: Tensor | None = None,
-    weights_R: Tensor,
-    product: Callable[..., Tensor] = grouped_matmul,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, offsets_L1: Tensor, *, activation: str,
+    token_R: Tensor | None = None, weights_R: Tensor, product: Callable[..., Tensor] = grouped_matmul,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`kernels.activation_grad` with the product in FP8."""
     dactive_RF = product(dy, weight2_LDF, offsets_L1, index_R=token_R)
     return _activation_backward(dactive_RF, hidden_RW, weights_R, activation)
@@ -105,15 +85,9 @@ activation_grad_torch = partial(activation_grad, product=grouped_matmul_torch)
 
 
 def weight_grad(
-    a: Tensor,
-    b: Tensor,
-    offsets_L1: Tensor,
-    *,
-    a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None,
-    out: Tensor | None = None,
-    twin: bool = False,
-) -> Tensor:
+    a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
+    b_index_R: Tensor | None = None, out: Tensor | None = None, twin: bool = False,
+) -> Tensor:  # fmt: skip
     """`kernels.weight_grad` in FP8; `twin` as in `grouped_matmul`."""
     columns, product = quantize_columns, block_weight_grad
     if twin:
