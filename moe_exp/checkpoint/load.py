@@ -88,7 +88,8 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     """Loads the checkpoint at `path` (an iter_ folder, or a folder whose newest checkpoint is used) into
     `trained`. From Megatron-LM's checkpoints, only the weights are loaded and the iteration is 0. All ranks
     must call it. ConfigError, before anything is loaded, if the model or optimizer differs (`model_changes`);
-    RestoreError if memory differs from what was saved (FINGERPRINTS); ValueError for other problems.
+    RestoreError if memory differs from what was saved (FINGERPRINTS); ValueError if no checkpoint is found
+    or the parameters differ from the model's.
     """
     folder = one_checkpoint(path)
     common = compare_model(config, folder)

@@ -83,7 +83,7 @@ class CheckpointPlan:
     def staged(self) -> "CheckpointPlan":
         """A copy in host memory that training does not change."""
         # Tensors that are already on the CPU are copied as well, since training changes them in place.
-        items = [(name, x.to("cpu", copy=True) if isinstance(x, Tensor) else x) for name, x in self.items]
+        items = [(index, x.to("cpu", copy=True) if isinstance(x, Tensor) else x) for index, x in self.items]
         return replace(self, items=items, common=copy.deepcopy(self.common))
 
 
@@ -168,7 +168,10 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending.written.done()
 
     def begin(self, trained: Trained, progress: Progress, valid_loss: float | None = None) -> None:
-        """Starts a save. Without ASYNC_SAVE, `trained` must not change until `finish`. `valid_loss`: nats."""
+        """Starts a save. Without ASYNC_SAVE, `trained` must not change until `finish`.
+
+        `valid_loss`: nats per token, if measured now.
+        """
         assert self._pending is None, "finish the previous save first"
         start, iteration = time.monotonic(), progress.iteration
         partial = folders.iteration_folder(self._checkpoints, iteration)

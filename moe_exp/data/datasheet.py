@@ -66,7 +66,7 @@ def datasheet(name: str, parts: Sequence[MixturePart], *, total_tokens: float | 
         epochs = f"{part.weight * total_tokens / tokens:.2f}" if total_tokens else ""
         shares = f"{part.asked:.2%}", f"{part.weight:.2%}", epochs
         rows.append((part.name, part.source, part.licence, *counts, *shares))
-    head = "source", "origin", "licence", "documents", "text", "tokens", "requested share", "share", "epochs"
+    head = "source", "origin", "license", "documents", "text", "tokens", "requested share", "share", "epochs"
     lines += _table(head, rows)
     lines += ["## Documents removed", ""]
     for part in parts:
@@ -116,7 +116,7 @@ def _removed(part: MixturePart) -> list[tuple[str, str, str]]:
         change = after["num_text_bytes"] - before["num_text_bytes"]
         rows.append((f"edited: {name}", f"{before['num_documents']:,}", f"{change:+,} bytes"))
     rows.append(row("kept", converted["written"]))
-    return [*rows, row("held out for validation", part.shuffled["valid"])]
+    return [*rows, row("of these held out for validation", part.shuffled["valid"])]
 
 
 def _languages(part: MixturePart, *, has_langid: bool) -> str:

@@ -245,9 +245,8 @@ def inspect_documents(
                 hashes.add(data)
                 lengths.append(len(data))
                 if tally.num_documents <= _FIELDS_OF:
-                    fields.update(
-                        list(orjson.loads(line))
-                    )  # a list of names: from a dict, Counter would add the values
+                    # a list of names: from a dict, Counter would add the values
+                    fields.update(list(orjson.loads(line)))
                 if len(samples) < num_samples:
                     samples.append({"file": path.name, "bytes": len(data), "text": text[:_SHOWN_CHARACTERS]})
             per_file[path.name] = tally.num_documents - before

@@ -265,7 +265,7 @@ class WorkerPool:
         self._workers = [_Worker(function, preload) for _ in range(number)] if number > 1 else []
 
     def run(self, calls: Sequence[T]) -> Iterator[T]:
-        """Runs the calls and yields each when it is done. Raises its error; ChildProcessError if killed."""
+        """Yields each call when done. Raises a failed call's error; ChildProcessError if a worker died."""
         if not self._workers:
             for call in calls:
                 self._function(call)

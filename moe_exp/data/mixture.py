@@ -266,7 +266,7 @@ _Shards = tuple[Mapping[str, Any], list[Path], Path]
 
 
 def mix(mixing: Mixing) -> dict[str, Any] | None:
-    """Prepares, tokenizes and weights all sources. Finished sources are reused.
+    """Prepares and tokenizes all sources and computes their weights. Finished sources are reused.
 
     Returns:
         Contents of mixture.json: train_data and valid_data (for TRAIN_DATA and VALID_DATA), vocab_size,

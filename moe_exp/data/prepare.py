@@ -32,9 +32,8 @@ logger = logging.getLogger(__name__)
 # and rounded down. Only used for estimates.
 _CONVERT_RATE = 50e6
 _SHUFFLE_RATE = 80e6
-_DISK_RATIO = (
-    3.1  # chunks, shards, and the shuffle's scattered lines, which stay until the shards are complete
-)
+# Chunks, shards, and the shuffle's scattered lines, which stay until the shards are complete.
+_DISK_RATIO = 3.1
 _NUM_SAMPLED = 8
 _LARGE_BYTES = 50e9  # one process shuffles this in minutes
 
@@ -162,7 +161,7 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
 
 
 def plan(wanted: Preparation) -> None:
-    """Prints what `prepare` would do, without writing anything. Sizes of missing files come from the Hub."""
+    """Prints what `prepare` would do; writes nothing. If files are missing, uses the registered size."""
     source = wanted.source()
     folder, shuffled = _checked_folders(source, wanted)
     if source.is_embedded:

@@ -189,7 +189,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If another process holds the lock, logs `waits` and waits; ValueError if ""."""
+    """Locks an output. If another process has the lock, logs `waits` and waits; ValueError without it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:

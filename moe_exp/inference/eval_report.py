@@ -1,4 +1,4 @@
-"""Results of `moe-exp eval` as tables and JSON: losses, and the experts' use by each source.
+"""Results of `moe-exp eval` as tables and JSON: losses, and each source's expert usage.
 
 Shapes: L MoE layers, P sources, E experts, K top-k, T tokens. A source is a data prefix. The share s_pe is
 the fraction of source p's slots (tokens times K, before drops) that are routed to expert e. Specialisation is
@@ -178,9 +178,9 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
         title = f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%})"
         title += f"; {bits.sum():.3f} bits{most}"
         left_out = shares.shape[1] - num_experts
-        caption = f"and {left_out} less specialised experts" if left_out > 0 else None
+        caption = f"and {left_out} less specialized experts" if left_out > 0 else None
         if len(names) == 1:
-            caption = "Specialisation needs at least two sources; with one, the bits are 0."
+            caption = "Specialization needs at least two sources; with one, the bits are 0."
         table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         for name in ("expert", "bits", *(escape(name) for name in names)):
             table.add_column(name, justify="right", overflow="fold")

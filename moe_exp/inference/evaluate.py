@@ -104,7 +104,7 @@ class HeldOut:
         self.begins, self.ends = begins[: cut.samples], ends[: cut.samples]
         if not len(self.begins):
             least = f"SEQ_LEN + 1 = {cut.seq_len + 1}" if cut.whole_only else "two"
-            where = "each document must have" if cut.by_document else "must have"
+            where = "must have a document with" if cut.by_document else "must have"
             rule = f"{where} at least {least} tokens"
             raise setting_error("data", self.prefix, rule, "use more text")
 
@@ -250,7 +250,7 @@ class _Owner:
         """Prefixes of the validation data, and the range of their documents to use."""
         given = self.settings
         if given.train_data == UNKNOWN_DATA:
-            raise self.error("is required, as the training data of a converted model is unknown")
+            raise self.error("the training data of a converted model is unknown")
         saved = find_prepared_text(given, self.order.get("tokenizer") or "")
         share = token_files.parse_split(saved.split)[1] if saved.split else None
         if saved.valid_data:
@@ -261,7 +261,7 @@ class _Owner:
             logger.info("data: the validation part of TRAIN_DATA (SPLIT=%s)", saved.split)
             return [prefix for _, prefix in token_files.parse_blend(saved.train_data)], share
         if saved.train_data:
-            raise self.error("is required, as the training had neither VALID_DATA nor a SPLIT for validation")
+            raise self.error("the training had neither VALID_DATA nor a SPLIT for validation")
         logger.info("data: the held-out part of the embedded corpus")
         return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix], (0.0, 1.0)
 

@@ -52,7 +52,7 @@ _NO_TRAINING: dict[str, Any] = {
     "token_rounding": 0, "distributed_optimizer": False, "overlap": "false", "wandb_project": "",
     "optimizer": "adam", "optimizer_state_dtype": "fp32",
 }  # fmt: skip
-# Only our attention has a key/value cache. Kernels depend on this machine, not on the one used for training.
+# Our attention supports the key/value cache. Kernels depend on this machine, not on training's.
 # Runs with FP8 save their weights in DTYPE.
 _OUR_PARTS: dict[str, Any] = {
     "impl": "local", "expert_backend": "auto", "dispatcher": "auto", "fp8": "none",

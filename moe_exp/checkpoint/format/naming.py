@@ -118,7 +118,9 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """Logical tensors of the weights, or of an optimizer state, by name, sorted to read chunks only once."""
+    """Logical tensors of the weights or of an optimizer state, by name. The order lets a reader with
+    `keep_bytes=KEEP_BYTES` read few chunks twice.
+    """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
         of_optimizer = optimizer_state(key)

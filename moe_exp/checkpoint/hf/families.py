@@ -20,9 +20,8 @@ class Architecture:
     fields: tuple[FieldRule, ...]  # rules for config.json
     tensors: tuple[TensorRule, ...]  # rules for the weights
     settings: Mapping[str, Any]  # settings that all models of this class share
-    traits: Mapping[
-        str, tuple[Any, ...]
-    ]  # names of exporting.TRAITS to allowed values; default: the usual one
+    # names of exporting.TRAITS to allowed values; default: the usual one
+    traits: Mapping[str, tuple[Any, ...]]
     defaults: Mapping[str, Any]  # field defaults of its configuration class
     null: Mapping[str, Any]  # fields that may be null, to the meaning of null; None: the rules decide
     # patterns of tensors without effect, to the condition under which they have no effect

@@ -52,7 +52,7 @@ class Comparison:
         return sum(tensor.is_equal for tensor in self.tensors)
 
     def worst(self, count: int) -> list[TensorDifference]:
-        """The `count` tensors with the largest relative differences."""
+        """Up to `count` unequal tensors, with the largest relative differences first."""
         differing = [tensor for tensor in self.tensors if not tensor.is_equal]
         return sorted(differing, key=lambda tensor: -tensor.relative)[:count]
 

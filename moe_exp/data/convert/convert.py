@@ -211,9 +211,8 @@ def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> No
         rule = "must not contain *, ? or [, which datatrove would interpret as a pattern"
         raise input_error(f"output={output}", rule, "give another folder")
     # checked before hours of work, not when the finder runs out of file descriptors
-    needed = (
-        3 * num_tasks + 64
-    )  # open files in a finder: for each task a signature file and two of duplicates
+    # open files in a finder: for each task a signature file and two of duplicates
+    needed = 3 * num_tasks + 64
     if (settings.dedup or settings.near_dedup) and needed > (most := allow_open_files()):
         rule = f"comparing signatures requires {needed} open files, but the limit is {most}"
         fix = "use fewer tasks, or raise the hard limit of open files (ulimit -Hn)"

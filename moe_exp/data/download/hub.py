@@ -140,7 +140,7 @@ def _finish(stage: CorpusStage, source: Source, listing: Listing, hashes: dict[s
     places = {stage.folder / name: whole for name, (whole, _) in hashes.items()}
     manifest = stage.finish_folder(list(places), hashes=places, **facts)
     rows: dict[str, object] = {"dataset": source.repository, "commit": listing.commit, "files": len(hashes)}
-    rows |= {"bytes": facts["num_bytes"], "licence": source.licence, "folder": stage.output}
+    rows |= {"bytes": facts["num_bytes"], "license": source.licence, "folder": stage.output}
     print_summary(f"Downloaded {source.name}", rows | {"seconds": manifest["seconds"]})
 
 
@@ -206,7 +206,7 @@ def _plan(
         "bytes to fetch": f"{left_bytes:,} ({bytes_text(left_bytes)})",
         "free disk": room,
         "time": f"{left_bytes / bytes_per_second / 3600:.1f} hours at {bytes_text(bytes_per_second)}/s",
-        "licence": source.licence,
+        "license": source.licence,
     }
     print_summary(f"To download: {source.name}", rows)
     return [folder / file.name for file in listing.files]

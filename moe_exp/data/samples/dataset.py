@@ -256,7 +256,7 @@ def split_batch(
 
     Args:
         positions_BS: positions of the tokens in their documents, int64. Default: positions in the sample.
-        masked_id: end-of-document token, whose label does not count in the loss. Default: all labels count.
+        masked_id: end-of-document token; the prediction after it does not count. Default: all count.
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
     if positions_BS is None:

@@ -70,9 +70,8 @@ class MegatronSamples:
             dataset[index]  # opens its index files
             part, index = dataset.dataset_index[index], int(dataset.dataset_sample_index[index])
             dataset = dataset.datasets[part]
-        _, documents, *_ = dataset._query_document_sample_shuffle_indices(
-            index
-        )  # megatron-core 0.19 adds their lengths
+        # megatron-core 0.19 adds their lengths
+        _, documents, *_ = dataset._query_document_sample_shuffle_indices(index)
         return Origin(str(dataset.dataset_path), tuple(int(document) for document in documents))
 
 
@@ -95,7 +94,7 @@ class MegatronOrder:
 
 
 def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSamples, MegatronSamples | None]:
-    """Training and validation samples. Collective: every rank must call it.
+    """Training and validation samples. Every rank must call it, with torch.distributed up if several.
 
     The first call for an order writes about 12 bytes per sample and 4 per document and epoch to `cache_dir`
     on rank 0, so all nodes must share that folder.

@@ -259,7 +259,7 @@ def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: 
             for part in pool.run(missing):
                 waiting.remove(part.index)
                 join()
-    except ChildProcessError as error:  # a training run that prepares its own text retries after this error
+    except ChildProcessError as error:  # keeps the parts: the next start of a training run resumes them
         raise Unfinished(str(error)) from error
 
 

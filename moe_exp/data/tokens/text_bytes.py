@@ -142,9 +142,8 @@ def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
     content = orjson.loads(tokenizer.content)
     pieces, decoder = pieces_of(content), content.get("decoder") or {}
     decoders = {decoder.get("type"), *(part["type"] for part in decoder.get("decoders") or [])}
-    if (
-        "ByteLevel" in decoders
-    ):  # each character of a piece stands for a byte, but added tokens are plain text
+    if "ByteLevel" in decoders:
+        # each character of a piece stands for a byte, but added tokens are plain text
         inside = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         for piece, token in pieces.items():
             inside[token] = len(piece)

@@ -226,8 +226,8 @@ def pieces_of(content: Mapping[str, Any]) -> dict[str, int]:
 
 def _existing(field: str, path: str | Path | None) -> Path:
     if path is None or not Path(path).is_file():
-        fix = f"set --{field.replace('_', '-')} to an existing file"
-        raise setting_error(field, path or "", "file not found", fix)
+        fix = f"set --{field.replace('_', '-')} to its path"
+        raise setting_error(field, path or "", "must be an existing file", fix)
     return Path(path)
 
 
