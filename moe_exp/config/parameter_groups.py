@@ -70,9 +70,8 @@ def group_lines(config: Config) -> list[str]:
         kind = f"muP {kind_of(name)}" if is_scaled else ""
         groups.setdefault((deciding_rules(rules, name), kind), []).append(name)
     lines = []
-    for (deciding, kind), names in sorted(
-        groups.items(), key=lambda group: not any(group[0][0])
-    ):  # others last
+    others_last = sorted(groups.items(), key=lambda group: not any(group[0][0]))
+    for (deciding, kind), names in others_last:
         patterns = " and ".join(dict.fromkeys(rule.pattern for rule in deciding if rule))
         label = ", ".join(filter(None, (patterns, kind))) or "all others"
         own = [multiples_of(config, name) for name in names]

@@ -51,9 +51,7 @@ BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
 _MOST_NAMED = 5
 _OFFICE_SUFFIXES = (".docx", ".doc", ".odt", ".rtf", ".pdf", ".epub", ".html", ".htm", ".pptx", ".tex")
 _FIXES = dict.fromkeys(_OFFICE_SUFFIXES, "save it as {}.txt, in UTF-8")
-_FIXES |= dict.fromkeys(
-    (".csv", ".tsv"), "convert it to {}.jsonl, one object with the field text per line"
-)
+_FIXES |= dict.fromkeys((".csv", ".tsv"), "convert it to {}.jsonl, one object with the field text per line")
 _FIXES |= dict.fromkeys((".gz", ".zip", ".tar", ".xz", ".bz2", ".zst"), "unpack it")
 _RENAME = "rename it to .txt if it is UTF-8 text, or to .jsonl if each line is a JSON object"
 # files found next to data that are not data: documentation, or files of the programs that wrote it

@@ -169,9 +169,8 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
 def _max_epochs(prefix: str) -> float | None:
     """max_epochs of token files written by `moe-exp data mix`; None for others."""
     path = Path(prefix).with_name("mixture.json")
-    with suppress(
-        KeyError, TypeError, AttributeError, ValueError
-    ):  # a file of this name from another program
+    # another program may have written a file of this name
+    with suppress(KeyError, TypeError, AttributeError, ValueError):
         facts = read_json(path) if path.is_file() else {}
         prefixes = [Path(word).name for word in facts["train_data"].split()[1::2]]
         limits = dict(zip(prefixes, facts["settings"]["sources"], strict=False))
