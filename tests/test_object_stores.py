@@ -85,7 +85,7 @@ def test_token_files_there_and_back(url, tmp_path):
         pull(f"{url}/tokens", tmp_path / "d")
     assert not (tmp_path / "d/train.manifest.json").exists() and not (tmp_path / "d/train.bin").exists()
     Store(f"{url}/tokens").remove("train.manifest.json")
-    with pytest.raises(ValueError, match="is not complete"):
+    with pytest.raises(ValueError, match="is incomplete"):
         pull(f"{url}/tokens", tmp_path / "e")
     with pytest.raises(ValueError, match="is not a finished output"):
         push(tmp_path, url)
@@ -218,7 +218,7 @@ def nearly_full(*_):
     return SimpleNamespace(f_frsize=4096, f_blocks=10**6, f_bavail=10**5 - 1)
 
 
-FULL = [("pwrite", no_space, "No space left"), ("fstatvfs", nearly_full, "less than 0.381 GiB of the disk")]
+FULL = [("pwrite", no_space, "No space left"), ("fstatvfs", nearly_full, "less than 0.381 GiB of free space")]
 
 
 @pytest.mark.parametrize(("call", "answer", "line"), FULL, ids=["full", "nearly full"])

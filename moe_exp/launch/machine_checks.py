@@ -166,9 +166,9 @@ def _kernels(c: Config) -> Iterator[str]:
     if importlib.util.find_spec("triton") is None:
         rule, fix = "triton is not installed", "pip install triton, or "
     elif version < OLDEST_TRITON:
-        rule, fix = f"the kernels need triton {OLDEST_TRITON} or newer", "install a newer torch, or "
+        rule, fix = f"the kernels require triton {OLDEST_TRITON} or newer", "install a newer torch, or "
     elif compute_capability() < OLDEST_GPU:
-        rule = f"the kernels need a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
+        rule = f"the kernels require a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
     if rule:
         yield from (c.problem(name, rule, f"{fix}set {name.upper()}=auto") for name in asked)
 

@@ -109,12 +109,12 @@ def test_another_batch_size_is_refused_or_continues_the_schedule(tmp_path, capsy
     saved = tmp_path / "checkpoints"
     old = Leg(before, None, 6, {6: saved})
     run_legs([old])
-    rule = r"GBSZ=8: after GBSZ=4 until iteration 6 .* jump from 0\.0006 to 0\.0003"
+    rule = r"GBSZ=8: after GBSZ=4 until iteration 6.* jump from 0\.0006 to 0\.0003"
     with pytest.raises(RankError, match=rule):
         run_legs([Leg(before | {"gbsz": 8}, saved, 1)])
     dry_run = MODEL | before | {"load_dir": str(saved), "run_dir": str(tmp_path)}
     assert train(dry_run | {"gbsz": 8}, dry_run=True) == BAD_INPUT
-    fix = "set TRAIN_ITERS=13 WARMUP_ITERS=5 DECAY_ITERS=10, the same schedule in batches of 8"
+    fix = "set TRAIN_ITERS=13 WARMUP_ITERS=5 DECAY_ITERS=10 (the same schedule in batches of 8)"
     assert fix in capsys.readouterr().err
     after = {"gbsz": 8, "train_iters": 13, "warmup_iters": 5, "decay_iters": 10}
     (steps,) = run_legs([Leg(before | after, saved, 7)])

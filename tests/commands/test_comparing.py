@@ -150,7 +150,11 @@ def test_dry_run_starts_and_writes_nothing(alone, tmp_path, monkeypatch, capsys)
 def test_problems_of_one_model_name_it(alone, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PRESET", "cpu")
     for arguments, first, second in (
-        ("--runs dmoe,dense --topk 65 --min-lr 1", "dmoe: TOPK=65: is over NUM", "MIN_LR=1.0: is over"),
+        (
+            "--runs dmoe,dense --topk 65 --min-lr 1",
+            "dmoe: TOPK=65: must be at most NUM",
+            "MIN_LR=1.0: must be at most LR",
+        ),
         ("--repeats few --seconds 1h", "REPEATS=few: must be a whole number", "SECONDS=1h: must be a number"),
     ):
         assert main(["compare", *arguments.split()]) == 1

@@ -176,7 +176,7 @@ def test_bytes_that_are_no_text_are_question_marks(tmp_path, capsys):
     [
         (
             "wandb RUN --project p --format md --loss 3",
-            ["FORMAT=md: has no effect for wandb", "LOSS=3.0: is"],
+            ["FORMAT=md: has no effect for wandb", "LOSS=3.0: has no effect for wandb"],
         ),
         ("RUN --watch --out x.html", ["OUT=x.html: has no effect for --watch. Fix: omit --out."]),
         ("RUN --project p", ["PROJECT=p: has no effect for a page. Fix: omit --project."]),

@@ -203,7 +203,7 @@ def test_nothing_fits_or_is_left(plan):
     assert "nothing fits; least memory: LAYOUT=" in printed.out
     assert "all layouts were rejected" in plan("search", "--gpus", "8", *MODEL, "--tp", "3", code=1).out
     refused = plan("search", "--gpus", "8", *MODEL, "--tp", "3", "--export", "env", code=1)
-    assert "RANK=1: 0 layouts fit." in refused.err
+    assert "RANK=1: must be at most 0, the number of layouts that fit." in refused.err
     refused = plan("search", "--gpus", "384", *MODEL, "--explain", "TP=3,PP=13", "--export", "env", code=1)
     assert refused.out == "" and "EXPLAIN=TP=3,PP=13: cannot run and is not exported." in refused.err
 
@@ -318,8 +318,8 @@ def test_calibrate_writes_nothing_over_its_input_or_from_nothing(plan, tmp_path)
     before = "row_id,gpu,layers,hidden,heads,seq,vocab,tp,pp\nr1,A100-80GB,24,1024,16,2048,32000,1,1\n"
     runs.write_text(before)
     for command, out, line in (
-        ("calibrate", runs, "is the file of the runs"),
-        ("predict", runs, "is the file of the runs"),
+        ("calibrate", runs, "must not be the file of --runs"),
+        ("predict", runs, "must not be the file of --runs"),
         ("calibrate", tmp_path / "p.json", "RUNS: no row has a measured"),
     ):
         assert line in plan(command, "--runs", str(runs), "--out", str(out), code=1).err
@@ -380,7 +380,11 @@ def test_what_is_no_file_is_not_replaced(plan, tmp_path, command):
     folder.mkdir()
     os.mkfifo(pipe)
     nowhere = tmp_path / "absent" / "out"
-    for out, rule in ((folder, "no regular file"), (pipe, "no regular file"), (nowhere, "no directory")):
+    for out, rule in (
+        (folder, "not a regular file"),
+        (pipe, "not a regular file"),
+        (nowhere, "absent is not a folder"),
+    ):
         printed = plan(command, "--runs", str(MEASURED_RUNS), "--out", str(out), code=1)
         assert printed.err.count("\n") == 1 and f"OUT={out}: " in printed.err and rule in printed.err
     assert stat.S_ISFIFO(pipe.stat().st_mode) and {folder, pipe} <= set(tmp_path.iterdir())

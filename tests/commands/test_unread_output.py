@@ -42,4 +42,4 @@ def test_other_broken_pipes_are_errors(capsys):
 
 def test_a_file_name_in_an_error_cannot_write_to_the_terminal(tmp_path, capsys):
     assert main(["watch", "blame", str(tmp_path / "a\x1b[2Jb")]) == 1
-    assert f"{tmp_path}/a\\x1b[2Jb: is not there." in capsys.readouterr().err
+    assert f"{tmp_path}/a\\x1b[2Jb: not found." in capsys.readouterr().err

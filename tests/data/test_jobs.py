@@ -100,7 +100,9 @@ def test_a_queue_that_does_not_answer_is_no_empty_queue(tmp_path, cluster):
     execution = slurm(output, inputs)
     assert convert(inputs, output, ConvertSettings(), execution) is None
     cluster.replace("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(ValueError, match=r"^squeue: exit code 1: slurm_load_jobs error: Unable .* Fix: call"):
+    with pytest.raises(
+        ValueError, match=r"^squeue: exit code 1: slurm_load_jobs error: Unable .* Fix: try again"
+    ):
         convert(inputs, output, ConvertSettings(), execution)
     assert len(cluster.jobs()) == 3
     cluster.replace("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")

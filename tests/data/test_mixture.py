@@ -157,7 +157,7 @@ def test_a_change_of_one_source_makes_no_other_again(mixture, capsys):
     path = mixture / "books/a.jsonl"
     path.write_text(path.read_text() + "{broken\n")
     assert main("mix", MIX) == 1
-    assert f"{path}:64: not valid JSON. Fix: correct the line; or " in capsys.readouterr().err
+    assert f"{path}:64: not valid JSON. Fix: correct the line, or " in capsys.readouterr().err
     web = made_at(mixture, "web")
     skipping = MIXTURE.replace("max_epochs: 2,", "max_epochs: 2, skip_bad: true,")
     (mixture / "mine.yaml").write_text(skipping)
@@ -190,7 +190,7 @@ def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("source: books", "source: gone/"), "sources.1: source=gone/: there is no such file"),
+        (("source: books", "source: gone/"), "sources.1: source=gone/: file or folder not found"),
         (("source: books", "source: data"), "sources.1: "),
         (("source: books", "source: web"), "sources.1: name=web: must be unique. Fix: give this source"),
         (("filters: [pii]", "filters: [nothing]"), "sources.0: filter=nothing: must be one of"),

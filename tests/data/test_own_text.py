@@ -191,7 +191,7 @@ def test_errors_of_held_out_documents_name_the_setting_of_the_text(place):
     (line,) = data_problems(used)
     assert line.startswith(f"TRAIN_DATA={used.valid_data}: has ") and " tokens for validation, " in line
     lines = data_warnings(used.model_copy(update={"seq_len": 8, "train_iters": 1}))
-    assert f"TRAIN_DATA={used.valid_data}: has one document: " in "".join(lines)
+    assert f"TRAIN_DATA={used.valid_data}: has only one document: " in "".join(lines)
     # another text, which VALID_DATA names
     other = given | {"train_data": "text", "valid_data": "few.jsonl", "seq_len": 512}
     used = with_prepared_text(settings(**other))

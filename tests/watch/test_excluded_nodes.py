@@ -55,7 +55,7 @@ def test_command(tmp_path, capsys):
     assert main(["watch", "exclude", path, "--remove", "a", "--slurm"]) == 0
     assert capsys.readouterr().out == "--exclude=b\n"
     assert main(["watch", "exclude", path, "--remove", "nosuch"]) == 0
-    assert f"--remove=nosuch: is not in {path}. Fix: " in capsys.readouterr().err
+    assert f"--remove=nosuch: not found in {path}. Fix: " in capsys.readouterr().err
     assert main(["watch", "exclude", path, "--add", "a b"]) == 1
     assert main(["watch", "exclude", path, "--add", "c", "--remove", "c"]) == 1
     assert read_excluded(tmp_path / "list") == ["b"]

@@ -295,7 +295,7 @@ class DataSettings(OptimizerSettings):
             fix = "put the stages in order, at least a batch apart"
             return f"{begins} but the previous stage at {before.place}", fix
         if stage.first_sample >= total:
-            end = total if stage.from_tokens is None else f"{total * self.seq_len} tokens"
+            end = f"{total} samples" if stage.from_tokens is None else f"{total * self.seq_len} tokens"
             return f"{begins} but the run ends after {end}", "start it earlier, or raise TRAIN_ITERS"
         factor, rest = divmod(stage.seq_len, self.seq_len)
         if rest:

@@ -81,7 +81,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
         own = embedded_folder(Path(config.data_dir)) / "tokenizer.json"
         fix = "set TRAIN_DATA, or omit TOKENIZER"
         if not own.is_file():
-            rule = "cannot be used with the embedded corpus (TRAIN_DATA is empty), which does not exist yet"
+            rule = "cannot be compared with the embedded corpus's tokenizer, which does not exist yet"
             yield problem("tokenizer", config.tokenizer, rule, f"{fix}: the corpus has its own")
         elif not is_tokenizer_of(config.tokenizer, load_named_tokenizer(str(own)).recorded()):
             rule = "is not the tokenizer of the embedded corpus (TRAIN_DATA is empty)"

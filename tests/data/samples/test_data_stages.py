@@ -106,9 +106,9 @@ def test_a_file_and_text_are_the_same(tmp_path):
         ("/dev/null", "cannot be read as a file (is not a regular file)"),
         ("[", "is not YAML"),
         ("{a: 1}", "must be a list of stages"),
-        ("[{train_data: a}]", "stage 1 must have one of from_samples and from_tokens"),
-        ("[{from_samples: 8, from_tokens: 8, seq_len: 8}]", "stage 1 must have one of"),
-        ("[{from_samples: 8}]", "stage 1 changes nothing: it needs train_data or seq_len"),
+        ("[{train_data: a}]", "stage 1 must have either from_samples or from_tokens"),
+        ("[{from_samples: 8, from_tokens: 8, seq_len: 8}]", "stage 1 must have either"),
+        ("[{from_samples: 8}]", "stage 1 changes nothing: requires train_data or seq_len"),
         ("[{from_samples: 8, weights: 1}]", "stage 1 has 'weights'"),
         ("[{from_samples: -8, seq_len: 8}]", "from_samples=-8 must be a whole number of at least 1"),
         ("[{from_samples: 8.5, seq_len: 8}]", "from_samples=8.5 must be a whole number"),
@@ -120,7 +120,7 @@ def test_what_cannot_be_read(text, rule):
         config(text)
 
 
-IN_ORDER, WITHIN = "put the stages in order, at least a batch apart", "let it begin earlier"
+IN_ORDER, WITHIN = "put the stages in order, at least a batch apart", "start it earlier, or raise TRAIN_ITERS"
 VPP = {"pp": 2, "vpp": 2, "num_layers": 4, "gpus_per_node": 2, "mbsz": 1, "gbsz": 4}
 STEPS = {"rampup_batch_size": "4 2 40", "mbsz": 1, "gpus_per_node": 2, "gbsz": 8}
 OF_MEGATRON = {"data_order": "megatron", "train_data": "a"}
@@ -130,23 +130,23 @@ OF_MEGATRON = {"data_order": "megatron", "train_data": "a"}
     ("stages", "changes", "rule", "fix"),
     [
         ("{from_samples: 80, seq_len: 128}, {from_samples: 80, train_data: a}", {},
-            "stage 2 begins at sample 80, the one before at sample 80", IN_ORDER),
+            "stage 2 begins at sample 80, but the previous stage at sample 80", IN_ORDER),
         # in one batch of 8 samples
         ("{from_tokens: 5200, seq_len: 128}, {from_tokens: 5300, train_data: a}", {},
-            "stage 2 begins at token 5300, the one before at token 5200", IN_ORDER),
+            "stage 2 begins at token 5300, but the previous stage at token 5200", IN_ORDER),
         ("{from_tokens: 52000, train_data: a}", {},
-            "stage 1 begins at token 52000, and the run ends after 51200", WITHIN),
+            "stage 1 begins at token 52000, but the run ends after 51200 tokens", WITHIN),
         ("{from_samples: 800, train_data: a}", {},
-            "stage 1 begins at sample 800, and the run ends after 800", WITHIN),
+            "stage 1 begins at sample 800, but the run ends after 800 samples", WITHIN),
         ("{from_samples: 80, seq_len: 100}", {}, "seq_len=100, which must be a multiple of SEQ_LEN=64",
-            "give 64 or 128"),
+            "set it to 64 or 128"),
         ("{from_samples: 80, seq_len: 192}", {},
             "counts as 3, but a batch of 8 is not a multiple of the 3 samples per micro-batch times DP=1",
-            "set GBSZ to a multiple of 3, or MBSZ to one of 3"),
+            "set GBSZ to a multiple of 3, or MBSZ to a multiple of 3"),
         # of the ramp's batches after the stage begins, 4, 6 and 8, one is no multiple
         ("{from_samples: 8, seq_len: 128}", STEPS,
             "counts as 2, but a batch of 6 is not a multiple of the 2 samples per micro-batch times DP=2",
-            "let the steps of RAMPUP_BATCH_SIZE be multiples of 4"),
+            "use multiples of 4 for all steps of RAMPUP_BATCH_SIZE"),
         ("{from_samples: 80, seq_len: 256}", VPP,
             "a batch of 4 is not a multiple of the 4 samples per micro-batch times DP=1 times PP=2 (VPP)",
             "set GBSZ to a multiple of 8"),
@@ -185,7 +185,7 @@ RAMP = {"rampup_batch_size": "16 16 400", "gbsz": 64, "train_iters": 400}
 def test_stages_begin_with_a_batch(begins, changes, consumed, skipped, fits):
     stages = [{"from_samples": first, "train_data": "a"} for first in begins]
     found = list(config(stages, **changes).stage_begin_problems(consumed, skipped))
-    rule = f"stage {len(begins)} begins at sample {begins[-1]}, where no batch begins"
+    rule = f"stage {len(begins)} begins at sample {begins[-1]}, which is inside a batch"
     expected = [f"{rule}. Fix: start it at sample {fits}."] if fits else []
     assert [line.partition("]: ")[2] for line in found] == expected
 
@@ -232,7 +232,7 @@ def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):
     assert list(data_problems(config(stages[2:], **masked))) == []
     inside = [stages[2] | {"from_samples": 20, "seq_len": 32}]
     (line,) = source_problems(config(inside, run_dir=str(tmp_path), **masked))
-    assert "where no batch begins" in line
+    assert "begins at sample 20, which is inside a batch" in line
     (line,) = data_problems(config([stages[1] | {"seq_len": 32}], **masked))
     assert "documents end with different tokens: 0 in" in line
 
@@ -319,7 +319,7 @@ def test_the_example_of_the_page_runs(runs, tmp_path, monkeypatch):
     # batches of 128 tokens: 4,000 is within the 32nd, 6,000 within the 47th
     mixed = f"0.5 {tmp_path}/web 0.5 {tmp_path}/books"
     assert stages_begun(ended) == [(33, 1, 16, mixed), (48, 2, 32, f"{tmp_path}/good")]
-    assert "stage 1 begins at token 4,096 (sample 256), the first batch from token 4000 on" in ended.text
+    assert "stage 1 begins at token 4,096 (sample 256), the first batch at or after token 4000" in ended.text
     # held-out documents of TRAIN_DATA are in no stage: web and books are prepared once
     prepared = [path.parent.name.rsplit("_", 1)[0] for path in (tmp_path / "data").glob("*/text.json")]
     assert sorted(prepared) == ["books", "good", "web"]

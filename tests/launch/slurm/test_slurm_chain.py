@@ -129,8 +129,8 @@ def test_a_setup_with_set_e_does_not_end_the_chain(chain):
     ("setup", "settings", "said"),
     [
         ("false", {}, "set up.sh ended with 1"),
-        ("set -e\nexit 3", {}, "set up.sh has ended this script"),
-        ("true", {"MODULES": "no/such"}, "module load no/such has failed"),
+        ("set -e\nexit 3", {}, "set up.sh ended this script"),
+        ("true", {"MODULES": "no/such"}, "module load no/such failed"),
     ],
     ids=["setup fails", "setup exits", "module"],
 )

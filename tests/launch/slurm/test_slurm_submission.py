@@ -78,7 +78,7 @@ def test_dry_run_lists_variables_of_the_shell_without_secrets(chain):
     passed = [name for name in names if name not in slurm_settings.PASSED_ALWAYS]
     assert {*network, "SECRET"} <= set(passed)
     assert all(name == "SECRET" or name.startswith(slurm_settings.PASSED_PREFIXES) for name in passed)
-    listed = done.stderr.partition("get from this shell:\n")[2].splitlines()
+    listed = done.stderr.partition("from this shell to the jobs:\n")[2].splitlines()
     hidden = {"HF_TOKEN": "(not shown)", "SECRET": "(not shown)"}
     assert {f"  {name}={value}" for name, value in (network | hidden).items()} <= set(listed)
     assert not re.search("hf_geheim|s3cret|ib0", done.stdout)
@@ -158,11 +158,11 @@ def test_folders_that_a_container_has_to_see(chain, tmp_path):
         ({"PASS_ENV": "HOME b=c"}, "PASS_ENV=b=c: must be a variable name; its value"),
         ({"CONTAINER_MOUNTS": "/big"}, "CONTAINER_MOUNTS=/big: has no effect without CONTAINER."),
         ({"PASS_ENV": "NOT_SET"}, "PASS_ENV=NOT_SET: is not set in this shell."),
-        ({"EXCLUDE_FILE": "~no_such_user/x"}, "EXCLUDE_FILE=~no_such_user/x: names the home folder of no"),
+        ({"EXCLUDE_FILE": "~no_such_user/x"}, "EXCLUDE_FILE=~no_such_user/x: names the home folder of an"),
         ({"TIME_LIMIT": "9" * 5000}, f"TIME_LIMIT={'9' * 48}...{'9' * 48}: must be a SLURM time limit."),
         ({"CHAIN": "ring"}, "CHAIN=ring: must be 'array' or 'dependency'."),
         *(
-            ({name: "a\ntouch PWN\n#"}, f"{name}='a\\ntouch PWN\\n#': has a line break, ")
+            ({name: "a\ntouch PWN\n#"}, f"{name}='a\\ntouch PWN\\n#': has a line break or ")
             for name in ("RUN_NAME", "RUN_DIR", "JOB_NAME", "MODULES", "SETUP", "EXTRA_SBATCH", "CONTAINER",
                          "NUM_JOBS")
         ),
@@ -186,7 +186,7 @@ def test_a_working_folder_with_a_line_feed_is_refused(chain, tmp_path, monkeypat
     monkeypatch.setattr(os, "environ", chain.environ("75"))
     assert main(["slurm", "--dry-run"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and re.fullmatch(r"moe-exp slurm: PWD='.*': has a line break, .*\n", err)
+    assert out == "" and re.fullmatch(r"moe-exp slurm: PWD='.*': has a line break or .*\n", err)
 
 
 @pytest.mark.parametrize("character", "\x00\n\r\x7f\u2028")

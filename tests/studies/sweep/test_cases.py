@@ -91,7 +91,7 @@ def test_bad_values_are_named_together():
     with pytest.raises(ConfigError) as error:
         Sweep.of({}, CPU | bad)
     assert [line.partition("=")[0] for line in error.value.problems] == list(bad)
-    assert error.value.problems[0].startswith("TPS=two: must be a valid integer. Fix: give TPS, list of")
+    assert error.value.problems[0].startswith("TPS=two: must be a valid integer. Fix: correct TPS: list of")
     with pytest.raises(ConfigError, match=r"^SWEEP_ITERS=3: .* SWEEP_WARMUP=3\. Fix: .* at least 4\.$"):
         Sweep.of({}, CPU | {"SWEEP_ITERS": "3"})
     with pytest.raises(ValueError, match=r"^GPU=A1000: unknown device\. Fix: "):
@@ -119,7 +119,7 @@ def test_a_dry_run_says_what_would_run_and_touches_nothing(tmp_path, monkeypatch
         ["left", "gpus_2_TP_1_PP_1_EP_1_MBS_1"],
         ["left", "gpus_2_TP_1_PP_1_EP_2_MBS_1"],
     ]
-    assert "not a multiple of ETP*EP*PP=2" in lines[1]
+    assert "must be a multiple of ETP*EP*PP=2" in lines[1]
     assert list(tmp_path.iterdir()) == []
 
 
