@@ -188,5 +188,5 @@ def test_tasks_on_ray_make_the_same_or_are_named(tmp_path, on_ray):
         made[name] = {path.name: path.read_bytes() for path in paths}
     assert made["ray"] == made["here"]
     inputs[0].write_text('{"text": "one"}\n{"no": 1}\n')
-    with pytest.raises(ChildProcessError, match=r"task 0 of 1 failed or was lost.*task_00000\.log"):
+    with pytest.raises(ChildProcessError, match=r"1 of 1 tasks failed or were lost.*task_00000\.log"):
         convert(inputs[:1], tmp_path / "fails", ConvertSettings(), on_ray)

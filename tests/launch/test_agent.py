@@ -222,7 +222,7 @@ def test_failures_without_progress_are_slowed_down_and_counted(tmp_path):
     assert failed[0] == (1, "ValueError: error in the data")
     assert {cause for _, cause in failed[1:]} == {"SIGKILL"}
     assert [event["delay_seconds"] for event in nodes.events("restart")] == [5.0]
-    for said in ("failure 1 of at most 1), in 5 s", "failure 2, and MAX_RESTARTS=1", "Root Cause"):
+    for said in ("failure 1 of at most 1), in 5 s", "failure 2 exceeds MAX_RESTARTS=1", "Root Cause"):
         assert said in nodes.errors()
     assert 'Traceback (most recent call last):\n  File "<frozen runpy>' not in nodes.errors()
 

@@ -129,7 +129,7 @@ def test_quit_ends_the_job_and_does_not_start_it_again(tmp_path):
     terminal.type("q")
     assert terminal.end() == 1, terminal.text
     assert "ending the job" in terminal.text
-    assert "start again" not in terminal.text
+    assert "restarting" not in terminal.text
     assert "has 3.0" not in terminal.text
 
 

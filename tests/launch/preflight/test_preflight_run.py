@@ -82,7 +82,7 @@ def test_a_rank_that_is_killed_is_named_and_nobody_waits_for_it(tmp_path, sabota
     assert (ended.returncode, node["grade"]) == (1, "failed"), ended.stderr
     # Others may say that it was slow before, on a busy host.
     texts = [finding["text"] for finding in node["findings"]]
-    assert sum(text.startswith("rank 1 (cpu): step memory: ended there") for text in texts) == 1, texts
+    assert sum(text.startswith("rank 1 (cpu): step memory: process ended") for text in texts) == 1, texts
 
 
 @pytest.mark.slow
