@@ -129,7 +129,7 @@ def run_download(arguments: argparse.Namespace) -> None:
         *execution("number of chunks (default: one per input file, at most 64)"),
         either(
             "--shuffle-tasks N",
-            "number of shuffle tasks (default: 1; on SLURM and Ray one per chunk above 50 GB)",
+            "number of shuffle tasks (default: 1; on SLURM and Ray, one per chunk if the data exceed 50 GB)",
             int,
         ),
     ),
@@ -197,7 +197,7 @@ _HOW = (
     group(
         "execution",
         *execution(
-            "number of tasks, each on its own core or machine (default: 1, in this process); keep to resume"
+            "number of tasks on separate cores or machines (default: 1, in this process); resume with it"
         ),
     ),
 )

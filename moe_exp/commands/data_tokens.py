@@ -196,7 +196,7 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
         *execution("number of chunks per source (default: one per input file, at most 64)"),
         arg(
             "--shuffle-tasks N",
-            "number of tasks per shuffle (default: 1; on SLURM and Ray one per chunk above 50 GB)",
+            "tasks per shuffle (default: 1; on SLURM and Ray, one per chunk if the data exceed 50 GB)",
             int,
         ),
     ),

@@ -101,7 +101,7 @@ def run_score(arguments: argparse.Namespace) -> int:
         "--allow-other-data",
         "warn instead of failing if the data's manifest names a tokenizer other than the model's",
     ),
-    arg("--samples N", "number of sequences of SEQ_LEN tokens per prefix (default: all)", int),
+    arg("--samples N", "sequences of SEQ_LEN tokens per prefix, from its start (default: all)", int),
     flag("--by-document", "evaluate each document separately instead of joining all documents"),
     arg(
         "--experts N",

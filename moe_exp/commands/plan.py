@@ -155,8 +155,10 @@ def _export(
         words = ",".join(f"{name.upper()}={value}" for name, value in explained.wanted.items())
         raise setting_error("explain", words, "cannot run and is not exported", "choose another layout")
     if not explained and arguments.rank > len(found.ranked):
-        rule = f"must be at most {len(found.ranked)}, the number of layouts that fit"
-        raise setting_error("rank", arguments.rank, rule, "choose a lower rank")
+        fits = len(found.ranked)
+        rule = f"must be at most {fits}, the number of layouts that fit" if fits else "no layout fits"
+        fix = "choose a lower rank" if fits else "use more GPUs or a smaller model"
+        raise setting_error("rank", arguments.rank, rule, fix)
     explained_one = explained.candidate if explained else None
     chosen = explained_one or found.ranked[arguments.rank - 1]
     to_stdout = arguments.export == "env"

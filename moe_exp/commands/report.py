@@ -32,7 +32,7 @@ _NOT_WITH = {
     ),
     arg("--loss X", "loss at which costs are compared (default: the lowest that all runs reach)", float),
     flag("--watch", "follow the runs in the terminal instead"),
-    flag("--once", "print the display of --watch once and exit"),
+    flag("--once", "with --watch: print the display once and exit"),
     string("--project", "wandb project (for `report wandb`)"),
     string("--entity", "wandb user or team (default: you)"),
 )

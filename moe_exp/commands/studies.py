@@ -163,7 +163,7 @@ command("mup", "check how activations and the best learning rate depend on model
 def _of_mup(repeats: int) -> tuple[Argument, ...]:
     """Arguments shared by both commands."""
     experts_help = "NUM_EXPERTS of the models at the first width (default: only NUM_EXPERTS)"
-    parts_help = "numbers of parts per expert at the first width, which multiply TOPK and NUM_EXPERTS"
+    parts_help = "parts to split each expert into, multiplying TOPK and NUM_EXPERTS, at the first width"
     widths = "64,128,256,512"
     return (
         arg("--widths", f"HIDDEN_SIZE of the models (default: {widths})", default=widths),

@@ -78,7 +78,7 @@ def run_slurm(arguments: argparse.Namespace) -> int:
         ):
             say("\n  ".join([head, *lines]))
         return 0
-    # all checks passed; nothing may fail between here and the submission
+    # from here on, the queue changes
     ids = submit(job)
     jobs = f"{job.slurm.num_jobs} jobs of {config.nnodes} nodes as {', '.join(ids)}"
     print(f"submitted {jobs}; run folder {job.run_folder}, {main_settings(config)}")

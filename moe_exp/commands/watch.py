@@ -143,12 +143,12 @@ def run_blame(arguments: argparse.Namespace) -> None:
     ),
     arg(
         "--ahead TIME",
-        "report a chain of jobs that is too short this long before its end (default: 24h)",
+        "how long before its end to report a chain of jobs that is too short (default: 24h)",
         default="24h",
     ),
     arg(
         "--wait TIME",
-        "report a run whose jobs are all queued after this time (default: 24h)",
+        "how long all jobs of a run may be queued before it is reported (default: 24h)",
         default="24h",
     ),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),

@@ -97,7 +97,8 @@ def train(
 
 
 def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Adds a run folder's config.yaml and path to `flags`; raises ConfigError if they name other ones."""
+    """Adds a run folder's config.yaml and path to `flags`; ConfigError if it is not a run folder, or `flags`
+    already name them."""
     path = expanded(folder)
     # `.` and `..` have no name: use the real one
     path = path if path.name not in ("", "..") else path.resolve()

@@ -29,7 +29,7 @@ GIBIBYTE = 2**30
 MEASURED_RUNS = PROFILES / "measured_runs.csv"
 PUBLIC_RUNS = PROFILES / "public_runs.csv"
 _REQUIRED = ("row_id", "gpu", "layers", "hidden", "heads", "seq", "vocab", "tp", "pp")  # for a prediction
-# Columns with numbers from 1 and from 0 on.
+# Columns whose numbers are at least 1, and those whose numbers are at least 0.
 _SIZES = (*_REQUIRED[2:], "gpus_per_node", "nodes", "n_gpus", "ffn", "kv_groups", "dp", "mbs", "gbs")
 _NUMBERS = (
     "swiglu", "experts", "topk", "ep", "pp_balanced_embedding", "mem_gb", "sec_per_it", "num_mtp_layers",

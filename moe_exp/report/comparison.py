@@ -305,7 +305,7 @@ def parity(one: Group, other: Group) -> Parity:
 
 
 def parity_text(found: Parity) -> str:
-    """Describes the comparison in one sentence."""
+    """Describes the comparison in one or two sentences."""
     name, other = found.run.name, found.other.name
     if found.reason:
         return f"{name} and {other} are not compared: {found.reason}."

@@ -88,7 +88,10 @@ XIDS = {
 
 _MORE_MEMORY = "request more memory for the job, or lower NUM_WORKERS or GPUS_PER_NODE"
 _SHM = "enlarge /dev/shm (docker --shm-size), or set NUM_WORKERS=0"
-_NO_GPU = f"check that the job requested GPUs and no other process uses them; if only on one host, {RESET}"
+_NO_GPU = (
+    "check that the job requested GPUs and no other process uses them; if only on one host, run the"
+    f" preflight, or {RESET}"
+)
 _SIGNALLED = "find the earlier cause: a hang (SIGKILL to all ranks), the kernel's oom_kill, NCCL (SIGABRT)"
 
 # Name, cause, advice and `excludes` of each fault, and its pattern. The first match counts, so specific

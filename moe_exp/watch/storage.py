@@ -114,7 +114,7 @@ def save_advice(
         took = f"{found.hours:.1f} hours" if found.hours >= 1 else f"{found.hours * 60:.1f} minutes"
         source = f"{what} in {took} of this run"
         if number < _FEW_FAILURES or found.hours < _FEW_HOURS:
-            source += ", too few for an estimate: set --mtbf HOURS"
+            source += ", too little data for an estimate: set --mtbf HOURS"
     if hours <= 0:
         return None
     mtbf, save, one = hours * 3600, found.save_seconds, found.iteration_seconds

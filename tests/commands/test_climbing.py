@@ -50,7 +50,7 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
         assert line in capsys.readouterr().err
     for text, line in (
         ("rung: []\n", "unknown fields rung. Fix: use name, about, settings"),
-        ("", "DEFINITION=odd.yaml: must consist of fields. Fix: use name, about"),
+        ("", "DEFINITION=odd.yaml: must be a mapping of fields. Fix: use name, about"),
         ("rungs: [16, 32]\n", "RUNGS=[16, 32]: must be a list of settings by name in odd.yaml. Fix: "),
         ("repeats: three\n", "REPEATS=three: must be a whole number in odd.yaml."),
         ("runs: [dmoe]\n", "RUNS=['dmoe']: must be text in odd.yaml."),

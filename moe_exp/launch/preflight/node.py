@@ -52,7 +52,8 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
     """Checks the nodes of a job; called on every node, and returns the same verdict on all.
 
     `hosts`: node names in SLURM's form by NODE_RANK, to name missing nodes (default: $SLURM_JOB_NODELIST).
-    Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, or settings differ between nodes.
+    Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, or NNODES or NODE_RANK do not
+    match.
     """
     if problems := list(config.node_rank_problems()):
         raise ConfigError(problems)

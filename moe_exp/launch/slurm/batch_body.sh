@@ -41,7 +41,7 @@ exclude_for_rest() {
         scontrol update "JobId=$job" "ExcNodeList=$hosts" ||
             { known="$(known_hosts "$hosts")" && [ -n "$known" ] &&
                 scontrol update "JobId=$job" "ExcNodeList=$known"; } ||
-            say "could not exclude all of $hosts from job $job: see the messages above"
+            say "could not exclude $hosts from all of job $job: see the messages above"
     done
 }
 
@@ -136,13 +136,13 @@ after_failure() {
         return
     fi
     if [ "$requeue" != true ] && [ -z "$(pending_jobs)" ]; then
-        say "no further job is queued: submit more by run_slurm.sh with the same settings"
+        say "no further job is queued: run run_slurm.sh with the same settings to submit more"
         return
     fi
     say "waiting $((retry_seconds * failures)) s before the next attempt"
     pause "$((retry_seconds * failures))"
     if on_excluded_node && [ -n "$(pending_jobs)" ]; then
-        say "one of its nodes is now excluded, but a requeued job would keep its nodes:" \
+        say "one of its nodes is now excluded, but a requeued job would ignore that:" \
             "the next job continues"
     elif [ "$requeue" = true ]; then
         say "requeueing the job"
@@ -175,7 +175,7 @@ conclude() {
             say "to be continued"
             record "to be continued"
             [ -n "$(pending_jobs)" ] ||
-                say "no further job is queued: submit more by run_slurm.sh with the same settings"
+                say "no further job is queued: run run_slurm.sh with the same settings to submit more"
             rm -f "$slurm_folder/failures"
             exclude_for_rest
             code=0 # for SLURM the job succeeded

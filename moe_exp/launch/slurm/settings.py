@@ -41,7 +41,9 @@ class SlurmSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     _one_line = field_validator("*", mode="before")(one_line)
 
-    num_jobs: Positive = _field(1, "jobs in a row; the rest is cancelled when the run finishes", le=10_000)
+    num_jobs: Positive = _field(
+        1, "consecutive jobs; unused ones are canceled when the run finishes", le=10_000
+    )
     chain: Literal["array", "dependency"] = _field(
         "array", "form of the chain: a job array with %1, or jobs that each depend on the previous one"
     )
@@ -57,10 +59,14 @@ class SlurmSettings(BaseModel):
     exclusive: bool = _field(True, "allocate whole nodes with all of their memory")
     cpus_per_task: NonNegative = _field(0, "cores per node for the launcher and its ranks; 0: all cores")
     cpu_nodes: bool = _field(False, "use nodes without GPUs; GPUS_PER_NODE is the number of processes")
-    exclude_file: PathText = _field("", "list of nodes to avoid; empty: RUN_DIR/exclude_nodes.txt")
+    exclude_file: PathText = _field(
+        "", "file of nodes to avoid, one per line; empty: RUN_DIR/exclude_nodes.txt"
+    )
     requeue: bool = _field(True, "requeue a job if it or its node fails")
     max_failures: Positive = _field(3, "consecutive failures without a new checkpoint that end the chain")
-    retry_seconds: NonNegative = _field(60, "delay after a failure, times consecutive failures (seconds)")
+    retry_seconds: NonNegative = _field(
+        60, "delay before a retry, times the consecutive failures so far (seconds)"
+    )
     modules: str = _field("", "environment modules to load, such as 'cuda/12.6 nccl'")
     setup: PathText = _field("", "file that the batch script sources before it starts the run")
     container: str = _field("", "container image: a name for pyxis and enroot, or an apptainer file")

@@ -31,7 +31,7 @@ _NO_SBATCH = "sbatch: not found. Fix: run the command on a login node, or use --
 
 
 def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space: bool = True) -> RunJob:
-    """The job to submit; raises ConfigError with all problems, including, `with_space`, of the disk space."""
+    """The job to submit; raises ConfigError with all problems; `with_space`: also checks the disk space."""
     if not is_one_line(str(Path.cwd())):  # part of every relative path
         raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "run it in another folder")])
     flags = with_file(flags, environ)
@@ -109,7 +109,7 @@ def planned_commands(job: RunJob) -> list[str]:
 
 def submit(job: RunJob) -> list[str]:
     """Writes the sbatch file into the run folder and submits it; returns the job ids. Raises ValueError if
-    jobs of the run are queued, the jobs' Python cannot train, or sbatch fails (submitted jobs are cancelled).
+    jobs of the run are queued, the jobs' Python cannot train, or sbatch fails (submitted jobs are canceled).
     """
     if not job.slurm.container and (lacking := training_problem()):
         raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without a container use this Python.")

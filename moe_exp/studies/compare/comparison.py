@@ -59,7 +59,7 @@ class Options:
             refuse("repeats", "must be at least 1", "set it to the number of runs per variant")
         for name in ("seconds", "timeout"):
             if not 0 <= getattr(self, name) < math.inf:
-                refuse(name, "must be a number of at least 0", "omit it for no limit")
+                refuse(name, "must be a number of at least 0", f"correct or omit --{name}")
         if self.seconds > 0 and self.match != "time":
             refuse("seconds", f"requires --match time, not {self.match}", "add --match time")
         return found

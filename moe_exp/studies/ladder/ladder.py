@@ -76,7 +76,7 @@ class Definition:
         known = [one.name for one in fields(cls)]
         if not isinstance(values, dict) or not set(values) <= set(known):
             odd = ", ".join(map(str, set(values) - set(known))) if isinstance(values, dict) else ""
-            rule = f"unknown fields {odd}" if odd else "must consist of fields"
+            rule = f"unknown fields {odd}" if odd else "must be a mapping of fields"
             raise ConfigError([problem("definition", path, rule, f"use {', '.join(known)}")])
         values = {name: value for name, value in values.items() if value is not None}
         wrong = list[str]()

@@ -31,7 +31,9 @@ def calls_file(folder: Path, rank: int) -> Path:
 
 
 class CallTrace:
-    """Records all threads' calls to functions of `modules` and their submodules until `stop`."""
+    """Records all threads' calls to functions of `modules` and their submodules until `stop`, in a file of at
+    most `size_mb` million bytes.
+    """
 
     def __init__(self, path: Path, *, size_mb: int, modules: Sequence[str]):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -192,7 +192,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `last`, the last collective of each process group with the number started, and `entries`."""
+    """Each process group's `last` collective, with how many it started, and the latest `entries`."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

@@ -281,9 +281,9 @@ class HangWatch:
         most, failure = self._config.max_restarts, 1
         with suppress(OSError, ValueError):  # the agent could not write it
             failure = int(heartbeat.failures_file(self._local).read_text()) + 1
-        end = f"the ranks are restarting (failure {failure} of at most {most})"
+        end = f"the ranks are killed and restarted (failure {failure} of at most {most})"
         if failure > most:
-            end = f"the ranks are not restarted: failure {failure} exceeds MAX_RESTARTS={most}"
+            end = f"the ranks are killed and not restarted: failure {failure} exceeds MAX_RESTARTS={most}"
         self._say([self._hung, *summary.short.splitlines(), end])
         last = max(0, min((beat.iteration for beat in read_beats(self._local)), default=1) - 1)
         hosts = sorted({answer.host for answer in answers if set(answer.ranks) & set(summary.named)})

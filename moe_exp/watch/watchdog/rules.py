@@ -164,7 +164,7 @@ def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[s
 
 
 def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> dict[str, str]:
-    """The problem that a run writes no records, if it does not; `since`: start of the running job."""
+    """The problem that a run has stopped writing records, if so; `since`: start of the running job."""
     begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
     first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)

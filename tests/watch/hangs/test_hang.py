@@ -134,7 +134,7 @@ def test_stopped_rank_is_found_named_and_all_are_ended(tmp_path, capfd):
     printed = capfd.readouterr().err.splitlines()
     line = f"moe-exp: the run hangs: rank 1 on {os.uname().nodename} (is stopped); see {folder}"
     assert printed[0].startswith(line)
-    end = "the ranks are not restarted: failure 1 exceeds MAX_RESTARTS=0"
+    end = "the ranks are killed and not restarted: failure 1 exceeds MAX_RESTARTS=0"
     assert f"moe-exp: {end}" in printed
     assert printed[-1] == printed[0]  # once more at the end, below what torchrun has to say
     assert summarize(folder).whole + "\n" == (folder / "summary.txt").read_text()
@@ -186,7 +186,7 @@ def test_hang_is_not_said_again_of_ranks_that_have_started_again(tmp_path, capfd
         ranks.poll_for(1.5)
     printed = capfd.readouterr().err
     assert printed.count("moe-exp: the run hangs: ") == 1
-    assert "the ranks are restarting (failure 2 of at most 3)\n" in printed
+    assert "the ranks are killed and restarted (failure 2 of at most 3)\n" in printed
 
 
 @pytest.mark.parametrize(("how", "timeout"), [("paused", 1), ("debugger", 1), ("", "none"), ("", "auto")])
