@@ -203,7 +203,7 @@ def test_nothing_fits_or_is_left(plan):
     assert "nothing fits; least memory: LAYOUT=" in printed.out
     assert "all layouts were rejected" in plan("search", "--gpus", "8", *MODEL, "--tp", "3", code=1).out
     refused = plan("search", "--gpus", "8", *MODEL, "--tp", "3", "--export", "env", code=1)
-    assert "RANK=1: must be at most 0, the number of layouts that fit." in refused.err
+    assert "RANK=1: no layout fits. Fix: use more GPUs" in refused.err
     refused = plan("search", "--gpus", "384", *MODEL, "--explain", "TP=3,PP=13", "--export", "env", code=1)
     assert refused.out == "" and "EXPLAIN=TP=3,PP=13: cannot run and is not exported." in refused.err
 
