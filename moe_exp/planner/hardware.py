@@ -50,7 +50,7 @@ class Hardware:
     @property
     def is_recent(self) -> bool:
         """Whether the device is newer than Ampere; `TimeConstants` has separate constants for these."""
-        return self.architecture == "cdna3" or self.has_published_runs
+        return self.architecture not in ("cpu", "volta", "ampere")
 
     @property
     def has_published_runs(self) -> bool:
