@@ -26,7 +26,7 @@ from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, FUSED, choose_backend
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import SCORE_FUNCTIONS
-from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.losses import AUX_LOSSES, AuxLoss
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router.router import kernel_problem
 from moe_exp.planner import hardware
@@ -116,6 +116,7 @@ def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):
 def test_every_entry_has_its_function():
     assert {"softmax", *SCORE_FUNCTIONS} == set(choices.SCORES) - {"relu"} == set(KERNEL_SCORES)
     assert set(NAMES["score"]) == set(choices.SCORES)
+    assert set(AUX_LOSSES) == set(choices.LOSSES)
     assert {*BACKENDS, *FUSED} == set(choices.EXPERT_BACKENDS)
     activations = get_args(Config.model_fields["activation"].annotation)
     gated = {name: load_config({"preset": "cpu", "activation": name}, {}).gated for name in activations}

@@ -213,9 +213,7 @@ def test_a_converted_model_was_not_trained_on_the_embedded_corpus(tmp_path, caps
     assert main(["ckpt", "average", "ours", "averaged"]) == 0
     for name in ("ours", "averaged"):
         capsys.readouterr()
-        assert "DATA=: is required, as the training data of a converted model" in refused(
-            tmp_path / name, capsys
-        )
+        assert "DATA=: the training data of a converted model" in refused(tmp_path / name, capsys)
         assert main(["generate", "--checkpoint", name, "--prompt", "a"]) == 1
         assert "TOKENIZER=: is unknown, as the training did not set it." in capsys.readouterr().err
         for setting in ("load_dir", "upcycle_from"):
@@ -326,7 +324,7 @@ def test_bad_input(checkpoint, run, prefixes, tmp_path, capsys):
         (["--data", prose, *numbers], ["SAMPLES=0: must be", "BATCH_SIZE=-1: must be", "EXPERTS=0: must be"]),
         (["--data", prose, "--capacity", "--by-document"], ["BY_DOCUMENT=true: "]),
         (["--data", prose, "--ep", "8"], ["EP=8: must divide NUM_EXPERTS=4. Fix: "]),
-        ([], ["DATA=: is required, as the training had neither VALID_DATA nor a SPLIT"]),
+        ([], ["DATA=: the training had neither VALID_DATA nor a SPLIT"]),
         (["--data-of", str(run), "--data", prose], [f"DATA_OF={run}: cannot be combined with --data."]),
         (["--data-of", none], [f"DATA_OF={none}: does not exist. Fix: "]),
         (["--data-of", str(tmp_path)], [f"DATA_OF={tmp_path}: is not a distributed checkpoint"]),

@@ -81,7 +81,10 @@ def test_advice():
     assert given.source == "--mtbf 1000 hours per node, 100 nodes"
     assert save_advice(0, found).present_share is None
     short = save_advice(1000, replace(found, hours=0.02, num_failures=1))
-    assert short.source == "1 failure in 1.2 minutes of this run, too few for an estimate: set --mtbf HOURS"
+    assert (
+        short.source
+        == "1 failure in 1.2 minutes of this run, too little data for an estimate: set --mtbf HOURS"
+    )
     assert save_advice(1000, Measured()) is None
 
 

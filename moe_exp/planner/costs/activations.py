@@ -30,7 +30,7 @@ Checked on a CPU against the tensors that autograd saves, and on GPUs against th
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.config.choices import SCORES
+from moe_exp.config.choices import SCORES, Score
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import fp8_kept, padded_slots, planned_backend, planned_loss, priced
 
@@ -238,7 +238,7 @@ class _Account:
         # If the rank has all experts, this function also gathers their rows, again in the backward pass.
         runs_as_one = self._backend == "triton" or (self._on_cpu and self._backend == "loop")
         is_local = config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
-        keeps_few = self._backend == "triton" and SCORES[config.router_score].uses_positive
+        keeps_few = self._backend == "triton" and self._score.uses_positive
         gathers_itself = runs_as_one and is_local and not keeps_few
         computed = width * ffn * (2 if config.gated else 1)
         dispatched = 4 + (8 if self._backend == "triton" else 16)
@@ -247,8 +247,14 @@ class _Account:
             dispatched = self._expert_input * self._expert_hidden + 4 + indices
             is_computed_again = config.recompute == "moe_act" or runs_as_one
             computed += self._expert_input * (0 if is_computed_again else ffn)
+        # scores, choice and chosen scores of a token; its logits, if a loss or the score needs them
+        router_width = priced(config, "router_dtype", {"fp32": 4, "fp64": 8})
+        slots = config.num_experts if self._score.uses_positive else config.topk
+        router = router_width * config.num_router_outputs + (8 + router_width) * slots
+        if self._score.per_expert or config.z_loss_coeff:
+            router += router_width * (config.num_router_outputs + 1)
         kept = {
-            "router": self._tokens * (self._router() + width * self._hidden),
+            "router": self._tokens * (router + width * self._hidden),
             "dispatch": self._rows * dispatched,
             "experts": self._rows * computed,
         }
@@ -263,13 +269,9 @@ class _Account:
             kept["shared expert"] = self._all_tokens * self._mlp(config.shared_expert_size / self._tp) + gate
         return kept
 
-    def _router(self) -> float:
-        config, width = self._config, priced(self._config, "router_dtype", {"fp32": 4, "fp64": 8})
-        score = SCORES[config.router_score]
-        slots = config.num_experts if score.uses_positive else config.topk
-        kept = width * config.num_router_outputs + (8 + width) * slots  # scores, choice, chosen scores
-        keeps_logits = score.per_expert or bool(config.z_loss_coeff)
-        return kept + keeps_logits * width * (config.num_router_outputs + 1)
+    @cached_property
+    def _score(self) -> Score:
+        return priced(self._config, "router_score", SCORES)
 
     @cached_property
     def _rows(self) -> float:
@@ -279,7 +281,7 @@ class _Account:
             return padded_slots(config, self._tokens)
         per_token = config.experts_per_token
         # In the first iterations, before `l1` closes the gates of the others, half of all experts are active.
-        if SCORES[config.router_score].uses_positive:
+        if self._score.uses_positive:
             per_token = max(per_token, config.num_experts / 2)
         slots = self._tokens * per_token * config.etp
         return slots * (self._imbalance if factor is None else min(self._imbalance, factor))

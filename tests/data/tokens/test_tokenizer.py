@@ -176,7 +176,7 @@ def test_bytes():
         ("BertWordPieceCase", {}, "TOKENIZER_TYPE=BertWordPieceCase: must be one of HuggingFaceTokenizer"),
         ("HuggingFaceTokenizer", {}, "TOKENIZER_MODEL=: HuggingFaceTokenizer requires it"),
         ("HuggingFaceTokenizer", {"model": "./missing/folder/here"}, "file or folder not found"),
-        ("GPT2BPETokenizer", {}, "VOCAB_FILE=: file not found"),
+        ("GPT2BPETokenizer", {}, "VOCAB_FILE=: must be an existing file"),
         ("SentencePieceTokenizer", {"model": __file__}, "is not a SentencePiece model"),
         ("HuggingFaceTokenizer", {"model": __file__}, "is not a Hugging Face tokenizer.json"),
         ("HuggingFaceTokenizer", {"model": str(Path(__file__).parent)}, "has no tokenizer.json"),
