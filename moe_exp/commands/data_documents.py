@@ -120,7 +120,7 @@ def run_download(arguments: argparse.Namespace) -> None:
         ),
         either(
             "--memory SIZE",
-            "memory of each shuffle task, such as 8GB (default: a quarter of the free memory, shared by all)",
+            "memory limit per shuffle task, such as 8GB (default: together a quarter of free memory)",
             memory_bytes,
         ),
     ),

@@ -27,7 +27,7 @@ def problem(name: str, value: object, rule: str, fix: str) -> str:
 
 
 def setting_error(name: str, value: object, rule: str, fix: str) -> ValueError:
-    """Returns the ValueError for a setting or argument, in the form of `problem`."""
+    """Builds a ValueError about a setting or argument, with the message of `problem`."""
     return ValueError(problem(name, value, rule, fix))
 
 

@@ -46,7 +46,8 @@ class LearningSettings(ParallelSettings):
     )
     lr_decay_style: Annotated[str, one_of(SCHEDULES, read=read_composed)] = learning(
         "cosine",
-        "learning-rate schedule, or a list of pieces such as 'constant:80%,linear' (docs/learning_rate.md)",
+        "learning-rate schedule: a name, or a comma-separated list of phases such as 'constant:80%,linear', "
+        "80% of the iterations constant, then linear (docs/learning_rate.md)",
         measured="constant",
     )
     mbsz: Positive = learning(8, "micro-batch size (samples)", costs=True)

@@ -67,7 +67,7 @@ class Benchmark:
                 rule, fix = f"requires the package {error.name}", "pip install lm-eval"
             else:
                 rule = f"cannot be read ({' '.join(str(error).split())[:300] or type(error).__name__})"
-                fix = "check the name (lm-eval ls tasks), and load its data once with network access"
+                fix = "check the name (lm-eval ls tasks), or run the task once online to cache its data"
             raise input_error(f"decontaminate={self.given}", rule, fix) from error
 
 

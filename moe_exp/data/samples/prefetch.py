@@ -1,8 +1,9 @@
 """Worker processes that read a rank's next micro-batches while it computes.
 
 They are forked DataLoader workers, which share the sample order with the rank and start in milliseconds;
-`spawn` and `forkserver` would import the training loop and Megatron in each. Forked processes must not use
-CUDA, gloo or NCCL (they have the memory but not the threads), but these only read files and copy integers.
+`spawn` and `forkserver` would import the training loop and Megatron in each. A forked process
+inherits the memory of its parent but not the threads, so it must not use CUDA, gloo or NCCL. These workers
+are safe: they only read files and copy integers.
 """
 
 import atexit
