@@ -237,7 +237,7 @@ def test_a_full_disk_costs_requests_and_no_tokens(call, answer, line, url, tmp_p
     ("settings", "line"),
     [
         ({"TRAIN_DATA": "{url}/tokens/other"}, "s3://bucket/{name}/tokens/other.bin not found. Fix: "),
-        ({"TRAIN_DATA": "{url}/x.jsonl"}, "text cannot be read from an object store, only token files"),
+        ({"TRAIN_DATA": "{url}/x.jsonl"}, "only token files can be read from an object store, not text"),
         ({"DATA_ORDER": "megatron"}, "only supports local files. Fix: download {url}/tokens/train with"),
         ({"REMOTE_DIR": "/tmp/x"}, "REMOTE_DIR=/tmp/x: must be a URL."),
         ({"LOAD_DIR": "{url}/none"}, "LOAD_DIR={url}/none: has no complete checkpoint. Fix: name a"),

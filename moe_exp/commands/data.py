@@ -30,18 +30,18 @@ def either(words: str, about: str, kind: Kind | None = None, /, **options: Any) 
 
 TEXT_DOCUMENTS = arg(  # same as the setting TEXT_DOCUMENTS
     "--text-documents",
-    "documents in text files; file: the whole file; block: each block between blank lines (default: file)",
+    "split text files into one document per file, or per block between blank lines (default: file)",
     choices=("file", "block"),
     default="file",
 )
 
 
 def execution(what_tasks: str) -> tuple[Argument, ...]:
-    """Arguments read by `execution_of`, and --tasks."""
+    """Options read by `execution_of`, and --tasks with the help text `what_tasks`."""
     return (
         either("--executor NAME", "where tasks run: local, slurm or ray (default: local)", default="local"),
         either("--tasks N", what_tasks, int),
-        either("--workers N", "concurrent tasks (default: number of cores; no limit on SLURM and Ray)", int),
+        either("--workers N", "concurrent tasks (default: number of cores; unlimited on SLURM and Ray)", int),
         either("--partition", "partition of the SLURM jobs"),
         either("--time", "time limit of each SLURM job (default: 24:00:00)", default="24:00:00"),
         either("--qos", "quality of service (QOS) of the SLURM jobs"),
@@ -68,14 +68,14 @@ def execution_of(arguments: argparse.Namespace) -> Any:
 
 
 def under_way(what: str = "") -> int:
-    """Prints that SLURM jobs will create the output, and returns the exit code for it."""
+    """Prints that SLURM jobs are still creating the output; returns the exit code UNDER_WAY."""
     about = "SLURM jobs are under way; `squeue --me` lists them. Repeat the command to see their progress."
     print(f"{what}: {about}" if what else about)
     return UNDER_WAY
 
 
 def run_data_command(arguments: argparse.Namespace) -> int:
-    """Runs a command of `declare_steps`. Errors that a user can fix become one line and exit code 1."""
+    """Runs a command of `declare_steps`. Prints errors that a user can fix as one line; exit code 1."""
     return _data_guard(lambda: arguments.run(arguments))
 
 
@@ -88,7 +88,7 @@ def _data_guard(work: Callable[[], int | None]) -> int:
         except BadDocument as error:
             fix = error.fix
             if "file is damaged" in error.reason:
-                fix = "download or create the file again; --skip-bad skips lines, not files"
+                fix = "download or create the file again; --skip-bad only skips invalid lines"
             elif not fix:
                 fix = "correct the line, or use --skip-bad (in a mixture skip_bad: true) to skip and count"
                 fix += " invalid lines"

@@ -23,7 +23,7 @@ class _List(argparse.Action):
         parser.exit()
 
 
-@command("data list", "list the datasets known by name with files, size and license")
+@command("data list", "list the registered datasets with their files, size and license")
 def run_list(_: argparse.Namespace) -> None:
     print_sources()
 
@@ -34,9 +34,9 @@ _SOURCE = (
         "dataset name (see `moe-exp data list`), owner/name on the Hugging Face Hub, folder, file, or object"
         " store URL (s3://, gs://, hf://)",
     ),
-    repeated("--pattern GLOB", "files to use instead of the source's default (repeatable)"),
-    arg("--text-field NAME", "field that contains the text (default: the source's, or text)"),
-    arg("--revision", "branch, tag or commit of the dataset (default: the source's, or main)"),
+    repeated("--pattern GLOB", "files to use, instead of the registered patterns (repeatable)"),
+    arg("--text-field NAME", "field that contains the text (default: as registered, otherwise text)"),
+    arg("--revision", "branch, tag or commit of the dataset (default: as registered, otherwise main)"),
 )
 
 
@@ -46,7 +46,7 @@ _SOURCE = (
     arg("--output-dir FOLDER", "folder for the files (default: data/<name>_raw)", Path),
     arg("--max-workers N", "number of concurrent downloads (default: 8)", default=8),
     arg("--retries N", "number of consecutive failures before giving up (default: 6)", default=6),
-    arg("--bandwidth MB/S", "bandwidth for the estimate of --dry-run (MB/s; default: 50)", float, default=50),
+    arg("--bandwidth MB/S", "bandwidth assumed by --dry-run (MB/s; default: 50)", float, default=50),
     flag("--dry-run", "print files, bytes, free disk space and time; write nothing"),
     flag("--start-over", "download everything again, at the newest commit of the revision"),
 )
@@ -73,14 +73,14 @@ def run_download(arguments: argparse.Namespace) -> None:
 @command("data prepare", "download, convert and shuffle a dataset into shards")
 @takes(
     *_SOURCE,
-    arg("--list", "list the datasets known by name and exit", action=_List, nargs=0),
+    arg("--list", "list the registered datasets and exit", action=_List, nargs=0),
     flag("--dry-run", "print files, disk space and time; write nothing"),
     either("--data-dir FOLDER", "folder for all outputs (default: data)", Path, default=Path("data")),
-    either("--start-over", "convert and shuffle again, even with other settings", action="store_true"),
-    either("--download-again", "also download the files again", action="store_true"),
+    either("--start-over", "convert and shuffle again, even if settings have changed", action="store_true"),
+    either("--download-again", "download, convert and shuffle again", action="store_true"),
     group(
         "filters",
-        either("--language CODES", "values of the field language to keep, such as en or en,de"),
+        either("--language CODES", "languages to keep (field language), such as en or en,de"),
         either("--min-language-score X", "minimum of the field language_score (0 to 1)", float),
         either("--min-score X", "minimum of the field score", float),
         either("--min-chars N", "minimum length of a text (characters)", int),
@@ -101,8 +101,8 @@ def run_download(arguments: argparse.Namespace) -> None:
         ),
         either(
             "--decontaminate FILE",
-            "JSONL file of benchmark texts, or lm-eval:TASK: remove documents that share 12 consecutive words"
-            " (repeatable)",
+            "remove documents that share 12 consecutive words with a benchmark: JSONL file of its texts, or"
+            " lm-eval:TASK (repeatable)",
             action="append",
             default=[],
         ),
@@ -120,7 +120,7 @@ def run_download(arguments: argparse.Namespace) -> None:
         ),
         either(
             "--memory SIZE",
-            "memory limit per shuffle task, such as 8GB (default: together a quarter of free memory)",
+            "memory limit per shuffle task, such as 8GB (default: tasks share a quarter of free memory)",
             memory_bytes,
         ),
     ),
@@ -136,8 +136,8 @@ def run_download(arguments: argparse.Namespace) -> None:
 )
 def run_prepare(arguments: argparse.Namespace) -> int:
     """Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into
-    DATA_DIR/NAME_shuffled. Repeat the command to resume. Exit code 75: SLURM jobs are under way; the last one
-    continues with the shuffle.
+    DATA_DIR/NAME_shuffled. Repeat the command to resume. Exit code 75: SLURM jobs are under way; the last job
+    also shuffles the chunks.
     """
     from moe_exp.data.convert.convert import ConvertSettings
     from moe_exp.data.prepare import Preparation, plan, prepare
@@ -169,7 +169,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 _HOW = (
     arg("--text-field --text_field", "field that contains the text (default: text)", default="text"),
     flag("--skip-bad", "skip and count invalid lines instead of stopping"),
-    flag("--start-over", "create the output again, even with other settings or inputs"),
+    flag("--start-over", "create the output again, even if settings or inputs have changed"),
     flag("--dry-run", "print the estimated resources; write nothing"),
 )
 
@@ -177,7 +177,7 @@ _HOW = (
 @command("data shuffle", "shuffle documents into shards and a validation file")
 @takes(
     arg("inputs INPUT", f"files or folders: {KINDS}", Path, nargs="+"),
-    arg("--output", "folder to create (default: name of the first input with _shuffled)", Path),
+    arg("--output", "folder to create (default: the first input's name plus _shuffled)", Path),
     arg("--name", "prefix of the file names (default: the output's name without _shuffled)"),
     arg("--seed", "random seed (default: 0)", default=0),
     arg("--shards", "number of training files (default: 32)", default=32, dest="num_shards"),
@@ -197,7 +197,7 @@ _HOW = (
     group(
         "execution",
         *execution(
-            "number of tasks on separate cores or machines (default: 1, in this process); resume with it"
+            "tasks on separate cores or machines (default: 1, in this process); resuming requires the same N"
         ),
     ),
 )
@@ -245,12 +245,12 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     arg("--input_dir --input-dir", "folder with the shards", Path, required=True),
     arg(
         "--valid_file_name --valid-file-name",
-        "validation file in that folder, which is not merged (.jsonl is optional)",
+        "validation file in that folder, to be left out (the suffix .jsonl is optional)",
         required=True,
     ),
     arg(
         "--output_file_name --output-file-name",
-        "name of the merged file (.jsonl is optional), or a path if it contains a folder",
+        "path of the merged file, or a name next to the input folder (the suffix .jsonl is optional)",
         required=True,
     ),
     *_HOW,

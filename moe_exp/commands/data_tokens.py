@@ -57,7 +57,7 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     ),
     arg(
         "--output-prefix",
-        "output path without suffix; the key is appended except with --merge",
+        "output path without suffix; _KEY_document is appended, except with --merge",
         required=True,
     ),
     arg(
@@ -66,17 +66,17 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
         nargs="+",
         default=["text"],
     ),
-    arg("--tokenizer-type", "type of the tokenizer, with Megatron's names", choices=TOKENIZER_TYPES),
+    arg("--tokenizer-type", "tokenizer type, as named in Megatron", choices=TOKENIZER_TYPES),
     arg("--tokenizer-model", "tokenizer folder, tokenizer.json, name on the Hub, or SentencePiece .model"),
     arg("--vocab-file", "vocab.json of GPT2BPETokenizer"),
     arg("--merge-file", "merges.txt of GPT2BPETokenizer"),
     flag("--append-eod", "end every document with the end-of-document token"),
     flag("--prepend-bos", "begin every document with the beginning-of-sequence token"),
     arg("--eod-token", "end-of-document token, if the tokenizer's files do not define it"),
-    flag("--allow-special", "encode special tokens in a text as such (default: as ordinary text)"),
+    flag("--allow-special", "encode special tokens in texts as special tokens (default: as ordinary text)"),
     arg(
         "--backend",
-        "tokenizer implementation; auto: gigatoken where its results are identical (default: auto)",
+        "tokenizer implementation; auto uses gigatoken if its results are identical (default: auto)",
         choices=BACKENDS,
         default="auto",
     ),
@@ -86,7 +86,7 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--dry-run", "estimate tokens, disk space and time from a sample; write nothing"),
     group(
         "execution",
-        *execution("number of tasks, each on its own core or machine (default: processes of this command)"),
+        *execution("tasks on separate cores or machines (default: none; this command starts workers)"),
     ),
     group(
         "Megatron's options without effect",
@@ -98,12 +98,12 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     ),
 )
 def run_tokenize(arguments: argparse.Namespace) -> int:
-    """Tokenizes documents into PREFIX_text_document.bin/.idx. The files do not depend on --workers and
-    --tasks. Repeat the command to resume. Exit code 75: SLURM jobs are under way.
+    """Tokenizes documents into PREFIX_text_document.bin/.idx. --workers and --tasks do not affect
+    their contents. Repeat the command to resume. Exit code 75: SLURM jobs are under way.
     """
     started = time.monotonic()
     if arguments.split_sentences:
-        rule = "not supported, sentences are only used by BERT models"
+        rule = "is not supported because only BERT models use sentences"
         raise setting_error("split_sentences", True, rule, "omit --split-sentences")
     if arguments.merge:
         prefixes, joined = [Path(prefix) for prefix in arguments.merge], Path(arguments.output_prefix)
@@ -148,7 +148,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
 @command("data train-tokenizer", "train a byte-level BPE tokenizer and save it as a folder for AutoTokenizer")
 @takes(
     arg("input PATH", f"files, folders or quoted patterns: {KINDS}", nargs="+"),
-    arg("--vocab-size", "vocabulary size, including special tokens and the 256 bytes", int, required=True),
+    arg("--vocab-size", "vocabulary size, including special tokens and 256 byte tokens", int, required=True),
     arg("--out", "folder for the tokenizer", required=True),
     arg("--json-key", "field that contains the text (default: %(default)s)", default="text"),
     arg("--eos-token", "end-of-document token (default: %(default)s)", default=EOD_TOKEN),
@@ -156,7 +156,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     arg("--pad-token", "padding token (default: none)"),
     arg(
         "--max-megabytes",
-        "amount of text to train on (MB), the same fraction of every file (default: %(default)s)",
+        "maximum text to train on (MB), taking the same fraction of each file (default: %(default)s)",
         float,
         default=1000,
     ),
@@ -165,7 +165,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     _START_OVER,
 )
 def run_train_tokenizer(arguments: argparse.Namespace) -> None:
-    """Trains a byte-level BPE tokenizer. Texts are streamed; memory grows with the distinct words."""
+    """Trains a byte-level BPE tokenizer. Streams the texts; memory use grows with the distinct words."""
     same = ("vocab_size", "json_key", "eos_token", "bos_token", "pad_token", "skip_bad", "start_over")
     options = {name: getattr(arguments, name) for name in same}
     max_bytes = int(arguments.max_megabytes * 1e6)
@@ -179,16 +179,16 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
 
 @command("data mix", "prepare and tokenize the sources of a mixture, with weights and a datasheet")
 @takes(
-    arg("mixture", "definition of the mixture (YAML)", Path),
-    arg("--name", "name of the mixture (default: the file's name)"),
+    arg("mixture", "YAML file that defines the mixture", Path),
+    arg("--name", "name of the mixture (default: the YAML file's name)"),
     arg("--data-dir FOLDER", "folder for all outputs (default: data)", Path, default=Path("data")),
     flag("--start-over", "create everything again except the downloads"),
-    repeated("--start-over-source NAME", "source to create again (repeatable)"),
-    flag("--download-again", "also download the files again"),
+    repeated("--start-over-source NAME", "name of a source to create again (repeatable)"),
+    flag("--download-again", "download, convert and shuffle again"),
     flag("--dry-run", "print files, disk space and time of each source; write nothing"),
     arg(
         "--memory SIZE",
-        "memory of each shuffle task, such as 8GB (default: a quarter of the free memory, shared by all)",
+        "memory limit per shuffle task, such as 8GB (default: tasks share a quarter of free memory)",
         memory_bytes,
     ),
     group(
@@ -202,7 +202,7 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
     ),
 )
 def run_mix(arguments: argparse.Namespace) -> int:
-    """Downloads, filters, shuffles and tokenizes every source of a mixture.yaml (docs/corpus.md), computes
+    """Downloads, filters, shuffles and tokenizes the sources of a mixture.yaml (docs/corpus.md), computes
     their weights, and writes token files and datasheet.md to DATA_DIR/NAME. Repeat the command to resume.
     Exit code 75: SLURM jobs are under way.
     """
@@ -240,8 +240,8 @@ def run_mix(arguments: argparse.Namespace) -> int:
     arg("url", "folder in the object store, such as s3://bucket/corpus"),
 )
 def run_push(arguments: argparse.Namespace) -> None:
-    """Copies the files of a finished output; the manifest comes last and marks the copy as complete. Repeat
-    the command to copy the remaining files. Training can read the token files: TRAIN_DATA=URL/PREFIX.
+    """Copies the files of a finished output, and last its manifest, which marks the copy as complete. Repeat
+    the command to copy remaining files. Training can read the pushed token files: TRAIN_DATA=URL/PREFIX.
     """
     from moe_exp.data.download.stores import push
 
@@ -269,7 +269,7 @@ def run_pull(arguments: argparse.Namespace) -> None:
     arg("--text-field", "JSONL field that contains the text (default: text)", default="text"),
     arg(
         "--seq-len",
-        "sequence length for the share of documents that are cut (tokens; default: 4096)",
+        "sequence length for which to report the share of cut documents (tokens; default: 4096)",
         default=4096,
     ),
     JSON,
@@ -285,7 +285,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 @command("data verify", "compare files with their manifest, or with another corpus")
 @takes(
     arg("path", "folder, prefix or file created by moe-exp data", Path),
-    arg("--against OTHER", "corpus to compare the documents with, regardless of their order", Path),
+    arg("--against OTHER", "corpus whose documents are compared instead, in any order", Path),
     arg("--text-field", "JSONL field that contains the text, with --against (default: text)", default="text"),
 )
 def run_verify(arguments: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ class MixturePart:
         source: the dataset or path, with its commit.
         converted, shuffled, tokenized: manifests of the three steps.
         shards: files with the training documents.
-        prefix, valid_prefix: token files.
+        prefix, valid_prefix: prefixes of the training and the validation token files.
         asked, weight: requested and effective share of the tokens.
     """
 
@@ -85,7 +85,7 @@ def datasheet(name: str, parts: Sequence[MixturePart], *, total_tokens: float | 
     shown = [(span, *(f"{one.get(begin, 0):,}" for one in counts_of)) for span, begin in spans.items()]
     lines += _table(("tokens", *found), shown)
     has_langid = importlib.util.find_spec("py3langid") is not None
-    how = f"In the first {_LANGUAGES_OF:,} documents, by the field `language`"
+    how = f"Shares in the first {_LANGUAGES_OF:,} documents of each source, by the field `language`"
     how += ", or by py3langid for documents without it." if has_langid else "."
     lines += ["## Languages", "", how, ""]
     languages = [(part.name, _languages(part, has_langid=has_langid)) for part in parts]
@@ -145,12 +145,12 @@ def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
         cells[index] = f"({len(words[index]):,})"
         rows.append((part.name, *cells))
     share = "" if every == 1 else f" Based on a sample of one in {every} texts, chosen by hash."
-    note = f"Distinct texts that both sources contain; in parentheses, all distinct texts of a source.{share}"
+    note = f"Distinct texts in both sources; in parentheses, distinct texts of the source itself.{share}"
     return [note, "", *_table(("", *(part.name for part in parts)), rows)]
 
 
 def _distinct(part: MixturePart, every: int) -> Any:
-    """Hashes of the distinct texts (one in `every`), cached in a file next to the tokens."""
+    """Returns the hashes of the distinct texts (a sample of one in `every`), cached next to the tokens."""
     path = part.prefix.with_name(f"{part.name}.{part.shuffled['line_hash'][:16]}.{every}.npy")
     if path.exists():
         return np.load(path)

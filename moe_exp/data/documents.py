@@ -1,7 +1,7 @@
 """Reads, checks, counts and hashes the documents in files, so that none is lost silently.
 
 Only LF ends a line, as in JSONL: U+2028 and other separators are text. A BOM at the start of a file and a CR
-at the end of a line are not text. Blank lines and empty texts are skipped and counted. Any other invalid line
+at the end of a line are removed. Blank lines and empty texts are skipped and counted. Any other invalid line
 raises an error or, if the caller chooses, is skipped and counted by reason.
 """
 
@@ -60,7 +60,7 @@ _BESIDE_DATA = re.compile(
     r"|dataset_infos?|_success|_(common_)?metadata|running|([^/]*\.)?manifest)(\.[^/]*)?)",
     re.IGNORECASE,
 )
-_OTHER_FIELD = "name the text field (TEXT_FIELD, --text-field or --json-keys)"
+_OTHER_FIELD = "give the name of the text field (TEXT_FIELD, --text-field or --json-keys)"
 
 _MASK128 = 2**128 - 1
 
@@ -132,17 +132,17 @@ def data_among(
     sizes: Mapping[str, int], where: str, what: str, text_field: str = "",
     has_text: Callable[[str], bool] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Chooses the files with documents in a folder. A warning counts and names the others.
+    """Selects the document files in a folder. A warning names other files, unless they are metadata.
 
-    Chooses records (JSON and tables), or text files if there are no records: next to records, text files
-    usually are a README and a LICENSE. `has_text` decides whether a .json file holds records or metadata.
+    Selects record files (JSON and tables). Selects text files only if there are no record files, because
+    text files next to records are usually a README or LICENSE.
 
     Args:
         sizes: size of each file in bytes, by relative name.
         where, what: the folder or URL and the setting that names it, for messages.
         text_field: field with the text; "" if `has_text` is not given.
-        has_text: whether the first object in a .json file has the field. Without it, as at an object store,
-            .json files are chosen by name, and only if there are no other records.
+        has_text: returns whether a .json file is a record file, with the field in its first object. If None
+            (object stores), .json files are only selected if there are no other records, and by name.
 
     Raises:
         ValueError: the files left out contain most of the bytes.
@@ -175,7 +175,7 @@ def data_among(
     if sum(left_out.values()) > sum(sizes[name] for name in chosen if name not in about):
         suffix = ending(chosen[0])
         pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
-        fix = f"select the files with a pattern such as {pattern}, or convert the others to .txt or .jsonl"
+        fix = f"select files with a pattern such as {pattern}, or convert those left out to .txt or .jsonl"
         if has_text and any(ending(name) in JSON_FILES for name in left_out):
             fix = f"{_OTHER_FIELD}, or {fix}"
         raise input_error(f"{what}={where}", f"{line}, which is most of the data", fix)
@@ -233,8 +233,8 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
         text_field: field with the text, which identifies the .json files with data in a folder.
 
     Raises:
-        ValueError: no file; a name that matches nothing; a file of unknown kind or given twice; a folder with
-            mostly unreadable data.
+        ValueError: no files are given; a name matches nothing; a file is of unknown kind or given twice; most
+            of the data in a folder is unreadable.
     """
     found: list[Path] = []
     for path in map(Path, names):
@@ -261,7 +261,7 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
                 raise input_error(f"{what}={one}", rule, _OTHER_FIELD)
             others = sorted({path.suffix for path in below if path.suffix})[:_MOST_NAMED]
             rule = f"the folder contains no file ending with {KINDS}{', only ' if others else ''}"
-            fix = "give a folder with such files, or convert its files to .txt"
+            fix = "give a folder with files of these types, or convert its files to .txt"
             raise input_error(f"{what}={one}", rule + ", ".join(others), fix)
     if not found:
         raise input_error(f"{what}=", "no files given", f"give files ({KINDS}) or folders with such files")
@@ -328,19 +328,19 @@ def read_objects(
 
 
 def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
-    """Counts line `number` of `path` as skipped, or raises BadDocument unless it or its text is empty."""
+    """Counts an invalid line as skipped if `skip_bad` or if it has no text; else raises BadDocument."""
     if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
         raise BadDocument(path, number, reason)
     tally.skipped[reason] += 1
 
 
 def text_of(line: bytes, text_field: str = "text") -> str:
-    """Text of a JSONL line; ValueError says why the line is invalid."""
+    """Returns the text of a JSONL line; raises ValueError with the reason if the line is invalid."""
     return text_in(_object_of(line), text_field)
 
 
 def text_in(document: dict[str, Any], text_field: str = "text") -> str:
-    """Text of a document; ValueError says why it is missing or invalid."""
+    """Returns a document's text; raises ValueError with the reason if it is missing or invalid."""
     text = document.get(text_field)
     if text_field not in document:
         raise ValueError(f"no field {text_field!r}")
@@ -413,7 +413,7 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
 
 
 def compression_ratio(path: Path) -> float:
-    """Compression ratio of the first 4 MB (decompressed) of a .gz or .zst file; raises BadDocument."""
+    """Compression ratio of the first 4 MB (decompressed) of a .gz or .zst file; BadDocument if damaged."""
     num_compressed = num_bytes = 0
     with path.open("rb") as file:
         try:

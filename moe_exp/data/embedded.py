@@ -1,7 +1,7 @@
 """The default corpus: source code of Python and PyTorch, tokenized with a BPE trained on it.
 
-It is built once for each data folder, vocabulary size, and version of Python and PyTorch. The folder gets its
-final name when it is complete.
+The corpus is built once for each data folder, vocabulary size, and version of Python and PyTorch. Its folder
+gets the final name when it is complete.
 """
 
 import json
@@ -60,7 +60,7 @@ def _torch_version() -> str:
 
 
 def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> EmbeddedCorpus:
-    """Returns the corpus under `data_dir`, building it if necessary. Of concurrent processes, one builds it.
+    """Returns the corpus under `data_dir`, building it if necessary. Of concurrent callers, one builds it.
 
     Args:
         data_dir: folder of all prepared corpora; created if missing, only read if the corpus exists.

@@ -1,4 +1,4 @@
-"""How datatrove pipelines run: executor and workers, passes, progress and complete files."""
+"""Tools to run datatrove pipelines: executor settings, passes, progress files and atomic outputs."""
 
 import glob
 import importlib.util
@@ -20,7 +20,7 @@ _REPORT_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Execution:
-    """Where a conversion runs and with how many workers; has no effect on the result."""
+    """Where tasks run, and with how many workers. Does not affect their results."""
 
     executor: str = "local"  # or slurm or ray
     workers: int | None = None  # default: all cores available to this process; unlimited for SLURM and Ray
@@ -39,7 +39,7 @@ class Execution:
             rule, fix = f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}", "choose one"
         elif self.workers is not None and self.workers < 1:
             rule = f"workers={self.workers}: must be at least 1"
-            fix = "omit it, or give the number of processes"
+            fix = "omit it, or give a positive number of processes"
         elif self.executor == "slurm" and not self.partition:
             rule = "partition=: required by executor=slurm"
             fix = "set --partition; `sinfo` lists the partitions"
@@ -77,7 +77,7 @@ def task_stats(name: str) -> Any:
 
 @dataclass
 class Step:
-    """A pass's only step, for datatrove: `run` processes a task and returns the number of units."""
+    """The only step of a datatrove pass. `run` processes a task and returns how many units it processed."""
 
     name: str
     unit: str
@@ -91,7 +91,7 @@ class Step:
 
 @dataclass
 class After:
-    """First step of a pipeline that checks that all tasks of the previous pass are complete.
+    """Step at the start of a pipeline, which checks that all tasks of the previous pass are complete.
 
     SLURM starts the pipeline after the last of several job arrays; the other arrays may have failed.
     """
@@ -122,7 +122,7 @@ def num_workers(execution: Execution) -> int:
 
 
 class Through:
-    """Publishes a task's progress in bytes as an 8-byte file in `folder` (none if "")."""
+    """Publishes a task's progress (bytes) in an 8-byte file in `folder`, or nowhere if `folder` is ""."""
 
     def __init__(self, folder: str, rank: int):
         self._file = None
@@ -163,7 +163,7 @@ def bytes_through(folders: Iterable[Path]) -> int:
 def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterator[list[Path]]:
     """Yields temporary paths to write to. At the end of the block the files are renamed to `paths`.
 
-    `is_durable` flushes them to disk first; not needed if a later check detects what a power failure lost.
+    With `is_durable`, flushes the files to disk first. Not needed if a later check detects lost data.
     """
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

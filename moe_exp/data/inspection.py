@@ -41,13 +41,13 @@ def inspect_path(
     path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text",
     seq_len: int = 4096,
 ) -> dict[str, Any]:  # fmt: skip
-    """Reads `path` completely and returns what --json prints; `kind` is `tokens` or `documents`.
+    """Reads `path` completely and returns the report for --json, with kind `tokens` or `documents`.
 
     Args:
         path: prefix of .bin/.idx files (with or without suffix), a file of documents, or a folder with them.
         tokenizer: tokenizer.json or its folder, to decode samples and count unknown ids.
         num_samples: number of documents to show.
-        seq_len: training sequence length (tokens), for the share of documents that samples cut.
+        seq_len: training sequence length (tokens), to report the share of documents cut at sample ends.
     """
     if path.is_dir() or ending(path):
         files = data_files(path, text_field)
@@ -101,7 +101,7 @@ class Hashes:
     def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
         """Whether each document is among the `sorted_words` of another instance.
 
-        Of hashes that agree in only their first 64 bits, one is compared: rare below 2**32 documents.
+        If several of them share their first 64 bits, only one is compared (rare below 2**32 documents).
         """
         mine_first, mine_second = self._words
         if not len(first):
@@ -111,7 +111,7 @@ class Hashes:
 
 
 def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
-    """Numbers of documents only in `one` and only in `other`, as multisets."""
+    """Returns how many documents are only in `one`, and how many only in `other` (as multisets)."""
     joined = Hashes()
     joined.extend(one)
     joined.extend(other)
@@ -269,7 +269,7 @@ def inspect_documents(
 def documents_with_progress(
     path: Path, tally: Tally, advance: Callable[[int], None], *, text_field: str, skip_bad: bool = False
 ) -> Iterator[tuple[bytes, str]]:
-    """Like `read_documents`; reports the bytes read to `advance`, for compressed files only at their end."""
+    """Like `read_documents`, but also reports bytes read to `advance` (for streams, only at the end)."""
     reported = pending = 0
     for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
         yield line, text

@@ -1,6 +1,6 @@
 """Runs the tasks of datatrove pipelines on this machine, as SLURM jobs, or on a Ray cluster.
 
-Local tasks run in our own pool: LocalPipelineExecutor.run waits forever for a worker that was killed. A task
+Local tasks run in our own pool, because LocalPipelineExecutor.run waits forever for a killed worker. A task
 with a file in `completions/` is done, no matter where it ran.
 """
 
@@ -62,7 +62,7 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
             if one.left():
                 ray_executor(one, execution).run()
             if left := one.left():  # RayPipelineExecutor.run does not report failed tasks
-                rule = f"{len(left)} of {one.num_tasks} tasks failed or were lost, the first is {left[0]}"
+                rule = f"{len(left)} of {one.num_tasks} tasks failed or were lost, first task {left[0]}"
                 log = f"{one.folder}/logs/task_{left[0]:05d}.log"
                 raise ChildProcessError(f"{rule}. Fix: see {log}, and {AGAIN}.")
         return True
@@ -164,7 +164,7 @@ def check_no_jobs(folder: Path) -> None:
 
 def _jobs_there(folder: Path) -> list[str]:
     jobs_file = folder / _JOBS
-    fix = "check with squeue that none of its jobs is left, then remove it"
+    fix = "make sure with squeue that no job of this step remains, then remove the file"
     return still_there(read_json(jobs_file, fix=fix)) if jobs_file.exists() else []
 
 
@@ -172,10 +172,10 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
     """Submits the remaining tasks, each pass depending on the previous one, unless earlier jobs are active.
 
     Args:
-        follows: the step follows another one, whose last job may submit it, once.
+        follows: whether this step follows another step, whose last SLURM job may submit it once.
 
     Raises:
-        ValueError: sbatch fails, squeue does not answer, or this process is itself a job.
+        ValueError: sbatch fails, squeue does not answer, or this process is a job that must not submit.
     """
     jobs_file = passes[-1].folder / _JOBS
     if there := _jobs_there(passes[-1].folder):
@@ -219,7 +219,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
     except subprocess.CalledProcessError as error:
         submitted = f"; already submitted: {' '.join(ids)}" if ids else ""
         rule = f"failed with exit code {error.returncode}, see its message above{submitted}"
-        raise ValueError(f"sbatch: {rule}. Fix: correct the option it names.") from error
+        raise ValueError(f"sbatch: {rule}. Fix: correct the option that sbatch rejects.") from error
     finally:
         # after a failed sbatch as well: the jobs submitted before it are in the queue
         jobs_file.parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ class WorkerPool:
         function: picklable; called with one argument, the call.
         number: number of processes; with 1, the calls run in this process.
         preload: module to import in the workers, see `worker_context`.
-        describe: returns the name of a call for an error and a sentence to append to its fix.
+        describe: returns a call's name for an error message, and a sentence to append to the fix.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Reads data files of every supported kind as JSON lines.
 
 Plain JSONL is read as it is. Compressed files, text, tables and JSON arrays are streams: they can only be
-read from the beginning. Text and table rows become lines `{"text": ...}`, array elements one line each.
+read from the beginning. Each text or table row becomes a line `{"text": ...}`, each array element a line.
 """
 
 import codecs

@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 
 
 class MixedSource(BaseModel):
-    """One source of a mixture. Other settings are those of `moe-exp data prepare`.
+    """One source of a mixture. The other fields are options of `moe-exp data prepare`.
 
     Args:
         source: dataset, file or folder, as for `moe-exp data prepare`.
-        name: base name of its files (default: the source's).
+        name: base name of the created files (default: the source's name).
         weight: share of the training tokens, relative to the other weights.
         max_epochs: maximum number of epochs over its tokens; requires `total_tokens`.
         near_dedup: options for near-duplicate removal; {} for the defaults.
@@ -150,7 +150,7 @@ def effective_weights(
 ) -> list[float]:
     """Returns shares of the training tokens that respect each source's maximum number of epochs.
 
-    What a limited source gives up is divided among the others in proportion to their weights.
+    The share that a limited source cannot fill is divided among the other sources by weight.
 
     Args:
         weights: requested relative weights.
@@ -165,7 +165,7 @@ def effective_weights(
     # even all epochs of all sources do not provide enough tokens
     if sum(limits) < 1:
         most = sum(limits) * (total_tokens or 0)
-        rule, fix = f"the sources provide only {most:.4g} with their max_epochs", "lower it, raise max_epochs"
+        rule, fix = f"max_epochs limits the sources to {most:.4g}", "lower total_tokens, raise max_epochs"
         raise input_error(f"total_tokens={total_tokens:.4g}", rule, f"{fix}, or add another source")
     # `full` sources read all their epochs; the others share the rest
     shares, full = [0.0] * len(weights), set[int]()

@@ -32,7 +32,7 @@ from moe_exp.host.files import bytes_text, ending, is_url
 
 
 def fitting_vocab_size(config: Config) -> int | None:
-    """VOCAB_SIZE for a tokenizer to be trained on TRAIN_DATA; None if TOKENIZER is set or without text.
+    """VOCAB_SIZE for a tokenizer to be trained on TRAIN_DATA; None if TOKENIZER is set or without text in it.
 
     Returns a power of two near a thousandth of the text's size in bytes, from 512 to 32768.
     """
@@ -66,7 +66,7 @@ def with_prepared_text(config: Config) -> Config:
 
 
 def already_prepared(config: Config) -> Config | None:
-    """`with_prepared_text` if everything is prepared, else None. Always None for data at an object store."""
+    """Result of `with_prepared_text` if all data exist, else None. None for data at an object store."""
     blends = (config.train_data, config.valid_data, *config.stage_blends)
     if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
         return None
@@ -83,7 +83,7 @@ def already_prepared(config: Config) -> Config | None:
 
 
 def prepared_by_launcher(config: Config) -> Config:
-    """`with_prepared_text` in a rank. Unless torchrun is used alone, the launcher has prepared the data."""
+    """`with_prepared_text` for a rank. Uses the launcher's result; without a launcher, prepares the data."""
     if not needs_preparation(config):
         return config
     # all ranks use what the launcher resolved, even if files have changed since
@@ -102,7 +102,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
     """`with_prepared_text` for a trained run, without preparing anything.
 
     If files have changed or are missing, uses the newest preparation of the same text and logs a warning;
-    ValueError if there is none. `trained` is the `tokenizer_fingerprint` that it must have.
+    ValueError if none exists. `trained`: required `tokenizer_fingerprint` of its tokenizer.
     """
     known = known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training
@@ -131,7 +131,7 @@ def text_problems(config: Config) -> list[str]:
 
 
 def plan_text(config: Config) -> list[str]:
-    """Lines for a dry run about the data that a start would prepare. Writes nothing."""
+    """Returns lines for a dry run about the data that a real run would prepare. Writes nothing."""
     how = "only its index is copied; tokens are read on demand"
     lines = [f"{url}: {how}" for url in _remote_tokens(config)]
     for source in _text_sources(config):
@@ -148,7 +148,7 @@ def plan_text(config: Config) -> list[str]:
 
 
 def validation_setting(config: Config) -> str:
-    """Setting that the validation data comes from: train_data if it was held out from TRAIN_DATA."""
+    """Setting that provides the validation data: train_data if it was held out from TRAIN_DATA."""
     trained = {Path(name) for _, name in blend_members(config.train_data)}
     names = [Path(name) for _, name in blend_members(config.valid_data)]
     is_held_out = [one.with_name("train") in trained and one.with_name(FACTS).is_file() for one in names]
@@ -239,20 +239,20 @@ def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> l
         tokenizer = _loaded(config.tokenizer, prepend_bos=config.prepend_bos)
     elif len(members) > 1 or not texts:
         rule = "is a blend with text" if texts else "is text, and the tokenizer of TRAIN_DATA is unknown"
-        fix = "set TOKENIZER; moe-exp data train-tokenizer trains one"
-        problems.append(config.problem(given[0][0], f"{rule}, which requires TOKENIZER", fix))
+        fix = "set TOKENIZER; moe-exp data train-tokenizer trains a tokenizer"
+        problems.append(config.problem(given[0][0], f"{rule}, so TOKENIZER is required", fix))
     if config.prepend_bos and not config.tokenizer:
-        fix = "set TOKENIZER to one with a BOS token, or omit PREPEND_BOS"
+        fix = "set TOKENIZER to a tokenizer with a BOS token, or omit PREPEND_BOS"
         problems.append(config.problem("prepend_bos", "a tokenizer trained here has no BOS token", fix))
     others = [name for name in members if not is_text(name)]
     holds_out = not config.valid_data and not config.split
     if texts and others and holds_out and config.eval_interval:
-        rule = f"documents can only be held out from text, and {others[0]} is a prefix of token files"
+        rule = f"documents can only be held out from text, but {others[0]} is a prefix of token files"
         problems.append(config.problem("train_data", rule, "set VALID_DATA or SPLIT=99,1"))
     for setting, name in given:
         if is_url(name):
-            rule = "text cannot be read from an object store, only token files"
-            fix = f"run moe-exp data download {name}, and set {setting.upper()} to the folder"
+            rule = "only token files can be read from an object store, not text"
+            fix = f"run moe-exp data download {name}, and set {setting.upper()} to its folder"
             problems.append(problem(setting, name, rule, fix))
     if problems:
         raise ConfigError(problems)
@@ -266,7 +266,7 @@ def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> l
             sources[sources.index(same)] = replace(same, aliases=(*same.aliases, name))
         elif shared and not config.valid_data:
             rule = f"shares only some files with TRAIN_DATA={shared[0].name}, which holds out documents"
-            fix = "use all of its files or different ones, or set VALID_DATA"
+            fix = "use all files of that text or none of them, or set VALID_DATA"
             raise ConfigError([problem("data_stages", name, rule, fix)])
         else:
             rest.append(stage)

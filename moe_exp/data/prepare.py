@@ -45,15 +45,15 @@ class Preparation:
     Args:
         name: registered name, dataset on the Hub, file or folder; see `resolve_source`.
         data_dir: parent of the created folders.
-        patterns, revision, text_field: override the source's own.
+        patterns, revision, text_field: replace the values registered for the source.
         settings: conversion settings; their text field is replaced by the source's.
         execution: where the conversion and shuffle tasks run.
         shuffle: keyword arguments of `shuffle_documents`: seed, num_shards, valid_fraction, memory_bytes.
         shuffle_tasks: number of shuffle tasks (default: 1; one per chunk on SLURM and Ray above 50 GB).
-        start_over: repeat conversion and shuffle.
-        download_again: repeat the download as well.
-        output_name: name of the folders with chunks and shards and of their files (default: the source's).
-        raw_name: name of the download folder (default: the source's).
+        start_over: repeat the conversion and the shuffle.
+        download_again: repeat the download, the conversion and the shuffle.
+        output_name: base name of the chunk and shard folders and files (default: the source's name).
+        raw_name: base name of the download folder (default: the source's name).
         clamp_tasks: reduce the number of tasks to the number of files instead of raising an error.
     """
 
@@ -161,7 +161,7 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
 
 
 def plan(wanted: Preparation) -> None:
-    """Prints what `prepare` would do; writes nothing. If files are missing, uses the registered size."""
+    """Prints what `prepare` would do; writes nothing. Before the download, uses the registered size."""
     source = wanted.source()
     folder, shuffled = _checked_folders(source, wanted)
     if source.is_embedded:

@@ -1,11 +1,11 @@
-"""Tokenizes the text that data settings name, once, into a folder under DATA_DIR.
+"""Tokenizes the text in data settings once, and stores the tokens in a folder under DATA_DIR.
 
     DATA_DIR/NAME_1a2b3c4d/   train.bin .idx .manifest.json, valid.* with the held-out documents,
                               tokenizer/ if one was trained, text.json
 
-A folder with this name is complete. It is reused while the tokenizer, the options, and the names, sizes and
-contents of the files stay the same. Documents are held out based on their text, so adding files does not hold
-out a document that was trained on.
+The folder gets this name when complete. It is reused while the tokenizer, the options, and the names, sizes
+and contents of the files stay the same. Documents are held out based on their text, so adding files does
+not hold out a document that was trained on.
 """
 
 import json
@@ -185,18 +185,18 @@ def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> P
         return found
     for one in _known(source, data_dir):
         if one.facts["source"] == source.place and is_its_own(one):
-            what = "%s=%s: changed since it was prepared; using %s"
+            what = "%s=%s: files have changed since the text was prepared; using %s"
             logger.warning(what, source.setting, source.name, one.folder)
             return one
     rule = f"is text, and its token files were not found in DATA_DIR={data_dir}"
-    raise setting_error(source.setting, source.name, rule, "set DATA_DIR as for the training")
+    raise setting_error(source.setting, source.name, rule, "set DATA_DIR to the folder used for training")
 
 
 # Preparing
 
 
 def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
-    """Finds or creates a text's token files. Of concurrent processes on any node, one creates them."""
+    """Finds or creates a text's token files. Of concurrent callers on all nodes, one creates them."""
     if found := matching(source, data_dir):
         logger.info("%s: already prepared, %s", source.name, _summary(found))
         return found
@@ -216,7 +216,7 @@ def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
             }
             parts = [f"{len(names)} {how} ({', '.join(names[:3])})" for how, names in kinds.items() if names]
             if parts:
-                what = "%s: preparing again because files differ from those in %s: %s"
+                what = "%s: preparing again because files differ from those prepared in %s: %s"
                 logger.warning(what, source.name, known[0].folder, "; ".join(parts))
         started = time.monotonic()
         made = _build_again(source, folder)

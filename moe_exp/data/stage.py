@@ -3,8 +3,8 @@
 A running stage writes only to `OUTPUT.partial/`. When it is done, that folder becomes OUTPUT (with a
 manifest.json), or its files move next to `OUTPUT.manifest.json`. So anything with its final name is complete.
 A killed stage resumes from its folder. A finished stage does nothing if called with the same settings and
-inputs, and refuses others. `start_over` replaces an output, which stays until the new one is complete; a
-killed start-over resumes when the step is called without `start_over`.
+inputs, and raises an error for others. With `start_over`, the old output stays until the new one is complete;
+if that call is killed, the next call without `start_over` resumes it.
 """
 
 import json
@@ -64,7 +64,7 @@ class CorpusStage:
 
         Args:
             outputs: files in the working folder to list in the manifest.
-            hashes: their `file_hash`, where already known.
+            hashes: `file_hash` of each output for which it is already known.
             facts: additional manifest entries.
         """
         self.manifest = self._manifest(outputs, facts, hashes or {})
@@ -84,7 +84,7 @@ class CorpusStage:
     def finish_files(
         self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any
     ) -> dict[str, Any]:
-        """Moves the files next to OUTPUT, then writes and returns `OUTPUT.manifest.json`; Args as above."""
+        """Moves the files next to OUTPUT, then writes and returns the manifest. Args: see `finish_folder`."""
         manifest_path = _manifest_path(self.output, is_folder=False)
         self.manifest = self._manifest(outputs, facts, hashes or {})
         manifest_path.unlink(missing_ok=True)  # without it, partly replaced files do not count as finished
@@ -130,7 +130,7 @@ def run_stage(
             `start_over`.
 
     Raises:
-        ValueError: another process is working on it; it was created or started with other settings or inputs;
+        ValueError: another process is working on the output; other settings or inputs created or started it;
             a file of the finished output is missing.
     """
     output = _place(output)
@@ -163,7 +163,7 @@ def run_stage(
             return
         others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
         if start_over and others:
-            rule = f"was created by the step {others[0]} and is not replaced by {name}"
+            rule = f"was created by the step {others[0]} and cannot be replaced by {name}"
             raise input_error(output, rule, "choose another output, or remove it")
         if done is None:
             _check_foreign(output, is_folder, () if begun or start_over else suffixes)
@@ -189,14 +189,14 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If another process has the lock, logs `waits` and waits; ValueError without it."""
+    """Locks an output. If another process has the lock, logs `waits` and waits, or raises if it is ""."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
         if not waits:
-            rule, fix = "in use by another process", "wait until it finishes, or choose another output"
+            rule, fix = "in use by another process", "wait until that process ends, or choose another output"
             raise input_error(output, rule, fix) from error
         logger.info(waits)
         lock.acquire()
@@ -278,7 +278,7 @@ def is_older(output: Path, other: Path) -> bool:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Name, size and hash of a file. Hashes four blocks (64 KB): a corpus may have 30,000 files."""
+    """Name, size and hash of a file. Hashes only 64 KB in 4 blocks: a corpus may have 30,000 files."""
     size = path.stat().st_size
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:

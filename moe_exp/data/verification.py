@@ -165,7 +165,7 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     # a single file cannot be compared with itself
     if len(valid) and len(names) > 1:
         wrong = f"{num_shared:,} training documents are also validation documents"
-        facts = f"none of {len(valid):,} is a training document"
+        facts = f"none of the {len(valid):,} validation documents is in the training files"
         found.append(Finding("validation against training", wrong if num_shared else "", facts))
     return found
 
@@ -219,7 +219,7 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
         raise ValueError(f"{path}: must be of the same kind as {other}. Fix: {fix}.")
     hashes = [_all_hashes(one, text_field, is_tokens=is_tokens) for one in (path, other)]
     only_here, only_there = difference(*hashes)
-    wrong = f"{only_here:,} documents are missing from {other}, which has {only_there:,} others"
+    wrong = f"{only_here:,} documents are missing from {other}, which has {only_there:,} additional ones"
     wrong = wrong if only_here or only_there else ""
     return Finding(f"{path} against {other}", wrong, f"the same {len(hashes[0]):,} documents")
 

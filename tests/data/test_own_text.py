@@ -90,7 +90,7 @@ def test_a_changed_file_is_noticed(place, caplog):
     (place / "text/2.txt").unlink()
     again = with_prepared_text(settings())
     assert again.train_data != used.train_data
-    why = "text: preparing again because files differ from those in "
+    why = "text: preparing again because files differ from those prepared in "
     assert [one for one in caplog.messages if one.startswith(why)]
     assert "1 changed (0.txt); 1 new (more.txt); 1 gone (2.txt)" in caplog.text
     assert abs(TokenFiles(again.valid_data).num_documents - held_out) <= 3
@@ -241,7 +241,7 @@ BAD = {
         r"TRAIN_DATA=x\.jsonl: x\.jsonl has no field .*content, id\. Fix: ",
     ),
     "*.md": (None, r"TRAIN_DATA=\*\.md: no file matches the pattern\. Fix: check the path"),
-    "1.0 text 2.0 text/deep": (None, r"is a blend with text, which requires TOKENIZER\. Fix: set TOKENIZER"),
+    "1.0 text 2.0 text/deep": (None, r"is a blend with text, so TOKENIZER is required\. Fix: set TOKENIZER"),
 }
 
 

@@ -168,7 +168,7 @@ def ending(function, dies):
 
 
 def test_a_second_process_is_refused(tmp_path, source):
-    rule = r"out: in use by another process\. Fix: wait until it"
+    rule = r"out: in use by another process\. Fix: wait until that process ends"
     first = run_stage("test", tmp_path / "out", settings={"a": 1}, inputs=[source])
     with first, pytest.raises(RankError, match=rule):
         run_on_ranks(1, make, tmp_path / "out", source, join=False)
@@ -344,7 +344,7 @@ def test_stale(tmp_path, source):
 
 def test_another_step_is_never_replaced(tmp_path, source):
     make(tmp_path / "out", source, "precious")
-    rule = r"out: was created by the step test and is not replaced by other. Fix: choose another output"
+    rule = r"out: was created by the step test and cannot be replaced by other. Fix: choose another output"
     with pytest.raises(ValueError, match=rule):
         run_other(tmp_path / "out", source, start_over=True)
     assert made_file(tmp_path / "out", True).read_text() == "precious"

@@ -70,7 +70,7 @@ def test_nothing_is_wrong(texts, tmp_path):
     names = ["c.chunk.00.jsonl", "c.chunk.01.jsonl", "c.val.jsonl"]
     assert [finding.name for finding in findings[:3]] == names
     assert findings[-2].facts == f"60, text hash {tally_of(texts).text_hash:032x}"
-    assert findings[-1].facts == "none of 10 is a training document"
+    assert findings[-1].facts == "none of the 10 validation documents is in the training files"
     assert problems(folder / "manifest.json") == problems(folder / "c.val.jsonl") == {}
 
 
@@ -180,7 +180,7 @@ def test_compare_files_in_other_order(texts, tmp_path):
     assert compare(folder, tmp_path / "all.jsonl").problem == ""
     (tmp_path / "all.jsonl").write_text(lines([*texts[:57], texts[0], "new"]))
     found = compare(folder, tmp_path / "all.jsonl").problem
-    assert found == f"3 documents are missing from {tmp_path}/all.jsonl, which has 2 others"
+    assert found == f"3 documents are missing from {tmp_path}/all.jsonl, which has 2 additional ones"
 
 
 def test_compare_token_files(tmp_path):
@@ -192,7 +192,9 @@ def test_compare_token_files(tmp_path):
     builder.finalize(str(tmp_path / "b.idx"))
     assert compare(prefix, tmp_path / "b.bin").problem == ""
     other = token_files(tmp_path / "c", documents[:2])
-    assert compare(prefix, other).problem == f"1 documents are missing from {other}, which has 0 others"
+    assert (
+        compare(prefix, other).problem == f"1 documents are missing from {other}, which has 0 additional ones"
+    )
     with pytest.raises(ValueError, match=r"must be of the same kind as"):
         compare(prefix, tmp_path)
 
@@ -214,7 +216,10 @@ def test_difference_of_multisets(one, other):
 def test_command(texts, tmp_path, capsys):
     folder = shuffled_folder(tmp_path / "x", texts[:50], texts[50:])
     assert main(["data", "verify", str(folder)]) == 0
-    assert "validation against training: ok, none of 10 is a training document\n" in capsys.readouterr().out
+    assert (
+        "validation against training: ok, none of the 10 validation documents is in the training files\n"
+        in capsys.readouterr().out
+    )
     valid = folder / "c.val.jsonl"
     assert main(["data", "verify", str(folder), "--against", str(valid)]) == 1
     assert f"{folder} against {valid}: 50 documents are missing from " in capsys.readouterr().out

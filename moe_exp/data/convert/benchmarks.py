@@ -72,7 +72,7 @@ class Benchmark:
 
 
 def _questions_with_answers(task: Any, document: Any) -> list[str]:
-    """Returns the question with each correct answer."""
+    """Returns one text for each correct answer: the question followed by the answer."""
     text, target = task.doc_to_text(document), task.doc_to_target(document)
     chooses_question = isinstance(text, int)  # as in winogrande, where the choices precede the answer
     question = task.doc_to_choice(document)[text] if chooses_question else text

@@ -1,6 +1,6 @@
 """Converts data files to JSONL chunks, with optional filters and deduplication. Accounts for every document.
 
-Task 3 of a datatrove pipeline reads every num_tasks-th input file and writes
+Task 3 of the datatrove pipeline, for example, reads every num_tasks-th input file and writes
 `OUTPUT/NAME.chunk.00003.jsonl`. `OUTPUT/datatrove/` contains datatrove's completions, logs, stats and
 executor.json, and each task's counts/. Resuming requires the same number of tasks and list of files.
 """
@@ -179,7 +179,7 @@ def convert(
             facts["benchmarks"] = write_contamination_index(settings.decontaminate, index)
             for task, counts in facts["benchmarks"]["tasks"].items():
                 if counts["num_short"]:
-                    what = "%s: %d of %d texts are too short to be detected"
+                    what = "%s: %d of %d texts are too short to be found in documents"
                     logger.warning(what, task, counts["num_short"], counts["num_texts"])
         # a progress bar over the input bytes of all passes that read, from the files written by their tasks
         firsts = [one.pipeline[0] for one in passes]

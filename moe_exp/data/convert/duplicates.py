@@ -4,8 +4,8 @@ Exact duplicates are found by a hash of the text, near-duplicates by MinHash: si
 Two texts whose sets of word n-grams have the Jaccard similarity s become a pair with probability
 1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4). Each
 cluster keeps its longest text, and among equally long ones the text with the smallest hash. The result thus
-depends only on the documents, not on tasks or the order of files. datatrove's own cluster step keeps a
-document with many pairs, and needs a Python object per document.
+depends only on the documents, not on tasks or the order of files. datatrove's own cluster step
+would keep a document with many pairs, and requires a Python object per document.
 """
 
 import re
@@ -80,7 +80,7 @@ class NearDuplicates:
     Args:
         n_grams: words per shingle. Shorter texts are never removed.
         num_buckets, hashes_per_bucket: see the module's docstring. The defaults find 99.5% of pairs with a
-            similarity of 0.9, 72% at 0.8 and 0.7% at 0.5. FineWeb's 14 and 8 find 92% at 0.8 and 5% at 0.5.
+            similarity of 0.9, 72% at 0.8 and 0.7% at 0.5. FineWeb's 14 buckets of 8 find 92% and 5%.
         seed: seed of the hash functions.
     """
 
@@ -116,7 +116,7 @@ def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | N
     known = list(NearDuplicates.__dataclass_fields__)
     if not isinstance(options, Mapping) or set(options) - set(known):
         rule = f"options must be among {', '.join(known)}"
-        raise input_error(f"near_dedup={given}", rule, "write '{hashes_per_bucket: 8}'")
+        raise input_error(f"near_dedup={given}", rule, "write, for example, '{hashes_per_bucket: 8}'")
     return NearDuplicates(**options)
 
 

@@ -1,6 +1,6 @@
 """Filters that count and hash the documents they drop and change, with reasons and samples.
 
-Each filter runs a datatrove block. Its counts must add up with those of reader and writer (`Counts.check`).
+Each filter runs a datatrove block. The counts of reader, filters and writer must add up (`Counts.check`).
 Users name a block with its arguments, or a function in a file:
 
 gopher-quality    'gopher-quality: {min_doc_words: 20}'    my_filters.py:keep
@@ -213,7 +213,7 @@ def word_tokenizer(
     words: Callable[[str], list[str]] = str.split,
     sentences: Callable[[str], list[str]] = lambda text: [text],
 ) -> Any:
-    """datatrove WordTokenizer with the given functions; the one for English requires spaCy."""
+    """Builds a datatrove WordTokenizer from functions; datatrove's tokenizer for English requires spaCy."""
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     methods = {
@@ -279,7 +279,7 @@ class NamedFilter:
         return chosen
 
     def facts(self) -> dict[str, Any]:
-        """Everything that its decisions depend on, for a manifest."""
+        """Returns everything that the filter's decisions depend on, for a manifest."""
         facts = {"name": self.name, "options": self.options}
         files = [self.name.rpartition(":")[0]] if ".py:" in self.name else []
         files += [str(self.options["model"])] if "model" in self.options else []
@@ -333,7 +333,7 @@ class NamedFilter:
             spec.loader.exec_module(module)
             return getattr(module, name)
         except Exception as error:
-            rule = f"loading it failed: {type(error).__name__}: {error}"
+            rule = f"the file cannot be loaded: {type(error).__name__}: {error}"
             raise self._error(rule, "correct the file") from error
 
     def _language_block(self) -> Any:

@@ -1,8 +1,8 @@
 """Downloads of dataset files from the Hugging Face Hub.
 
-huggingface_hub transfers the files, resumes partial ones and retries a request a few times; this module waits
-out longer failures. A final pass compares each file with the SHA-256 (git's SHA-1 for small files) that the
-Hub lists.
+huggingface_hub transfers the files, resumes partial ones and retries a request a few times; this module
+retries longer. A final pass compares each file with the SHA-256 (git's SHA-1 for small files) that the Hub
+lists.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def download(
 ) -> list[Path]:  # fmt: skip
     """Downloads the data files of a source into `folder` and returns their sorted paths.
 
-    Repeat the call to resume it at the same commit. If all files are present, no request is sent. The access
-    token (HF_TOKEN or `hf auth login`) and server (HF_ENDPOINT) are huggingface_hub's. Local files are not
+    Repeat the call to resume it at the same commit. If all files are present, no request is sent. Token
+    (HF_TOKEN or `hf auth login`) and server (HF_ENDPOINT) are set as for huggingface_hub. Local files are not
     copied. For a source with a URL see `download_from_store`.
 
     Args:
@@ -183,7 +183,7 @@ def _list_files(source: Source, max_failures: int) -> Listing:
 def _plan(
     source: Source, folder: Path, settings: dict[str, Any] | None, max_failures: int, bytes_per_second: float,
 ) -> list[Path]:  # fmt: skip
-    """Prints the remaining download and returns the expected paths. `settings`: of a download to resume."""
+    """Prints the remaining download and returns its paths. `settings` identify a download to resume."""
     listing, place = None, folder
     if settings is not None:  # a finished or interrupted download has stored its listing
         partial = folder.with_name(folder.name + ".partial")
@@ -351,7 +351,7 @@ def _asked(
             what, rule = f"revision={source.revision}", f"not found in {name}"
             raise input_error(what, rule, f"use --revision main or a revision listed on {page}") from error
         if "GatedRepoError" in kinds or status == 403:
-            fix = f"accept its license on {page} and set HF_TOKEN to a token of that account"
+            fix = f"accept the license on {page}, and set HF_TOKEN to a token of the same account"
             raise input_error(f"source={name}", "access requires its owner's permission", fix) from error
         # The Hub's answer does not distinguish a private dataset from a missing one.
         if status in (401, 404):

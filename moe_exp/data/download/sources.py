@@ -44,7 +44,7 @@ class Source:
         name: prefix of its folders and files.
         repository: owner/name of the dataset on the Hub.
         revision: branch, tag or commit, resolved to a commit when the download starts.
-        patterns: patterns of the files to use; `*` also matches slashes. Empty: all files in DATA_SUFFIXES.
+        patterns: patterns of the files to use; `*` also matches slashes. Empty: all data files.
         licence: SPDX name or a short description.
         num_bytes: size of the (compressed) files to download.
         num_tokens: approximate count, from the publisher.
@@ -135,7 +135,7 @@ def resolve_source(
 
     Args:
         name_or_path: name as given by the user. Write `./name` for a folder named like a registered source.
-        patterns, text_field, revision: replace the source's own.
+        patterns, text_field, revision: replace the registered values.
 
     Raises:
         ValueError: if the source is unknown, or a revision is given for a source that is not on the Hub.
@@ -202,7 +202,7 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
 
     Args:
         sizes: size in bytes of each file, by name.
-        patterns: name patterns; among the matches of each, record files take precedence over text files.
+        patterns: name patterns. If a pattern matches record files, its matching text files are ignored.
         where: folder or URL, for messages.
     """
     # Only a few for error messages: a folder may have a million files.
@@ -215,14 +215,14 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
             raise input_error(f"pattern={pattern}", rule, "choose a pattern that matches")
         if other := [name for name in matching if not ending(name)]:
             rule = f"matches {other[0]}, which is not one of {KINDS}"
-            fix = f"end it with one of these suffixes, such as {pattern}{DATA_SUFFIXES[0]}"
+            fix = f"end the pattern with one of these suffixes, such as {pattern}{DATA_SUFFIXES[0]}"
             raise input_error(f"pattern={pattern}", rule, fix)
         # Text files count only without record files: a README.md next to records is not data.
         chosen.update([name for name in matching if ending(name) in RECORD_SUFFIXES] or matching)
     if not patterns:
         chosen.update(data_among(sizes, where, "source"))
         if not chosen:
-            raise input_error(where, f"has no file of type {KINDS}, only {some}", "choose another")
+            raise input_error(where, f"has no file of type {KINDS}, only {some}", "choose another source")
     return sorted(chosen)
 
 
@@ -301,7 +301,7 @@ def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[
 
     Args:
         max_bytes: maximum total size; stops before the first file that would exceed it.
-        root: default: the folder of torch, found without importing it.
+        root: folder of the files (default: the installed torch, found without importing it).
     """
     if root is None:
         found = importlib.util.find_spec("torch")

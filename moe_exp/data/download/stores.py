@@ -88,7 +88,7 @@ def kept_listing(
     from_json: Callable[[dict[str, Any]], T],
     list_now: Callable[[], dict[str, Any]],
 ) -> T:
-    """The listing of a finished or interrupted download, or a new one, which is kept for a resumed call."""
+    """Returns the listing of a finished or interrupted download, or creates one and stores it to resume."""
     if stage.manifest is not None:
         return of_manifest(stage.manifest)
     listed = read_json(stage.folder / LISTING)
@@ -156,7 +156,7 @@ def push(path: Path, url: str) -> str:
         rule = f"has no {MANIFEST} and so is not a finished output of `moe-exp data`"
         raise input_error(f"path={path}", rule, "pass the folder, or the prefix of .bin and .idx")
     folder = manifest_path.parent
-    manifest = host_files.read_json(manifest_path, fix="make it again")
+    manifest = host_files.read_json(manifest_path, fix="create the output again")
     check_outputs(folder, manifest)
     files = {one["name"]: folder / one["name"] for one in manifest["outputs"]}
     store, name = Store(url), manifest_path.name
@@ -223,7 +223,7 @@ def _pulled(store: Store, name: str, folder: Path) -> list[Path]:
     for one, size in sizes.items():
         if (found := listed[one].bytes if one in listed else None) != size:
             rule = f"has {found} bytes, but its manifest lists {size}" if one in listed else "is missing"
-            raise ConnectionError(f"{store.url}/{one}: {rule}. Fix: push it again.")
+            raise ConnectionError(f"{store.url}/{one}: {rule}. Fix: push the output again.")
     total = sum(sizes.values())
     # Bytes fetched by an earlier call already occupy their space.
     kept = [*paths, *folder.rglob(".*.part")]
