@@ -31,7 +31,7 @@ def test_weights_with_limits(weights, tokens, epochs, total, expected):
 
 
 def test_sources_that_are_too_few():
-    with pytest.raises(ValueError, match=r"total_tokens=100: the sources .* only 70 .* Fix: "):
+    with pytest.raises(ValueError, match=r"total_tokens=100: max_epochs limits the sources to 70. Fix: "):
         effective_weights([1, 1], [30, 40], [1, 1], 100)
 
 

@@ -278,7 +278,7 @@ def test_other_settings_are_refused(server, tmp_path):
 
 def test_gated_dataset(server, tmp_path, monkeypatch):
     server.token = "hf_right"
-    rule = rf"^source={REPOSITORY}: access requires .*\. Fix: .*{REPOSITORY} and set HF_TOKEN"
+    rule = rf"^source={REPOSITORY}: access requires .*\. Fix: .*{REPOSITORY}, and set HF_TOKEN"
     for token in ("", "hf_wrong"):
         monkeypatch.setenv("HF_TOKEN", token)
         with pytest.raises(ValueError, match=rule):

@@ -518,7 +518,7 @@ def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
     assert list(np.fromfile(tmp_path / "out_text_document.bin", np.uint16)) == [*b"a b", 256]
     assert list(np.fromfile(f"{tokenized_prefix(tmp_path / 'out', 'title')}.bin", np.uint16)) == [*b"c", 256]
     assert main("tokenize", [*flags, "--split-sentences"]) == 1
-    assert "SPLIT_SENTENCES=True: not supported" in capsys.readouterr().err
+    assert "SPLIT_SENTENCES=True: is not supported" in capsys.readouterr().err
     shards = [str(tmp_path / "out_text_document"), str(tmp_path / "out_title_document")]
     before = sorted(tmp_path.iterdir())
     merge = ["--merge", *shards, "--output-prefix"]
