@@ -1,6 +1,7 @@
 """Statistics of one MoE layer, summed over micro-batches on the device, for the log."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -49,7 +50,16 @@ class MoEStatistics:
         self, decision: RoutingDecision, scores: Tensor, *, load_balancing_loss: Tensor, z_loss: Tensor,
         aux_losses: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Records a micro-batch; `scores` from `RoutingDecision.for_losses`, losses without coefficients."""
+        """Records a micro-batch; `scores` from `RoutingDecision.for_losses`, losses without coefficients.
+
+        Raises:
+            RuntimeError: if a CUDA graph is being captured other than under `recorded`: what is counted here
+                would be counted once, not in each replay.
+        """
+        if not _is_recorded and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            rule = "a CUDA graph of the MoE layer would not count its replays"
+            fix = "capture it with moe_exp.engine.graphs, or set CUDA_GRAPH=off"
+            raise RuntimeError(f"MoEStatistics.add: {rule}. Fix: {fix}.")
         counts_E = decision.tokens_per_expert_E[: self._tokens_per_expert_E.numel()]  # no null experts
         kept_TK = decision.kept_TK
         if decision.sums is not None:
@@ -88,6 +98,22 @@ class MoEStatistics:
 
 
 _MOST_PENDING = 64  # micro-batches; bounds the memory if nobody reads the sums
+_is_recorded = False
+
+
+@contextmanager
+def recorded(layers: Sequence[MoEStatistics]) -> Iterator[None]:
+    """Inside, a CUDA graph is captured, whose replays add to the sums of `layers`: the region ends with
+    `update`. Nothing has been counted afterwards.
+    """
+    global _is_recorded
+    numbers, _is_recorded = [layer.num_microbatches for layer in layers], True
+    try:
+        yield
+    finally:
+        _is_recorded = False
+        for layer, number in zip(layers, numbers, strict=True):
+            layer.num_microbatches = number
 
 
 @torch.no_grad()

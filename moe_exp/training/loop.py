@@ -39,6 +39,7 @@ from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.averaged_weights import averaged_weights, update_average
 from moe_exp.engine.backends import KernelFailure, backends_of, check_run, tune_run
+from moe_exp.engine.graphs import MicrobatchGraphs
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import (
     base_learning_rate,
@@ -92,6 +93,7 @@ class Job:
     bytes_per_token: float | None = None  # in the validation data; on rank 0, if the tokenizer is known
     kernel_failures: Sequence[KernelFailure] = ()  # from the self-test; these kernels are not used
     eod_id: int | None = None  # the token that ends a document, if DOCUMENT_MASK or EOD_MASK_LOSS needs it
+    graphs: MicrobatchGraphs | None = None  # of a micro-batch, with CUDA_GRAPH
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -341,7 +343,9 @@ def forward_backward(
     if config.eod_mask_loss and not forward_only:
         weigh_microbatches(microbatches, job.runtime.groups.dp)
     with timed(timers, "forward_backward"):
-        return run_schedule(config, model, microbatches, seq_len=seq_len, forward_only=forward_only)
+        return run_schedule(
+            config, model, microbatches, seq_len=seq_len, forward_only=forward_only, graphs=job.graphs
+        )
 
 
 def average_weights(job: Job, progress: Progress, interval: Interval) -> None:

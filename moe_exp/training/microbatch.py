@@ -1,6 +1,6 @@
 """Micro-batches on this rank: reading samples, Megatron's schedule and forward step, and the loss."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from moe_exp.config import Config
 from moe_exp.data.samples.dataset import Samples, context_part, filler_mask, split_batch
 from moe_exp.data.samples.prefetch import microbatch_start
+from moe_exp.engine.graphs import CudaGraph, Graph, MicrobatchGraphs
+from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
@@ -18,6 +20,8 @@ from moe_exp.layers.microbatch import context_ranges
 from moe_exp.training.samples import read_tokens
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import get_model_config
 
 
 def read_microbatch(
@@ -56,13 +60,16 @@ def read_microbatch(
 
 def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
-    forward_only: bool = False,
+    forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule; returns what `lm_loss` logs per micro-batch, [] before the last stage."""
-    # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
+    """Runs Megatron's schedule; returns what `lm_loss` logs of each micro-batch on the last pipeline stage,
+    else []. With `graphs` its forward step replays a CUDA graph of forward and backward.
+    """
+    step = forward_step if graphs is None or forward_only else partial(graphs_step, graphs, len(microbatches))
+    # With VPP, Megatron takes an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
     has_chunks = len(model) > 1
     outputs = get_forward_backward_func()(
-        forward_step_func=forward_step, forward_only=forward_only,
+        forward_step_func=step, forward_only=forward_only,
         data_iterator=[iter(microbatches) for _ in model] if has_chunks else iter(microbatches),
         model=model if has_chunks else model[0], num_microbatches=len(microbatches), seq_length=seq_len,
         micro_batch_size=config.microbatch_samples(seq_len) * config.seq_len // seq_len,
@@ -78,6 +85,43 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
         packed_seq_params=batch["documents"], padding_mask=batch.get("padding_mask"),
     )  # fmt: skip
     return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=batch.get("weight", 1.0))
+
+
+def build_graphs(
+    model: Sequence[Any], *, graph: Callable[[], Graph] = CudaGraph
+) -> MicrobatchGraphs:
+    """CUDA graphs of this rank's micro-batches; for a model of one chunk without pipeline stages."""
+    (chunk,) = model
+    settings = get_model_config(chunk)
+
+    def region(batch: dict[str, Any], num_microbatches: int) -> Tensor:
+        # what Megatron's schedule does in its forward and backward step
+        output, loss_of = forward_step(iter([batch]), chunk)
+        loss, logged = loss_of(output)
+        scale = settings.grad_scale_func
+        if settings.num_moe_experts is not None:
+            MoEAuxLossAutoScaler.set_loss_scale(scale(torch.ones(1, device=loss.device)) / num_microbatches)
+        torch.autograd.backward(scale(loss / num_microbatches))
+        return logged["lm_loss"]
+
+    layers = [layer for _, layer in moe_layers([chunk])]
+    return MicrobatchGraphs(
+        region,
+        [parameter for parameter in chunk.parameters() if parameter.requires_grad],
+        [layer.statistics for layer in layers],
+        [buffer for layer in layers for buffer in layer.router.buffers()],
+        graph=graph,
+    )
+
+
+def graphs_step(
+    graphs: MicrobatchGraphs, num_microbatches: int, data_iterator: Any, model: Any
+) -> tuple[Tensor, Any]:
+    """Forward and backward of one micro-batch, as a forward step of Megatron's schedule: the loss that it
+    returns has no gradient, so that the schedule has nothing to do backward.
+    """
+    logged = graphs.run(next(data_iterator), num_microbatches)
+    return logged, lambda logged: (torch.zeros_like(logged[0]), {"lm_loss": logged})
 
 
 def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup) -> None:
