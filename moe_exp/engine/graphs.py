@@ -108,7 +108,8 @@ def graph_problem(config: Config, *, device_type: str) -> str:
         "DROPOUT draws random numbers": config.dropout > 0 or config.attention_dropout > 0,
         "ROUTER_JITTER draws random numbers": config.use_moe and config.router_jitter > 0,
         "FORCE_ROUTING=zipf draws random numbers": config.use_moe and config.force_routing == "zipf",
-        f"RECOMPUTE={config.recompute}: Megatron's recompute reads the random state": config.recompute != "none",
+        f"RECOMPUTE={config.recompute}: Megatron's recompute reads the random state": config.recompute
+        != "none",
         "LOG_TIMERS: events of the host": config.log_timers,
         "DTYPE=fp16: the loss scale changes": config.dtype == "fp16",
         f"FP8={config.fp8}: not tried": config.fp8 != "none",
@@ -219,9 +220,7 @@ class MicrobatchGraphs:
 
 
 class _Captured:
-    def __init__(
-        self, graph: Graph, inputs: Batch, logged: Tensor, statistics: Sequence[MoEStatistics]
-    ):
+    def __init__(self, graph: Graph, inputs: Batch, logged: Tensor, statistics: Sequence[MoEStatistics]):
         self._graph, self._inputs, self._logged, self._statistics = graph, inputs, logged, statistics
 
     def run(self, batch: Batch) -> Tensor:

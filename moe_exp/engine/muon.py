@@ -82,6 +82,9 @@ class Muon(Adam):
                 self._step_matrices(waiting, self._ranks[is_expert])
             waiting.clear()
 
+    def _update_by_kernel(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        (self._update if AXIS in group else super()._update_by_kernel)(group, params)
+
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         if AXIS not in group:
             super()._update(group, params)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from moe_exp.engine.adamw import StepNumbers, adamw_step
 from moe_exp.host.megatron_versions import refuse_cuda_graphs
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -26,7 +27,13 @@ _CHUNK = 1 << 22  # values quantized at once, to bound memory
 class Adam(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): FusedAdam's interface, PyTorch's fused kernel."""
 
+
     _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
+    # Set by fused_step.py: whether `adamw_step` does the update, and what it does beyond that.
+    uses_kernel = False
+    clip = 0.0  # maximum of `norm`, the norm of all gradients on the device; a step without norm never skips
+    norm: Tensor | None = None
+    weights: Mapping[Tensor, Tensor] = {}  # main weights to the bf16 weights that the kernel writes
 
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -48,7 +55,7 @@ class Adam(torch.optim.Optimizer):
                 params = [p for p in group["params"] if p.grad is not None]
                 for p in params:
                     self.allocate(p, group)
-                self._update(group, params)
+                (self._update_by_kernel if self.uses_kernel else self._update)(group, params)
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Creates a parameter's moments, initially zero, unless they exist."""
@@ -67,6 +74,21 @@ class Adam(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         _fused_adamw(group, params, [self.state[p] for p in params])
+
+    def _update_by_kernel(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        if not params:
+            return
+        step = torch.full((), float(group["step"]), dtype=torch.float64, device=params[0].device)
+        numbers = StepNumbers.of(
+            self.norm, step, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"],
+            clip=self.clip,
+        )  # fmt: skip
+        for p in params:
+            assert p.grad is not None
+            adamw_step(
+                p.detach(), p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"], numbers,
+                betas=group["betas"], eps=group["eps"], weight=self.weights.get(p),
+            )  # fmt: skip
 
 
 def _fused_adamw(

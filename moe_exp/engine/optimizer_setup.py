@@ -15,6 +15,7 @@ from moe_exp.config.choices import LOSS_STATE, SCORES
 from moe_exp.config.learning_rate import learning_rate
 from moe_exp.config.parameter_groups import Multiples, are_alike, multiples_of
 from moe_exp.engine.averaged_weights import allocate_average
+from moe_exp.engine.fused_step import choose_step, use_kernel
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon, Ranks
@@ -167,6 +168,9 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     if config.ema_decay:
         allocate_average(optimizer)
     share_loss_scale(optimizer)
+    kind = choose_step(config, device_type="cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "torch":
+        use_kernel(optimizer, config, whole_step=kind == "kernel")
     if torch.cuda.is_available() and clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = norm_of_all, scale_all
     if config.qk_clip:

@@ -87,9 +87,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=batch.get("weight", 1.0))
 
 
-def build_graphs(
-    model: Sequence[Any], *, graph: Callable[[], Graph] = CudaGraph
-) -> MicrobatchGraphs:
+def build_graphs(model: Sequence[Any], *, graph: Callable[[], Graph] = CudaGraph) -> MicrobatchGraphs:
     """CUDA graphs of this rank's micro-batches; for a model of one chunk without pipeline stages."""
     (chunk,) = model
     settings = get_model_config(chunk)

@@ -104,7 +104,7 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     loop.set_megatron_hooks(model, trained.optimizer)
     progress = Progress() if load_from is None else load(config, rank, Path(load_from), trained)
-    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=EOD)
+    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=EOD, graphs=None)
     found: dict[str, Any] = {"losses": {}, "norms": [], "pieces": []}
     for index in range(iterations):
         if save_to is not None and index == save_after:

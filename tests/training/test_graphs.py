@@ -4,7 +4,7 @@ static inputs. What a capture would break shows: losses, counts, addresses, and 
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,20 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers.checkpoint.legs import Step, _step, start_job, write_data
-from helpers.layers.references import Waits
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.checkpoint.state import Progress
 from moe_exp.engine import runtime
-from moe_exp.engine.graphs import WARMUP, MicrobatchGraphs
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
-from moe_exp.training.microbatch import build_graphs, read_microbatch
+from moe_exp.training.microbatch import build_graphs
 
 
 class StandIn:
     """Runs the region at each replay, and records which tensors from outside it uses."""
 
-    made: list["StandIn"] = []
+    made: ClassVar[list["StandIn"]] = []
 
     def __init__(self) -> None:
         self.addresses: list[list[int]] = []
