@@ -6,12 +6,53 @@ its settings, derived values and rules. Imports neither torch nor megatron, so t
 the planner are fast.
 """
 
+from collections.abc import Iterator
+
 from moe_exp.config.sections.reliability import ReliabilitySettings
 from moe_exp.config.setting_types import traits
 
 
 class Config(ReliabilitySettings):
     """All settings of a training run. Field order is the order of `--help` and of docs/settings.md."""
+
+    @property
+    def has_static_rows(self) -> bool:
+        """Whether every rank knows the number of its experts' rows in advance."""
+        return not self.use_moe or (self.moe_type == "moe" and self.pad_to_capacity)
+
+    @property
+    def graph_problem(self) -> str:
+        """Setting that prevents the CUDA graph of a micro-batch, and why; empty if none does."""
+        exchanges = self.use_moe and self.ep * self.etp > 1
+        random = {
+            "DROPOUT": self.dropout, "ATTENTION_DROPOUT": self.attention_dropout,
+            "ROUTER_JITTER": self.use_moe and self.router_jitter,
+            "FORCE_ROUTING=zipf": self.use_moe and self.force_routing == "zipf",
+        }  # fmt: skip
+        rules = {
+            f"PP={self.pp}: pipeline stages exchange tensors in each micro-batch": self.pp > 1,
+            f"TP={self.tp}: tensor-parallel ranks exchange tensors in each layer": self.tp > 1,
+            f"CP={self.cp}: context-parallel ranks exchange tensors in each layer": self.cp > 1,
+            f"EP={self.ep} without PAD_TO_CAPACITY: the host must know how many rows arrive":
+            exchanges and not self.has_static_rows,
+            "DOCUMENT_MASK: attention runs once per document": self.document_mask,
+            "AUX_LOSS_TYPE=sinkhorn: the host tests for convergence":
+            self.use_moe and self.aux_loss_type == "sinkhorn",
+            "ROUTER_SCORE=relu: the number of rows varies": self.use_moe and self.router_score == "relu",
+            **{f"{name}: the random state is kept on the host": value for name, value in random.items()},
+            f"RECOMPUTE={self.recompute}: Megatron's recomputation reads the random state on the host":
+            self.recompute != "none",
+            "LOG_TIMERS: the timers run on the host": self.log_timers,
+            "DTYPE=fp16: the loss scale changes": self.dtype == "fp16",
+            f"FP8={self.fp8}: not supported": self.fp8 != "none",
+        }  # fmt: skip
+        return next((reason for reason, applies in rules.items() if applies), "")
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.cuda_graph == "on" and self.graph_problem:
+            fix = "change that setting, or set CUDA_GRAPH=auto"
+            yield self.problem("cuda_graph", f"is not possible with {self.graph_problem}", fix)
 
 
 TRAITS = {name: traits(Config, name) for name in Config.model_fields}

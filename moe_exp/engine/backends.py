@@ -16,7 +16,15 @@ import torch.distributed as dist
 
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.choices import SCORES
-from moe_exp.engine.model import DTYPES, moe_options, router_problem, transformer_config, use_te
+from moe_exp.engine.graphs import choose_graph
+from moe_exp.engine.model import (
+    DTYPES,
+    moe_options,
+    overlaps,
+    router_problem,
+    transformer_config,
+    use_te,
+)
 from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.engine.runtime import Runtime, choose_communication, from_first_rank
 from moe_exp.layers import native
@@ -46,9 +54,12 @@ def _expert_backend(config: Config, device_type: str, failure: str = "") -> tupl
 
 
 def backends_of(
-    config: Config, device_type: str, kernel_failures: Sequence[KernelFailure] = ()
+    config: Config, device_type: str, kernel_failures: Sequence[KernelFailure] = (), graph_failure: str = ""
 ) -> dict[str, tuple[str, str]]:
-    """(backend, reason) of each part of a run on `cpu` or `cuda`. `kernel_failures` is from `check_run`."""
+    """(backend, reason) of each part of a run on `cpu` or `cuda`.
+
+    `kernel_failures` is from `check_run`, `graph_failure` from `training.microbatch.start_graphs`.
+    """
     has_te, te = use_te(config), ("Transformer Engine", "IMPL=te, or auto with it installed")
     other_value_size = config.multi_latent_attention and config.v_head_dim != config.kv_channels
     attention = choose_attention(device_type, DTYPES[config.dtype], other_value_size=other_value_size)
@@ -74,6 +85,10 @@ def backends_of(
         ),
         "optimizer": choose_optimizer(config),
     }
+    found["graph"] = choose_graph(
+        config, device_type=device_type, expert_backend=found["grouped GEMM"][0] if config.use_moe else "",
+        has_te=has_te, overlaps=overlaps(config), failure=graph_failure,
+    )  # fmt: skip
     if device_type == "cpu":
         loaded, reason = native.library()
         found["CPU functions"] = ("torch" if loaded is None else "C++", reason)

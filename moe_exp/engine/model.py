@@ -242,9 +242,14 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 
 
 def build_model(
-    config: Config, runtime: Runtime, kernel_failures: Sequence[KernelFailure] = ()
-) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one, or VPP) with initial weights, wrapped for data parallelism."""
+    config: Config, runtime: Runtime, kernel_failures: Sequence[KernelFailure] = (), *,
+    graph_stream: torch.cuda.Stream | None = None,
+) -> list[DistributedDataParallel]:  # fmt: skip
+    """This rank's model chunks (one, or VPP) with initial weights, wrapped for data parallelism.
+
+    `graph_stream` is `graphs.side_stream` if micro-batches run as CUDA graphs. Gradients are then exchanged
+    after the last one.
+    """
     settings = transformer_config(config)
     chunks = [
         build_chunk(config, settings, runtime, stage, kernel_failures=kernel_failures)
@@ -254,14 +259,23 @@ def build_model(
         chunk.to(runtime.device)
     if config.dtype != "fp32":
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
+    # Without other ranks on its stage, a rank has nothing to overlap, and buckets only cost host time.
+    overlap = overlaps(config) and graph_stream is None
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.distributed_optimizer,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and config.distributed_optimizer,
+    )
     # As in Megatron, only the first chunk has buckets: communication of the others overlaps with computation
     # in any case.
-    return [
-        DistributedDataParallel(
-            settings, _ddp_config(config), chunk, disable_bucketing=index > 0, pg_collection=runtime.groups
-        )
-        for index, chunk in enumerate(chunks)
-    ]
+    with torch.cuda.stream(graph_stream):
+        return [
+            DistributedDataParallel(
+                settings, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=runtime.groups
+            )
+            for index, chunk in enumerate(chunks)
+        ]
 
 
 def build_chunk(
@@ -306,18 +320,11 @@ def build_chunk(
     return chunk
 
 
-def _ddp_config(config: Config) -> DistributedDataParallelConfig:
-    # Without other ranks on its stage, a rank has nothing to overlap, and buckets only cost host time.
-    has_peers = config.world_size > config.pp
-    overlap = (
-        has_peers and torch.cuda.is_available() if config.overlap == "auto" else config.overlap == "true"
-    )
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap and config.distributed_optimizer,
-    )
+def overlaps(config: Config) -> bool:
+    """Whether gradients and parameters are exchanged during the passes of the model (OVERLAP)."""
+    if config.overlap == "auto":
+        return config.world_size > config.pp and torch.cuda.is_available()
+    return config.overlap == "true"
 
 
 def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]]:

@@ -27,7 +27,6 @@ _CHUNK = 1 << 22  # values quantized at once, to bound memory
 class Adam(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): FusedAdam's interface, PyTorch's fused kernel."""
 
-
     _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
     # Set by fused_step.py: whether `adamw_step` does the update, and what it does beyond that.
     uses_kernel = False

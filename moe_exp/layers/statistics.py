@@ -53,11 +53,11 @@ class MoEStatistics:
         """Records a micro-batch; `scores` from `RoutingDecision.for_losses`, losses without coefficients.
 
         Raises:
-            RuntimeError: if a CUDA graph is being captured other than under `recorded`: what is counted here
-                would be counted once, not in each replay.
+            RuntimeError: if a CUDA graph is being captured outside `recorded`, because its replays would not
+                be counted.
         """
         if not _is_recorded and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            rule = "a CUDA graph of the MoE layer would not count its replays"
+            rule = "the replays of a CUDA graph that contains the MoE layer are not counted"
             fix = "capture it with moe_exp.engine.graphs, or set CUDA_GRAPH=off"
             raise RuntimeError(f"MoEStatistics.add: {rule}. Fix: {fix}.")
         counts_E = decision.tokens_per_expert_E[: self._tokens_per_expert_E.numel()]  # no null experts
@@ -103,9 +103,7 @@ _is_recorded = False
 
 @contextmanager
 def recorded(layers: Sequence[MoEStatistics]) -> Iterator[None]:
-    """Inside, a CUDA graph is captured, whose replays add to the sums of `layers`: the region ends with
-    `update`. Nothing has been counted afterwards.
-    """
+    """Allows the capture of a CUDA graph that ends with `update`; the capture itself counts nothing."""
     global _is_recorded
     numbers, _is_recorded = [layer.num_microbatches for layer in layers], True
     try:

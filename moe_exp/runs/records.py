@@ -93,6 +93,7 @@ EVENTS = {
     "preflight": "nodes were checked before training: grade, seconds, findings, exclude",
     "damaged_checkpoint": "a checkpoint could not be used to resume: reason",
     "kernels_failed": "a Triton kernel differs from plain torch and is not used: part, problems, backend",
+    "graph_failed": "the CUDA graph of a micro-batch failed its check and is not used: reason",
     "restore_failed": "loaded tensors differ from the saved ones, the job ends: checkpoint, tensors",
     "replicas_differ": "replicas differ or parameter groups are wrong, the job ends: problems",
     "data_stage": "a stage of DATA_STAGES starts with this iteration: stage, train_data, seq_len",

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.averaged_weights import averaged_weights, update_average
 from moe_exp.engine.backends import KernelFailure, backends_of, check_run, tune_run
-from moe_exp.engine.graphs import MicrobatchGraphs
+from moe_exp.engine.graphs import MicrobatchGraphs, side_stream
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import (
     base_learning_rate,
@@ -60,7 +60,7 @@ from moe_exp.training.console import end_logging, setup_logging
 from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
-from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
+from moe_exp.training.microbatch import read_microbatch, run_schedule, start_graphs, weigh_microbatches
 from moe_exp.training.recordings import Recorder, dump, is_dumped
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
@@ -93,7 +93,8 @@ class Job:
     bytes_per_token: float | None = None  # in the validation data; on rank 0, if the tokenizer is known
     kernel_failures: Sequence[KernelFailure] = ()  # from the self-test; these kernels are not used
     eod_id: int | None = None  # the token that ends a document, if DOCUMENT_MASK or EOD_MASK_LOSS needs it
-    graphs: MicrobatchGraphs | None = None  # of a micro-batch, with CUDA_GRAPH
+    graphs: MicrobatchGraphs | None = None  # for micro-batches, if CUDA_GRAPH uses them
+    graph_failure: str = ""  # reason why the check of the graphs failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +158,7 @@ def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
     """Logs run folder, data, model and backends, and writes events for problems found during the start."""
     config = job.config
     embedded = "embedded corpus, the source code of Python (PSF-2.0) and PyTorch (BSD-3-Clause)"
-    backends = backends_of(config, job.runtime.device.type, job.kernel_failures)
+    backends = backends_of(config, job.runtime.device.type, job.kernel_failures, job.graph_failure)
     for line in (
         f"run folder: {job.folder.path}",
         f"training data: {config.train_data or embedded}",
@@ -170,6 +171,8 @@ def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
         metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
     for failure in job.kernel_failures:
         metrics.event("kernels_failed", progress.iteration, **vars(failure))
+    if job.graph_failure:
+        metrics.event("graph_failed", progress.iteration, reason=job.graph_failure)
     if job.changes:
         metrics.event("other_data", progress.iteration, changes=[str(change) for change in job.changes])
 
@@ -205,7 +208,9 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
     kernel_failures = check_run(config, rank)
     tune_run(config, rank, kernel_failures)
-    model = build_model(config, rank, kernel_failures)
+    has_graph = backends_of(config, rank.device.type, kernel_failures)["graph"][0] == "on"
+    stream = side_stream() if has_graph else None
+    model = build_model(config, rank, kernel_failures, graph_stream=stream)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     set_megatron_hooks(model, optimizer)
@@ -223,6 +228,9 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
     if changes or resumed_from is None:
         progress.spike_windows = None  # the loss differs on other data
+    if has_graph:
+        graphs, failure = start_graphs(config, rank, model, samples, progress, eod_id)
+        job = replace(job, graphs=graphs, graph_failure=failure)
     runtime.freeze_garbage()
     return job, progress
 

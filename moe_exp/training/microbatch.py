@@ -1,5 +1,6 @@
 """Micro-batches on this rank: reading samples, Megatron's schedule and forward step, and the loss."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -8,13 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_exp.config import Config
+from moe_exp.checkpoint.state import Progress
+from moe_exp.config import Config, ConfigError
 from moe_exp.data.samples.dataset import Samples, context_part, filler_mask, split_batch
 from moe_exp.data.samples.prefetch import microbatch_start
 from moe_exp.engine.graphs import CudaGraph, Graph, MicrobatchGraphs
 from moe_exp.engine.model import moe_layers
+from moe_exp.engine.optimizer_setup import next_batch
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.groups import sum_over
+from moe_exp.layers.kernels.launch import in_one_line
 from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
 from moe_exp.layers.microbatch import context_ranges
 from moe_exp.training.samples import read_tokens
@@ -22,6 +26,8 @@ from moe_exp.training.samples import read_tokens
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
+
+logger = logging.getLogger(__name__)
 
 
 def read_microbatch(
@@ -62,11 +68,11 @@ def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule; returns what `lm_loss` logs of each micro-batch on the last pipeline stage,
-    else []. With `graphs` its forward step replays a CUDA graph of forward and backward.
+    """Runs Megatron's schedule, with `graphs` by replaying each micro-batch; returns what `lm_loss` logs per
+    micro-batch, [] before the last stage.
     """
     step = forward_step if graphs is None or forward_only else partial(graphs_step, graphs, len(microbatches))
-    # With VPP, Megatron takes an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
+    # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
     has_chunks = len(model) > 1
     outputs = get_forward_backward_func()(
         forward_step_func=step, forward_only=forward_only,
@@ -87,13 +93,43 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=batch.get("weight", 1.0))
 
 
-def build_graphs(model: Sequence[Any], *, graph: Callable[[], Graph] = CudaGraph) -> MicrobatchGraphs:
-    """CUDA graphs of this rank's micro-batches; for a model of one chunk without pipeline stages."""
+def start_graphs(
+    config: Config, runtime: Runtime, model: Sequence[Any], samples: Samples, progress: Progress,
+    eod_id: int | None,
+) -> tuple[MicrobatchGraphs | None, str]:  # fmt: skip
+    """Captures and checks the CUDA graph of the next micro-batch; None and the reason if any rank fails.
+
+    Called by every rank. Raises a ConfigError instead if CUDA_GRAPH=on.
+    """
+    graphs, first = build_graphs(model, CudaGraph), progress.consumed_samples
+    number, _, _ = next_batch(config, first, samples.stage_at(first).seq_len)
+    batch = read_microbatch(config, runtime, samples, first, 0, eod_id=eod_id)
+    if config.eod_mask_loss:
+        weigh_microbatches([batch], runtime.groups.dp)
+    try:
+        failure = graphs.check(batch, number)
+    except RuntimeError as error:  # also if memory is full
+        failure = in_one_line(error)
+    failures: list[str] = [""] * runtime.world_size
+    torch.distributed.all_gather_object(failures, failure)
+    if not (failure := next(filter(None, failures), "")):
+        return graphs, ""
+    if config.cuda_graph == "on":
+        rule = f"the CUDA graph of a micro-batch failed: {failure}"
+        raise ConfigError([config.problem("cuda_graph", rule, "set CUDA_GRAPH=auto")])
+    logger.warning("CUDA_GRAPH=auto: continuing without CUDA graphs: %s", failure)
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None, failure
+
+
+def build_graphs(model: Sequence[Any], graph: Callable[[], Graph]) -> MicrobatchGraphs:
+    """CUDA graphs for the micro-batches of this rank's model, which has one chunk."""
     (chunk,) = model
     settings = get_model_config(chunk)
 
     def region(batch: dict[str, Any], num_microbatches: int) -> Tensor:
-        # what Megatron's schedule does in its forward and backward step
+        # as in the forward and backward step of Megatron's schedule
         output, loss_of = forward_step(iter([batch]), chunk)
         loss, logged = loss_of(output)
         scale = settings.grad_scale_func
@@ -104,20 +140,16 @@ def build_graphs(model: Sequence[Any], *, graph: Callable[[], Graph] = CudaGraph
 
     layers = [layer for _, layer in moe_layers([chunk])]
     return MicrobatchGraphs(
-        region,
-        [parameter for parameter in chunk.parameters() if parameter.requires_grad],
+        region, [parameter for parameter in chunk.parameters() if parameter.requires_grad],
         [layer.statistics for layer in layers],
-        [buffer for layer in layers for buffer in layer.router.buffers()],
-        graph=graph,
-    )
+        [buffer for layer in layers for buffer in layer.router.buffers()], graph,
+    )  # fmt: skip
 
 
 def graphs_step(
     graphs: MicrobatchGraphs, num_microbatches: int, data_iterator: Any, model: Any
 ) -> tuple[Tensor, Any]:
-    """Forward and backward of one micro-batch, as a forward step of Megatron's schedule: the loss that it
-    returns has no gradient, so that the schedule has nothing to do backward.
-    """
+    """Forward step of Megatron's schedule that also runs the backward pass: its loss has no gradient."""
     logged = graphs.run(next(data_iterator), num_microbatches)
     return logged, lambda logged: (torch.zeros_like(logged[0]), {"lm_loss": logged})
 

@@ -53,6 +53,12 @@ class ParallelSettings(BackendSettings):
         "activation recomputation; moe_act: the experts' activation function; selective: MoE layers (both: "
         "attention scores in a dense model); full: every layer",
     )
+    cuda_graph: Literal["auto", "on", "off"] = layout(
+        "auto",
+        "run forward and backward of each micro-batch as one CUDA graph; auto: on a GPU if all settings "
+        "allow it; on: fail if they do not, and exchange gradients only after the backward pass (no OVERLAP)",
+        compared=False,
+    )
 
     @property
     def data_parallel_size(self) -> int:
