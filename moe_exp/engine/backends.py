@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.choices import SCORES
+from moe_exp.engine.adamw import check_step
+from moe_exp.engine.fused_step import choose_step
 from moe_exp.engine.graphs import choose_graph
 from moe_exp.engine.model import (
     DTYPES,
@@ -83,7 +85,9 @@ def backends_of(
             device_type=device_type,
             failure=failure_of("cross entropy", kernel_failures),
         ),
-        "optimizer": choose_optimizer(config),
+        "optimizer": choose_optimizer(
+            config, device_type=device_type, failure=failure_of("optimizer", kernel_failures)
+        ),
     }
     found["graph"] = choose_graph(
         config, device_type=device_type, expert_backend=found["grouped GEMM"][0] if config.use_moe else "",
@@ -103,7 +107,11 @@ def backends_of(
     return found
 
 
-PARTS = {"experts": "EXPERT_BACKEND", "routing": "ROUTING_KERNELS", "cross entropy": "CROSS_ENTROPY"}
+# setting of each part with kernels; the optimizer has none
+PARTS = {
+    "experts": "EXPERT_BACKEND", "routing": "ROUTING_KERNELS", "cross entropy": "CROSS_ENTROPY",
+    "optimizer": "",
+}  # fmt: skip
 
 
 def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
@@ -128,8 +136,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
     leave_free(margin)
     sizes = sizes_of(config)
     found = [
-        [check.line(device) for check in check_kernels(part, sizes, device) if check.problem]
-        for part in parts
+        [check.line(device) for check in _checks(part, sizes, device) if check.problem] for part in parts
     ]
     if dist.is_initialized():
         mine = [[f"{line} (rank {runtime.rank}, {runtime.host})" for line in lines] for lines in found]
@@ -142,7 +149,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
         if not lines:
             continue
         name = PARTS[part]
-        if getattr(config, name.lower()) != "auto":
+        if name and getattr(config, name.lower()) != "auto":
             rule = f"the self-test of its kernels failed: {and_more(lines)}"
             raise ConfigError([f"{name}=triton: {rule}. Fix: set {name}=auto."])
         failure = KernelFailure(part, lines, backend="megatron" if part == "cross entropy" else "torch")
@@ -150,7 +157,8 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
             instead = _expert_backend(config, device.type, failure_of(part, [failure]))[0]
             failure = replace(failure, backend=instead)
         for line in lines:
-            logger.warning("%s=auto falls back to %s: %s", name, failure.backend, line)
+            source = f"{name}=auto" if name else f"the {part}"
+            logger.warning("%s falls back to %s: %s", source, failure.backend, line)
         failures.append(failure)
     return failures
 
@@ -197,6 +205,8 @@ def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
         parts.append("routing")
     if choose_cross_entropy(config.cross_entropy, device_type=device.type)[0] == "triton":
         parts.append("cross entropy")
+    if choose_step(config, device_type=device.type) != "torch":
+        parts.append("optimizer")
     return parts
 
 
@@ -254,4 +264,8 @@ def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
     """Checks of `moe-exp doctor --kernels`, yielded one by one, because a GPU compiles all configs."""
     for changes in _DOCTOR_CASES:
         for part in PARTS if "router" in changes else ["experts"]:
-            yield from check_kernels(part, replace(_DOCTOR_SIZES, **changes), device)
+            yield from _checks(part, replace(_DOCTOR_SIZES, **changes), device)
+
+
+def _checks(part: str, sizes: Sizes, device: torch.device) -> Iterator[KernelCheck]:
+    return check_step(sizes.dtype, device) if part == "optimizer" else check_kernels(part, sizes, device)

@@ -1,14 +1,15 @@
-"""The optimizer's step with one kernel per tensor, in which the host waits once, after all are launched.
+"""The optimizer's step by `adamw_step`, in which the host waits once, after all kernels are launched.
 
-Megatron's step reads the norm of the gradients on the host, scales the gradients, runs the optimizer and
-copies the main weights to the model: 28 + 8 + 6 bytes per parameter, and the device idles while the host
-waits. Here `adamw_step` gets the norm on the device and does the rest in one pass of 30 bytes.
+Megatron's step reads the gradient norm on the host before it clips, and the device idles meanwhile. Here
+`adamw_step` gets the norm on the device, clips, skips the step if the norm is not finite, and writes the
+weights of the model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,65 +17,57 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_exp.config import Config
-from moe_exp.engine.adamw import split
 from moe_exp.engine.optimizer_classes import Adam
 from moe_exp.layers.kernels import launch
+from moe_exp.layers.megatron.moe_parts import device_of_model
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
-def choose_step(config: Config, *, device_type: str) -> str:
-    """`kernel`, `update` (the kernel takes the place of torch's update alone) or `torch`."""
-    if config.optimizer not in ("adam", "muon") or device_type != "cuda" or launch.missing():
-        return "torch"
-    # Muon's matrices need gradients that are clipped already, and fp16 ones that are checked already.
-    return "kernel" if config.optimizer == "adam" and config.dtype != "fp16" else "update"
+def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
+    """`whole` step by the kernel, `update` (the kernel only replaces torch's AdamW) or `torch`.
 
-
-def use_kernel(optimizer: MegatronOptimizer, config: Config, *, whole_step: bool) -> None:
-    """Has the Adam of every part of `optimizer` step by `adamw_step`; with `whole_step` it also clips, skips
-    and writes the model's weights.
+    `failure` is the result of the kernel's self-test.
     """
+    if config.optimizer not in ("adam", "muon") or device_type != "cuda" or launch.missing() or failure:
+        return "torch"
+    # Muon needs clipped gradients of the matrices, and fp16 gradients that the loss scaler has checked.
+    return "whole" if config.optimizer == "adam" and config.dtype != "fp16" else "update"
+
+
+def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:
+    """Makes every Adam in `optimizer` step by `adamw_step`; `whole_step` as in `choose_step`."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
         assert isinstance(part.optimizer, Adam)
         part.optimizer.uses_kernel = True
     if whole_step:
-        # On the instance: the training loop calls it.
-        optimizer.step = FusedStep(optimizer, parts, clip=config.clip_grad)
+        # replaces the method on this instance only
+        optimizer.step = FusedStep(optimizer, parts)
 
 
 class FusedStep:
-    """`step` of Megatron's optimizer; returns whether it was taken, the gradient norm, and the number of
-    zeros in the gradients if they are counted.
+    """Replaces `step` of Megatron's optimizer; changes nothing if the gradient norm is not finite.
 
-    Nothing is changed if the norm is not finite.
+    Returns whether the step was taken, the norm, and the number of zeros in the gradients if counted.
     """
 
-    def __init__(self, optimizer: MegatronOptimizer, parts: list[Any], *, clip: float):
+    def __init__(self, optimizer: MegatronOptimizer, parts: list[Any]):
         self._optimizer, self._parts, self._is_stepping = optimizer, parts, False
         for part in parts:
-            pairs = list(_weights(part))
-            part.optimizer.clip, part.optimizer.weights = clip, dict(pairs)
-            if pairs:
-                part._copy_main_params_to_model_params = self._copier(part, pairs)
+            part.optimizer.clip = optimizer.config.clip_grad
+            part.optimizer.weights = dict(_weights(part))
+            if part.optimizer.weights:
+                # Megatron also copies after a load; in a step, the kernel has already written the weights.
+                copy = part._copy_main_params_to_model_params
+                part._copy_main_params_to_model_params = partial(self.unless_stepping, copy)
 
-    def _copier(self, part: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-        """`part._copy_main_params_to_model_params`, with the rounding of the kernel: a run that resumes
-        starts with the weights that it had.
-        """
-        copy_all = part._copy_main_params_to_model_params
-
-        @torch.no_grad()
-        def copy() -> None:
-            if not self._is_stepping:  # after a load, for example; a step has written them
-                copy_all()
-                for main, weight in pairs:
-                    weight.copy_(split(main.detach())[0])
-
-        return copy
+    def unless_stepping(self, copy: Callable[[], None]) -> None:
+        """Runs `copy` outside of steps."""
+        if not self._is_stepping:
+            copy()
 
     @torch.no_grad()
     def __call__(self) -> tuple[bool, float | None, float | None]:
@@ -99,28 +92,22 @@ class FusedStep:
         return False, value, None
 
     def _grad_norm(self) -> Tensor:
-        """Norm of all gradients over all ranks, fp32 []; a gradient that ranks share counts once."""
-        total = torch.zeros((), device=self._device)
-        shared = self._optimizer.grads_states_parallel_group_is_shared()
+        """Norm of the gradients of all ranks, fp32 []; a gradient that ranks share counts once."""
+        all_parts, zero = self._optimizer.chained_optimizers, torch.zeros((), device=device_of_model())
         sums = []
-        for part in self._optimizer.chained_optimizers:
+        for part in all_parts:
             grads = [] if part.is_stub_optimizer else part.get_main_grads_for_grad_norm()
-            norms = torch._foreach_norm(grads) if grads else [total]
+            norms = torch._foreach_norm(grads) if grads else [zero]
             sums.append(torch.linalg.vector_norm(torch.stack(norms)).square())
-        if shared:
+        if self._optimizer.grads_states_parallel_group_is_shared():
             sums = [torch.stack(sums).sum()]
-        for part, squares in zip(self._optimizer.chained_optimizers, sums, strict=False):
+        for part, squares in zip(all_parts, sums, strict=False):
             dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
         return torch.stack(sums).sum().sqrt()
 
-    @property
-    def _device(self) -> torch.device:
-        groups = (group for part in self._parts for group in part.optimizer.param_groups)
-        return next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
-
 
 def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Main weights and the bf16 weights of the model that they are copied to, of this rank's values."""
+    """(main weights, 16-bit weights of the model) of the values that this rank updates."""
     if isinstance(part, DistributedOptimizer):
         groups = zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True)
         for mains, models in groups:

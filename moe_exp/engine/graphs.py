@@ -118,7 +118,8 @@ class MicrobatchGraphs:
         self, region: Callable[[Batch, int], Tensor], parameters: Iterable[torch.nn.Parameter],
         statistics: Iterable[MoEStatistics], state: Iterable[Tensor], graph: Callable[[], Graph],
     ):  # fmt: skip
-        self._region, self._parameters, self._make = region, list(parameters), graph
+        self._region, self._make = region, graph
+        self._parameters: list[Any] = list(parameters)  # with Megatron's main_grad
         self._statistics, self._state = list(statistics), list(state)
         self._captured: dict[Any, _Captured] = {}
         self._num_run: dict[Any, int] = {}
@@ -126,8 +127,9 @@ class MicrobatchGraphs:
 
     def run(self, batch: Batch, num_microbatches: int) -> Tensor:
         """Runs forward and backward of one of `num_microbatches`; returns a copy of the region's result."""
-        key = num_microbatches, tuple((name, _shape(value)) for name, value in sorted(batch.items()))
-        addresses = self._find_addresses()
+        tensors = {name: x for name, x in sorted(batch.items()) if isinstance(x, Tensor)}
+        key = num_microbatches, tuple((name, x.shape, x.dtype) for name, x in tensors.items())
+        addresses = tuple(x.data_ptr() for p in self._parameters for x in (p, p.main_grad))
         if addresses != self._addresses:
             self._captured.clear()
             self._addresses = addresses
@@ -174,9 +176,6 @@ class MicrobatchGraphs:
             p.main_grad.zero_()
             p.grad_added_to_main_grad = False
 
-    def _find_addresses(self) -> tuple[int, ...]:
-        return tuple(x.data_ptr() for p in self._parameters for x in (p, p.main_grad))
-
     def _eager(self, batch: Batch, num_microbatches: int) -> Tensor:
         stream = side_stream()
         if stream is None:
@@ -215,7 +214,3 @@ class _Captured:
         for one, number in zip(self._statistics, numbers, strict=True):
             one.num_microbatches = number
         return self._logged.clone()
-
-
-def _shape(value: Any) -> Any:
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else value

@@ -259,14 +259,7 @@ def build_model(
         chunk.to(runtime.device)
     if config.dtype != "fp32":
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
-    # Without other ranks on its stage, a rank has nothing to overlap, and buckets only cost host time.
-    overlap = overlaps(config) and graph_stream is None
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap and config.distributed_optimizer,
-    )
+    ddp_config = _ddp_config(config, overlap=overlaps(config) and graph_stream is None)
     # As in Megatron, only the first chunk has buckets: communication of the others overlaps with computation
     # in any case.
     with torch.cuda.stream(graph_stream):
@@ -322,9 +315,18 @@ def build_chunk(
 
 def overlaps(config: Config) -> bool:
     """Whether gradients and parameters are exchanged during the passes of the model (OVERLAP)."""
-    if config.overlap == "auto":
-        return config.world_size > config.pp and torch.cuda.is_available()
-    return config.overlap == "true"
+    # Without other ranks on its stage, a rank has nothing to overlap, and buckets only cost host time.
+    has_peers = config.world_size > config.pp
+    return has_peers and torch.cuda.is_available() if config.overlap == "auto" else config.overlap == "true"
+
+
+def _ddp_config(config: Config, *, overlap: bool) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.distributed_optimizer,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap and config.distributed_optimizer,
+    )
 
 
 def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]]:

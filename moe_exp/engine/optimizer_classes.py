@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from moe_exp.engine.adamw import StepNumbers, adamw_step
+from moe_exp.engine.adamw import adamw_step, step_factors
 from moe_exp.host.megatron_versions import refuse_cuda_graphs
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -28,11 +28,11 @@ class Adam(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): FusedAdam's interface, PyTorch's fused kernel."""
 
     _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
-    # Set by fused_step.py: whether `adamw_step` does the update, and what it does beyond that.
-    uses_kernel = False
-    clip = 0.0  # maximum of `norm`, the norm of all gradients on the device; a step without norm never skips
+    # Set by fused_step.py: whether `adamw_step` runs, the norm of all gradients on the device, its limit, and
+    # the 16-bit weights to write, by main weight.
+    uses_kernel, clip = False, 0.0
     norm: Tensor | None = None
-    weights: Mapping[Tensor, Tensor] = {}  # main weights to the bf16 weights that the kernel writes
+    weights: Mapping[Tensor, Tensor] = {}
 
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -78,15 +78,15 @@ class Adam(torch.optim.Optimizer):
         if not params:
             return
         step = torch.full((), float(group["step"]), dtype=torch.float64, device=params[0].device)
-        numbers = StepNumbers.of(
+        factors = step_factors(
             self.norm, step, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"],
             clip=self.clip,
         )  # fmt: skip
         for p in params:
             assert p.grad is not None
             adamw_step(
-                p.detach(), p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"], numbers,
-                betas=group["betas"], eps=group["eps"], weight=self.weights.get(p),
+                p.detach(), p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"],
+                self.weights.get(p), factors, betas=group["betas"], eps=group["eps"],
             )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -21,6 +21,7 @@ from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon, Ranks
 from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
 from moe_exp.engine.qk_clip import clip_attention_logits
+from moe_exp.layers.kernels.launch import KernelFailure, failure_of
 from moe_exp.layers.megatron.moe_parts import MegatronRouter, device_of_model
 
 import megatron.core.optimizer
@@ -37,8 +38,8 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, local_
 _FUSED_ADAM = None if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER else megatron.core.optimizer.Adam
 
 
-def choose_optimizer(config: Config) -> tuple[str, str]:
-    """(name of the optimizer that runs, reason)."""
+def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str = "") -> tuple[str, str]:
+    """(name of the optimizer that runs, reason); `failure` is the result of the AdamW kernel's self-test."""
     name = config.optimizer
     if name == "sgd":
         return "torch SGD", f"OPTIMIZER=sgd, momentum {config.sgd_momentum:g}"
@@ -50,18 +51,21 @@ def choose_optimizer(config: Config) -> tuple[str, str]:
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
     if name != "adam":
         raise ValueError(f"optimizer={name}: has no class in engine/optimizer_setup.py. Fix: use adam.")
+    if choose_step(config, device_type=device_type, failure=failure) != "torch":
+        return "triton", "AdamW with clipping and bf16 weights in one pass"
     if config.optimizer_state_dtype == "bf16":
         return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
     if _FUSED_ADAM is not None:
         return "fused", f"from {_FUSED_ADAM.__module__.partition('.')[0]}"
-    return "torch fused", "neither Transformer Engine nor Apex is installed"
+    return "torch fused", failure or "neither Transformer Engine nor Apex is installed"
 
 
 @contextmanager
-def _megatron_builds(config: Config) -> Iterator[None]:
+def _megatron_builds(config: Config, step: str) -> Iterator[None]:
     """Makes Megatron build the chosen class inside the block, and its distributed optimizer accept it."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
-    of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else (_FUSED_ADAM or Adam)
+    fp32 = (step == "torch" and _FUSED_ADAM) or Adam
+    of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else fp32
     chosen = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
     made: Any = chosen
     if chosen is Muon:
@@ -138,8 +142,13 @@ def _own_groups(config: Config, model: list[DistributedDataParallel]) -> dict[Pa
     return overrides
 
 
-def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(
+    config: Config, model: list[DistributedDataParallel], kernel_failures: Sequence[KernelFailure] = ()
+) -> MegatronOptimizer:
     """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
+    step = choose_step(
+        config, device_type=device_of_model().type, failure=failure_of("optimizer", kernel_failures)
+    )
     settings = OptimizerConfig(
         optimizer="sgd" if config.optimizer == "sgd" else "adam", sgd_momentum=config.sgd_momentum,
         lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, adam_beta1=config.adam_beta1,
@@ -154,7 +163,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     for axis in (0, -1, -2) if config.optimizer == "muon" else ():
         among = ParamWithNamePredicate(name=f"matrices_{axis}", fn=partial(_is_matrix, axis=axis))
         overrides[ParamKey(with_name_predicate=among)] = {AXIS: axis}
-    with _megatron_builds(config):
+    with _megatron_builds(config, step):
         optimizer = get_megatron_optimizer(
             settings, model, config_overrides=overrides, use_gloo_process_groups=False
         )
@@ -168,9 +177,8 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     if config.ema_decay:
         allocate_average(optimizer)
     share_loss_scale(optimizer)
-    kind = choose_step(config, device_type="cuda" if torch.cuda.is_available() else "cpu")
-    if kind != "torch":
-        use_kernel(optimizer, config, whole_step=kind == "kernel")
+    if step != "torch":
+        use_kernel(optimizer, whole_step=step == "whole")
     if torch.cuda.is_available() and clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = norm_of_all, scale_all
     if config.qk_clip:

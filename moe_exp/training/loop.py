@@ -211,7 +211,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     has_graph = backends_of(config, rank.device.type, kernel_failures)["graph"][0] == "on"
     stream = side_stream() if has_graph else None
     model = build_model(config, rank, kernel_failures, graph_stream=stream)
-    optimizer = build_optimizer(config, model)
+    optimizer = build_optimizer(config, model, kernel_failures)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     set_megatron_hooks(model, optimizer)
     # After set_megatron_hooks, whose finalize_model_grads it wraps. From here on optimizer.step() changes

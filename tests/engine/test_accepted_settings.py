@@ -102,7 +102,7 @@ def train_step(config: Config) -> None:
         build_scheduler(config, optimizer)
         loop.set_megatron_hooks(model, optimizer)
         trained = SimpleNamespace(model=model)
-        job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
+        job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None, graphs=None)
         ((total, num_counted), *_) = loop.forward_backward(job, RandomTokens(config.seq_len, 100), 0, 1)
         assert math.isfinite(total / num_counted)
         optimizer.step()

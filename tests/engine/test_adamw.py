@@ -1,6 +1,7 @@
 """The kernel of AdamW: against torch's AdamW, its twin, and as compiled for GPUs that are not there."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,80 +10,69 @@ import torch
 from helpers.layers.compiled import compiled, on_gpu
 from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels
 from helpers.relative_error import relative_error
-from moe_exp.engine.adamw import StepNumbers, adamw_step, adamw_step_torch, join, split
+from moe_exp.engine.adamw import adamw_step, adamw_step_torch, step_factors
 
 BETAS, EPS, LR, DECAY = (0.9, 0.95), 1e-8, 1e-2, 0.1
-MODES = ("main", "main and weight", "remainder")
 
 
-def numbers(norm: float | None = 2.0, step: int = 3, *, clip: float = 1.0) -> StepNumbers:
+def factors(norm: float | None = 2.0, step: int = 3, *, clip: float = 1.0) -> torch.Tensor:
     found = None if norm is None else torch.tensor(norm, device=DEVICE)
     count = torch.tensor(float(step), dtype=torch.float64, device=DEVICE)
-    return StepNumbers.of(found, count, lr=LR, betas=BETAS, weight_decay=DECAY, clip=clip)
+    return step_factors(found, count, lr=LR, betas=BETAS, weight_decay=DECAY, clip=clip)
 
 
-def tensors(size: int, mode: str, moments: torch.dtype = torch.float32) -> dict[str, Any]:
+def tensors(size: int, has_weight: bool, moments: torch.dtype = torch.float32) -> dict[str, Any]:
     torch.manual_seed(size)
     main = torch.randn(size, device=DEVICE)
-    weight, remainder = split(main)
-    found: dict[str, Any] = {
-        "main": None if mode == "remainder" else main,
+    return {
+        "main": main,
         "grad": torch.randn(size, device=DEVICE) * 0.01,
         "mean": (torch.randn(size, device=DEVICE) * 0.01).to(moments),
         "square": (torch.rand(size, device=DEVICE) * 1e-4).to(moments),
-        "weight": None if mode == "main" else weight,
-        "remainder": remainder if mode == "remainder" else None,
+        "weight": main.bfloat16() if has_weight else None,
     }
-    return found
 
 
-def stepped(function: Any, found: dict[str, Any], at: StepNumbers) -> dict[str, Any]:
+def stepped(function: Any, found: dict[str, Any], at: torch.Tensor) -> dict[str, Any]:
     found = {name: None if value is None else value.clone() for name, value in found.items()}
-    function(**found, numbers=at, betas=BETAS, eps=EPS)
+    function(**found, factors=at, betas=BETAS, eps=EPS)
     return found
 
 
 @needs_kernels
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("has_weight", [False, True])
 @pytest.mark.parametrize("size", [1, 1023, 1024, 3001, at_real_size(1 << 27)])
-def test_kernel_steps_as_its_twin(size, mode, moments):
-    before = tensors(size, mode, moments)
-    found, expected = (stepped(function, before, numbers()) for function in (adamw_step, adamw_step_torch))
-    for name, value in expected.items():
-        if value is None or name == "grad":
-            continue
-        if name in ("weight", "remainder"):  # a value may be rounded to the other neighbor
-            continue
-        limit = 1e-6 if value.dtype == torch.float32 else 2**-7
-        assert relative_error(found[name].float(), value.float()) <= limit, name
-    if mode == "remainder":
-        ours, theirs = (join(x["weight"], x["remainder"]) for x in (found, expected))
-        assert relative_error(ours, theirs) <= 1e-6
-    elif mode == "main and weight":
-        assert torch.equal(found["weight"], split(found["main"])[0])
+def test_adamw_step_is_its_reference(size, has_weight, moments):
+    before = tensors(size, has_weight, moments)
+    found, expected = (stepped(function, before, factors()) for function in (adamw_step, adamw_step_torch))
+    for name in ("main", "mean", "square"):
+        limit = 1e-6 if expected[name].dtype == torch.float32 else 2**-7
+        assert relative_error(found[name].float(), expected[name].float()) <= limit, name
+    if has_weight:  # to the bit what a resume copies from the main weights
+        assert torch.equal(found["weight"], found["main"].bfloat16())
+
+
+@needs_kernels
+def test_adamw_step_rounds_ties_to_even():
+    ties = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 1, 0x7F7F0000], dtype=torch.int64)
+    main = ties.int().view(torch.float32).to(DEVICE)
+    zero, weight = torch.zeros_like(main), torch.zeros_like(main, dtype=torch.bfloat16)
+    at = torch.tensor([1.0, 0.0, 1.0, 1.0], device=DEVICE)  # a learning rate of zero
+    adamw_step(main, zero, zero.clone(), zero.clone(), weight, at, betas=BETAS, eps=EPS)
+    assert torch.equal(weight, ties.int().view(torch.float32).bfloat16().to(DEVICE))
 
 
 @needs_kernels
 @pytest.mark.parametrize("function", [adamw_step, adamw_step_torch])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("has_weight", [False, True])
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_changes_nothing(norm, mode, function):
-    before = tensors(2050, mode)
+def test_a_norm_that_is_not_finite_changes_nothing(norm, has_weight, function):
+    before = tensors(2050, has_weight)
     before["grad"][7] = norm
-    after = stepped(function, before, numbers(norm))
+    after = stepped(function, before, factors(norm))
     for name in before.keys() - {"grad"}:
         assert before[name] is None or torch.equal(before[name], after[name]), name
-
-
-@needs_kernels
-@pytest.mark.parametrize("function", [adamw_step, adamw_step_torch])
-def test_remainders_have_the_bits_of_fp32_weights(function):
-    both = [tensors(2050, mode) for mode in ("main and weight", "remainder")]
-    for step in range(1, 6):
-        both = [stepped(function, found, numbers(step=step)) for found in both]
-        assert torch.equal(both[0]["main"], join(both[1]["weight"], both[1]["remainder"]))
-        assert torch.equal(both[0]["weight"], both[1]["weight"])
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -90,61 +80,32 @@ def test_a_thousand_steps_are_those_of_torch(clip):
     generator = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.randn(400, generator=generator))
     main, mean, square = p.detach().clone(), torch.zeros(400), torch.zeros(400)
-    weight, remainder = split(main)
     optimizer = torch.optim.AdamW([p], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     for step in range(1, 1001):
         grad = torch.randn(400, generator=generator) * 0.1
-        norm = grad.norm()
+        norm, count = grad.norm(), torch.tensor(float(step), dtype=torch.float64)
         p.grad = grad.clone()
         if clip:
             torch.nn.utils.clip_grad_norm_([p], clip)
         optimizer.step()
-        at = StepNumbers.of(
-            norm, torch.tensor(float(step), dtype=torch.float64), lr=LR, betas=BETAS, weight_decay=DECAY,
-            clip=clip,
-        )  # fmt: skip
-        adamw_step(None, grad, mean, square, at, betas=BETAS, eps=EPS, weight=weight, remainder=remainder)
-    assert relative_error(join(weight, remainder), p.detach()) <= 1e-6
+        at = step_factors(norm, count, lr=LR, betas=BETAS, weight_decay=DECAY, clip=clip)
+        adamw_step_torch(main, grad, mean, square, None, at, betas=BETAS, eps=EPS)
+    assert relative_error(main, p.detach()) <= 1e-6
     assert relative_error(mean, optimizer.state[p]["exp_avg"]) <= 1e-6
 
 
-def test_splitting_keeps_the_bits_and_rounds_to_nearest():
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=generator).int()
-    ties = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0, -(2**31), 1, 0x7F7F0000], dtype=torch.int64)
-    main = torch.cat([bits, ties.int()]).view(torch.float32)
-    main = main[main.isfinite()]
-    weight, remainder = split(main)
-    assert torch.equal(join(weight, remainder).view(torch.int32), main.view(torch.int32))
-    # torch rounds ties to even
-    high = main.view(torch.int32) >> 16
-    is_tie = (main.view(torch.int32) & 0xFFFF) == 0x8000
-    expected = torch.where(is_tie, (high + 1).to(torch.int16).view(torch.bfloat16), main.bfloat16())
-    assert torch.equal(weight.view(torch.int16), expected.view(torch.int16))
-    assert is_tie.sum() >= 3
+def step_on_gpu(moments: torch.dtype) -> None:
+    main, grad = (on_gpu(1 << 20, dtype=torch.float32) for _ in range(2))
+    mean, square = (on_gpu(1 << 20, dtype=moments) for _ in range(2))
+    at = on_gpu(4, dtype=torch.float32)
+    adamw_step(main, grad, mean, square, on_gpu(1 << 20), at, betas=BETAS, eps=EPS)
 
 
-def step_with_remainders() -> None:
-    size = 1 << 20
-    fp32, half = (lambda: on_gpu(size, dtype=torch.float32)), (lambda: on_gpu(size))
-    adamw_step(
-        None, fp32(), fp32(), fp32(), StepNumbers(on_gpu(4, dtype=torch.float32)), betas=BETAS, eps=EPS,
-        weight=half(), remainder=on_gpu(size, dtype=torch.int16),
-    )  # fmt: skip
-
-
-def step_with_bf16_moments() -> None:
-    size = 1 << 20
-    fp32, half = (lambda: on_gpu(size, dtype=torch.float32)), (lambda: on_gpu(size))
-    at = StepNumbers(on_gpu(4, dtype=torch.float32))
-    adamw_step(fp32(), fp32(), half(), half(), at, betas=BETAS, eps=EPS, weight=half())
-
-
-@pytest.mark.parametrize("launch", [step_with_remainders, step_with_bf16_moments])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
-def test_compiled_it_moves_16_bytes_at_a_time(launch, capability):
+def test_compiled_it_moves_16_bytes_at_a_time(moments, capability):
     pytest.importorskip("triton")
-    (kernel,) = compiled(launch, capability)
+    (kernel,) = compiled(partial(step_on_gpu, moments), capability)
     assert kernel.stack_bytes == 0 and kernel.registers <= 64, kernel
     wide = sum(kernel.ptx.count(f"{kind}.global.v4.b32") for kind in ("ld", "st"))
     assert wide >= 7, kernel.ptx

@@ -9,7 +9,7 @@ from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
-from moe_exp.engine.model import _ddp_config, moe_options
+from moe_exp.engine.model import _ddp_config, moe_options, overlaps
 from moe_exp.layers.kernels import launch as choice
 from moe_exp.layers.kernels.launch import KernelFailure
 
@@ -90,5 +90,6 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatc
 )
 def test_nothing_overlaps_where_a_rank_has_nobody_to_exchange_with(monkeypatch, settings, has_gpu, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    found = _ddp_config(load_config(SMALL | settings, {}))
+    config = load_config(SMALL | settings, {})
+    found = _ddp_config(config, overlap=overlaps(config))
     assert found.overlap_grad_reduce == found.overlap_param_gather == expected

@@ -197,7 +197,7 @@ def test_megatron_builds_the_chosen_class_only_while_the_optimizer_is_built(ends
 
     names = [(module, "Adam"), (module, "SGD"), (module, "USING_PYTORCH_OPTIMIZER"), (distributed, "Adam")]
     before = [getattr(owner, name) for owner, name in names]
-    with suppress(RuntimeError), optimizer_setup._megatron_builds(Config(optimizer="sgd")):
+    with suppress(RuntimeError), optimizer_setup._megatron_builds(Config(optimizer="sgd"), "torch"):
         assert module.SGD is Sgd and distributed.Adam == (Sgd,) and not module.USING_PYTORCH_OPTIMIZER
         if ends_in_error:
             raise RuntimeError

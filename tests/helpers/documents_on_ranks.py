@@ -66,8 +66,8 @@ def _in_float64() -> None:
     def wide(self: Tensor, *args: Any, **options: Any) -> Tensor:
         return self if self.dtype == torch.float64 else to_float(self, *args, **options)
 
-    def with_wide_gradients(config: Any) -> Any:
-        found = ddp_config(config)
+    def with_wide_gradients(config: Any, **options: Any) -> Any:
+        found = ddp_config(config, **options)
         found.grad_reduce_in_fp32 = False
         return found
 
@@ -93,7 +93,7 @@ def built(settings: dict[str, Any], port: int) -> Any:
     for chunk in model:
         draw_vectors(chunk.module)
     trained = SimpleNamespace(model=model, optimizer=build_optimizer(config, model))
-    return SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=EOD)
+    return SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=EOD, graphs=None)
 
 
 def _packed(settings: dict[str, Any], without_mask: bool, port: int) -> dict[str, Any]:

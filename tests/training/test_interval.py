@@ -67,7 +67,9 @@ def record_on_rank(settings: dict[str, Any], port: int) -> tuple[dict[str, Any],
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     loop.set_megatron_hooks(model, trained.optimizer)
     stream = RandomTokens(config.seq_len, config.vocab_size)
-    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, train_stream=stream, eod_id=None)
+    job: Any = SimpleNamespace(
+        config=config, runtime=rank, trained=trained, train_stream=stream, eod_id=None, graphs=None
+    )
     interval, progress = Interval(config, rank, model), Progress()
     rows, counts = _count_rows(interval), _counts_of_microbatches(interval)
     for _ in range(ITERATIONS):

@@ -150,7 +150,7 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
     loop.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
     ledger = Ledger(model)
     trained = SimpleNamespace(model=model)
-    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
+    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None, graphs=None)
     data = RandomTokens(config.seq_len, config.vocab_size)
     with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda entry: entry.tensor):
         loop.forward_backward(job, data, 0, config.num_microbatches)

@@ -332,7 +332,7 @@ def train_alone(settings: dict[str, Any]) -> tuple[int, int]:
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
+    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None, graphs=None)
     loop.set_megatron_hooks(model, job.trained.optimizer)
     data = RandomTokens(config.seq_len, config.vocab_size)
     for _ in range(2):
