@@ -114,17 +114,24 @@ def cross_entropy_gradient(
     """
     if not launch.runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:
         return cross_entropy_gradient_torch(logits_NV, target_N, log_sum_N, grad_N, first)
-    num_rows, width = logits_NV.shape
     logits_NV = launch.last_contiguous(logits_NV)
     target_N, log_sum_N, grad_N = launch.contiguous(target_N, log_sum_N, grad_N)
-    dlogits_NV = logits_NV.new_empty(num_rows, width)
+    dlogits_NV = logits_NV.new_empty(logits_NV.shape)
+    _write_gradient(logits_NV, target_N, log_sum_N, grad_N, first, dlogits_NV)
+    return dlogits_NV
+
+
+def _write_gradient(
+    logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int, dlogits_NV: Tensor
+) -> None:
+    """Launches the kernel; `dlogits_NV` may be `logits_NV`."""
+    num_rows, width = logits_NV.shape
     if num_rows:
         block = min(BLOCK, launch.power_of_2(width))
         _gradient_kernel[(num_rows, launch.cdiv(width, block))](
             logits_NV, target_N, log_sum_N, grad_N, dlogits_NV, first, width, logits_NV.stride(0),
             dlogits_NV.stride(0), BLOCK=block, num_warps=8,
         )  # fmt: skip
-    return dlogits_NV
 
 
 def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> tuple[str, str]:
@@ -153,7 +160,7 @@ def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = No
     """log(sum_v exp(z_v)) - z_target of each token, fp32 [...], equal on all ranks of the group.
 
     Args:
-        logits: logits of this rank's words, [..., V].
+        logits: logits of this rank's words, [..., V]. On a GPU, backward overwrites them with their gradient.
         target: target words in the whole vocabulary, [...].
         group: ranks that hold the words, in rank order and equally many each; None: this rank alone.
     """
@@ -183,4 +190,11 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits_NV, target_N, log_sum_N = ctx.saved_tensors
         grad_N = grads[0].contiguous()
+        is_fp64 = logits_NV.dtype == torch.float64
+        if launch.runs_kernel(logits_NV) and logits_NV.is_contiguous() and not is_fp64:
+            # Nothing else reads the logits, the largest tensor of a step, so the gradient takes their memory.
+            # Autograd raises if a second backward pass needs them.
+            _write_gradient(logits_NV, target_N, log_sum_N, grad_N, ctx.first, logits_NV)
+            torch.autograd.graph.increment_version(logits_NV)
+            return logits_NV, None, None
         return cross_entropy_gradient(logits_NV, target_N, log_sum_N, grad_N, ctx.first), None, None

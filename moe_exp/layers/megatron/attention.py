@@ -111,6 +111,9 @@ class CausalAttention(nn.Module):
         if attention_mask is not None or not isinstance(documents, Documents | None):
             rule = "must be None because CausalAttention is always causal"
             raise ValueError(f"attention_mask: {rule}. Fix: pass attention_mask=None.")
+        if self.cache is not None or documents is not None:
+            # With each new length, cuDNN's attention would spend tens of milliseconds on building a plan.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
         if documents is not None and not (documents.are_whole_samples and len(documents.ranges) <= 2):

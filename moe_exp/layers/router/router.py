@@ -1,5 +1,6 @@
 """The router: scores, top-k, weights, expert bias. Shape suffixes in `moe_exp.layers`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -253,11 +254,7 @@ class _LinearIn(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         # Saves `x` unconverted, as other functions do: autograd would keep an additional copy in `dtype`.
         ctx.save_for_backward(x_TD, weight_ED)
-        # On NVIDIA GPUs, PyTorch 2.8 and newer can multiply 16-bit inputs with fp32 sums; their products are
-        # exact in fp32. torch.compile supports that only in later versions.
-        is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
-        is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
-        if is_known and is_16_bit and dtype == torch.float32 and not torch.compiler.is_compiling():
+        if _multiplies_16_bits(x_TD, weight_ED) and dtype == torch.float32:
             return torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)
         return nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
@@ -266,11 +263,34 @@ class _LinearIn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_TD, weight_ED = ctx.saved_tensors
         dlogits_TE, dx_TD, dweight_ED = grads[0], None, None
+        is_bf16 = x_TD.dtype == torch.bfloat16 and dlogits_TE.dtype == torch.float32
+        if is_bf16 and _multiplies_16_bits(x_TD, weight_ED):
+            return *bf16_grads(dlogits_TE, x_TD, weight_ED), None
         if ctx.needs_input_grad[0]:
             dx_TD = (dlogits_TE @ weight_ED.to(dlogits_TE.dtype)).to(x_TD.dtype)
         if ctx.needs_input_grad[1]:
             dweight_ED = (dlogits_TE.t() @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
         return dx_TD, dweight_ED, None
+
+
+def _multiplies_16_bits(x_TD: Tensor, weight_ED: Tensor) -> bool:
+    """Whether torch.mm multiplies these tensors with fp32 sums and results; products are exact in fp32."""
+    # on NVIDIA GPUs in PyTorch 2.8 and newer; torch.compile supports it only in later versions
+    is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
+    is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
+    return is_known and is_16_bit and not torch.compiler.is_compiling()
+
+
+def bf16_grads(
+    dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, mm: Callable[..., Tensor] = torch.mm
+) -> tuple[Tensor, Tensor]:
+    """Gradients of bf16 `x_TD` and `weight_ED` for fp32 `dlogits_TE`, by bf16 products with fp32 sums."""
+    # The sum of two bf16 values has 16 bits of an fp32 value's mantissa, twice as many as the results have.
+    high_TE = dlogits_TE.bfloat16()
+    halves_T2E = torch.cat([high_TE, (dlogits_TE - high_TE).bfloat16()], dim=1)
+    dx_TD = mm(halves_T2E, torch.cat([weight_ED, weight_ED]))
+    dweight_2ED = mm(halves_T2E.t(), x_TD, out_dtype=torch.float32)
+    return dx_TD, dweight_2ED.unflatten(0, (2, -1)).sum(dim=0).bfloat16()
 
 
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:

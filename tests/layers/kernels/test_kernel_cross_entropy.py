@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.layers.kernel_device import DEVICE
+from helpers.layers.kernel_device import DEVICE, needs_kernels
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.layers.kernels.cross_entropy import (
@@ -39,11 +39,11 @@ def torchs(logits, target, grad):
 @pytest.mark.usefixtures("poisoned")
 def test_loss_and_gradient(dtype, sizes):
     logits, target, grad = drawn(*sizes, dtype=dtype)
+    expected = torchs(logits, target, grad)
     logits.requires_grad_()
     losses = token_losses(logits, target)
     (dlogits,) = torch.autograd.grad(losses, logits, grad)
     assert losses.dtype == torch.float32
-    expected = torchs(logits, target, grad)
     if sizes[1] > 1:
         assert relative_error(losses, expected[0]) < 1e-6
         assert relative_error(dlogits, expected[1]) < TOLERANCE[dtype]
@@ -57,10 +57,10 @@ def test_large_logits_and_words_that_are_impossible():
     logits[1] -= 1e4
     logits[2, :4999] = float("-inf")
     target[2] = 4999
+    expected = torchs(logits, target, grad)
     logits.requires_grad_()
     losses = token_losses(logits, target)
     (dlogits,) = torch.autograd.grad(losses, logits, grad)
-    expected = torchs(logits, target, grad)
     assert relative_error(losses, expected[0]) < 1e-4
     assert relative_error(dlogits, expected[1]) < 1e-3
     assert losses[2] == 0
@@ -73,6 +73,17 @@ def test_rows_with_space_between_them_and_leading_dimensions():
     losses = token_losses(padded[:, :40].unflatten(0, (2, 3)), target.view(2, 3))
     assert losses.shape == (2, 3)
     assert relative_error(losses.flatten(), torchs(logits, target, grad)[0]) < 1e-6
+
+
+@needs_kernels
+def test_the_gradient_takes_the_memory_of_the_logits():
+    logits, target, grad = drawn(6, 64)
+    scaled = logits.requires_grad_() * 1
+    address, losses = scaled.data_ptr(), token_losses(scaled, target)
+    (dscaled,) = torch.autograd.grad(losses, scaled, grad, retain_graph=True)
+    assert dscaled.data_ptr() == address
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(losses, scaled, grad)
 
 
 def test_no_tokens():

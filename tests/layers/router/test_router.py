@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from helpers.layers.tiny_moe import identity_router
+from helpers.relative_error import relative_error
 from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.router.router import bf16_grads
 
 
 def logits_of_shares(shares_TE: list[list[float]]) -> torch.Tensor:
@@ -138,6 +140,23 @@ def test_low_precision_input_is_routed_in_fp32(dtype):
     assert decision.logits_TE.dtype == decision.weights_TK.dtype == decision.scores_TE.dtype == torch.float32
     decision.weights_TK.sum().backward()
     assert router.weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "width"), [(300, 64, 2048), (1, 7, 33)])
+def test_bf16_grads_are_those_of_fp32_copies(num_tokens, num_experts, width):
+    x_TD, weight_ED = torch.randn(num_tokens, width).bfloat16(), torch.randn(num_experts, width).bfloat16()
+    dlogits_TE = torch.randn(num_tokens, num_experts) * torch.logspace(-6, 2, num_experts)
+
+    def mm(a, b, out_dtype=torch.float64):  # sums without rounding, on any device
+        assert a.dtype == b.dtype == torch.bfloat16
+        return (a.double() @ b.double()).to(out_dtype)
+
+    dx_TD, dweight_ED = bf16_grads(dlogits_TE, x_TD, weight_ED, mm=mm)
+    expected = dlogits_TE.double() @ weight_ED.double(), dlogits_TE.double().t() @ x_TD.double()
+    assert relative_error(dx_TD, expected[0]) < 2**-16
+    assert dweight_ED.dtype == torch.bfloat16
+    for one, other in zip(dweight_ED, expected[1], strict=True):  # also where gradients are small
+        assert relative_error(one, other) < 2**-8
 
 
 @pytest.mark.gpu
