@@ -53,7 +53,7 @@ def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
 
 
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
-    """This process's environment plus threads per rank, CPU allocator, DETERMINISTIC and the nodes' `key`."""
+    """This process's environment plus threads per rank, allocators, NCCL, DETERMINISTIC and the nodes' `key`."""
     environ = dict(os.environ)
     environ |= config.deterministic_environment(environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
@@ -66,6 +66,12 @@ def child_environment(config: Config, key: str = "") -> dict[str, str]:
         # Megatron overlaps collectives with matrix products by launch order, which GPUs before Blackwell keep
         # only with one connection.
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if config.use_moe and config.ep > 1 and count_gpus():
+        # Layers receive different numbers of rows, which fragments memory of fixed segments.
+        environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        # Exchanges of tokens and gradients run on different communicators: without one order on all ranks,
+        # they can wait for each other's multiprocessors. From NCCL 2.26 on.
+        environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     environ[RENDEZVOUS_KEY] = key if config.nnodes > 1 else secrets.token_hex(16)
     return environ
 

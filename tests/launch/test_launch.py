@@ -100,6 +100,19 @@ def test_threads_and_allocator_of_the_ranks(monkeypatch, gpus, threads, expected
     assert child_environment(cpu())["MALLOC_MMAP_MAX_"] == "100"
 
 
+EXCHANGES = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+
+
+@pytest.mark.parametrize(("gpus", "ep", "expected"), [(2, 2, True), (2, 1, False), (0, 2, False)])
+def test_environment_of_ranks_that_exchange_rows(monkeypatch, gpus, ep, expected):
+    monkeypatch.setattr("moe_exp.launch.torchrun_job.count_gpus", lambda: gpus)
+    for name in EXCHANGES:
+        monkeypatch.delenv(name, raising=False)
+    assert (EXCHANGES.items() <= child_environment(cpu(ep=ep)).items()) == expected
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    assert child_environment(cpu(ep=ep))["PYTORCH_CUDA_ALLOC_CONF"] == "backend:native"
+
+
 def test_dry_run_text_says_where_a_setting_comes_from(monkeypatch):
     monkeypatch.setenv("PRESET", "cpu")
     monkeypatch.setenv("NUM_EXPERTS", "16")

@@ -8,6 +8,7 @@ Shape suffixes in `moe_exp.layers`, plus A received tokens.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -82,7 +83,11 @@ def check_deepep(*, ep: int, etp: int) -> None:
     try:
         importlib.import_module("deep_ep").Buffer  # noqa: B018  # missing in some builds
     except (ImportError, AttributeError) as error:
-        rule = f"requires the package deep_ep ({str(error).splitlines()[0]})"
+        found = getattr(sys.modules.get("deep_ep"), "ElasticBuffer", None)
+        reason = (
+            "version 2 is installed, which has another interface" if found else str(error).splitlines()[0]
+        )
+        rule = f"requires the package deep_ep ({reason})"
         raise ValueError(f"dispatcher=deepep: {rule}. Fix: {INSTALL}, or use alltoall.") from None
     if not torch.cuda.is_available():
         raise ValueError("dispatcher=deepep: requires a CUDA device. Fix: use alltoall.")

@@ -47,6 +47,12 @@ def test_without_the_package():
         check_deepep(ep=2, etp=1)
 
 
+def test_version_2_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(ElasticBuffer=object))
+    with pytest.raises(ValueError, match=r"deep_ep \(version 2 is installed.* Fix: pip install .*@v1"):
+        check_deepep(ep=2, etp=1)
+
+
 @pytest.mark.parametrize(
     ("ep", "etp", "text"),
     [
