@@ -53,7 +53,7 @@ def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
 
 
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
-    """This process's environment plus threads per rank, allocators, NCCL, DETERMINISTIC and the nodes' `key`."""
+    """This process's environment plus threads per rank, allocators, NCCL, DETERMINISTIC, the nodes' `key`."""
     environ = dict(os.environ)
     environ |= config.deterministic_environment(environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
