@@ -83,10 +83,9 @@ def check_deepep(*, ep: int, etp: int) -> None:
     try:
         importlib.import_module("deep_ep").Buffer  # noqa: B018  # missing in some builds
     except (ImportError, AttributeError) as error:
-        found = getattr(sys.modules.get("deep_ep"), "ElasticBuffer", None)
-        reason = (
-            "version 2 is installed, which has another interface" if found else str(error).splitlines()[0]
-        )
+        reason = str(error).splitlines()[0]
+        if hasattr(sys.modules.get("deep_ep"), "ElasticBuffer"):
+            reason = "version 2 is installed and not supported"
         rule = f"requires the package deep_ep ({reason})"
         raise ValueError(f"dispatcher=deepep: {rule}. Fix: {INSTALL}, or use alltoall.") from None
     if not torch.cuda.is_available():
