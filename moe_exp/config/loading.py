@@ -124,9 +124,10 @@ def load_config(
         ConfigError: if values cannot be read; one line for each.
     """
     given = given_values(flags or {}, os.environ if environ is None else environ)
-    # the embedded corpus only suits a small model: PRESET=reference would repeat it 490 times
-    on_gpus = nodes.gpus != 0 if nodes else count_gpus() and given.get("train_data")
-    preset = str(given.get("preset") or ("reference" if on_gpus else "cpu"))
+    # the embedded corpus only suits a short run: PRESET=reference would repeat it 490 times
+    on_gpus = nodes.gpus != 0 if nodes else count_gpus()
+    for_gpus = "reference" if nodes or given.get("train_data") else "gpu"
+    preset = str(given.get("preset") or (for_gpus if on_gpus else "cpu"))
     if preset not in PRESETS:
         raise ConfigError([problem("preset", preset, "unknown preset", "use one of " + ", ".join(PRESETS))])
     if nodes and nodes.gpus is None and not given.get("gpus_per_node"):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a Mixture-of-Experts model (or a dense one) from scratch with Megatron-Core, on GPUs or CPUs.
 #
-#   bash moe_exp/scripts/run_moe_from_scratch.sh             # PRESET=cpu on an embedded corpus
+#   bash moe_exp/scripts/run_moe_from_scratch.sh             # on an embedded corpus: PRESET=cpu, or gpu on a GPU
 #   TRAIN_DATA=folder/of/text bash moe_exp/scripts/run_moe_from_scratch.sh    # with GPUs, PRESET=reference
 #   NUM_EXPERTS=64 EP=4 bash moe_exp/scripts/run_moe_from_scratch.sh --train-iters 1000
 #   bash moe_exp/scripts/run_moe_from_scratch.sh --dry-run   # settings, launch command, parameters

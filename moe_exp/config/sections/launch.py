@@ -26,7 +26,7 @@ class LaunchSettings(BaseModel):
         "",
         "named set of defaults: "
         + ", ".join(PRESETS)
-        + " (default: reference with GPUs and TRAIN_DATA, else cpu)",
+        + " (default: cpu without GPUs; with GPUs and TRAIN_DATA, reference; with GPUs only, gpu)",
         costs=False,
     )
     master_addr: str = place("localhost", "host name or address of rank 0")
@@ -41,7 +41,7 @@ class LaunchSettings(BaseModel):
     gpus_per_node: NumRanks = layout(
         ...,
         "ranks per node, one per GPU, or processes on a CPU host (default: all GPUs; at most 2 on a CPU host "
-        "or with PRESET=cpu)",
+        "or with PRESET=cpu; 1 with PRESET=gpu)",
         default_factory=lambda: count_gpus() or min(2, num_cores()),
     )
     threads_per_rank: NonNegative = layout(
