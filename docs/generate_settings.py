@@ -244,7 +244,9 @@ run the same command on each node with NNODES, MASTER_ADDR and that node's NODE_
 
 # What docs/settings.md says about each preset.
 PRESET_TEXTS = {
-    "cpu": "4 layers of width 32, 64 experts, top-4: the default without GPUs or TRAIN_DATA",
+    "cpu": "4 layers of width 32, 64 experts, top-4: the default without GPUs",
+    "gpu": "8 layers of width 1536, 16 experts, top-2, 0.91 billion parameters, for one GPU "
+    "([page](one_gpu.md)): the default with GPUs, without TRAIN_DATA",
     "reference": "24 layers of width 512, 64 experts, top-1, 4.37 billion parameters, for 8 GPUs: the "
     "default with GPUs and TRAIN_DATA",
     "olmoe-1b-7b": "OLMoE, as published",

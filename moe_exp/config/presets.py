@@ -20,8 +20,8 @@ _CPU: dict[str, Any] = {
     "log_interval": 25, "eval_interval": 250, "eval_iters": 16, "save_interval": 500, "dtype": "fp32",
 }  # fmt: skip
 
-# 0.91 billion parameters, of which a token uses 0.25. Among seven shapes of that size, this one has the highest
-# MFU on an H100 with 80 GB as planned, 38% (docs/one_gpu.md). It has not been trained yet.
+# 0.91 billion parameters, of which a token uses 0.25. Among seven shapes of that size, this one has the
+# highest planned MFU on an H100 with 80 GB, 38% (docs/one_gpu.md). It has not been trained yet.
 _GPU: dict[str, Any] = {
     "num_layers": 8, "hidden_size": 1536, "ffn_hidden_size": 2560, "num_heads": 12, "num_query_groups": 4,
     "seq_len": 2048, "vocab_size": 32768, "num_experts": 16, "topk": 2, "moe_ffn_hidden_size": 1280,

@@ -39,8 +39,9 @@ def test_empty_variables_and_another_preset():
     [
         (0, {}, "cpu", 2),
         (0, {"train_data": "text"}, "cpu", 2),
-        (8, {}, "cpu", 2),
-        (1, {}, "cpu", 1),
+        (8, {}, "gpu", 1),
+        (1, {}, "gpu", 1),
+        (8, {"preset": "cpu"}, "cpu", 2),
         (8, {"preset": "cpu", "train_data": "text", "gpus_per_node": "8"}, "cpu", 8),
         (3, {"train_data": "text"}, "reference", 3),
         (3, {"preset": "reference"}, "reference", 3),
