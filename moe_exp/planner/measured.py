@@ -88,6 +88,7 @@ _FORMS = {
 _IN_COLUMNS = {
     "num_layers", "hidden_size", "num_heads", "num_experts", "seq_len", "vocab_size", "mbsz", "gbsz",
     "distributed_optimizer", "gpus_per_node", "nnodes", "dtype", "tp", "pp", "ep", "topk", "recompute",
+    "cuda_graph",
 }  # fmt: skip
 FREE = {name for name, it in TRAITS.items() if not it.costs}
 _UNFUSED = "torch"  # default expert backend of GPU rows: grouped GEMMs that keep all intermediate activations
