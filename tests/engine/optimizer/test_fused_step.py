@@ -70,9 +70,11 @@ def test_steps_are_those_of_torch(layout, tmp_path):
         "train_data": str(write_data(tmp_path)),
         "run_dir": str(tmp_path / "run"),
     }
-    jobs = [(base | case, free_port(), kernel) for case in CASES for kernel in (False, True)]
+    # all cases on one rank; on two, those in which ranks share the optimizer or exchange the norm
+    cases = CASES if layout["gpus_per_node"] == 1 else CASES[1:3]
+    jobs = [(base | case, free_port(), kernel) for case in cases for kernel in (False, True)]
     found = run_on_ranks(layout["gpus_per_node"], on_rank, jobs, join=False, timeout=300)[0]
-    for case, expected, ours in zip(CASES, found[::2], found[1::2], strict=True):
+    for case, expected, ours in zip(cases, found[::2], found[1::2], strict=True):
         limit = 1e-5 if case["dtype"] == "fp32" else 2e-3
         for one, other in zip(ours, expected, strict=True):
             for name in ("lm_loss", "params_norm"):
