@@ -49,7 +49,7 @@ class Hardware:
 
     @property
     def is_recent(self) -> bool:
-        """Whether the device is newer than Ampere; `TimeConstants` has separate constants for these."""
+        """Whether the device is newer than Ampere; newer devices have separate `TimeConstants`."""
         return self.architecture not in ("cpu", "volta", "ampere")
 
     @property

@@ -37,7 +37,7 @@ class RunPlan:
 
     @property
     def report(self) -> dict[str, Any]:
-        """All values, in the form of `moe-exp plan --json`."""
+        """All values, as `moe-exp plan --json` prints them."""
         report = describe_run(self.config, self.hardware, self.prediction, self.cost, self.goodput)
         return report | {"levers": [asdict(lever) for lever in self.levers]}
 

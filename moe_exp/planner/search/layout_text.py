@@ -142,10 +142,10 @@ def exported_settings(
     config: Config, defaults: Config, *, overrides: bool = True
 ) -> Iterator[tuple[str, str]]:
     """Yields the settings with which `moe-exp train` runs a layout: the layout's settings, and others that
-    differ from the preset's `defaults`, without those of a node or host.
+    differ from the preset's `defaults`, except node and host settings.
 
-    `overrides` (for environment variables) includes unused layout settings as empty values, to override
-    those of an earlier layout. ValueError if the preset sets one of them, as empty variables count as unset.
+    `overrides` (for environment variables) includes unused layout settings as empty values, to override an
+    earlier layout. ValueError if the preset sets an unused layout setting, as empty variables count as unset.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.
