@@ -20,13 +20,13 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
 @takes(
     string(
         "--runs",
-        "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense; no default with"
-        " two --variant)",
+        "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense, unless two or"
+        " more --variant are given)",
     ),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg(
         "--match",
-        "budget that all models share: flops or active-params (per token, with the same tokens), or time"
+        "quantity that is equal for all models: flops or active-params (per token, at equal tokens), or time"
         " (default: flops)",
         default="flops",
     ),

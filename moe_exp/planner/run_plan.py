@@ -65,7 +65,7 @@ def plan_run(
     config: Config, hardware: Hardware, constants: Constants, *, num_tokens: int | None = None,
     price_per_gpu_hour: float | None = None, failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:  # fmt: skip
-    """Predicts a run, see `cost_of` and `goodput_of` (`failures`); ConfigError for invalid settings."""
+    """Predicts a run; `failures` are arguments of `goodput_of`. Raises ConfigError for invalid settings."""
     if problems := list(config.problems()):
         raise ConfigError(problems)
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}

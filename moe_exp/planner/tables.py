@@ -324,7 +324,7 @@ class PlanPrinter:
                 fits = "" if lever.fits else "out of memory"
                 rows.append((lever.setting, *saved, f"{lever.slower:+.1%}", fits))
         if rows:
-            title = "memory saved on the fullest rank, GiB (negative: needs more)"
+            title = "memory saved on the fullest rank, GiB (negative: the change needs more)"
             self.table(title, ("change", "activations", "memory", "time", ""), rows)
         for lever in levers:
             if lever.problem:
@@ -376,7 +376,7 @@ def _verdict(prediction: Prediction) -> str:
     needed, device = prediction.needed_bytes / _GIBIBYTE, prediction.memory_bytes / _GIBIBYTE
     margin = prediction.margin_bytes / _GIBIBYTE
     of = f"{needed:.1f} of {device:.1f} GiB on stage {prediction.peak_stage}"
-    words = f"fits, {of} without cache, {margin:.1f} left"
+    words = f"fits, {of} without the allocator's cache, {margin:.1f} left"
     if prediction.oom:
         words = f"OUT OF MEMORY, {of}, {-margin:.1f} too much"
     return words + (f", within the expected error ({prediction.memory_error:.0%})" * prediction.is_close)

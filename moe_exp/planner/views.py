@@ -121,7 +121,7 @@ def as_text(of: Timeline, width: int = 100) -> Iterator[str]:
         after = round(of.passes_end / end * width)
         line[after:] = "=" * (width - after)
         yield f"stage {stage:>2} |{''.join(line)}| {idle:.0%} idle"
-    yield "0-9: forward of a micro-batch, a-j: backward, .: idle, =: gradients, weights and optimizer"
+    yield "0-9: forward of a micro-batch, a-j: backward, .: idle, =: data-parallel traffic and optimizer"
 
 
 def as_svg(of: Timeline) -> str:

@@ -121,7 +121,7 @@ class _Account:
         )  # fmt: skip
 
     def _saved(self) -> dict[str, float]:
-        """Bytes that a layer saves through `Engine.recompute`, by module."""
+        """Bytes that a layer need not keep because of `Engine.recompute`, by module."""
         modules = self._job.engine.recompute
         if not modules or self._config.recompute == "full":
             return {}
@@ -150,7 +150,7 @@ class _Account:
     # Attention
 
     def _attention(self) -> float:
-        """Bytes of projections and core, without the preceding norm."""
+        """Bytes of attention's projections and core, without the preceding norm."""
         config = self._config
         is_latent, per_token = config.multi_latent_attention, float(self._input * self._hidden)
         if is_latent:  # inputs of latent attention's norms and projections (arXiv:2405.04434)

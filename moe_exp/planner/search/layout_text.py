@@ -38,7 +38,7 @@ def parse_wanted(text: str, config: Config) -> dict[str, Any]:
         name = "mbsz" if name in ("mbs", "micro_batch_size") else name
         if not equals or name not in (*LAYOUT_SETTINGS, "dp"):
             fix = f"use the form TP=4,PP=12 with settings from {', '.join(LAYOUT_SETTINGS).upper()}"
-            rule = "must be SETTING=VALUE of a layout setting"
+            rule = "must be SETTING=VALUE, where SETTING is a layout setting"
             problems.append(problem("explain", part, rule, fix))
         pairs[name] = value.strip()
     if problems:
@@ -73,7 +73,7 @@ def _value(name: str, text: str) -> Any:
         return text
     if name == "pipeline_layers":
         if not re.fullmatch(_STAGES, text):
-            raise setting_error(name, text, "must be the layers of each stage", "use a form such as 8,9*10,8")
+            raise setting_error(name, text, "must be the layers of each stage", "write 8,9,9,8 or 8,9*2,8")
         return text
     if name == "vpp" and text.lower() == "none":
         return None
