@@ -194,7 +194,7 @@ def test_an_exported_file_is_one_for_config(plan, tmp_path, capsys):
     refused = plan(*arguments, "--export", str(tmp_path / "no" / "x"), code=1)
     assert "no is not a folder. Fix: create it" in refused.err
     refused = plan(*arguments, "--config", str(path), "--tp", "4").err
-    assert f"of {path}: ignored by the search; use flags to fix them" in refused
+    assert f"of {path}: ignored by the search; to keep these values, set them with flags" in refused
     assert " TP=" not in refused
 
 
