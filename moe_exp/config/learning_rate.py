@@ -130,7 +130,7 @@ def schedule_change(config: Config, old: Config, start: Start) -> str | None:
     allowed = _LARGEST_JUMP * (config.lr - config.min_lr) + 1e-9 * config.lr
     if abs(now - before) <= allowed and reached <= last + allowed:
         return None
-    rule = f"after GBSZ={old.gbsz} until iteration {start.iteration}, the learning rate would jump"
+    rule = f"after training with GBSZ={old.gbsz} to iteration {start.iteration}, the learning rate would jump"
     rule += f" from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
     values = _rescaled(config, old, start)
     setting = " ".join(f"{name.upper()}={value}" for name, value in values.items())
@@ -161,7 +161,7 @@ def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
     reached = learning_rate(c, num_samples)
     if c.warmup_iters >= c.train_iters:
         rule = f"the run ends at TRAIN_ITERS={c.train_iters} during the warm-up"
-        fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of it, or raise TRAIN_ITERS"
+        fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of TRAIN_ITERS, or raise TRAIN_ITERS"
         yield c.problem("warmup_iters", f"{rule}, at {reached:.3g} of LR={c.lr:g}", fix)
     if not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr:
         return
@@ -176,7 +176,7 @@ def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
         rule = f"the run ends at TRAIN_ITERS={c.train_iters} with a learning rate of {last}"
     else:
         return
-    fix = "set DECAY_ITERS=0, which follows TRAIN_ITERS"
+    fix = "set DECAY_ITERS=0, so that the decay ends at TRAIN_ITERS"
     if c.rampup is not None or start.iteration:
         fix = f"set DECAY_ITERS={round(run)}, the length of the run in batches of GBSZ"
     yield c.problem("decay_iters", rule, fix)

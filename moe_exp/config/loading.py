@@ -84,8 +84,8 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
                 values.pop(name, None)
     preset = given.get("preset") or environ.get("PRESET") or values.get("preset")
     if is_record and preset != values.get("preset"):
-        rule = f"has no effect, as {path} has all settings of a run"
-        raise ConfigError([problem("preset", preset, rule, f"omit it, or set {values.get('preset')}")])
+        rule = f"has no effect, as {path} sets all settings of a run"
+        raise ConfigError([problem("preset", preset, rule, f"omit PRESET, or set {values.get('preset')}")])
     exported = {name: environ[name.upper()] for name in values if environ.get(name.upper())}
     differing = [name for name in exported if name not in given and exported[name] != values[name]]
     if ours := ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing):
@@ -205,7 +205,7 @@ def explain(error: ValidationError, settings: type[BaseModel] = Config) -> list[
 def _fix(name: str, error: Any, settings: type[BaseModel]) -> str:
     if name not in settings.model_fields:
         near = difflib.get_close_matches(name, settings.model_fields, 1)
-        return f"use {near[0].upper()} if you mean it" if near else "see moe-exp train --help"
+        return f"use {near[0].upper()} if you meant that" if near else "see moe-exp train --help"
     if error["type"] == "one_line":
         return ONE_LINE_FIX
     field = settings.model_fields[name]

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 Facts = dict[str, object]
 OTHER_OPTIMIZER_FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to continue with moments reset to zero"
 _HINTS = {
-    "router_bias_update_rate": "set it above 0 (1e-12 keeps the bias) or ROUTER_BIAS_RULE=quantile",
-    "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as before",
+    "router_bias_update_rate": "set this rate above 0 (1e-12 keeps the bias) or ROUTER_BIAS_RULE=quantile",
+    "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as in the checkpoint",
 }
 
 
@@ -171,6 +171,6 @@ def as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
     try:
         return Config(**known_settings(saved))
     except ValidationError as error:
-        first, fix = error.errors()[0], "use the version that wrote it"
+        first, fix = error.errors()[0], "use the version that wrote the checkpoint"
         rule = f"value in {checkpoint} is not supported by this version"
         raise ConfigError([problem(str(first["loc"][0]), first["input"], rule, fix)]) from None

@@ -135,10 +135,10 @@ class RouterRules:
                 f"{given['topk']}: every token uses every expert": topk == num_experts,
             }
             for other in (other for other, is_set in others.items() if is_set):
-                yield line("bias_rule", f"cannot be combined with {other}", "set it to sign")
+                yield line("bias_rule", f"cannot be combined with {other}", "use sign instead of quantile")
         elif is_sinkhorn and (self.num_groups or self.expert_bias):
             other = name["num_groups" if self.num_groups else "expert_bias"]
-            yield line("assignment", f"balances loads and cannot be combined with {other}", "use one of them")
+            yield line("assignment", f"balances loads and cannot be combined with {other}", "omit one")
         yield from self._number_problems(name, given, line)
         yield from self._group_problems(name, line)
 
@@ -159,7 +159,7 @@ class RouterRules:
                 name[number[-1]]: is_relu and len(number) > 1,
             }
             for other in (other for other, is_set in others.items() if is_set):
-                yield line(number[0], f"cannot be combined with {other}", "use one of them")
+                yield line(number[0], f"cannot be combined with {other}", "use only one of the two")
 
     def _group_problems(self, name: Mapping[str, str], line: Callable[[str, str, str], str]) -> Iterator[str]:
         groups, used, num_experts = self.num_groups, self.group_topk, self.num_experts
@@ -175,7 +175,7 @@ class RouterRules:
             fix = f"set {name['group_topk']} to at most {groups}"
             yield line("group_topk", f"must be from 1 to {name['num_groups']}={groups}", fix)
         elif num_experts % groups == 0 and self.topk > (reach := used * num_experts // groups):
-            rule = f"must be at most {reach}, the experts in {name['group_topk']}={used} groups"
+            rule = f"must be at most {reach}, the number of experts in {name['group_topk']}={used} groups"
             least = -(-self.topk * groups // num_experts)
             fix = f"set {name['topk']} to at most {reach}, or {name['group_topk']} to at least {least}"
             yield line("topk", rule, fix)
@@ -295,7 +295,7 @@ class RouterSettings(ModelSettings):
     )
     aux_loss_coeff: Numbers = experts(
         "0.01",
-        "weight of the load-balancing losses, or a comma-separated list with one per loss",
+        "weight of the load-balancing losses, or a comma-separated list with one weight per loss",
         costs=False,
     )
     z_loss_coeff: Rate = experts(0.0, "weight of the router z-loss")
@@ -369,14 +369,14 @@ class RouterSettings(ModelSettings):
         return self.broken(
             (num_coeffs not in (1, num_losses), "aux_loss_coeff",
              f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={self.aux_loss_type}",
-             "give one weight, or one per loss"),
+             "give one weight for all losses, or one per loss"),
             (self.router_bias_rule == "quantile" and self.router_bias_update_rate, "router_bias_update_rate",
-             "ROUTER_BIAS_RULE=quantile has no step size", "set it to 0"),
+             "ROUTER_BIAS_RULE=quantile has no step size", "set ROUTER_BIAS_UPDATE_RATE=0"),
             (self.aux_loss_type == "sinkhorn" and self.force_routing != "none", "force_routing",
              "cannot be combined with AUX_LOSS_TYPE=sinkhorn: both choose the experts",
-             "set one of them to none"),
+             "set FORCE_ROUTING=none or AUX_LOSS_TYPE=none"),
             (is_relu and not coeff, "router_score",
-             "requires the loss l1, which limits the experts per token",
+             "requires the loss l1, which limits the number of experts per token",
              "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, the initial weight"),
             (coeff is not None and not is_relu, "aux_loss_type",
              "l1 requires ROUTER_SCORE=relu", "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"),
