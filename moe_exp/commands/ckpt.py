@@ -190,7 +190,7 @@ def check_top(top: int) -> None:
 
 
 def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
-    """Prints a comparison in the form of --top and --json; returns whether it is within --rtol."""
+    """Prints a comparison as --top and --json request; returns whether the differences are within --rtol."""
     from moe_exp.checkpoint.tools.diff import print_comparison
 
     is_within = found.is_within(arguments.rtol)
@@ -286,9 +286,9 @@ _DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices
     repeated("--ignore-field NAME", "unknown field of config.json to ignore (repeatable)"),
 )
 def run_from_hf(arguments: argparse.Namespace) -> None:
-    """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for a
-    run that starts from it. Only one tensor is in memory at a time. Fails without writing anything unless
-    every tensor is used.
+    """Writes the weights of a Hugging Face folder as a checkpoint, the folder's tokenizer, and settings.env
+    for a run that starts from this checkpoint. Only one tensor is in memory at a time. Fails without writing
+    anything unless every tensor is used.
     """
     from moe_exp.checkpoint.hf.importing import from_hf
 
@@ -324,8 +324,8 @@ def run_from_hf(arguments: argparse.Namespace) -> None:
 )
 def run_to_hf(arguments: argparse.Namespace) -> None:
     """Writes safetensors files, their index, config, generation config, tokenizer and a model card. Chooses
-    the transformers architecture that is equivalent to the model. If there is none, prints the settings that
-    prevent the export.
+    the transformers architecture that is equivalent to the model. If there is no such architecture, prints
+    the settings that prevent the export.
     """
     from moe_exp.checkpoint.hf.exporting import to_hf
     from moe_exp.host.files import bytes_text

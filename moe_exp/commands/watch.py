@@ -206,8 +206,8 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
     flag("--full", "also print the stack of every group of ranks"),
 )
 def run_stacks(arguments: argparse.Namespace) -> None:
-    """Requests the stacks of all ranks from the launchers of a run, on any node with access to the run
-    folder; the run continues. For a folder in RUN/hang, prints a summary of its stacks.
+    """Requests the stacks of all ranks from the launchers of a run, which continues. Works on every node with
+    access to the run folder. For a folder in RUN/hang, prints a summary of the stacks in this folder.
     """
     from moe_exp.watch.hangs.stacks import stacks_of
 

@@ -1,7 +1,7 @@
-"""Settings with named choices: one table per kind, with the traits of each choice.
+"""Settings with named choices: one table per kind of choice, with the traits of each choice.
 
-Settings, help texts, docs/settings.md, checks, the planner and the layers read these tables; the functions
-behind the names are in the layers. No torch.
+Settings, help texts, docs/settings.md, checks, the planner and the layers read these tables. The layers
+contain the functions that the names stand for. No torch.
 """
 
 import importlib.util

@@ -1,9 +1,9 @@
 """Learning rate at every point of a run, and checks that a schedule fits the run. No torch.
 
 Every LR_DECAY_STYLE is a warm-up followed by a list of pieces (`config.pieces`). Training
-(`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`. It counts
-samples instead of iterations, so that a batch ramp-up does not distort the curve. It equals Megatron's
-OptimizerParamScheduler for the styles that both support.
+(`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`, which counts
+samples instead of iterations, so that a batch ramp-up does not distort the curve. For styles that Megatron's
+OptimizerParamScheduler also supports, the learning rates are equal.
 """
 
 import math
@@ -22,7 +22,7 @@ _EARLIEST_END, _LATEST_END = 0.9, 1.1
 
 
 class Start(NamedTuple):
-    """Progress at which training starts, after a resume that of the checkpoint."""
+    """Progress at which training starts; after a resume, the progress of the checkpoint."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -42,7 +42,7 @@ def learning_rate(
 ) -> float:
     """Learning rate of the next iteration after `consumed_samples`.
 
-    A linear warm-up from 0, then the pieces of the schedule. At the end of a piece, the next piece applies:
+    A linear warm-up from 0, then the pieces of the schedule. Once a piece has ended, the next piece applies:
     with WSD-S, the iteration after a decay trains at LR. After the last piece, the rate is MIN_LR, or stays
     constant.
 
@@ -87,13 +87,13 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
-    """Samples that the schedule counts up to `iteration`, with these batch sizes from `start`."""
+    """Samples that the schedule counts up to `iteration`, with the batch sizes of `config` from `start`."""
     iterations = iteration - start.iteration
     return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
 
 def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
-    """Returns a line with the learning rate at `start` and later quarters of the run, and ends of pieces."""
+    """Returns a line with the learning rate at `start` and later quarters of the run, and with piece ends."""
     shown = {config.train_iters * percent // 100: f" ({percent}%)" for percent in _SHOWN_PERCENT}
     if start.iteration:
         later = {iteration: text for iteration, text in shown.items() if iteration > start.iteration}

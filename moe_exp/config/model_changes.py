@@ -94,7 +94,7 @@ def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs from the checkpoint's."""
+    """A setting whose value differs from that of the checkpoint's run."""
 
     name: str
     value: object
@@ -159,7 +159,7 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Yields changes of settings that both have; a dense model, for example, has no number of experts."""
+    """Yields changes of settings in both `facts` and `before`. A dense model, for example, has no TOPK."""
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:
@@ -167,7 +167,7 @@ def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
 
 
 def as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
-    """Converts settings of another version: missing settings get defaults, removed ones are dropped."""
+    """Converts settings of another version: missing settings get defaults, removed settings are dropped."""
     try:
         return Config(**known_settings(saved))
     except ValidationError as error:

@@ -6,9 +6,10 @@ A composed LR_DECAY_STYLE is a comma-separated list of pieces, STYLE:UNTIL or ST
     constant:80%,linear                                 WSD with a final decay over a fifth of the run
     constant:10000,cosine:14000:10%,constant            decay to a tenth of LR, then constant to the end
 
-UNTIL is an iteration, or a fraction of the last one (DECAY_ITERS, or TRAIN_ITERS); the last piece may omit
-it. RATE is the learning rate at its end, as a fraction of LR; without it, decays end at MIN_LR and `constant`
-keeps the previous rate. LR_GROUPS: see parameter_groups.py; DATA_STAGES: sections/data.py.
+A piece ends at UNTIL: an iteration, or a percentage of the last iteration (DECAY_ITERS, or TRAIN_ITERS). The
+last piece may omit UNTIL. RATE is the learning rate at the end of the piece, as a percentage of LR. Without
+RATE, decays end at MIN_LR and `constant` keeps the previous rate. LR_GROUPS: see parameter_groups.py;
+DATA_STAGES: see sections/data.py.
 """
 
 import json

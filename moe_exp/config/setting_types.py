@@ -55,8 +55,8 @@ def as_given(value: object) -> str:
 def _text(
     check: Callable[[str], None] = lambda text: None, pattern: str = "", rule: str = ""
 ) -> BeforeValidator:
-    """Removes the spaces from a setting's text and validates it with `check`, which raises ValueError, or by
-    `pattern`, whose `rule` is the error.
+    """Removes the spaces from a setting's text and validates the text: `check` raises ValueError, and a text
+    that does not match `pattern` is a ValueError with `rule`.
     """
 
     def read(value: Any) -> str:
@@ -136,7 +136,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4000  # Linux's limits (bytes)
 
 
 def _path(value: str) -> str:
-    """Checks that text can be a path. Each machine checks whether it exists."""
+    """Checks that text can be a path. Each machine checks whether the path exists."""
     if len(os.fsencode(value)) > _LONGEST_PATH:
         raise ValueError(f"must be a path of at most {_LONGEST_PATH} bytes")
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")):
@@ -214,7 +214,7 @@ class Traits:
 
 
 def _setting(default: Any, description: str, **options: Any) -> Any:
-    """Declares a field with the Traits in `options`; `default` is ... with a `default_factory`."""
+    """Declares a field with the Traits in `options`; `default` is `...` if there is a `default_factory`."""
     own = {name: options.pop(name) for name in Traits.__dataclass_fields__ if name in options}
     given = {} if default is ... else {"default": default}
     field = Field(description=description, **given, **options)
@@ -274,7 +274,7 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
 
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """Flag per layer, true for MoE layers, from MOE_LAYER_FREQ. A list keeps its own length."""
+    """Flag per layer, true for MoE layers, from MOE_LAYER_FREQ. A list of 0 and 1 keeps its length."""
     if pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:

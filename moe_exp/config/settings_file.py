@@ -147,10 +147,10 @@ def warn_of_misspelt(of_command: Iterable[str] = ()) -> None:
 
 def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Returns environment variables that look like misspelled settings, with the nearest setting
-    (NUM_EXPRTS, NUM_EXPERTS).
+    (NUM_EXPRTS: NUM_EXPERTS).
 
     The names of a command's settings (`of_command`) may be short, so a less similar name suffices if the
-    value is a list of sizes (TPZ="1 2", TPS).
+    value is a list of sizes (TPZ="1 2": TPS).
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []

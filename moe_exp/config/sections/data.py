@@ -126,22 +126,22 @@ class DataSettings(OptimizerSettings):
 
     @property
     def context_stripes(self) -> int:
-        """Number of parts of a sequence that are each split over all context-parallel ranks. With documents
-        there are several, which balances the pairs of tokens per rank.
+        """Number of parts of a sequence that are each split over all context-parallel ranks. With
+        DOCUMENT_MASK, several parts balance the number of token pairs per rank.
         """
         wanted = (4, 2) if self.document_mask and self.cp > 1 else ()
         return next((number for number in wanted if self.seq_len % (2 * self.cp * number) == 0), 1)
 
     @property
     def split_shares(self) -> list[float]:
-        """SPLIT as numbers; empty if there are too many or the first is 0."""
+        """SPLIT as numbers; empty if there are more than three or the training share is 0."""
         shares = [float(share) for share in self.split.split(",") if share]
         return shares if len(shares) <= 3 and any(shares[:1]) else []
 
     @property
     def stages(self) -> list[DataStage]:
         """The initial stage (TRAIN_DATA and SEQ_LEN), then those of DATA_STAGES. Stages given in tokens start
-        with a batch only after `with_stage_begins`.
+        at the start of a batch only after `with_stage_begins`.
         """
         stages = [DataStage(0, self.train_data, self.seq_len)]
         for given in self._given_stages:

@@ -122,7 +122,7 @@ class LearningSettings(ParallelSettings):
         """Pieces of the schedule after the warm-up, in order; at least one if there are no `problems`.
 
         The first piece begins at the end of the warm-up. As in Megatron, a final decay longer than the
-        remaining iterations starts part-way. Raises ValueError for an unsupported LR_DECAY_STYLE.
+        remaining iterations starts part-way down. Raises ValueError for an unsupported LR_DECAY_STYLE.
         """
         pieces, start = [], self.warmup_iters
         for style, end, target in self._pieces_in_iterations():
@@ -261,7 +261,7 @@ class LearningSettings(ParallelSettings):
             before, what = end, "the previous decay"
 
     def _composed_problems(self, decay_name: str) -> Iterator[str]:
-        """Checks that the pieces are in order, between the end of the warm-up and that of the schedule."""
+        """Checks that the pieces are in order, from the end of the warm-up to the end of the schedule."""
         pieces = self.pieces
         before, what = self.warmup_iters, "the warm-up"
         for number, piece in enumerate(pieces, 1):

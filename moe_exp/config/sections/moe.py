@@ -1,6 +1,6 @@
 """MoE layer settings: position, expert sizes and capacity.
 
-Those of the router are in sections/router.py, the remaining ones of the section Mixture of experts in
+Router settings are in sections/router.py, and the other settings of the section Mixture of experts in
 sections/backends.py.
 """
 
@@ -61,7 +61,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Flag per layer, true for MoE layers. A pattern keeps its length even if it is not NUM_LAYERS."""
+        """Flag per layer, true for MoE layers. A pattern keeps its length even if NUM_LAYERS differs."""
         if not self.use_moe:
             return [False] * self.num_layers
         return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))

@@ -119,7 +119,7 @@ class OptimizerSettings(LearningSettings):
         )  # fmt: skip
 
     def _state_problems(self) -> Iterator[str]:
-        """Checks that the optimizer supports moments in bf16 and that they can decay."""
+        """Checks that the optimizer supports moments in bf16 and that bf16 moments can decay."""
         if not OPTIMIZERS[self.optimizer].has_bf16:
             rule = f"only applies to Adam, but OPTIMIZER={self.optimizer}"
             fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"

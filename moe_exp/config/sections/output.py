@@ -142,7 +142,7 @@ class OutputSettings(DataSettings):
         )  # fmt: skip
 
     def _checkpoint_problems(self) -> Iterator[str]:
-        """Checks which checkpoints are kept, and the one to start from."""
+        """Checks the settings for checkpoints to keep and for the checkpoint to start from."""
         no_effect = "has no effect with KEEP_LAST=0, which keeps all checkpoints"
         save, evaluate = self.save_interval, self.eval_interval
         return self.broken(

@@ -105,7 +105,7 @@ class ParallelSettings(BackendSettings):
         )  # fmt: skip
 
     def _fp8_size_problems(self) -> Iterator[str]:
-        """Matrix products of Transformer Engine in FP8."""
+        """Checks the sizes of matrices in Transformer Engine's FP8 products."""
         multiple = SIZE_MULTIPLES[self.fp8_recipe]
         has_dense = not all(self.moe_layers) and (self.moe_ffn_hidden_size or not self.use_moe)
         sizes = (  # whether there is such a matrix product, setting, value, ranks that it is split over
@@ -158,7 +158,7 @@ class ParallelSettings(BackendSettings):
             yield self.problem("pp", f"must divide NUM_LAYERS={self.num_layers}", fix)
 
     def _given_stage_problems(self) -> Iterator[str]:
-        """Checks that PIPELINE_LAYERS covers all stages and layers; only end stages may be empty."""
+        """Checks that PIPELINE_LAYERS covers all stages and layers, and that no middle stage is empty."""
         stages, num_layers = self.stage_layers, self.num_layers
         for name in ("first_stage_layers", "last_stage_layers"):
             if getattr(self, name):

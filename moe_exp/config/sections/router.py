@@ -1,4 +1,4 @@
-"""Router settings: of one router (`RouterConfig`, which the layers take) and of a run, with their rules."""
+"""Settings of one router (`RouterConfig`, an argument of layers) and of a run's routers, with their rules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -36,12 +36,12 @@ class RouterRules:
         hidden_size: D.
         num_experts: E.
         topk: K.
-        score: `softmax`, `sigmoid` (DeepSeek-V3), `sqrtsoftplus`, the square root of softplus, or `relu`
-            (ReMoE, arXiv:2412.14711): a token uses the experts with positive logits, which are the weights;
-            the loss `l1` adjusts their mean number to K.
-        top_p: fraction of its scores for which a token uses the fewest of its K experts; 1: all K.
+        score: `softmax`, `sigmoid` (DeepSeek-V3), `sqrtsoftplus` (square root of softplus) or `relu` (ReMoE,
+            arXiv:2412.14711). With `relu`, a token uses the experts with positive logits, which are the
+            weights, and the loss `l1` adjusts the mean number of these experts to K.
+        top_p: a token uses the fewest of its K experts whose scores add up to this fraction; 1: all K.
         num_null_experts: null experts in addition to E, which compute nothing: a token that chooses one uses
-            one expert less. They are balanced like the others.
+            one expert less. Null experts are balanced like other experts.
         pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral).
         normalize: divide the chosen weights by their sum. None: as in the literature, True for sigmoid and
             sqrtsoftplus with K > 1, False for softmax. True with softmax is Qwen3's `norm_topk_prob`.
@@ -54,7 +54,7 @@ class RouterRules:
             (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
         bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` by a step towards the
             mean load, `quantile` to the value that would have balanced the batch (router/balance.py).
-        bias_update_rate: size of that step (ROUTER_BIAS_UPDATE_RATE).
+        bias_update_rate: size of the step of `sign` (ROUTER_BIAS_UPDATE_RATE).
         global_fractions: store the token fractions of the last global batch, for the loss `global_aux_loss`.
         dtype: `fp32` or `fp64`, for logits, scores and weights regardless of the input dtype.
         jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
@@ -92,7 +92,7 @@ class RouterRules:
         """Yields a line for each invalid value or combination.
 
         Args:
-            names: names of the fields as settings, whose notation is then used for values; None: field names.
+            names: the setting of each field, for messages about settings; None: messages name the fields.
         """
         name = {field.name: (names or {}).get(field.name, field.name) for field in fields(self)}
         write = as_given if names else str
