@@ -163,4 +163,4 @@ class OptimizerSettings(LearningSettings):
                 )
                 sizes = multiples(row_bytes // num_bytes * ways, value)
                 fix = f"set {name.upper()} to {sizes}, or EXPERT_BACKEND=loop"
-                yield problem(name, value, f"{rule}, which {row} in {self.dtype} is not", fix)
+                yield problem(name, value, f"{rule}, but rows have {row} values in {self.dtype}", fix)

@@ -46,7 +46,8 @@ class ParallelSettings(BackendSettings):
     distributed_optimizer: bool = layout(True, "shard the optimizer state across data-parallel ranks")
     overlap: Literal["auto", "true", "false"] = layout(
         "auto",
-        "overlap gradient reduction and parameter gathering with compute; auto: if a stage has several GPUs",
+        "overlap gradient reduction and parameter gathering with compute; auto: if each stage has several "
+        "GPUs",
     )
     recompute: Literal["none", "moe_act", "selective", "full"] = layout(
         "none",

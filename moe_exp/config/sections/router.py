@@ -138,7 +138,7 @@ class RouterRules:
                 yield line("bias_rule", f"cannot be combined with {other}", "use sign instead of quantile")
         elif is_sinkhorn and (self.num_groups or self.expert_bias):
             other = name["num_groups" if self.num_groups else "expert_bias"]
-            yield line("assignment", f"balances loads and cannot be combined with {other}", "omit one")
+            yield line("assignment", f"balances loads and cannot be combined with {other}", "use only one")
         yield from self._number_problems(name, given, line)
         yield from self._group_problems(name, line)
 
