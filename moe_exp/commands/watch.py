@@ -38,7 +38,7 @@ LAUNCH_SETTINGS = (
 )
 @takes(
     lambda parser: add_arguments(parser, names=LAUNCH_SETTINGS),
-    string("--hosts LIST", "node names by NODE_RANK, such as a[1-3],b (default: $SLURM_JOB_NODELIST)"),
+    string("--hosts LIST", "node names in NODE_RANK order, such as a[1-3],b (default: $SLURM_JOB_NODELIST)"),
     arg("--exclude-file FILE", "list to add bad nodes to (default: RUN_DIR/exclude_nodes.txt)", Path),
     flag("--no-exclude", "do not add bad nodes to the list"),
     JSON,
@@ -71,7 +71,7 @@ def run_preflight(arguments: argparse.Namespace) -> int:
 @command("watch exclude", "show or change the list of nodes that jobs must avoid")
 @takes(
     arg("file FILE", "list of excluded nodes, usually RUN_DIR/exclude_nodes.txt", Path),
-    flag("--slurm", "print the list as --exclude=a,b for sbatch; nothing if it is empty"),
+    flag("--slurm", "print the list as --exclude=a,b for sbatch; print nothing if the list is empty"),
     arg("--add HOST", "hosts to add to the list", nargs="+", default=[]),
     arg("--reason", "reason recorded by --add (default: added by a user)", default="added by a user"),
     arg("--remove HOST", "hosts to remove from the list", nargs="+", default=[]),
@@ -101,7 +101,7 @@ def run_exclude(arguments: argparse.Namespace) -> None:
 @command("watch blame", "find the node, rank and device that caused the errors in logs")
 @takes(
     arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
-    arg("--exclude FILE", "list to add hosts with failing hardware, drivers or links to", Path),
+    arg("--exclude FILE", "list to which hosts with failing hardware, drivers or links are added", Path),
     JSON,
 )
 def run_blame(arguments: argparse.Namespace) -> None:
@@ -127,28 +127,28 @@ def run_blame(arguments: argparse.Namespace) -> None:
 
 @command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
 @takes(
-    arg("run_dirs RUN_DIR", "run folders; with --slurm-name, runs may still be queued", Path, nargs="+"),
+    arg("run_dirs RUN_DIR", "run folders; with --slurm-name, a run may still be queued", Path, nargs="+"),
     repeated("--slurm-name NAME", "job name of the run's SLURM jobs (repeatable; one per RUN_DIR, in order)"),
-    string("--slurm-user NAME", "owner of the SLURM jobs (default: you)"),
+    string("--slurm-user NAME", "owner of the SLURM jobs (default: the current user)"),
     one_of(
         flag("--once", "check once, for example from cron (default)"),
         arg("--every SECONDS", "run as a daemon with this interval between checks (seconds)", float),
         flag("--test-alert", "send a test alert to every channel; works before the run starts"),
     ),
     flag("--quiet", "print nothing about healthy runs"),
-    arg("--again TIME", "interval between reports of a lasting problem (default: 6h)", default="6h"),
+    arg("--again TIME", "interval between reports of the same problem (default: 6h)", default="6h"),
     string(
         "--stuck TIME",
-        "report a run as stuck after this time without a new record (default: derived from its speed)",
+        "report a run as stuck after this time without a new record (default: derived from the run's speed)",
     ),
     arg(
         "--ahead TIME",
-        "how long before its end to report a chain of jobs that is too short (default: 24h)",
+        "time before the last job's end at which to report that the run needs more jobs (default: 24h)",
         default="24h",
     ),
     arg(
         "--wait TIME",
-        "how long all jobs of a run may be queued before it is reported (default: 24h)",
+        "time without a running job after which a run with queued jobs is reported (default: 24h)",
         default="24h",
     ),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
@@ -206,8 +206,8 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
     flag("--full", "also print the stack of every group of ranks"),
 )
 def run_stacks(arguments: argparse.Namespace) -> None:
-    """Requests the stacks of all ranks from the launchers of a run, on any node with access to the run
-    folder; the run continues. For a folder in RUN/hang, prints a summary of its stacks.
+    """Requests the stacks of all ranks from the launchers of a run, which continues. Works on every node with
+    access to the run folder. For a folder in RUN/hang, prints a summary of the stacks in this folder.
     """
     from moe_exp.watch.hangs.stacks import stacks_of
 
@@ -238,7 +238,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
         if not path.exists():
             raise ValueError(f"{name}={path}: not found. Fix: name a checkpoint or a dump.")
         if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
-            fix = f"name one of them, such as {dumps[-1].parent}"
+            fix = f"name the dump of one iteration, such as {dumps[-1].parent}"
             raise ValueError(f"{name}={path}: contains dumps of several iterations. Fix: {fix}.")
     # the dump of one rank, or of all ranks after one iteration
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
@@ -269,7 +269,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
         "mean time between failures of one node (hours; default: from the run's events)",
         float,
     ),
-    arg("--nodes N", "number of nodes that fail independently (default: NNODES of the run)", int),
+    arg("--nodes N", "number of nodes to which --mtbf applies (default: NNODES of the run)", int),
     arg("--save-seconds S", "time of one save (seconds; default: as measured)", float),
     arg("--iteration-seconds S", "time of one iteration (seconds; default: as measured)", float),
     arg(

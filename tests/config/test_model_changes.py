@@ -86,7 +86,7 @@ def test_all_lines_at_once_with_what_helps():
     changes = {"router_bias_update_rate": 0, "first_k_dense": 1, "topk": 1, "activation": "gelu"}
     dense, bias, *others = lines({"router_bias_update_rate": 0.01}, **changes)
     assert dense.startswith(f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ")
-    assert "UPDATE_RATE=over 0. Fix: set it above 0 (1e-12 keeps the bias) or ROUTER" in bias
+    assert "UPDATE_RATE=over 0. Fix: set this rate above 0 (1e-12 keeps the bias) or ROUTER" in bias
     assert [line.partition(":")[0] for line in others] == ["ACTIVATION=gelu", "TOPK=1"]
 
 
