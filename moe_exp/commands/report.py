@@ -28,7 +28,7 @@ _NOT_WITH = {
     string("--title", "heading of the report (default: names of the runs)"),
     string(
         "--notes TEXT",
-        "text to show under the heading, or a text file (notes.md of each run folder is always shown)",
+        "text, or path of a text file, under the heading (a page also shows notes.md of each run folder)",
     ),
     arg("--loss X", "loss at which to compare costs (default: lowest loss that all runs reach)", float),
     flag("--watch", "show the runs live in the terminal instead of writing a page"),

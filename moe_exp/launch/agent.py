@@ -169,7 +169,7 @@ class Agent(LocalElasticAgent):
         return {"rank": rank, "host": socket.gethostname(), "device": device, "cause": cause(failure)}
 
     def _start_again(self) -> bool:
-        """Ends the round and starts the next one; returns False if the job is over."""
+        """Ends the round and starts the next round; returns False if the job is over."""
         ended = self._rounds.round
         if self._received:  # new ranks would be stopped right away
             self._rounds.set_closed()
@@ -187,7 +187,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _report(self, ended: int) -> float:
-        """Writes the events of an ended round; returns the delay before the next one in seconds."""
+        """Writes the events of an ended round; returns the delay before the next round in seconds."""
         records: list[Record] = []
         with suppress(OSError):  # no file yet, or the file system is unavailable
             records = last_records(self._metrics) if self._metrics else []
@@ -223,7 +223,7 @@ class Agent(LocalElasticAgent):
         return delay
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event; if the disk is full, the event waits for the next call, but no restart does."""
+        """Writes an event, or if the disk is full, keeps it for the next event; the ranks restart anyway."""
         if self._metrics is None or not self._metrics.parent.is_dir():
             return
         self._unwritten.append(event_record(name, iteration, **details))
@@ -297,7 +297,7 @@ def _has_hung() -> bool:
 
 @contextmanager
 def _quiet_if_explained() -> Iterator[None]:
-    """Silences torchrun's lines about terminated ranks if a hang or exit code explains the end."""
+    """Silences torchrun's lines about terminated ranks if a hang or exit code explains their end."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
     logger.disabled = before or _has_hung() or reported_exit_code() is not None

@@ -244,7 +244,7 @@ def _warn(lines: Iterable[str]) -> None:
 def dry_run_text(
     config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
 ) -> str:
-    """Merged settings and their sources (a default has none; `sources` win), torchrun command and report."""
+    """Settings with their sources (from `sources` if given; none: default), torchrun command and report."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
         default = of_preset.get(name, Config.model_fields[name].default)

@@ -338,7 +338,7 @@ def _load_dir(c: Config) -> Iterator[str]:
 
 
 def _data_of_converted(c: Config) -> Iterator[str]:
-    """Requires TRAIN_DATA for weights from another program: they do not fit the embedded vocabulary."""
+    """Requires TRAIN_DATA for weights from another program, as the embedded corpus does not fit them."""
     for name in ("load_dir", "upcycle_from") if not c.train_data else ():
         with suppress(ValueError):  # reported by the checks of these settings
             value = getattr(c, name)
@@ -389,7 +389,7 @@ def memory_warnings(config: Config) -> list[str]:
 
 
 def disk_warnings(config: Config) -> list[str]:
-    """Warns if a resumed run has disk space for its next checkpoint, but not for all new ones."""
+    """Warns if a resumed run has disk space for its next checkpoint, but not for all new checkpoints."""
     there, refused, rest = _room(config)
     return rest if there and not refused else []
 

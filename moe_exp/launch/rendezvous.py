@@ -1,8 +1,8 @@
 """The rendezvous of the nodes' agents before each start of the ranks, with torchrun's interface.
 
 torchrun's static rendezvous does not report failures to other nodes. Its c10d rendezvous reports failures,
-but ignores NODE_RANK. In torch 2.13, both rendezvous give restarted ranks a store with the addresses of dead
-ranks (c10d only unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set). This rendezvous has none of these flaws.
+but assigns its own node numbers instead of NODE_RANK. In torch 2.13, both give restarted ranks a store with
+addresses of dead ranks (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set). This file solves all three.
 
 A round is one start of all ranks. Agents meet in a store on MASTER_PORT that lives as long as node 0's agent.
 The ranks of each round have their own store on a free port. Stores of single-node jobs listen only on the
@@ -191,7 +191,7 @@ class RestartRendezvous(RendezvousHandler):
                 time.sleep(_POLL_SECONDS)
 
     def reconnect(self) -> bool:
-        """Reconnects to node 0; False if the host is unreachable. Raises ConnectionError if it refuses."""
+        """Reconnects to node 0; False if unreachable. Raises ConnectionError if node 0 refuses to connect."""
         try:
             # a plain socket distinguishes a host that refuses from an unreachable one
             socket.create_connection((self._host, self._port), _CONNECT_SECONDS).close()

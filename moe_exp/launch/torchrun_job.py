@@ -74,7 +74,7 @@ _KEY_SECONDS = 10.0  # from the creation of the file until its content is visibl
 
 
 def shared_key(path: Path) -> str:
-    """Key of a multi-node job; the first node writes the key to `path`, which only its user can read."""
+    """Key of a multi-node job; the first node writes the key to `path`, which only its owner can read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         # O_EXCL: exactly one node creates the file, the others read its key
@@ -84,7 +84,7 @@ def shared_key(path: Path) -> str:
     deadline = time.monotonic() + _KEY_SECONDS
     while len(key := path.read_text()) != 32:  # another node is writing it
         if time.monotonic() > deadline:
-            raise ValueError(f"{path}: contains no key. Fix: delete this file while no node runs")
+            raise ValueError(f"{path}: contains no key. Fix: delete this file while the run is stopped")
         time.sleep(0.1)
     return key
 

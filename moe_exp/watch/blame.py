@@ -324,7 +324,7 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def reported_by_runs(paths: Iterable[Path]) -> list[str]:
-    """Latest hangs and failed ranks from the events of run folders in `paths`; logs may lack these."""
+    """Latest hangs and failed ranks in the events of run folders in `paths`; logs may lack such events."""
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):
         events = last_records(run.metrics) if run.metrics.exists() else []
@@ -357,7 +357,7 @@ def blame(files: Iterable[Path]) -> list[Blame]:
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
-    """Yields the recognized lines of a log; lines without a time, as in tracebacks, get the last time."""
+    """Yields the recognized lines of a log; a line without a time, as in tracebacks, gets the last time."""
     time = ""
     for line in lines:
         fault, here = recognised(line), origin(line)

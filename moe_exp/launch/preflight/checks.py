@@ -47,7 +47,7 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     Sylvester 1867). The rows of the left factor and the columns of the right factor get a random order and
     random signs, so the product is n times a signed permutation matrix. Each partial sum is an integer of
     magnitude at most n; over an aligned power-of-two range, the magnitude is 0 or the length of the range. So
-    any tiling of the sum is exact with fp32 accumulation, and all results in fp32, tf32, bf16 and fp16.
+    any tiling of the sum is exact with fp32 accumulation, and so are results in fp32, tf32, bf16, fp16.
 
     Returns `wrong` (number of wrong elements over all patterns), `teraflops` of the fastest product, and
     `size` (n; default: 512 on a CPU, 8192 on a GPU).
@@ -101,7 +101,7 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Fills up to `num_bytes` of memory with patterns before reading any pattern back.
+    """Fills up to `num_bytes` of memory with patterns before reading any byte back.
 
     Returns `wrong` (8-byte words), `bytes` (filled), and `gigabytes_per_second` of the fastest write + read.
     """
@@ -135,7 +135,7 @@ def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """Bytes to check per rank: 90% of free GPU memory, or the ranks share 20% of host memory (<= 1 GiB)."""
+    """Bytes to check per rank: 90% of free GPU memory; on a CPU, all ranks share 20% (at most 1 GiB)."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)

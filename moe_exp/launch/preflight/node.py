@@ -114,7 +114,7 @@ _WENT_AWAY = Finding("failed", "disconnected during the checks")
 
 
 def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
-    """Verdict if nodes are missing; it has no findings on the nodes that joined."""
+    """Verdict if nodes are missing, without findings on the nodes that joined."""
     verdict, missing = Verdict.on(came), sorted(set(range(config.nnodes)) - set(came))
     text = f"did not join within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
     late = Finding("failed", text, is_its_fault=len(missing) <= max(1, config.nnodes // _MOST_MISSING))

@@ -1,4 +1,4 @@
-"""Verdicts on slow or broken nodes; every node derives the same one from all measurements. No torch."""
+"""Verdicts on slow or broken nodes; every node derives the same verdicts from all measurements. No torch."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def blame_pairs(verdict: Verdict, failed: Mapping[tuple[int, int], str], what: str) -> None:
-    """Blames a node for failed pairs that have the node in common, or else the link between two nodes."""
+    """Blames nodes that several failed pairs have in common, or else the link between the two nodes."""
     hosts = {named.node: named.host for named in verdict.nodes}
     # a broken node fails with every partner; in the remaining pairs, either end may be at fault
     blamed, left = culprits(failed)

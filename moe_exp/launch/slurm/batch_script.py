@@ -97,7 +97,7 @@ def _options(job: RunJob) -> list[str]:
 
 
 def checked_line(text: str) -> str:
-    """Returns `text`; raises ConfigError on control characters (in paths; settings were checked before)."""
+    """Returns `text`, or raises ConfigError on control characters, which unchecked paths may contain."""
     if not is_one_line(text):
         fix = "rename the file or folder"
         raise ConfigError([problem("sbatch file", text, NOT_ONE_LINE_RULE, fix)])
@@ -109,7 +109,7 @@ def _shell(text: object) -> str:
 
 
 def directives(options: Iterable[str]) -> list[str]:
-    """`#SBATCH` lines for options --name=value, quoted for sbatch, which uses the last option of a name."""
+    """`#SBATCH` lines for options --name=value, quoted for sbatch; the last option of each name counts."""
     lines = []
     for option in map(checked_line, options):
         plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)

@@ -45,7 +45,7 @@ class SlurmSettings(BaseModel):
         1, "number of consecutive jobs; unused jobs are canceled when the run finishes", le=10_000
     )
     chain: Literal["array", "dependency"] = _field(
-        "array", "array: a job array, one job at a time; dependency: each job waits for the one before"
+        "array", "array: a job array, one job at a time; dependency: each job waits for the previous job"
     )
     after: str = _field("", "job ids to wait for, such as '123 124'; extends a queued chain of jobs")
     time_limit: str = _field("24:00:00", "time limit of each job: MINUTES or [DAYS-]HOURS:MINUTES:SECONDS")

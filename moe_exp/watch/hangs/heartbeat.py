@@ -56,7 +56,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's `beat`, `stacks` (of faulthandler), `collectives.json` or `pipe` (requests those)."""
+    """Path of a rank's `beat`, `stacks` (of faulthandler), `collectives.json` or `pipe` (requests them)."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 

@@ -135,7 +135,7 @@ class HangWatch:
         elif watches and (reason := self._hang_reason(now)):
             self._begin(lambda: self._end_hang(reason))
         elif watches and self._hangs_at_stop(now):
-            complain("no rank has made progress since the stop request; killing all without a checkpoint")
+            complain("no rank has made progress since the stop request; killing ranks without a checkpoint")
             self._end_ranks()
         return self._hung_at < math.inf
 

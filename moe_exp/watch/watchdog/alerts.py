@@ -234,7 +234,7 @@ class _Flags:
             self._wrong(flag, file, f"cannot be read ({reason})", fix)
         else:
             if not secret:
-                self._wrong(flag, file, "its first line is empty", "write the secret into it")
+                self._wrong(flag, file, "its first line is empty", "write the secret in line 1")
         return secret
 
 

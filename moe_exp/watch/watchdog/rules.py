@@ -148,7 +148,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """The problem that the latest start failed, unless a job has `begun` later; `since`: text on that."""
+    """The problem that the latest start failed, if no job has `begun` later; `since`: text on later jobs."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure
@@ -198,7 +198,7 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
-    """Unreported events (text by key), except those of the problem `failed`; updates `memory`."""
+    """Unreported events (text by key), except events of the problem `failed`; updates `memory`."""
     seen = memory.num_events
     # fewer than before: another run uses the folder now, so all are new
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]

@@ -136,7 +136,7 @@ class RunView:
 
     @property
     def gap_seconds(self) -> float | None:
-        """Median time from the end of a job to the start of the next one; None before the second job."""
+        """Median time from the end of a job to the start of the next job; None before the second job."""
         changes = [event for event in self.events if event["event"] in ("end", *_STARTS)]
         gaps = [
             max(0.0, event_time(after) - event_time(before))
