@@ -78,7 +78,7 @@ def backends_of(
         loaded, reason = native.library()
         found["CPU functions"] = ("torch" if loaded is None else "C++", reason)
     if config.use_moe and config.token_rounding:
-        rounded = "in training, tokens per expert and micro-batch are rounded down to multiples of this"
+        rounded = "in training, tokens per expert and micro-batch are reduced to multiples of this number"
         found["token rounding"] = (str(config.token_rounding), f"{rounded}; the lowest weights are dropped")
     if config.is_fp8_by_kernels:
         found["FP8"] = ("e4m3", "expert GEMMs with scales per block of 128; requested by FP8")

@@ -95,7 +95,7 @@ class CheckpointManager:
             return TO_BE_CONTINUED
         # Otherwise a chain of jobs would restart at the same iteration forever.
         if self._metrics is not None:  # once, not from every rank
-            line = "no checkpoint was saved since this start (SAVE_AT_END=false)"
+            line = "no checkpoint has been saved since this start (SAVE_AT_END=false)"
             logger.warning("%s: iterations up to %d are lost", line, progress.iteration)
         return FAILED
 
