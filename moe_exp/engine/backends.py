@@ -172,7 +172,7 @@ def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]
 
 
 def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
-    """PARTS that run on Triton kernels with these settings."""
+    """Parts (keys of PARTS) that run on Triton kernels with these settings."""
     parts = []
     if config.use_moe and _expert_backend(config, device.type)[0] == "triton":
         parts.append("experts")

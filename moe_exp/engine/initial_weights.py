@@ -1,4 +1,4 @@
-"""Draws initial weights from SEED and global parameter names, the same in every parallel layout."""
+"""Draws initial weights, identical in every parallel layout, from SEED and global parameter names."""
 
 import hashlib
 import math
@@ -16,11 +16,11 @@ from megatron.core.models.gpt import GPTModel
 
 @torch.no_grad()
 def initialize_weights(chunk: GPTModel, config: Config) -> None:
-    """Draws every weight from its own generator, seeded by SEED and its name, and keeps this rank's part.
+    """Draws each weight from a generator seeded by SEED and its global name, and keeps this rank's part.
 
     The initial model therefore does not depend on TP, PP, VPP, EP and ETP. Weights are normal with standard
     deviation INIT_STD, or INIT_STD / sqrt(2 * NUM_LAYERS) for projections into the residual stream (Radford
-    et al. 2019, GPT-2). PARAMETRIZATION=mup multiplies it by a factor. Norm weights are 1, biases 0.
+    et al. 2019, GPT-2). PARAMETRIZATION=mup scales the deviation. Norm weights are 1, biases 0.
     """
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):

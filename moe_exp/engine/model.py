@@ -244,7 +244,7 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 def build_model(
     config: Config, runtime: Runtime, kernel_failures: Sequence[KernelFailure] = ()
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks (VPP, or else one) with initial weights, wrapped for data parallelism."""
+    """This rank's model chunks (one, or VPP chunks) with initial weights, wrapped for data parallelism."""
     settings = transformer_config(config)
     chunks = [
         build_chunk(config, settings, runtime, stage, kernel_failures=kernel_failures)

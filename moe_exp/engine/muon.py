@@ -3,9 +3,9 @@
     M <- momentum * M + (1 - momentum) * G        U = orthogonalized(lerp(G, M, momentum))
     W <- (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(rows, columns)) * U
 
-G is the gradient of matrix W, M its running mean. The factor of lr * U makes updates as large as AdamW's
-(Liu et al., section 2.2), so AdamW's learning rates apply. The formula is that of torch.optim.Muon with
-`adjust_lr_fn="match_rms_adamw"`, but in fp32, over whole matrices in any layout, and per expert.
+G is the gradient of matrix W, M its running mean. The factor 0.2 * sqrt(...) makes updates as large as
+AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. The formula is that of torch.optim.Muon
+with `adjust_lr_fn="match_rms_adamw"`, but in fp32, over whole matrices in any layout, and per expert.
 Megatron-Core's Muon needs the package emerging_optimizers and uses Adam for 3D tensors like our experts.
 
 Embedding, output layer, norms and biases use AdamW with Adam's settings (as in Jordan 2024). Routers also use
@@ -125,7 +125,7 @@ def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
-    """For each rank of `ranks.shared`: parameters, and indices of the matrices in them that it owns."""
+    """For each rank of `ranks.shared`: parameters, and indices of the matrices that the rank owns."""
     costs = []  # proportional to the number of operations in `orthogonalized`
     for each in waiting:
         sizes, axis = list(each.parameter.shape[-2:]), each.group[AXIS]

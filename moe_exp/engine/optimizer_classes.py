@@ -24,7 +24,7 @@ _CHUNK = 1 << 22  # values quantized at once, to bound memory
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with FusedAdam's interface, PyTorch's kernel."""
+    """AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101) with FusedAdam's interface and PyTorch's kernel."""
 
     _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
 

@@ -58,7 +58,7 @@ def choose_optimizer(config: Config) -> tuple[str, str]:
 
 @contextmanager
 def _megatron_builds(config: Config) -> Iterator[None]:
-    """Makes Megatron build, and its distributed optimizer accept, the chosen class inside the block."""
+    """Makes Megatron build the chosen class, and its distributed optimizer accept the class, in the block."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else (_FUSED_ADAM or Adam)
     chosen = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
@@ -95,7 +95,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether Muon updates the parameter (no embedding, output layer or router) and `axis` is its split."""
+    """Whether Muon updates the parameter (no embedding, output layer or router) with `axis` as split axis."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -186,7 +186,7 @@ def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: Megatron
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
-    """Megatron's scheduler with the schedule of `config.learning_rate` and bounds of each parameter group."""
+    """Megatron's scheduler with `config.learning_rate` as schedule between the bounds of each group."""
 
     def __init__(self, config: Config, optimizer: MegatronOptimizer):
         # Set first, because Megatron's constructor calls get_lr. Steps are samples, so that a batch ramp-up
@@ -262,8 +262,8 @@ class _NotFiniteError(Exception):
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the gradient is not finite.
 
-    Steps skipped by fp16's loss scaler still return `(False, None, None)`. Every skipped
-    step restores the router state (expert bias, state of balancing losses). Call after `set_megatron_hooks`.
+    Steps skipped by fp16's loss scaler still return `(False, None, None)`. Every skipped step restores the
+    router state (expert bias, state of balancing losses). Call this function after `set_megatron_hooks`.
     """
     routers = RouterState(model)
     settings = get_model_config(model[0])

@@ -161,7 +161,7 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 
 
 def make_deterministic(config: Config) -> None:
-    """Enables deterministic algorithms; other operations then raise. Call it before any GPU work."""
+    """Enables deterministic algorithms; operations without such an algorithm raise. Call before GPU work."""
     if torch.cuda.is_available():
         for line in config.environment_problems(os.environ):
             raise ValueError(line)
@@ -268,7 +268,7 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(make: Callable[[], T]) -> T:
-    """This rank's result of `make`; if `make` fails with ValueError on any rank, all ranks raise it."""
+    """This rank's result of `make`; after a ValueError on any rank, every rank raises its text."""
     value, line = None, ""
     try:
         value = make()

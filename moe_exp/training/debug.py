@@ -5,9 +5,9 @@
 
 or `breakpoint()` with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace. Call set_trace in code that
 every rank runs. Other ranks wait at the same place, outside any collective, until the debugger continues.
-While the debugger steps, other ranks run up to their next collective, whose timeout is set to a week. The debugger
-reads the standard input of the launcher on its node (`moe-exp train`, the script or torchrun), and continues
-at the end of the input. `quit` ends the job as failed.
+While the debugger steps, other ranks run up to their next collective, whose timeout is set to a week. The
+debugger reads the standard input of the launcher on its node (`moe-exp train`, the script or torchrun), and
+continues at the end of the input. `quit` ends the job as failed.
 """
 
 import os

@@ -90,7 +90,7 @@ class Metrics:
         self._mirror(record)
 
     def event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event record; arguments as in `records.append_event`."""
+        """Writes an event record; takes the arguments of `records.append_event`."""
         self._write(records.event_record(name, iteration, **details))
 
     def close(self, *, failed: bool = False) -> None:

@@ -103,7 +103,7 @@ def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -
 
 
 def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None) -> None:
-    """Raises ConfigError on every rank if a stage would start inside a batch, when resumed from `source`."""
+    """Raises ConfigError on every rank if a stage would start inside a batch after resuming from `source`."""
     # Checked at the start; otherwise the run would fail at the stage, maybe after weeks.
     saved = saved_progress(source) if source and config.data_stages else None
     if problems := list(config.stage_begin_problems(saved.consumed_samples if saved else 0, skipped)):
@@ -122,7 +122,7 @@ def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) ->
     token, origin = int(tokens_BS1[row][is_bad_BS1[row]][0]), samples.origin(first + row)
     sample = f"sample {first + row} (documents {', '.join(map(str, origin.documents))})"
     rule = f"{sample} has the token {token}, but VOCAB_SIZE is {vocab_size}"
-    fix = "check the file with `moe-exp data verify`, or set VOCAB_SIZE to that of the file's tokenizer"
+    fix = "check the file with `moe-exp data verify`, or set VOCAB_SIZE to the size of the file's tokenizer"
     raise ValueError(f"{origin.prefix}: {rule}. Fix: {fix}.")
 
 

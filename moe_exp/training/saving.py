@@ -40,7 +40,7 @@ class CheckpointManager:
 
     @heartbeat.during("checkpoint")
     def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
-        """Saves a checkpoint, or starts the save with ASYNC_SAVE; returns the seconds that training waited.
+        """Saves a checkpoint; with ASYNC_SAVE only starts the save. Returns the seconds that training waited.
 
         SaveError on every rank if the last checkpoint of the run (`is_last`) cannot be written.
         """
@@ -101,7 +101,7 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """Newest complete checkpoint of the run (or REMOTE_DIR), else of LOAD_DIR, else None."""
+    """Newest complete checkpoint of the run (or REMOTE_DIR), else of LOAD_DIR, else None; or ConfigError."""
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run
             _from_store(lambda: fetch_run(config))

@@ -10,7 +10,7 @@ The measure is a robust z-score of the loss and of the logarithm of the gradient
 
 Medians tolerate outliers in up to half of a window. The spread uses departures, so that the fall of the loss
 early in training does not count as noise. The level window is short, to follow batch ramp-up and learning
-rate. Only rises count. Iterations of a spike, or with z >= LOSS_LASTING, are not accepted.
+rate. Only rises count. Iterations of a spike, or with z of the loss >= LOSS_LASTING, are not accepted.
 
 A spike is in
     the loss      if z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES consecutive ones:
@@ -18,9 +18,9 @@ A spike is in
     the gradient  if z >= NORM_LASTING, and the norm is NORM_FACTOR times the level, in NORM_TIMES consecutive
                   iterations: clipping handles a single large gradient
 
-A spike starts at the first of the iterations directly before it that were already unusual (z >= LOSS_EARLY or
-NORM_EARLY), because the gradient often rises one or two iterations before the loss. It ends after
-CALM_ITERATIONS consecutive normal iterations, or after LONGEST iterations: new values then form a new level.
+A spike starts with the unusual iterations (z >= LOSS_EARLY or NORM_EARLY) directly before the alarm, because
+the gradient often rises one or two iterations before the loss. It ends after CALM_ITERATIONS consecutive
+normal iterations, or after LONGEST iterations; later values then form a new level.
 """
 
 import math
@@ -147,7 +147,7 @@ class SpikeDetector:
         return {**windows, "spike_since": self._since}
 
     def add(self, iteration: int, loss: float, grad_norm: float | None) -> Spike | SpikeEnd | None:
-        """Checks the finite loss (nats per token) and unclipped norm of an iteration, in increasing order."""
+        """Checks the finite loss (nats per token) and unclipped norm of the next iteration."""
         log_norm = math.log(grad_norm) if grad_norm else None
         norm_z = 0.0 if log_norm is None else self._norm.z(log_norm)
         reading = _Reading(iteration, loss, log_norm, self._loss.z(loss), norm_z)

@@ -52,7 +52,7 @@ def check(ladder: Ladder) -> None:
 
 
 def dry_run(ladder: Ladder) -> str:
-    """Describes a ladder without touching files; ConfigError if it cannot run."""
+    """Describes a ladder without touching files; ConfigError if the ladder cannot run."""
     check(ladder)
     for comparison in ladder.rungs:
         back_to_back.check_planned_files(comparison)
