@@ -139,7 +139,7 @@ def test_too_few_runs_say_what_to_add(tmp_path):
     write_rungs(ladder.rungs, offsets=(0.0,))
     (missing,) = results_of(ladder).missing
     assert missing == "dmoe has 2 finished rungs but a law requires 3: add 1 more rung, or set --asymptote"
-    assert "it started before the others had ended" in predict(ladder)
+    assert "this rung started before other rungs had ended" in predict(ladder)
     assert not prediction_file(ladder).exists() and results_of(ladder).predicted is None
     for run in ladder.rungs[1].runs():
         run.folder.metrics.unlink()
