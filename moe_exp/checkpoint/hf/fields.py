@@ -84,7 +84,7 @@ HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_
 
 
 def no_sliding_window(*, switched: bool = True) -> FieldRule:
-    """Rule that refuses sliding windows. If `switched` (not for Mixtral), `use_sliding_window` may be false."""
+    """Rule that refuses sliding windows. If `switched` (not Mixtral), use_sliding_window=false is allowed."""
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:
