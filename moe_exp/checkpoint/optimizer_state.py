@@ -187,7 +187,7 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 
 
 def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
-    """Yields all values with this name and type in a checkpoint's nested optimizer state."""
+    """Yields all values named `name`, of type `kind`, in a checkpoint's nested optimizer state."""
     if isinstance(saved, Mapping):
         if name in saved and isinstance(saved[name], kind):
             yield saved[name]

@@ -88,7 +88,7 @@ class CheckpointPlan:
 
 
 class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron has no types
-    """Replaces Megatron's writer: records the items that the planner passes to it."""
+    """Replaces Megatron's writer: records the items that the planner passes to the writer."""
 
     items: list[Item]
 

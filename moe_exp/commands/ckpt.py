@@ -131,7 +131,7 @@ def run_reshape(arguments: argparse.Namespace) -> None:
         nargs="+",
     ),
     arg("target", "checkpoints folder to create, without optimizer state", Path),
-    arg("--last N", "number of newest checkpoints per folder (default: all; with --ema: 1)", default=0),
+    arg("--last N", "newest checkpoints to average per folder (default: all; with --ema: 1)", default=0),
     flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
     arg(
         "--weights NAME",

@@ -343,7 +343,7 @@ def check_target(target: Path) -> None:
     """Raises ValueError if `target` exists, unless it is an empty folder."""
     is_empty = target.is_dir() and not any(target.iterdir())
     if not is_empty and (target.exists() or target.is_symlink()):
-        raise unusable(f"DST={target}", "already exists", "name a new folder, or remove this one")
+        raise unusable(f"DST={target}", "already exists", "name a new folder, or remove this folder")
 
 
 def checkpoints_folder(path: Path) -> Path | None:

@@ -145,7 +145,7 @@ class _Weights:
                 options = ["--weights-only", "--layers", layers, "--experts", "stacked"]
                 source = str(reader.folder)
                 command = [*own_command(), "ckpt", "reshape", source, f"{source}_stacked", *options]
-                fix = f"stack them first: {shlex.join(command)}"
+                fix = f"convert the checkpoint's keys first: {shlex.join(command)}"
             raise unusable(name, f"tensors {lists}", fix)
 
         stored = self._stored(planned[0].key)

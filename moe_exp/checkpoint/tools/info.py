@@ -88,7 +88,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def count_parameters(weights: Mapping[str, naming.LogicalTensor]) -> dict[str, int]:
-    """Number of trained parameters by group, and `total`."""
+    """Number of trained parameters in each group (`group_of`), and `total`."""
     counts: Counter[str] = Counter()
     for name, tensor in weights.items():
         if not name.endswith(BUFFERS):

@@ -144,7 +144,7 @@ class _Work:
             self.layers_stacked = changes.layers == "stacked"
         for key in [] if changes.weights_only else filter(naming.is_optimizer, reader.tensors):
             if (state := naming.optimizer_state(key)) is None or state[2] not in reader.tensors:
-                rule = f"{key} depends on the layout that wrote it and cannot be rewritten"
+                rule = f"{key} depends on the parallel layout of its run and cannot be rewritten"
                 raise folders.unusable(f"SRC={reader.folder}", rule, "pass --weights-only")
         rule = ""
         if self.layers_stacked and len(set(map(frozenset, layers.values()))) > 1:
@@ -204,7 +204,7 @@ class _Work:
         return key, axes
 
     def objects(self) -> Iterator[tuple[str, Any]]:
-        """Yields the new checkpoint's objects by full key."""
+        """Yields full key and value of each object in the new checkpoint."""
         for full_key in self.reader.objects:
             key, match = full_key, _OBJECT.fullmatch(full_key)
             if full_key == COMMON_OBJECT:  # written as common.pt
