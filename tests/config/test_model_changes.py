@@ -180,7 +180,7 @@ def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):
         job = settings(source) | change
         (found,) = run_on_ranks(1, refused, job, free_port(), str(tmp_path), join=False)
         ((line,), is_as_it_was) = found
-        assert f"{key} of shape {shape}, the model of shape {in_model}. Fix: " in line and is_as_it_was
+        assert f"{key} with shape {shape}, but the model's shape is {in_model}. Fix" in line and is_as_it_was
 
 
 def test_losses_with_a_state_may_come_and_go(source):

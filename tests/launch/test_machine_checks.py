@@ -297,7 +297,7 @@ def test_load_dir_is_missing(here, tmp_path):
         assert check_files(here(load_dir=tmp_path / name)) == []
     (tmp_path / "c" / "common.pt").unlink()
     problems = check_files(here(load_dir=tmp_path / "c"))
-    only_problem(problems, r".*none can be used, .*/c/common\.pt: cannot be used")
+    only_problem(problems, r".*no checkpoint can be used, .*/c/common\.pt: cannot be used")
 
 
 @pytest.mark.parametrize(

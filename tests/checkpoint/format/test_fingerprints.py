@@ -279,5 +279,5 @@ def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path, capsys)
     (folder.parent / "iter_0000001").rmdir()
     assert load_config(settings, {}).fingerprints
     assert main(["ckpt", "verify", str(folder)]) == 1
-    assert f"{folder}: {name} differs from what was in memory" in capsys.readouterr().out
+    assert f"{folder}: {name} differs from the tensor in memory" in capsys.readouterr().out
     assert run_to_end(settings | {"train_iters": 4, "fingerprints": "false"})[0] == 0
