@@ -60,7 +60,7 @@ def test_it_says_what_it_counts(plan):
     for flags, part, words in (
         ("", "experts", "triton, the choice of EXPERT_BACKEND=auto on this device ("),
         ("--dtype fp32", "experts", "separate grouped GEMMs, not triton: DTYPE=fp32"),
-        ("--expert-backend te --fp8 hybrid", "FP8", "experts and other layers: FP8 peak"),
+        ("--expert-backend te --fp8 hybrid", "FP8", "experts and other layers: planned with FP8 peak"),
         ("--expert-backend te", "experts", "te, set by EXPERT_BACKEND ("),
         ("--tp 1", "cross entropy", "triton: memory of its kernel, time of a fused kernel"),
     ):
@@ -293,7 +293,7 @@ def test_calibrate_and_predict_with_what_it_wrote(plan, tmp_path):
     runs.write_text(lines[0] + "".join(lines[1::3]))
     printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).out
     assert (
-        "mean left out" in printed and "matrix_efficiency" in printed and "largest errors in time" in printed
+        "mean left out" in printed and "matrix_efficiency" in printed and "largest time errors" in printed
     )
     files = ["--runs", str(MEASURED_RUNS), "--profile", str(profile), "--out", str(out)]
     assert cli.main(["plan", "predict", *files]) == 0

@@ -82,7 +82,7 @@ def test_formats_and_values():
         ("lr: 1\nLR: 2", ["exp.yaml: LR=2: is in the file twice. Fix: remove one of the two lines."]),
         ("", ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: name config.yaml of a run, "]),
         ("just text", ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: "]),
-        ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: must be a name and one value; "]),
+        ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: must be one name and one value; "]),
         ("a: 1\nb: [0]*3", ["CONFIG=exp.yaml: cannot be read .line 2: .* needs quotes"]),
         ("TP=1\nfoo", ["CONFIG=exp.yaml: cannot be read .line 2: foo is not NAME=value"]),
         ("TP='1", ["CONFIG=exp.yaml: cannot be read .line 1: No closing quotation"]),
