@@ -142,8 +142,8 @@ def smoothed(run: RunRecords, unit: str, window_tokens: float) -> Floats:
 def window_of(runs: Sequence[RunRecords]) -> float:
     """Smoothing window in tokens: 5% of the shortest run, but at least 1% of the longest.
 
-    Ignores runs below that 1%, so that a new run does not change the curves of the others. Tokens before a
-    LOAD_DIR checkpoint do not count.
+    Runs shorter than 1% of the longest run are ignored, so that a new run does not change the other curves.
+    Tokens before a LOAD_DIR checkpoint do not count.
     """
     counts = (
         run.last("consumed_tokens") - begin_of(run.train["consumed_tokens"]) for run in runs if has_loss(run)

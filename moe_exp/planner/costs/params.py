@@ -199,7 +199,7 @@ def _attention(config: Config, tp: int) -> int:
 
 
 def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
-    """Parameters of a layer on a rank without routed experts; norms and router are replicated."""
+    """Parameters of a layer on a rank, except routed experts. Norms and router are replicated."""
     hidden, latent = config.hidden_size, config.moe_latent_size
     common = _attention(config, tp) + 2 * _norm(config, hidden)
     if not is_moe:

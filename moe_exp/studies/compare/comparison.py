@@ -219,8 +219,8 @@ def _summary(run: Case) -> dict[str, Any]:
 
 
 def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, list[float | None]] | None:
-    """Returns where the shortest run ends on `axis`, and each run's smoothed loss at this point, interpolated
-    linearly (None if unknown). Returns None if fewer than two runs can be compared.
+    """Returns the position on `axis` at which the shortest run ends, and each run's smoothed loss there, by
+    linear interpolation (None: unknown). Returns None if fewer than two runs can be compared.
     """
     # All runs use the same window in tokens: a shorter one would only cover later, lower losses.
     window = window_of([one.recorded for one in ended])
