@@ -51,7 +51,7 @@ class PartsOfSpec:
 def refuse_cuda_graphs(capturable: bool) -> None:
     """ValueError if `capturable`, which Megatron passes to Adam from 0.17 on, is true."""
     if capturable:
-        rule = "not supported, because the host counts the steps, outside any CUDA graph"
+        rule = "not supported, because the step counter is on the host, outside any CUDA graph"
         raise ValueError(f"capturable=True: {rule}. Fix: use capturable=False.")
 
 

@@ -61,7 +61,7 @@ class Store:
 
     def __init__(self, url: str):
         if not is_url(url):
-            raise ValueError(f"{url}: must be a URL. Fix: give one such as s3://bucket/folder.")
+            raise ValueError(f"{url}: must be a URL. Fix: give a URL such as s3://bucket/folder.")
         self.url = url.rstrip("/")
         self.protocol = url.partition("://")[0]
 
@@ -168,7 +168,7 @@ class Store:
         try:
             self._asked(name, action)
         except FileNotFoundError:
-            raise ValueError(f"{self.url}: bucket not found. Fix: create it, or correct the URL.") from None
+            raise ValueError(f"{self.url}: bucket not found. Fix: create it or correct the URL.") from None
 
     def remove(self, name: str) -> None:
         """Removes a file if it exists."""
@@ -208,7 +208,7 @@ class Store:
         if self.find(name) != known:
             partial.unlink()
             rule = "the file changed during the download"
-            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: do not modify it, and try again.")
+            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: do not modify the file, and try again.")
         partial.replace(path)
         sync_folder(path.parent)
 

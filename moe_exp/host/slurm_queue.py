@@ -165,7 +165,7 @@ def _squeue(*options: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60.0)
     except FileNotFoundError:
-        fix = "add its folder to PATH (cron's is short), run this on a login node, or omit --slurm-name"
+        fix = "add its folder to PATH (cron's PATH is short), run this on a login node, or omit --slurm-name"
         raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
     except subprocess.TimeoutExpired:
         raise QueueError("squeue: no response in 60 s") from None
@@ -180,7 +180,7 @@ def still_there(job_ids: list[str]) -> list[str]:
     if not job_ids:
         return []
     if not shutil.which("squeue"):
-        rule = f"is not on PATH, cannot check the SLURM jobs {' '.join(job_ids)}"
+        rule = f"is not on PATH, so it cannot check the SLURM jobs {' '.join(job_ids)}"
         raise ValueError(f"squeue: {rule}. Fix: run this on a login node of the cluster.")
     try:
         known = set(_squeue("--format=%F", "--jobs", ",".join(job_ids)).split())

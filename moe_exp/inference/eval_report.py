@@ -175,12 +175,12 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
         shares, bits, order = layer.shares_PE, layer.bits_E, layer.order_E
         fair = 1 / shares.shape[1]
         most = f" (maximum {math.log2(len(names)):.3f})" if len(names) > 1 else ""
-        title = f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%})"
+        title = f"layer {layer.layer}: share of each source's tokens by expert (uniform: {fair:.2%})"
         title += f"; {bits.sum():.3f} bits{most}"
         left_out = shares.shape[1] - num_experts
-        caption = f"and {left_out} less specialized experts" if left_out > 0 else None
+        caption = f"not shown: {left_out} less specialized experts" if left_out > 0 else None
         if len(names) == 1:
-            caption = "Specialization needs at least two sources; with one, the bits are 0."
+            caption = "Specialization needs at least two sources; with a single source, it is 0 bits."
         table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         for name in ("expert", "bits", *(escape(name) for name in names)):
             table.add_column(name, justify="right", overflow="fold")

@@ -160,7 +160,7 @@ def why_not_compared(run: RunRecords, window_tokens: float) -> str:
     if not np.isfinite(run.train["consumed_tokens"]).any():
         return "has losses but no token counts (consumed_tokens), which the comparison requires"
     if not np.isfinite(smoothed(run, NATS, window_tokens)).any():
-        return "is too short to smooth: it has less than 1% of the tokens of the longest run"
+        return "is too short to smooth its loss: it has less than 1% of the longest run's tokens"
     return ""
 
 
@@ -278,9 +278,9 @@ def parity(one: Group, other: Group) -> Parity:
         first = [group.runs[0].name for group in missing]
         return Parity(one, other, reason="; ".join(f"{name} {reasons[name]}" for name in first))
     if unit is None:
-        return Parity(one, other, reason="their tokenizers differ, and bits per byte are not known for both")
+        return Parity(one, other, reason="tokenizers differ, and bits per byte are not known for both runs")
     pair = [Group(tuple(run for run in group.runs if not reasons[run.name])) for group in (one, other)]
-    found = Parity(one, other, reason="their seeds have no tokens in common")
+    found = Parity(one, other, reason="their seeds have no range of tokens in common")
     for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
         curves = [curve for group in pair if (curve := mean_curve(group, what, unit, window))]
         if len(curves) < 2:
@@ -291,7 +291,7 @@ def parity(one: Group, other: Group) -> Parity:
         # The cost before a run's first record is unknown.
         begins = [group.name for group, curve in zip(pair, curves, strict=True) if curve.loss[0] <= loss]
         if begins:
-            found = replace(found, reason=f"{begins[0]} starts at {loss:.4f} {unit} or below")
+            found = replace(found, reason=f"the first loss of {begins[0]} is {loss:.4f} {unit} or below")
             continue
         ours, theirs = (cost_of(curve.at, curve.loss, loss) for curve in curves)
         assert ours and theirs
@@ -401,6 +401,6 @@ def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
         if not run.num_records:
             found.append(f"{run.name}: no train records yet.")
         elif has_loss(run) and (reason := why_not_compared(run, window)):
-            found.append(f"{run.name} {reason}; it is excluded from the cost of a loss.")
+            found.append(f"{run.name} {reason}; comparisons of the cost to reach a loss exclude this run.")
         found += [f"{run.name}: {note}." for note in run.notes]
     return found

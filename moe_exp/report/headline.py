@@ -132,7 +132,7 @@ def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
         if refused:
             why = f": {'; '.join(refused)}"
         elif loss_unit(runs) is None:
-            why = ": their tokenizers differ, and bits per byte are not known for all"
+            why = ": their tokenizers differ, and bits per byte are not known for all runs"
         elif len(seed_groups(runs)) == 1:
             why = ": they differ only in SEED"
         return f"No two of the runs can be compared at equal tokens{why}.", ""

@@ -101,7 +101,7 @@ def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "restore it, or remove it to train on the samples that rollbacks have skipped"
+        fix = "restore the file, or remove it to also train on the samples that rollbacks skipped"
         raise ConfigError([f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: {fix}."]) from None
 
 

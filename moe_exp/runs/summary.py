@@ -213,7 +213,7 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
         perplexity = f"(perplexity {summary['last_valid_ppl']:.2f})"
         lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} {perplexity}{averaged}")
     logged = summary["logged_iteration"]
-    until = f" up to iteration {logged}, the last logged one" if logged < summary["iteration"] else ""
+    until = f" up to iteration {logged}, the last logged iteration" if logged < summary["iteration"] else ""
     speeds = [("tokens_per_second", "{:,.0f} tokens/s"), ("ms_per_iteration", "{:.1f} ms per iteration")]
     speeds.append(("tflops_per_gpu", "{:.3g} TFLOP/s per rank"))
     speed = ", ".join(text.format(summary[key]) for key, text in speeds if summary[key] is not None)
@@ -267,7 +267,7 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
         return [
             f"check the bad_step events in {folder}/metrics.jsonl   # if bad samples are the cause",
             f"set LR below {config.lr:g}, with another RUN_NAME   # if the training is unstable",
-            f"the same command {again}, which helps if a batch was the cause",
+            f"the same command {again}, which helps if a bad batch was the cause",
         ]
     if summary["status"] == "stopped" and summary["exit_code"] == FAILED:
         why = f"exit code {FAILED}: SAVE_AT_END=false, and this start saved no checkpoint"
