@@ -81,7 +81,7 @@ class Queue:
 
     @property
     def scheduled_seconds(self) -> float | None:
-        """Remaining time of all jobs together; None if one has no limit."""
+        """Sum of the jobs' remaining times; None if a job has no time limit."""
         times = [job.left_seconds for job in self.running]
         # the line of an array stands for several jobs that run sequentially
         times += [job.limit_seconds and job.limit_seconds * job.num_tasks for job in self.coming]
@@ -98,7 +98,7 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """Jobs with a --job-name and user (default: the current user), or with `job_ids`; else QueueError."""
+    """Jobs with a --job-name and user (default: the current user), or with `job_ids`; or QueueError."""
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.

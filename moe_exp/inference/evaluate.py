@@ -120,7 +120,7 @@ class HeldOut:
     def count_bytes(
         self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """Bytes of the predicted tokens in `sequences`, from number `first` on, except after `masked_id`."""
+        """Bytes of the predicted tokens in `sequences` (numbered from `first`), except after `masked_id`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
@@ -221,7 +221,7 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
 
 @dataclass(frozen=True)
 class _Owner:
-    """The run whose held-out data is used without --data."""
+    """Run whose held-out data is used if --data is not given."""
 
     settings: Config
     order: Mapping[str, Any]  # from `saved_order`
@@ -293,7 +293,7 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
 def _tokenizer(
     request: EvalRequest, saved: Config, order: Mapping[str, Any], of_data: TextTokenizer | None
 ) -> TextTokenizer | None:
-    """The model's tokenizer, otherwise that of --data-of, otherwise None; ValueError if the two differ."""
+    """The model's tokenizer, else that of --data-of, else None; ValueError if both exist and differ."""
     try:
         found = tokenizer_for(saved, request.tokenizer, order=order)
     except ValueError as error:
@@ -339,7 +339,7 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Raises ValueError for data of another tokenizer; warns if it is allowed or the run's own data."""
+    """Raises ValueError if data has another tokenizer; only warns if allowed or if the run chose the data."""
     for source in sources:
         facts, documents = token_files.tokenizer_facts(source.files.manifest), documents_of(source.prefix)
         if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):
@@ -357,7 +357,7 @@ def _compare_tokenizers(
 
 
 def evaluate(plan: EvaluationPlan, rank: Runtime) -> Evaluation:
-    """Evaluates the model. All ranks must call it and get the same result. ValueError if loading fails."""
+    """Evaluates the model. All ranks must call this and get the same result. ValueError if loading fails."""
     stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
     # nats, tokens and bytes; float64 counts exactly up to 2^53
     sums = torch.zeros(len(plan.sources), 3, dtype=torch.float64, device=rank.device)

@@ -53,7 +53,7 @@ def tokenizer_for(
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids of a text, with the BOS token if documents start with one, and without an end token."""
+    """Token ids of a text, with a BOS token if documents start with BOS, and without an end token."""
     ids, _ = Encoders(tokenizer).get("tokenizers")([text])
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return begin + [int(token) for token in ids]

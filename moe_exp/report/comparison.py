@@ -57,7 +57,7 @@ class LossCurve:
 class Parity:
     """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss that both reach.
 
-    Costs are fractions of the cost of `other`, NaN if unknown. Several seeds are compared by mean curves.
+    Costs are fractions of the cost of `other`, NaN if unknown. Mean curves represent several seeds.
     """
 
     run: Group
@@ -81,7 +81,7 @@ def tokenizer_of(run: RunRecords) -> str | None:
 
 
 def bits_per_nat(run: RunRecords) -> float:
-    """Bits per byte equal to one nat per token, from the latest validation with both; NaN without one."""
+    """Bits per byte that equal one nat per token, from the latest validation with both units; else NaN."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
     # the ratio depends only on tokens per byte of the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
@@ -125,7 +125,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Start of the first record, extrapolated from the second; 0 with one record, NaN without any."""
+    """Start of the first record, extrapolated from the second; 0 with one record, NaN without records."""
     # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:
@@ -142,8 +142,8 @@ def smoothed(run: RunRecords, unit: str, window_tokens: float) -> Floats:
 def window_of(runs: Sequence[RunRecords]) -> float:
     """Smoothing window in tokens: 5% of the shortest run, but at least 1% of the longest.
 
-    Ignores runs below that 1%, so that a new run does not change the curves of the others. Tokens before a
-    LOAD_DIR checkpoint do not count.
+    Ignores runs below 1% of the longest, so that a new run does not change the other runs' curves. Tokens
+    before a LOAD_DIR checkpoint do not count.
     """
     counts = (
         run.last("consumed_tokens") - begin_of(run.train["consumed_tokens"]) for run in runs if has_loss(run)
@@ -154,7 +154,7 @@ def window_of(runs: Sequence[RunRecords]) -> float:
 
 
 def why_not_compared(run: RunRecords, window_tokens: float) -> str:
-    """Reason why a run has no smoothed loss, as the end of a sentence; empty if it has one."""
+    """Reason why a run has no smoothed loss, as the end of a sentence; empty if it has a smoothed loss."""
     if not has_loss(run):
         return "has no finite loss" if run.num_records else "has no loss yet"
     if not np.isfinite(run.train["consumed_tokens"]).any():
@@ -195,7 +195,7 @@ def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """Rounds up to four places, so that the run did reach the printed loss; NaN stays NaN."""
+    """Rounds a reached loss up to four places, so that the printed loss was also reached; NaN stays NaN."""
     if not np.isfinite(loss):
         return loss
     # as decimal text: 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
@@ -321,7 +321,7 @@ def parity_text(found: Parity) -> str:
 
 
 def in_words(parts: Sequence[str]) -> str:
-    """Joins parts as in `a, b and c`."""
+    """Joins parts in the form `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 

@@ -54,7 +54,7 @@ class Watched:
 
     @property
     def usual_interval_seconds(self) -> float | None:
-        """Median time between the latest train records; None before the first."""
+        """Median time between the latest train records; None before the first record."""
         return statistics.median(self.interval_seconds) if self.interval_seconds else None
 
     def take(self, record: Mapping[str, Any]) -> bool:

@@ -34,7 +34,7 @@ AXES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Loss of a group: mean, lowest and highest over its runs except `left_out`, which have no such loss."""
+    """Loss of a group: mean, lowest and highest over its runs except `left_out`, which lack this loss."""
 
     group: Group
     loss: float
@@ -71,7 +71,7 @@ def baseline_of(runs: Sequence[RunRecords]) -> int:
 
 
 def ranking(runs: Sequence[RunRecords], axis: Axis = "consumed_tokens") -> Ranking | None:
-    """Ranks the groups at equal amounts of `axis`, see RANKING_RULE; None with fewer than two comparable."""
+    """Ranks the groups at equal amounts of `axis` (see RANKING_RULE); None if fewer than two qualify."""
     window = window_of(runs)
     runs = [run for run in runs if not why_not_compared(run, window)]
     groups, unit = seed_groups(runs), loss_unit(runs)

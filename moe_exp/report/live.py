@@ -36,8 +36,8 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     """Shows runs until all have ended. Waits for runs that do not exist yet. Ctrl-C raises KeyboardInterrupt.
 
     Args:
-        paths: run folders or their metrics.jsonl, ConfigError if one is not; duplicates are shown once.
-        once: print the state once and return, as always if `console` is not a terminal.
+        paths: run folders or their metrics.jsonl (ConfigError for other paths); duplicates are shown once.
+        once: print the state once and return; always true if `console` is not a terminal.
         seconds: polling interval.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
@@ -280,7 +280,7 @@ def _printable(text: str) -> str:
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """Means of at most `num_buckets` groups of neighbors, ignoring None; None for an empty group."""
+    """Means over at most `num_buckets` groups of adjacent values, ignoring None; None for an empty group."""
     count = min(num_buckets, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))

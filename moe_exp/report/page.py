@@ -66,7 +66,7 @@ def write_report(
     """Writes a report on run folders, which may be unfinished or empty.
 
     Args:
-        out: file to write; None to print. Only an earlier report is replaced, not another file.
+        out: file to write; None to print. An existing file is replaced only if it is a report.
         kind: `html` or `md`.
         title: heading (default: the names of the runs).
         loss: loss for the cost comparison (default: the lowest that all runs reach).

@@ -366,7 +366,7 @@ def events_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events in order: faults first, checkpoints last, and the newest of each."""
+    """At most `most` events in order; prefers faults, then events other than checkpoints, then newer events."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

@@ -36,7 +36,7 @@ class Mark:
 
     @property
     def text(self) -> str:
-        """Description with the iteration."""
+        """Description of the mark, including the iteration."""
         if self.kind == "stage":
             return f"data {self.label} from iteration {self.after + 1}: {self.details}"
         return f"resume after iteration {self.after}" + (f": {self.label}" if self.label else "")

@@ -6,7 +6,7 @@ Every record is a dict with `kind` and `iteration`:
     valid  keys of VALID_KEYS, every EVAL_INTERVAL iterations
     event  event, time (ISO 8601) and details, see EVENTS; from rank 0, or from the launcher if ranks died
 
-Values that were not measured are null, and so are NaN and infinity, which JSON lacks.
+Values that were not measured are null. NaN and infinity are also null, because JSON has neither.
 """
 
 import json
@@ -113,7 +113,7 @@ EVENTS = {
 
 
 def append_event(path: Path, name: str, iteration: int, /, **details: Any) -> None:
-    """Appends one of EVENTS to a metrics.jsonl; `iteration` is the last one known to be complete."""
+    """Appends one of EVENTS to a metrics.jsonl; `iteration` is the last iteration known to be complete."""
     append(path, event_record(name, iteration, **details))
 
 
@@ -147,12 +147,12 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def iter_metrics(path: Path) -> Iterator[Record]:
-    """Like `read_metrics`, but streamed and with `fast_record`: after weeks the file may have gigabytes."""
+    """Like `read_metrics`, but streamed and with `fast_record`: the file of a long run may have gigabytes."""
     return _records(path, fast_record)
 
 
 def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
-    """Records in the last `num_bytes` of a metrics.jsonl, which may be large after weeks."""
+    """Records in the last `num_bytes` of a metrics.jsonl, which is large in a long run."""
     with regular(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - num_bytes))

@@ -36,7 +36,7 @@ class Caller:
     problems: Callable[[Config], Iterable[str]] = Config.problems  # of a suggested run's settings
 
     def command_with(self, **changes: Any) -> str:
-        """The command with changed settings, each given as a flag or variable like in the original."""
+        """The command with changed settings, each as a flag or a variable as in the original command."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():
@@ -84,7 +84,7 @@ def finish_run(
 
 @dataclass
 class ExpertSums:
-    """Sums over the `experts` of all train records, which may be gigabytes after weeks."""
+    """Sums over the `experts` of all train records, which may be gigabytes in a long run."""
 
     last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
     slots: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)  # by (layer, E)
@@ -160,7 +160,7 @@ def summarize(
 
 
 def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Records from the last `start` or `resume` on; without one, all train and valid records."""
+    """Records from the last `start` or `resume` on; without such an event, all train and valid records."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
