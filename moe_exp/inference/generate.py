@@ -58,7 +58,7 @@ class Sampling:
 
 
 class Sampler:
-    """Samples one text's tokens, reproducibly on any rank and device, with one random stream per text."""
+    """Samples one text's tokens, reproducibly on any rank and device: each text has its own random stream."""
 
     def __init__(self, sampling: Sampling, text_index: int = 0):
         self.sampling = sampling

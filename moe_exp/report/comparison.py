@@ -25,7 +25,7 @@ VALIDATION, TRAINING = "validation loss", "training loss"
 
 @dataclass(frozen=True)
 class Cost:
-    """Resources used by a run until its smoothed loss first reached a target; NaN if unknown."""
+    """Resources that a run used until its smoothed loss first reached a target; NaN if unknown."""
 
     iteration: float
     tokens: float
@@ -74,7 +74,7 @@ class Parity:
 
 
 def tokenizer_of(run: RunRecords) -> str | None:
-    """TOKENIZER, or else the vocabulary size, as the tokenizer's identity; None if settings are unknown."""
+    """Name of the tokenizer: TOKENIZER, or else the vocabulary size; None if settings are unknown."""
     if not run.settings:
         return None
     return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")

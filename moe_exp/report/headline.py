@@ -165,10 +165,10 @@ def _seeds(best: Standing, second: Standing) -> str:
 
 RANKING_RULE = (
     "Validation losses are compared at the last point that all runs have reached, interpolated linearly"
-    " between the validations of each run. Runs whose settings differ only in SEED count as one, with the"
-    " mean of their losses; those without a validation are left out. If a model has no validation, or the"
-    " runs were validated on different data, smoothed training losses at the end of the shortest run are"
-    " compared instead."
+    " between the validations of each run. Runs whose settings differ only in SEED count as one run, whose"
+    " loss is the mean of theirs; seeds without a validation are left out. If a model has no validation, or"
+    " the runs were validated on different data, smoothed training losses are compared instead, at the end of"
+    " the shortest run."
 )
 
 

@@ -268,7 +268,7 @@ def _age_line(follower: Follower) -> Text:
         text = f"no train record yet; {last}"
     elif follower.is_late():
         style, every = "bold yellow", f"usual interval {duration(usual)}"
-        text = f"no record for {duration(age)} ({every}). Is it still running? See {follower.folder.log}"
+        text = f"no record for {duration(age)} ({every}). Is the run still running? See {follower.folder.log}"
     else:
         text = f"{last} (usual interval {duration(usual)})"
     return Text(_printable(text), style=style)

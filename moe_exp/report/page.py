@@ -309,7 +309,7 @@ def _list(values: Iterable[float]) -> list[float | int | None]:
 
 
 def _rounded(value: float, digits: int = 6) -> float | int | None:
-    """Rounds to `digits` digits; whole numbers as int, None if not finite."""
+    """Rounds to `digits` digits; returns whole numbers as int, and None if not finite."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}") if abs(value) < 1e6 or value != int(value) else float(f"{value:.9g}")

@@ -8,7 +8,7 @@
     dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
     skipped_samples.json    samples skipped by rollbacks, see training/loss_guard.py
     bad_steps/ set_aside/   checkpoints not used to resume: saved after MAX_BAD_STEPS bad steps, or newer
-                            than the one that a rollback returned to
+                            than the checkpoint that a rollback returned to
     tensorboard/ wandb/
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       result of the latest start

@@ -219,7 +219,7 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     speed = ", ".join(text.format(summary[key]) for key, text in speeds if summary[key] is not None)
     lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{f' ({speed})' if speed else ''}")
     if balance := summary["expert_balance"]:
-        text = f"the busiest gets {balance['max_over_mean']:.2f} times its fair share"
+        text = f"the busiest expert gets {balance['max_over_mean']:.2f} times its fair share"
         text += f" (layer {balance['worst_layer']}"
         if within := balance.get("microbatch_max_over_mean"):
             text += f", {within:.2f} in a micro-batch"
