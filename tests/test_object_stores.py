@@ -288,7 +288,7 @@ def test_a_store_that_cannot_be_written_ends_the_start_and_later_ones_copy(url, 
     prefix = write_manifested_tokens(tmp_path / "train")
     data = {"TRAIN_DATA": prefix, "TRAIN_ITERS": 4, "SAVE_INTERVAL": 2}
     ended = runs.run("a", REMOTE_DIR=f"{ROOT_URL}-is-missing/runs", **data)
-    assert ended.code == 2 and "bucket not found. Fix: create it or correct the URL." in ended.text
+    assert ended.code == 2 and "bucket not found. Fix: create it, or correct the URL." in ended.text
     assert not ended.folder.metrics.exists()
     runs.succeed("a", **data)
     # with nothing to train

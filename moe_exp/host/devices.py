@@ -150,7 +150,7 @@ def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a file, [] if it cannot be read."""
+    """Lines of a file; [] if the file cannot be read."""
     with suppress(OSError):
         return path.read_text().splitlines()
     return []

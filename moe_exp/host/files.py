@@ -132,7 +132,7 @@ def _damaged(path: Path, error: Exception, fix: str) -> ValueError:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` durable, if the file system supports it."""
+    """Makes renames in `folder` durable if the file system supports syncing folders."""
     # an fsync of a file does not cover its name
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -232,7 +232,7 @@ class BlockHash:
                 self._block.reset()
 
     def digests(self) -> list[bytes]:
-        """Digests of the blocks so far."""
+        """Digests of all blocks so far, including an incomplete last block."""
         return [*self._digests, *([self._block.digest()] if self.num_bytes % self.block_bytes else [])]
 
     @staticmethod

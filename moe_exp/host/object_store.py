@@ -168,7 +168,7 @@ class Store:
         try:
             self._asked(name, action)
         except FileNotFoundError:
-            raise ValueError(f"{self.url}: bucket not found. Fix: create it or correct the URL.") from None
+            raise ValueError(f"{self.url}: bucket not found. Fix: create it, or correct the URL.") from None
 
     def remove(self, name: str) -> None:
         """Removes a file if it exists."""
@@ -245,7 +245,7 @@ def patiently(
         passes: whether an error is temporary.
         num_left: remaining amount of work.
         limit_of: value that replaces `max_failures` for an error, or None.
-        wait_of: seconds to wait that an error requests.
+        wait_of: wait in seconds that an error requests.
     """
     failures, best = 0, num_left()
     while True:

@@ -42,7 +42,7 @@ def allow_open_files() -> int:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Blocks the termination signals inside the block; processes started there inherit this."""
+    """Blocks the termination signals inside the block; child processes inherit the blocked signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     try:
         yield

@@ -127,7 +127,7 @@ def parse_queue(text: str) -> Queue:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds from squeue's 2-03:04:05, 3:04:05 or 4:05; None for UNLIMITED, INVALID and the like."""
+    """Seconds from squeue's 2-03:04:05, 3:04:05 or 4:05; None for words such as UNLIMITED or INVALID."""
     found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
         return None
@@ -180,7 +180,7 @@ def still_there(job_ids: list[str]) -> list[str]:
     if not job_ids:
         return []
     if not shutil.which("squeue"):
-        rule = f"is not on PATH, so it cannot check the SLURM jobs {' '.join(job_ids)}"
+        rule = f"is not on PATH, so the SLURM jobs {' '.join(job_ids)} cannot be checked"
         raise ValueError(f"squeue: {rule}. Fix: run this on a login node of the cluster.")
     try:
         known = set(_squeue("--format=%F", "--jobs", ",".join(job_ids)).split())

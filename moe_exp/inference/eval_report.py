@@ -121,7 +121,7 @@ class Row:
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """Values for JSON; None if unknown or not finite."""
+        """Values for JSON; None for values that are unknown or not finite."""
         losses = {name: getattr(self, name) for name in ("lm_loss", "lm_loss_ppl", "bits_per_byte")}
         known = {name: x if x is not None and math.isfinite(x) else None for name, x in losses.items()}
         sizes = {"sequences": self.sequences, "tokens": self.tokens, "bytes": self.text_bytes}

@@ -166,7 +166,7 @@ class EvaluationPlan:
 
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> EvaluationPlan:
-    """Checks a request (and with `check_ids` its tokens) without weights; ValueError with all problems."""
+    """Checks a request (and with `check_ids` its tokens) without weights; ValueError lists all problems."""
     folder = one_checkpoint(expanded(request.checkpoint))
     saved, order = saved_config(folder), saved_order(folder)
     owner = _Owner.of(request.data_of) if request.data_of else _Owner(saved, order)

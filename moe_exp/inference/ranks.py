@@ -172,7 +172,7 @@ def planned_quietly(plan: Callable[[], T]) -> T:
 
 
 def check_files(folder: Path) -> None:
-    """Compares the files that contain weights with the manifest; ValueError if one differs."""
+    """Compares the files that contain weights with the manifest; ValueError if a file differs."""
     manifest = Manifest.read(folder)
     if manifest is None:  # written by Megatron-LM
         return

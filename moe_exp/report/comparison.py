@@ -74,7 +74,7 @@ class Parity:
 
 
 def tokenizer_of(run: RunRecords) -> str | None:
-    """Name of the tokenizer: TOKENIZER, or else the vocabulary size; None if settings are unknown."""
+    """Identity of the tokenizer: TOKENIZER, or else the vocabulary size; None if settings are unknown."""
     if not run.settings:
         return None
     return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")
@@ -205,7 +205,7 @@ def rounded_up(loss: float) -> float:
 class Overview:
     """Summary of a run at its end; NaN for missing measurements. Throughput is the median over the records.
 
-    `cost` is the cost of reaching `loss` in `unit`; None if it was not reached or without a `unit`.
+    `cost` is the cost of reaching `loss` in `unit`; None if the run did not reach `loss` or `unit` is None.
     """
 
     def __init__(self, run: RunRecords, loss: float, unit: str | None, window_tokens: float):

@@ -44,7 +44,7 @@ class Standing:
 
     @property
     def has_seeds(self) -> bool:
-        """Whether the loss is a mean."""
+        """Whether the loss is a mean over several seeds."""
         return len(self.group.runs) - len(self.left_out) > 1
 
 

@@ -137,7 +137,7 @@ _PARITY_RULE = (
     " smoothed training loss: the mean over the last w tokens, in whole records, where w is 5% of the tokens"
     " of the shortest run and at least 1% of the longest. Runs whose settings differ only in SEED count as"
     " one run: the mean of their losses over their common range. FLOPs are model FLOPs, forward and backward;"
-    " time is training time, without evaluation and saving. Runs that start at or below this loss are left out."
+    " time excludes evaluation and saves. A run that starts at or below this loss is not compared."
     " A share is green if the ranking at equal tokens, FLOPs or time agrees."
 )
 

@@ -94,7 +94,7 @@ class RunFolder:
 
 
 def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
-    """Rollbacks of a run, oldest first; ConfigError if their file is damaged."""
+    """Rollbacks of a run, oldest first; ConfigError if skipped_samples.json is damaged."""
     path = folder.skipped_samples
     try:
         return list(read_json(path)["rollbacks"])

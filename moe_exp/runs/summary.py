@@ -28,7 +28,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Caller:
-    """The user's command, from which the summary derives the commands it suggests."""
+    """The user's command; the summary derives its suggested commands from this command."""
 
     program: str = "moe-exp"
     command: str = "moe-exp train"  # as typed, with its flags
@@ -62,7 +62,7 @@ def finish_run(
 ) -> tuple[Status, str] | None:  # fmt: skip
     """Writes the summary of the start launched at `since` (with time zone); returns status and text.
 
-    None if the start ended before it wrote its first record.
+    Returns None if the start ended before it wrote its first record.
     """
     records, experts = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
     start, *later = _latest_start(records) or [{}]
@@ -282,7 +282,7 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
 
 
 def _other_runs(config: Config, caller: Caller) -> list[str]:
-    """The user's command with another setting, for runs to compare with."""
+    """The user's command with changed settings, for runs to compare with this run."""
     if config.nnodes > 1 or "--resume" in caller.command:
         return []
     others: list[tuple[str, str, dict[str, Any]]] = []

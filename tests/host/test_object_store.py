@@ -127,7 +127,7 @@ def test_what_a_stopped_copy_has_sent_is_not_complete_and_not_sent_again(url, tm
     ("place", "variables", "line"),
     [
         ("abc://b/x", {}, "Protocol not known: abc. Fix: give an s3://, gs:// or hf:// URL."),
-        (f"{ROOT_URL}x/y", {}, "bucket not found. Fix: create it or correct the URL."),
+        (f"{ROOT_URL}x/y", {}, "bucket not found. Fix: create it, or correct the URL."),
         ("s3://no bucket/x", {}, "Fix: check the URL, the region and the store's Python package."),
         (f"{ROOT_URL}/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "_ENDPOINT_URL), then try again."),
     ],
