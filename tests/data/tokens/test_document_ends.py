@@ -253,7 +253,7 @@ def test_export_of_data_without_a_manifest_keeps_the_bos(token_files, tmp_path):
 def test_bytes_are_those_of_the_text_with_and_without_bos(trained, evaluated, token_files, tmp_path):
     """The BOS of this tokenizer is a token like others, which has bytes where it stands in a text."""
     run, data = train(tmp_path, token_files[trained], Path(token_files["same"])), token_files[evaluated]
-    rule = f"^DATA={data}: documents of {data} begin or end with other tokens than those of the training"
+    rule = f"^DATA={data}: documents of {data} and of the training data begin or end with different tokens"
     with pytest.raises(ValueError, match=rule):
         plan_evaluation(EvalRequest(str(run), data=(data,)))
     plan = plan_evaluation(EvalRequest(str(run), data=(data,), allow_other_data=True))

@@ -172,7 +172,7 @@ def test_a_run_that_came_to_nan_has_no_final_loss(comparison):
     write_run(dmoe, [6.0, None, None, None])
     write_run(dense, [6.0, 5.0, 4.0, 3.0])
     assert read_ended(dmoe).final_loss is None and read_ended(dense).final_loss == 3.0
-    assert "- dmoe and dense are not compared: dmoe starts at 6.0000" in report(comparison)
+    assert "- dmoe and dense are not compared: the first loss of dmoe is 6.0000" in report(comparison)
 
 
 def test_another_call_with_other_settings_is_refused(comparison):
