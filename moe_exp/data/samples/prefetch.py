@@ -92,7 +92,7 @@ class ReadAhead:
             if not is_cut_off and not str(error).startswith("DataLoader worker"):  # raised by the samples
                 raise
             rule = f"a worker died ({error}): it was killed, or memory or /dev/shm is full"
-            fix = "check the kernel log, or set NUM_WORKERS=0 to read in the rank itself"
+            fix = "check the kernel log, or set NUM_WORKERS=0 to read samples in the rank itself"
             raise RuntimeError(f"NUM_WORKERS={self._num_workers}: {rule}. Fix: {fix}.") from error
         self._next = next(self._expected)
         return tokens

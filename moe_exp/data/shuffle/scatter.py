@@ -369,7 +369,7 @@ def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_
                 start += lines_end
                 through.advance(lines_end)
             if count or len(left):
-                fix = "add --start-over, and do not change the file meanwhile"
+                fix = "add --start-over, and do not change the file during the shuffle"
                 raise ValueError(f"{one.path}: changed during the shuffle. Fix: {fix}.")
             through.end_file(one.num_bytes)
 

@@ -82,13 +82,13 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
         fix = "set TRAIN_DATA, or omit TOKENIZER"
         if not own.is_file():
             rule = "cannot be compared with the embedded corpus's tokenizer, which does not exist yet"
-            yield problem("tokenizer", config.tokenizer, rule, f"{fix}: the corpus has its own")
+            yield problem("tokenizer", config.tokenizer, rule, f"{fix}: the corpus has its own tokenizer")
         elif not is_tokenizer_of(config.tokenizer, load_named_tokenizer(str(own)).recorded()):
             rule = "is not the tokenizer of the embedded corpus (TRAIN_DATA is empty)"
             yield problem("tokenizer", config.tokenizer, rule, fix)
     blends = [("train_data", config.train_data), ("valid_data", config.valid_data)]
     blends += [("data_stages", blend) for blend in config.stage_blends]
-    fix = "tokenize all data with one tokenizer, or set ALLOW_OTHER_DATA=true if they give the same ids"
+    fix = "tokenize all data with one tokenizer, or set ALLOW_OTHER_DATA=true if all give the same ids"
     prefixes: list[str] = []
     for name, blend in blends:
         members = [prefix_of(member) for _, member in blend_members(blend) if not is_text(member)]
@@ -101,7 +101,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
     recorded = next((prefix for prefix in prefixes if "hash" in facts[prefix]), None)
     if is_there and recorded and not is_tokenizer_of(config.tokenizer, facts[recorded]):
         rule = f"is not the tokenizer of {recorded} (according to its manifest)"
-        fix = "set TOKENIZER to that of the files, or ALLOW_OTHER_DATA=true if both give the same ids"
+        fix = "set the tokenizer of the files, or ALLOW_OTHER_DATA=true if both give the same ids"
         yield problem("tokenizer", config.tokenizer, rule, fix)
 
 

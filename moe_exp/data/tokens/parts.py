@@ -134,7 +134,7 @@ class PartSettings:
     def __post_init__(self) -> None:
         if self.append_eod and self.tokenizer.eod_id is None:
             rule = f"the tokenizer {self.tokenizer.name} defines no end-of-document token"
-            raise setting_error("append_eod", True, rule, "set it with --eod-token")
+            raise setting_error("append_eod", True, rule, "set one with --eod-token")
 
     def facts(self) -> dict[str, Any]:
         """Facts for a manifest: everything that determines the tokens."""
@@ -233,7 +233,7 @@ class PartEncoder:
             self._encoder.num_rerouted = 0
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
             rule = f"returned ids outside its vocabulary 0..{tokenizer.vocab_size - 1}"
-            raise ValueError(f"{tokenizer.name}: {rule}. Fix: correct its files.")
+            raise ValueError(f"{tokenizer.name}: {rule}. Fix: correct the tokenizer's files.")
         ids, lengths = self._without_special(part, batch, ids, lengths, counts.tally)
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))

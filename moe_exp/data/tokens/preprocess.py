@@ -185,7 +185,7 @@ def usable(workers: int) -> int:
     """Number of workers, limited to the cores of this process."""
     available = num_cores()
     if workers > available:
-        what = "%d workers requested, starting %d: this process has no more cores"
+        what = "%d workers requested, but starting only %d because this process has no more cores"
         logger.info(what, workers, available)
     return min(workers, available)
 
@@ -201,7 +201,7 @@ def _pinned_backend(
         if requested not in ("auto", begun):
             rule = f"{stage.output} was started with {begun}"
             raise setting_error("backend", requested, rule, f"set --backend {begun}, or add --start-over")
-        logger.info("backend: %s (%s was started with it)", begun, stage.output)
+        logger.info("backend: %s (as when %s was started)", begun, stage.output)
         return begun
     estimate = _Estimate(inputs, settings, encoders, requested, num_apart, _SAMPLE_BYTES)
     probe = estimate.probe
@@ -420,7 +420,7 @@ def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
     """Checks the shards; returns their token dtype and total size in bytes."""
     for prefix in prefixes:
         if wrong := bin_idx_problem(prefix, in_order=False):
-            raise setting_error("merge", prefix, wrong, "tokenize that shard again")
+            raise setting_error("merge", prefix, wrong, "tokenize this shard again")
         if prefix.absolute() == output.absolute():
             raise setting_error(
                 "output_prefix", output, "must not be one of the shards", "set another prefix"
@@ -428,7 +428,7 @@ def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
     dtypes = {read_index(prefix).dtype.name: str(prefix) for prefix in prefixes}
     if len(dtypes) > 1:
         places = " and ".join(f"{dtype} in {prefix}" for dtype, prefix in dtypes.items())
-        fix = "merge shards of one tokenizer"
+        fix = "merge only shards tokenized with the same tokenizer"
         raise setting_error("merge", prefixes[0], f"tokens are stored as {places}", fix)
     if wrong := other_tokenizer(map(str, prefixes)):
         logger.warning("merge: %s", wrong)

@@ -19,7 +19,9 @@ from moe_exp.data.tokens.tokens import Int64Array
 _NUM_BYTES = 256
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD = re.compile(r"[a-z]+")
-NOT_KEPT = "bits per byte: the tokenizer %s is lossy (%s), so only the bytes that it keeps are counted"
+NOT_KEPT = (
+    "bits per byte: the tokenizer %s is lossy (%s), so only the bytes that the tokenizer keeps are counted"
+)
 
 _BYTE_SPACE = "\u0120"  # ByteLevel's symbol for a space
 _SPACE = "\u2581"  # Metaspace's and SentencePiece's symbol for a space

@@ -87,7 +87,7 @@ class TextTokenizer:
     def log_left_out(self) -> None:
         """Logs a warning if documents lack the BOS that the tokenizer itself would add."""
         if self.bos_token is not None and self.bos_id is None:
-            text = "tokenizer %s adds %s before a text, but documents are stored without it (to add it: %s)"
+            text = "tokenizer %s adds %s before a text, but documents are stored without this token (to add it: %s)"
             logger.warning(text, self.name, self.bos_token, "--prepend-bos, PREPEND_BOS=true")
 
     def recorded(self) -> dict[str, Any]:

@@ -400,7 +400,7 @@ def manifest_of(prefix: str) -> dict[str, Any]:
         return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
         if path.is_file():
-            content = read_json(path, fix="restore it, or remove it")
+            content = read_json(path, fix="restore or remove this file")
             return content if isinstance(content, dict) else {}
     return {}
 
