@@ -55,8 +55,8 @@ class SampleOrder:
         cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = (),
         documents: DocumentTokens | None = None,
     ) -> SampleOrder:  # fmt: skip
-        """Order for `config` and files with this fingerprint and content. `stage_prints`: hash of both for
-        each later stage. `documents`: document tokens of the files.
+        """Order for `config` and files with this fingerprint and content. `stage_prints`: hash of both values
+        for each later stage. `documents`: document tokens of the files.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(

@@ -63,7 +63,7 @@ def documents_of(blend: str) -> DocumentTokens | None:
 def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentTokens | None:
     """Document tokens of a run's training data; None if unknown.
 
-    `order`: `SampleOrder.facts` of its checkpoint; if it lacks the tokens, the token files are read.
+    `order`: `SampleOrder.facts` of the checkpoint; if the facts lack the tokens, the token files are read.
     """
     if (order.get("eod_id"), order.get("bos_id")) != (None, None):
         return DocumentTokens(order["eod_id"], order["bos_id"])
@@ -74,7 +74,7 @@ def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentToken
 
 
 def tokenizer_problems(config: Config) -> Iterator[str]:
-    """Yields an error if, by the manifests, the data and TOKENIZER do not share one tokenizer."""
+    """Yields an error if, according to the manifests, the data and TOKENIZER do not share one tokenizer."""
     # Another check reports a tokenizer that does not exist.
     is_there = bool(config.tokenizer) and Path(config.tokenizer).exists()
     if is_there and not config.train_data:
@@ -106,7 +106,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
 
 
 def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int | None]:
-    """Errors for token files without an end-of-document token or with differing ones; and the token."""
+    """Errors for missing or differing end-of-document tokens in token files, and the first token found."""
     name = "document_mask" if config.document_mask else "eod_mask_loss"
     problems, found = [], {}
     for prefix in dict.fromkeys(prefixes):

@@ -84,7 +84,7 @@ def default_part_bytes(paths: Sequence[Path]) -> int:
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Parts of the inputs: plain JSONL is cut every `part_bytes`, a stream is one part, empty files none."""
+    """Cuts plain JSONL every `part_bytes`; a stream is one part, and an empty file has no part."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
@@ -117,13 +117,13 @@ def part_lines(
 
 
 def line_number(part: Slice, number: int) -> int:
-    """Line number in the file of a line of a part; reads the file up to the part."""
+    """Number in the whole file of line `number` of a part; reads the file up to the part."""
     return number if part.end is None else number + lines_before(part.path, part.start)
 
 
 @dataclass(frozen=True)
 class PartSettings:
-    """Settings that determine the tokens; raises ValueError for `append_eod` without such a token."""
+    """Settings that determine the tokens; raises ValueError for `append_eod` without an EOD token."""
 
     tokenizer: TextTokenizer
     json_key: str = "text"  # field with the text

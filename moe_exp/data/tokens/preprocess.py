@@ -1,7 +1,7 @@
 """Tokenization of document files into .bin/.idx, reproducible and resumable after any crash.
 
 The inputs are cut into parts (parts.py). Worker processes tokenize them in any order while this process joins
-them in input order; or tasks do both on many machines (by_tasks.py).
+them in input order; alternatively, tasks on many machines make and join the parts (by_tasks.py).
 """
 
 import logging
@@ -91,7 +91,7 @@ def tokenize_documents(
         start_over: replace existing files.
         part_bytes: input size per part (default: `default_part_bytes`).
         block_bytes: block size of the .bin for one task to copy and hash. With several blocks, the manifest
-            has a hash of their hashes.
+            has a hash of the block hashes.
 
     Returns:
         The manifest; None while SLURM jobs are running: repeat the call to publish their output.
@@ -194,7 +194,7 @@ def _pinned_backend(
     stage: CorpusStage, encoders: Encoders, requested: str, inputs: Sequence[Path], settings: PartSettings,
     num_apart: int,
 ) -> str:  # fmt: skip
-    """Backend of the first call; the first call chooses it with a sample."""
+    """Backend of this tokenization, which the first call chooses by means of a sample."""
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]

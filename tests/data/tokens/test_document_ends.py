@@ -83,7 +83,7 @@ def test_documents_of_the_training_decide(flags, bos, tmp_path, caplog):
     data = tokenize(tmp_path, "data", folder, *flags)
     eod_token = flags[-1] if "--eod-token" in flags else "</s>"
     left_out = bos and "--prepend-bos" not in flags
-    assert left_out == ("adds <s> before a text, but documents are stored without it" in caplog.text)
+    assert left_out == ("adds <s> before a text, but documents lack this token" in caplog.text)
     run = train(tmp_path, data, folder)
 
     files = TokenFiles(data)
