@@ -37,7 +37,7 @@ class DataStage(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Prefix of a sample's token files, and the numbers (from 0) of its documents in them."""
+    """Prefix of a sample's token files, and the numbers (from 0) of its documents in these files."""
 
     prefix: str
     documents: tuple[int, ...]
@@ -335,8 +335,7 @@ def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
     """Ranges to skip after resuming: the checkpoint's (`saved`), plus the run's (`wanted`) beyond the
-    checkpoint's position. For earlier samples, only the checkpoint records whether they were skipped or
-    trained on.
+    checkpoint's position. For earlier samples, only the checkpoint records which were skipped.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.

@@ -149,7 +149,7 @@ def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> 
     """
     backend, reason = "tokenizers", "requested"
     if requested != "tokenizers" and encoders.tokenizer.kind == "bytes":
-        reason = "bytes require no package"
+        reason = "the byte tokenizer requires no package"
     elif requested != "tokenizers":
         texts = [*probe_texts(encoders.tokenizer), *sample]
         try:

@@ -232,7 +232,7 @@ class _PartMaker:
 
 
 def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: JoinedParts) -> None:
-    """Makes the missing parts and joins all in order as they become available."""
+    """Makes the missing parts and joins all parts in order as they become available."""
     folder = maker.folder
     for leftover in folder.glob("*.tmp"):
         leftover.unlink()

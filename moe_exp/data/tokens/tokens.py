@@ -395,7 +395,7 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:
-    """Manifest next to the token files or of their folder, or {}; raises ValueError if it is damaged."""
+    """Manifest next to the token files, else of their folder, else {}; raises ValueError if it is damaged."""
     if is_url(prefix):
         return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
