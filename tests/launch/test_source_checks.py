@@ -116,7 +116,7 @@ def test_a_stage_that_has_begun_keeps_its_place(sample, first, here):
         return
     assert "stage 1 began before sample 80" in others[0]
     (later,) = source_problems(here(data_stages=[stages[0] | {"from_tokens": 16 * 50}]))
-    assert "its first_sample is 50, in the checkpoint 40" in later
+    assert "its first_sample is 50 here but 40 in the checkpoint" in later
 
 
 def test_a_later_stage_after_a_rollback(here):

@@ -83,7 +83,7 @@ def test_documents_of_the_training_decide(flags, bos, tmp_path, caplog):
     data = tokenize(tmp_path, "data", folder, *flags)
     eod_token = flags[-1] if "--eod-token" in flags else "</s>"
     left_out = bos and "--prepend-bos" not in flags
-    assert left_out == ("adds <s> before a text, but documents are stored without it" in caplog.text)
+    assert left_out == ("adds <s> before a text, but documents lack this token" in caplog.text)
     run = train(tmp_path, data, folder)
 
     files = TokenFiles(data)
@@ -232,7 +232,7 @@ def test_torchrun_alone_compares_tokenizers(token_files, tmp_path):
 def test_tokenizer_and_the_embedded_corpus(token_files, tmp_path):
     settings = {"preset": "cpu", "data_dir": str(tmp_path), "vocab_size": 4096}
     (line,) = data_problems(Config(**settings, tokenizer=token_files["mine"]))
-    assert line.endswith("Fix: set TRAIN_DATA, or omit TOKENIZER: the corpus has its own.")
+    assert line.endswith("Fix: set TRAIN_DATA, or omit TOKENIZER: the corpus has its own tokenizer.")
     embedded_folder(tmp_path).mkdir()
     shutil.copy(Path(token_files["mine"]) / "tokenizer.json", embedded_folder(tmp_path))
     for name in ("mine", "same"):
