@@ -292,9 +292,7 @@ def test_calibrate_and_predict_with_what_it_wrote(plan, tmp_path):
     lines = MEASURED_RUNS.read_text().splitlines(keepends=True)
     runs.write_text(lines[0] + "".join(lines[1::3]))
     printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).out
-    assert (
-        "mean left out" in printed and "matrix_efficiency" in printed and "largest time errors" in printed
-    )
+    assert "mean left out" in printed and "matrix_efficiency" in printed and "largest time errors" in printed
     files = ["--runs", str(MEASURED_RUNS), "--profile", str(profile), "--out", str(out)]
     assert cli.main(["plan", "predict", *files]) == 0
     predicted = {row["row_id"]: row for row in rows_of(out)}
