@@ -199,7 +199,7 @@ def test_whatever_is_changed_after_a_load_is_named_on_every_rank(tmp_path):
     assert named[3] == "decoder.layers.1.self_attention.linear_proj.weight"
     for line in first[1:]:
         assert line.startswith(f"checkpoint={folder}: 1 of {len(saved)} tensors differ from what was saved")
-        assert "Fix: start again" in line
+        assert "Fix: start the run again" in line
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

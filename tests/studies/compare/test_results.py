@@ -193,7 +193,7 @@ def test_another_call_with_other_settings_is_refused(comparison):
     assert kept["variants"].keys() == {"dmoe", "dense", "moe"}
     for text in ("{}", "{"):
         (comparison.folder / "compare.json").write_text(text)
-        with pytest.raises(ValueError, match=r"compare.json: .* Fix: delete it"):
+        with pytest.raises(ValueError, match=r"compare.json: .* Fix: delete this file"):
             comparison.compare_with_before()
 
 
