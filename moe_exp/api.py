@@ -96,8 +96,8 @@ class Run:
     def plot(self, *others: Run, x: str = "iteration") -> Figure:
         """Plots loss, throughput and expert balance of this run and `others`.
 
-        Runs that differ only in SEED share a line, their mean, with a band from the lowest to the highest
-        value. Lines are labeled with the settings in which they differ, or else with their folders.
+        Runs that differ only in SEED share one line, the mean of these runs, with a band from lowest to
+        highest value. Lines are labeled with the settings in which they differ, or else with their folders.
 
         Args:
             others: further runs to plot.
@@ -119,19 +119,19 @@ class Run:
 def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> Run:
     """Trains a model, or resumes its run, as `moe-exp train` does, and returns the run.
 
-    In a process group, or under torchrun, this process trains as one of the ranks, so call it on every rank.
-    Otherwise it launches the ranks on this machine and waits for them.
+    In a process group, or under torchrun, this process trains as one of the ranks, so call `train` on every
+    rank. Otherwise, `train` launches the ranks on this machine and waits until they end.
 
     Args:
         resume: run folder to resume with its own settings.
         settings: settings of docs/settings.md in lower case, such as `num_experts=16`, or `config`, the path
-            of a settings file. They override environment variables; None counts as not given.
+            of a settings file. Settings override environment variables; None counts as not given.
 
     Returns:
         The run; `summary["status"]` is finished, or stopped if a signal or a setting ended it early.
 
     Raises:
-        ValueError: if settings are invalid, or files they name are unusable; one line for each.
+        ValueError: if settings are invalid or name unusable files; one line for each problem.
         RuntimeError: if the run fails, with the reason.
         ModuleNotFoundError: if torch is not installed.
     """
@@ -235,7 +235,7 @@ def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Groups runs that differ only in SEED; returns the runs of each line by its label."""
+    """Groups runs that differ only in SEED; returns the runs of each plotted line by the line's label."""
     from moe_exp.runs.curves import grouped_by_seed, names_by_difference
 
     settings = [run._settings for run in runs]
@@ -267,7 +267,7 @@ def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
 
 
 def _package(name: str, *, extra: str) -> Any:
-    """Imports a package; a ModuleNotFoundError names the `extra` of moe_exp that installs it."""
+    """Imports a package; a ModuleNotFoundError names the `extra` of moe_exp that installs the package."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

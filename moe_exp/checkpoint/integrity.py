@@ -1,4 +1,4 @@
-"""Verifies checkpoints (`moe-exp ckpt verify`) and chooses the one to resume from, without executing code."""
+"""Verifies checkpoints and finds the newest intact checkpoint, without executing code from their files."""
 
 import logging
 import math
@@ -38,9 +38,9 @@ class Source:
 
 def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> Source | None:
     """Finds the newest intact checkpoint, not newer than iteration `newest`, in a checkpoints folder, run
-    folder or iter_ folder. Returns None if the folder has no checkpoints. All ranks must call it; nothing is
-    written. With `checksums`, the ranks read all files; otherwise only file sizes are compared. ValueError on
-    every rank if no checkpoint is intact or the newest has a newer format.
+    folder or iter_ folder. Returns None if the folder has no checkpoints. All ranks must call this function.
+    With `checksums`, the ranks read all files; otherwise they only compare file sizes. ValueError on every
+    rank if no checkpoint is intact, or if the newest checkpoint has a newer format.
     """
 
     def damage(folder: Path) -> str:
@@ -67,7 +67,7 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
 
 
 def find_source_here(path: Path) -> Source | None:
-    """`find_source` for one process without a process group; compares only file sizes."""
+    """Like `find_source`, but for one process without a process group; compares only file sizes."""
 
     def damage(folder: Path) -> str:
         line, files = contents(folder)
@@ -84,15 +84,15 @@ def _first_whole(path: Path, candidates: Sequence[Path], damage_of: Callable[[Pa
         lines.append(damage)
     if not lines:
         return None
-    others = f" (and {len(lines) - 1} older ones)" if len(lines) > 1 else ""
+    others = f" (and {len(lines) - 1} older checkpoints)" if len(lines) > 1 else ""
     fix = "restore the files, or start a new run in another folder"
-    raise unusable(f"checkpoint={path}", f"none can be used, {lines[0]}{others}", fix)
+    raise unusable(f"checkpoint={path}", f"no checkpoint can be used, {lines[0]}{others}", fix)
 
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
     """Checks a checkpoint's small files. Returns the damage in one line (empty if intact) and the manifest's
-    file entries. Megatron-LM's checkpoints have no manifest and return no entries; each file that `.metadata`
-    names must be long enough. Raises NewerFormatError if a newer version of this package wrote it.
+    file entries. Megatron-LM's checkpoints have no manifest: compares file sizes with `.metadata`, and
+    returns no entries. Raises NewerFormatError if a newer version of this package wrote the checkpoint.
     """
     try:
         manifest = Manifest.read(folders.existing(folder))
@@ -123,7 +123,7 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
-    """Returns the iter_ folder for UPCYCLE_FROM; ConfigError unless it has a compatible dense checkpoint."""
+    """Returns the iter_ folder of UPCYCLE_FROM; ConfigError if it has no compatible dense checkpoint."""
     try:
         folder = folders.one_checkpoint(expanded(config.upcycle_from))
     except ValueError as error:
@@ -159,7 +159,7 @@ class Verification:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether a manifest exists (Megatron-LM writes none)."""
+        """Whether the checkpoint has a manifest (Megatron-LM writes no manifest)."""
         return (self.folder / MANIFEST).exists()
 
     def findings(self) -> Iterator[Finding]:
@@ -208,7 +208,7 @@ class Verification:
         for name, saved in (fingerprints.read(self.folder) or {}).items():
             found = whole.get(name, saved)
             if found.num_values == saved.num_values and found != saved:
-                rule = "differs from what was in memory when it was saved (by its fingerprint)"
+                rule = "differs from the tensor in memory at the time of the save (by its fingerprint)"
                 yield "fingerprints", f"{self.folder}: {shown(name)} {rule}"
         for key in reader.objects:
             try:
@@ -226,7 +226,7 @@ class Verification:
             for name in filter(weights.__contains__, of_state):
                 weight, tensor = weights[name], of_state[name]
                 if tensor.shape != weight.shape:
-                    shapes = f"{list(weight.shape)}, the optimizer's {state} {list(tensor.shape)}"
+                    shapes = f"{list(weight.shape)}, but the optimizer's {state} has {list(tensor.shape)}"
                     yield f"shapes of {state}", f"{self.folder}: {name} has the shape {shapes}"
                 elif state == "param":
                     try:
@@ -241,18 +241,18 @@ class Verification:
 
 
 def layout_problem(stored: StoredTensor) -> str:
-    """Describes why a tensor's chunks do not cover it exactly once; empty if they do."""
+    """Describes gaps, overlaps or misplaced chunks in a tensor; empty if there are none."""
     for chunk in stored.chunks:
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         is_inside = len(ends) == len(stored.shape) and min(chunk.offsets, default=0) >= 0
         if not is_inside or any(map(operator.gt, ends, stored.shape)):
-            place = f"{list(chunk.offsets)} of {list(chunk.sizes)}"
+            place = f"{list(chunk.offsets)} with sizes {list(chunk.sizes)}"
             return f"has a chunk at {place}, outside its shape {list(stored.shape)}"
     return _uneven(list(stored.chunks), stored.shape, 0)
 
 
 def _uneven(chunks: list[Chunk], shape: tuple[int, ...], axis: int) -> str:
-    """Like `layout_problem`, but from `axis` on."""
+    """Like `layout_problem`, but checks only the axes from `axis` on."""
     # One chunk that spans all remaining axes fills them; otherwise cut this axis at every chunk boundary and
     # check each slab separately.
     if len(chunks) == 1 and chunks[0].sizes[axis:] == shape[axis:]:

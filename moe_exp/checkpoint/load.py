@@ -1,4 +1,4 @@
-"""Loads this package's checkpoints and the weights of Megatron-LM's. All ranks must call these functions."""
+"""Loads checkpoints, and weights from Megatron-LM's checkpoints. All ranks must call these functions."""
 
 import logging
 import os
@@ -68,7 +68,7 @@ class RestoreError(ConfigError):
         self.names, self._arguments = list(names), (folder, list(names), num_compared)
         rule = f"{len(names)} of {num_compared} tensors differ from what was saved (by their fingerprints)"
         rule += f": {first_few([shown(name) for name in names])}"
-        fix = "start again, on other nodes if it happens again"
+        fix = "start the run again, on other nodes if this error repeats"
         if older := [one for one in iterations(folder.parent) if one < iteration_of(folder)]:
             fix += f"; to use an older checkpoint, write {older[-1]} into {folder.parent / LATEST}"
         fix += "; to continue anyway, set FINGERPRINTS=false"
@@ -79,17 +79,17 @@ class RestoreError(ConfigError):
 
 
 def saved_progress(path: Path) -> Progress | None:
-    """Reads a checkpoint's progress (`path` as in `load`); None if it only has weights."""
+    """Reads the progress of the checkpoint at `path` (see `load`); None if it only has weights."""
     common = read_common(one_checkpoint(path))
     return Progress(**common["progress"]) if "progress" in common else None
 
 
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
-    """Loads the checkpoint at `path` (an iter_ folder, or a folder whose newest checkpoint is used) into
-    `trained`. From Megatron-LM's checkpoints, only the weights are loaded and the iteration is 0. All ranks
-    must call it. ConfigError, before anything is loaded, if the model or optimizer differs (`model_changes`);
-    RestoreError if memory differs from what was saved (FINGERPRINTS); ValueError if no checkpoint is found
-    or the parameters differ from the model's.
+    """Loads the iter_ folder `path`, or the newest checkpoint in `path`, into `trained`. If it only has
+    weights, or Megatron-LM wrote it, only weights are loaded, and the iteration is 0. All ranks must call
+    this function. ConfigError, before anything is loaded, if the model or optimizer differs
+    (`model_changes`); RestoreError if loaded values differ from the saved values (FINGERPRINTS); ValueError
+    if no checkpoint is found or the checkpoint's parameters differ from the model's.
     """
     folder = one_checkpoint(path)
     common = compare_model(config, folder)
@@ -121,7 +121,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
 
 
 def resumed_progress(config: Config, common: dict[str, Any], *, has_average: bool) -> Progress:
-    """Progress with which a run with `config` resumes."""
+    """Progress from which a run with `config` resumes."""
     progress = Progress(**common["progress"])
     # Older versions did not count tokens. The count follows from the SEQ_LEN of that run, not of this one.
     if progress.consumed_samples and not progress.consumed_tokens:
@@ -137,7 +137,7 @@ def resumed_progress(config: Config, common: dict[str, Any], *, has_average: boo
 
 
 def compare_model(config: Config, folder: Path) -> dict[str, Any]:
-    """Returns the checkpoint's unsharded state; ConfigError if it belongs to another model than `config`."""
+    """Returns the checkpoint's unsharded state; ConfigError if the checkpoint does not match `config`."""
     common = read_common(folder)
     if "config" in common:
         refuse_other_checkpoint(config, folder, common)
@@ -145,7 +145,7 @@ def compare_model(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
-    """Loads only the weights of an iter_ folder; ValueError if they do not match the model."""
+    """Loads only the weights of an iter_ folder; ValueError if the weights do not match the model."""
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
     check_tensors(state, keys, folder)
@@ -168,7 +168,7 @@ def _load_model(
         on_one_side = set(chunk.state_dict()) ^ set(weights)
         if differing := sorted(name for name in on_one_side if not name.endswith(optional)):
             rule = f"does not match the model's parameters {first_few(differing)}"
-            raise unusable("checkpoint", rule, "resume with the same model")
+            raise unusable("checkpoint", rule, "use the model settings that wrote the checkpoint")
         chunk.load_state_dict(weights, strict=False)
     return loaded
 
@@ -177,8 +177,8 @@ def load_sharded(
     state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True
 ) -> dict[str, Any]:
     """Loads like Megatron's `dist_checkpointing.load`, but without executing code from files: Megatron
-    unpickles `.metadata`, and loads objects with `weights_only=False`. All ranks must call it; `state` is
-    consumed. With `validate_access_integrity`, exactly one rank must own each value.
+    unpickles `.metadata`, and loads objects with `weights_only=False`. All ranks must call this function,
+    which changes `state`. With `validate_access_integrity`, exactly one rank must own each value.
 
     Raises:
         ValueError: on every rank, if `.metadata` or an object contains anything but the format's classes,
@@ -224,9 +224,9 @@ def load_sharded(
 def compare_restored(
     runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
-    """Compares the model and the optimizer's state (skipped if `converted` is None) with the fingerprints in
-    the iter_ folder that they were loaded from, using one reduction. Returns the number of tensors compared;
-    raises RestoreError on every rank if one differs.
+    """Compares the loaded model and optimizer state with the fingerprints in their iter_ folder, using one
+    all-reduce. Skips the optimizer state if `converted` is None. Returns the number of tensors compared;
+    raises RestoreError on every rank if a tensor differs.
     """
     # Checksums show that the files are intact. Fingerprints also show that each value was written from and
     # read into the right place, under any parallel layout.
@@ -259,7 +259,7 @@ def compare_restored(
 
 
 def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[TensorPiece]:
-    """Yields the values of model and optimizer, each on one rank only, under the keys of a save."""
+    """Yields all values of model and optimizer, each value on only one rank, under the keys of a save."""
     weights = weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
     if converted is not None:

@@ -11,10 +11,10 @@ rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box i
 
     parameter on this rank    [W, D], for example the rows of tensor-parallel rank 2 in a whole [4W, D]
     range of this rank        values 100 to 250 of W * D
-    shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0), of shape [4W, D]
+    shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0) in the whole [4W, D]
 
 The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place.
-Moments in bf16 or 8 bits are converted to fp32 and back (`engine/optimizer_classes.py`).
+A save converts moments in bf16 or 8 bits to fp32; a load converts them back (`engine/optimizer_classes.py`).
 """
 
 import itertools
@@ -134,7 +134,7 @@ def optimizer_shards(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -
 def shards_of(
     state: Iterable[Owned], weights: Mapping[str, Any], key_of: Callable[[str, str], str] | None = None
 ) -> Iterator[ShardedTensor]:
-    """Yields the shards of `state` in a checkpoint, by default under the keys that a save uses."""
+    """Yields the shards of `state` in a checkpoint, by default under the keys that a save writes."""
     by_parameter, key_of = _by_parameter(weights), key_of or _written
     for owned in state:
         shape, pieces = owned.parameter.shape, _pieces(owned.parameter, by_parameter[owned.parameter])
@@ -165,7 +165,7 @@ def shards_of(
 
 
 def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """Unsharded state in Megatron's format: group settings, steps, loss scale. All ranks must call it."""
+    """Gathers unsharded state (group settings, steps, loss scale) from all ranks, in Megatron's format."""
     mine: list[dict[str, Any]] = []
     for part in optimizer.chained_optimizers:
         groups = [] if part.is_stub_optimizer else part.optimizer.param_groups
@@ -187,7 +187,7 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 
 
 def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
-    """Yields all values with this name and type in a checkpoint's nested optimizer state."""
+    """Yields all values named `name`, of type `kind`, in a checkpoint's nested optimizer state."""
     if isinstance(saved, Mapping):
         if name in saved and isinstance(saved[name], kind):
             yield saved[name]
@@ -198,9 +198,9 @@ def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
 
 class OptimizerRequest:
     """Requests the optimizer's state from a checkpoint with `keys`. The load fills `shards` in place, then
-    `finish` completes the state. `weights` is the model's state under those keys. Without `with_moments` (the
+    `finish` completes the state. `weights` is the model's state under `keys`. Without `with_moments` (if the
     checkpoint has another optimizer), only main weights are loaded, and moments and steps start at zero. If
-    the checkpoint has no moving average (`has_average`), this run's average starts from the weights.
+    the checkpoint has no moving average (`has_average` false), this run's average starts from the weights.
     """
 
     def __init__(
@@ -247,8 +247,8 @@ class OptimizerRequest:
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
-        """Completes the load: sets main weights, `model` weights, steps and loss scale. `saved` comes from
-        `optimizer_groups` or Megatron. Learning rate, betas and weight decay remain this run's.
+        """Completes the load: sets main weights, `model` weights, steps and loss scale. `saved` is the state
+        from `optimizer_groups` or Megatron. This run's learning rate, betas and weight decay do not change.
         """
         for weights, loaded in self._main_weights:
             weights.copy_(loaded)

@@ -5,7 +5,7 @@ REMOTE_DIR/RUN_NAME/
     checkpoints/iter_0000300/...                                      complete once it has a manifest.json
     checkpoints/latest_checkpointed_iteration.txt                     written last
 
-All functions raise ValueError or ConnectionError as `Store` does.
+All functions raise ValueError or ConnectionError in the same cases as `Store`.
 """
 
 import logging
@@ -38,12 +38,12 @@ _FETCHED = ".fetched"  # suffix of a folder while its files are downloaded
 
 
 def remote_run(config: Config) -> str:
-    """URL of the run's copy; empty without REMOTE_DIR."""
+    """URL of the run's copy in the object store; empty without REMOTE_DIR."""
     return f"{config.remote_dir.rstrip('/')}/{config.name}" if config.remote_dir else ""
 
 
 def ahead_problem(config: Config) -> str:
-    """Describes the conflict if the run continued elsewhere and its copy is ahead; otherwise empty."""
+    """Describes the conflict if the copy in REMOTE_DIR is ahead of the local run; otherwise empty."""
     run = RunFolder.of(config)
     there = newest_there(f"{remote_run(config)}/checkpoints")
     here = folders.latest_iteration(run.checkpoints)
@@ -53,24 +53,24 @@ def ahead_problem(config: Config) -> str:
     if any(one["iteration"] == there for one in events):  # saved here, then undone by a rollback
         return ""
     fix = f"remove {run.checkpoints} to resume from iteration {there}, or set another RUN_NAME"
-    rule = f"has a checkpoint at iteration {there}, but the newest in {run.path} is at {here}"
+    rule = f"has a checkpoint at iteration {there}, but the newest in {run.path} is at iteration {here}"
     return problem("remote_dir", config.remote_dir, rule, fix)
 
 
 def newest_there(url: str) -> int | None:
-    """Iteration of the newest complete checkpoint in a store's checkpoints folder, or None."""
+    """Iteration of the newest complete checkpoint in a store's checkpoints folder; None if missing."""
     try:
         text = Store(url).read(LATEST).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     if not text.isdecimal():
         place = f"{url}/{LATEST}={text[:20]!r}"
-        raise folders.unusable(place, "must contain an iteration number", "write the number into it")
+        raise folders.unusable(place, "must contain an iteration number", "write the number into this file")
     return int(text)
 
 
 def _complete(names: Iterable[str]) -> dict[int, str]:
-    """Folder names of complete checkpoints by iteration, sorted, given the files of a checkpoints folder."""
+    """Finds the complete checkpoints among file `names`; maps their iterations, in order, to folder names."""
     found = (match for name in names if (match := _WHOLE.fullmatch(name)))
     return dict(sorted((int(match[2]), match[1]) for match in found))
 
@@ -79,7 +79,7 @@ def _complete(names: Iterable[str]) -> dict[int, str]:
 
 
 def check_writable(config: Config) -> None:
-    """Writes and removes a file in REMOTE_DIR, so that missing permissions show at the start."""
+    """Writes and removes a file in REMOTE_DIR, so that a lack of permissions is reported at the start."""
     store = Store(remote_run(config))
     store.write(".writable", b"")
     store.remove(".writable")
@@ -87,7 +87,7 @@ def check_writable(config: Config) -> None:
 
 def send_checkpoint(config: Config, iteration: int) -> int:
     """Uploads a checkpoint and the run's small files, then prunes remote checkpoints (KEEP_LAST). Resumes an
-    interrupted upload. Returns the size (bytes); FileNotFoundError if the local checkpoint is gone.
+    interrupted upload. Returns the size (bytes); FileNotFoundError if the local checkpoint does not exist.
     """
     run, store = RunFolder.of(config), Store(remote_run(config))
     folder = folders.iteration_folder(run.checkpoints, iteration)
@@ -150,12 +150,12 @@ class Uploads:
                 self._thread.start()
 
     def held(self) -> set[int]:
-        """Iterations that retention must not remove."""
+        """Iterations with unfinished uploads, which retention must not remove."""
         with self._lock:
             return {one for one in (self._under_way, self._next) if one is not None}
 
     def wait(self, seconds: float | None = None) -> None:
-        """Waits until all uploads have ended, or for `seconds`."""
+        """Waits until all uploads have ended, or for at most `seconds`."""
         if (thread := self._thread) is not None:
             logger.info("waiting for the upload of the last checkpoint to %s", remote_run(self._config))
             thread.join(seconds)
@@ -194,7 +194,7 @@ class Uploads:
 
 
 def fetch_run(config: Config) -> None:
-    """Downloads the run's newest complete checkpoint and small files, unless a local checkpoint exists."""
+    """Downloads the run's newest complete checkpoint and small files if there is no local checkpoint."""
     run, url = RunFolder.of(config), remote_run(config)
     if not url or folders.usable(run.checkpoints):
         return
@@ -210,7 +210,7 @@ def fetch_run(config: Config) -> None:
 
 
 def fetch_load_dir(config: Config) -> Path:
-    """Downloads the checkpoint of LOAD_DIR=URL into the run folder and returns its local folder."""
+    """Downloads the checkpoint of LOAD_DIR=URL into the run folder and returns the local iter_ folder."""
     place = xxhash.xxh3_64_hexdigest(config.load_dir.encode())[:8]  # one folder per URL
     folder = RunFolder.of(config).path / "loaded" / place
     folder.mkdir(parents=True, exist_ok=True)
@@ -219,9 +219,9 @@ def fetch_load_dir(config: Config) -> Path:
 
 
 def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
-    """Downloads the newest complete checkpoint from a checkpoints, run or iter_ folder in a store; a repeated
-    call resumes. Returns its local folder. Raises ValueError if the store has no checkpoint, the disk lacks
-    space, or files arrive damaged (those are removed).
+    """Downloads the newest complete checkpoint from a checkpoints, run or iter_ folder in a store. A second
+    call resumes an interrupted download. Returns the local iter_ folder. Raises ValueError if the store has
+    no checkpoint, the disk lacks space, or downloaded files are damaged (and removes the damaged files).
     """
     store, iteration = find_there(url.rstrip("/"))
     final = folders.iteration_folder(checkpoints, iteration)
@@ -258,7 +258,7 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
 
 
 def find_there(url: str) -> tuple[Store, int]:
-    """Resolves a URL to a checkpoint's folder and iteration; raises as `fetch_checkpoint`."""
+    """Finds the newest complete checkpoint at a URL; returns its folder and iteration. ValueError if none."""
     if (named := _WHOLE.fullmatch(f"{url.rpartition('/')[2]}/{MANIFEST}")) and Store(url).find(MANIFEST):
         return Store(url), int(named[2])
     for checkpoints in (url, f"{url}/checkpoints"):

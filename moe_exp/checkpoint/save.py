@@ -1,13 +1,13 @@
-"""Saves checkpoints atomically: a folder is written under a temporary name, then renamed or, on failure,
+"""Saves checkpoints atomically: ranks write into a temporary folder, which is then renamed or, on failure,
 removed. All ranks must call these functions.
 
-1. `CheckpointWriter.begin` creates the temporary folder and plans which rank writes what (all collectives).
+1. `CheckpointWriter.begin` creates the temporary folder and plans, with collectives, what each rank writes.
 2. A thread writes this rank's files. With ASYNC_SAVE, it writes a copy of the state in host memory while
    training continues.
 3. `CheckpointWriter.finish`: all ranks report their files to rank 0, which writes metadata and manifest,
    syncs and renames the folder.
 
-Between 1 and 3 no rank waits for another: if one runs out of disk space, the others learn of it in step 3.
+In step 2, no rank waits for other ranks. If a rank runs out of disk space, all ranks learn of it in step 3.
 """
 
 import copy
@@ -74,21 +74,21 @@ class Saved:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What this rank writes. Across all ranks, exactly one item contains each value of each tensor."""
+    """Data that this rank writes. Across all ranks, exactly one item contains each value of each tensor."""
 
     items: list[Item]  # pieces of tensors, and objects as bytes, with their names in `.metadata`
     common: dict[str, Any]  # unsharded state, the same on every rank; written by rank 0
     metadata: Metadata | None  # of the whole checkpoint, without the pieces' file positions; only on rank 0
 
     def staged(self) -> "CheckpointPlan":
-        """A copy in host memory that training does not change."""
+        """Copy of the plan and its data in host memory, which training does not change."""
         # Tensors that are already on the CPU are copied as well, since training changes them in place.
         items = [(index, x.to("cpu", copy=True) if isinstance(x, Tensor) else x) for index, x in self.items]
         return replace(self, items=items, common=copy.deepcopy(self.common))
 
 
 class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron has no types
-    """Replaces Megatron's writer: records the items that the planner passes to it."""
+    """Replaces Megatron's writer: records the items that the planner passes to the writer."""
 
     items: list[Item]
 
@@ -101,8 +101,8 @@ class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron ha
 
 
 def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
-    """Divides the state from `whole_state` (consumed) among all ranks. The ranks of `group` (data and context
-    parallel) have the same pieces, and each writes a part of them.
+    """Divides the `state` from `whole_state` among all ranks, and changes `state`. The ranks of `group` (data
+    and context parallel) hold the same pieces, and each rank writes some of the pieces.
     """
     # Megatron-LM reads this description to choose the keys that it requests.
     state["content_metadata"] = CONTENT
@@ -123,7 +123,7 @@ def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
 
 @dataclass(frozen=True)
 class Written:
-    """Report of a rank to rank 0 about its files."""
+    """Report of a rank to rank 0 about the files that the rank has written."""
 
     places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)  # file position of each piece
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # manifest entries of its files
@@ -145,7 +145,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints, one at a time. Retention keeps the iterations `loaded` and (on rank 0) `held()`."""
+    """Saves checkpoints one at a time. Retention keeps iteration `loaded` and, on rank 0, all in `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,
@@ -170,7 +170,7 @@ class CheckpointWriter:
     def begin(self, trained: Trained, progress: Progress, valid_loss: float | None = None) -> None:
         """Starts a save. Without ASYNC_SAVE, `trained` must not change until `finish`.
 
-        `valid_loss`: nats per token, if measured now.
+        `valid_loss`: validation loss at this iteration (nats per token), or None.
         """
         assert self._pending is None, "finish the previous save first"
         start, iteration = time.monotonic(), progress.iteration
@@ -208,7 +208,7 @@ class CheckpointWriter:
         self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written, shares)
 
     def _write(self, partial: Path, plan: CheckpointPlan) -> Future[Written]:
-        """Starts the thread that writes this rank's files; an error is reported in `finish`."""
+        """Starts the thread that writes this rank's files. `finish` reports its errors."""
         try:
             if self._config.async_save:
                 plan = plan.staged()
@@ -221,7 +221,7 @@ class CheckpointWriter:
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
 
     def finish(self) -> Saved | None:
-        """Waits for all ranks' files and publishes; None without a save. A failed save does not raise."""
+        """Waits for all ranks, then publishes the checkpoint; None without a save. Failures do not raise."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -278,7 +278,7 @@ class CheckpointWriter:
 
 
 def _complete(pending: _Pending, all_written: list[Written]) -> int:
-    """Writes the files that turn all ranks' files into a checkpoint; returns its size (bytes)."""
+    """Writes metadata, fingerprints and manifest of a checkpoint; returns the checkpoint's size (bytes)."""
     metadata, partial = pending.metadata, pending.partial
     assert metadata is not None
     metadata.storage_data = dict(chain.from_iterable(one.places.items() for one in all_written))
@@ -328,7 +328,7 @@ def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[st
 
 
 def _line(error: Exception, rank: int) -> str:
-    """Formats an error as one line with its rank."""
+    """Formats an error of rank `rank` as one line."""
     reason = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror

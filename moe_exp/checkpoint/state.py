@@ -29,7 +29,7 @@ CONTENT = {
 
 @dataclass
 class Progress:
-    """How far training has come."""
+    """Progress of training: completed iterations, consumed samples, and other counts."""
 
     iteration: int = 0  # completed iterations
     consumed_samples: int = 0  # index of the next sample in `sample_order`, not counting `skipped_samples`
@@ -68,7 +68,7 @@ class Trained:
 
 @contextlib.contextmanager
 def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Context in which every parameter is complete."""
+    """Context in which all parameters are up to date, even with an overlapped parameter gather."""
     # With overlapped gather, updated parameters arrive only during the next forward pass.
     overlapped = model[0].ddp_config.overlap_param_gather
     if overlapped:
@@ -81,7 +81,7 @@ def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
 
 
 def whole_state(config: Config, runtime: Runtime, trained: Trained, progress: Progress) -> dict[str, Any]:
-    """State dict to save. All ranks must call it."""
+    """State dict to save. All ranks must call this function."""
     weights = weights_state(runtime, trained.model, None)
     return {
         **weights,
@@ -103,7 +103,7 @@ def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
 def weights_state(
     runtime: Runtime, model: list[DistributedDataParallel], keys: CheckpointKeys | None
 ) -> dict[str, Any]:
-    """Weights of this rank's chunks `model0`, `model1`, ...; with `keys`, under a checkpoint's keys."""
+    """Weights of this rank's model chunks `model0`, `model1`, ...; with `keys`, under a checkpoint's keys."""
     metadata = sharding_metadata(runtime)
     # Unwrapped, because the data-parallel wrapper would prefix Megatron's keys with `module.`.
     return {f"model{i}": model_state(unwrapped(chunk), metadata, keys) for i, chunk in enumerate(model)}
@@ -115,7 +115,7 @@ def unwrapped(chunk: DistributedDataParallel) -> Any:
 
 
 def layout(config: Config, runtime: Runtime) -> dict[str, Any]:
-    """Layout on which the random streams depend."""
+    """Parallel sizes and device type, on which the random streams depend."""
     return {"tp": config.tp, "pp": config.pp, "device": runtime.device.type}
 
 

@@ -1,4 +1,4 @@
-"""Initializes an MoE model from a dense checkpoint so that both compute the same function at step 0.
+"""Initializes an MoE model from a dense checkpoint so that both models compute the same function at step 0.
 
 Plain (Komatsuzaki et al. 2023, Sparse Upcycling, arXiv:2212.05055): every expert is a copy of the dense MLP.
 Granular (He et al. 2024, Upcycling Large Language Models into Mixture of Experts, arXiv:2410.07524): the
@@ -8,13 +8,13 @@ Derivation: the dense MLP y = W2 act(W1 x) + b2 is a sum over hidden units, and 
 sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard has
 the same rows of both halves. The G experts jG to jG + G - 1 form a virtual group with equal router rows and
 thus equal scores: the top K = G*T are T whole groups, which contain each shard T times. The router weights of
-a token must add up to a constant c (the scaling factor, if they are normalized). The weights within a group
-are equal, so the weights of each shard add up to c/G:
+a token must add up to a constant c (for normalized weights, the scaling factor). The router weights within a
+group are equal, so the router weights of each shard add up to c/G:
 
     sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
 
-He et al. also reinitialize half of the router. We keep the rows of a group equal; they diverge at the first
-step, because their gradients differ.
+He et al. also reinitialize half of the router. Here, all router rows of a group start equal and diverge at
+the first step, because their gradients differ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,9 +50,9 @@ def experts_of(
     shards: Mapping[int, Mapping[str, Tensor]], experts: Sequence[int], *, granularity: int,
     weights_sum: float,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Builds the tensors of L `experts` (numbers in the whole layer) from the dense MLP's `shards` by number.
+    """Builds the tensors of L `experts` (indices in the whole layer) from the dense MLP's `shards` by index.
     `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D], `weight2`
-    [L, D, F/G], and the biases if the MLP has them.
+    [L, D, F/G], and the biases if the MLP has biases.
     """
     # The second projection is linear, so applying the whole factor to it is exact for every activation.
     # He et al. scale both projections, which is exact only if the activation is homogeneous; a different
@@ -64,14 +64,14 @@ def experts_of(
 
 
 def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
-    """Router rows [E, D] in which each group of G consecutive rows is equal to its first row."""
+    """Router rows [E, D], with every group of G consecutive rows replaced by copies of its first row."""
     return weight_ED[::granularity].repeat_interleave(granularity, dim=0)
 
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
-    """Replaces the initial weights with those of the dense run UPCYCLE_FROM, saved under any layout. The
-    optimizer starts from zero. The router keeps its initial weights, but rows in a virtual group become
-    equal. All ranks must call it. Returns a one-line summary; ValueError if the dense model does not fit.
+    """Replaces initial weights by those of the dense run UPCYCLE_FROM, saved under any layout. The optimizer
+    starts from zero. The router keeps its initial weights, but rows in a virtual group become equal. All
+    ranks must call this function. Returns a one-line summary; ValueError if the dense model does not fit.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
     keys = CheckpointKeys.read(folder)
@@ -111,7 +111,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
 
 
 def _off_the_grid(shard: Any) -> Any:
-    """The same shard with the prepended layer axis turned into an ordinary axis of size 1."""
+    """Turns the prepended layer axis of a shard into an ordinary axis of size 1."""
     # Megatron requests shards with a prepended layer axis as one grid over all layers. Here, only some
     # layers are needed, in other pieces.
     if isinstance(shard, ShardedTensorFactory):
@@ -134,7 +134,7 @@ def _local_experts(experts: MegatronExperts) -> range:
 
 
 def _requests(layer: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys) -> dict[str, Any]:
-    """Pieces of dense tensors (two with a gate) for this rank's experts, by shard and name."""
+    """Pieces of dense tensors for this rank's experts, by shard and name; gate and up are two pieces."""
     parameters = dict(experts.named_parameters(recurse=False))
 
     def pieces(name: str, shard: int) -> list[ShardedTensor]:

@@ -1,1 +1,1 @@
-"""Subcommands of `moe-exp`: arguments here, work in the library."""
+"""Subcommands of `moe-exp`. They only declare arguments and call the library, which does the work."""

@@ -1,4 +1,4 @@
-"""`moe-exp ckpt ...` and `moe-exp convert ...`: tools for checkpoints, and Hugging Face conversion."""
+"""`moe-exp ckpt ...` and `moe-exp convert ...`: checkpoint tools and conversion from and to Hugging Face."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ command("ckpt", "inspect, verify, rewrite, average, compare and delete checkpoin
 @command("ckpt info", "show the contents of a checkpoint without reading tensors")
 @takes(
     _PATH,
-    arg("--tensors PATTERN", "list all tensors, or those that match '*router*'", nargs="?", const="*"),
+    arg("--tensors PATTERN", "list all tensors, or only those like '*router*'", nargs="?", const="*"),
     _ITERATION,
     JSON,
 )
@@ -88,7 +88,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     return int(bool(texts))
 
 
-@command("ckpt reshape", "rewrite a checkpoint with other keys, another dtype or only the weights")
+@command("ckpt reshape", "rewrite a checkpoint with other tensor keys, another dtype or only the weights")
 @takes(
     arg("source", _CHECKPOINT, Path),
     arg("target", "checkpoints folder to create", Path),
@@ -97,12 +97,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
     arg("--dtype", "data type of the weights (default: unchanged)", choices=("bf16", "fp32")),
     arg(
         "--layers",
-        "stacked: one key for all layers; single: one per layer (default: unchanged)",
+        "stacked: one key for all layers; single: one key per layer (default: unchanged)",
         choices=("stacked", "single"),
     ),
     arg(
         "--experts",
-        "stacked: one key for all experts; single: one per expert (default: unchanged)",
+        "stacked: one key for all experts; single: one key per expert (default: unchanged)",
         choices=("stacked", "single"),
     ),
     _ITERATION,
@@ -114,7 +114,7 @@ def run_reshape(arguments: argparse.Namespace) -> None:
 
     for name in _SIZES:
         if (size := getattr(arguments, name)) is not None:
-            rule = "checkpoints do not depend on the parallel layout, a run can resume with any"
+            rule = "checkpoints do not depend on the parallel layout: a run can resume with any layout"
             raise setting_error(name, size, rule, f"omit --{name}")
     names = ("weights_only", "dtype", "layers", "experts")
     changes = Reshaping(**{name: getattr(arguments, name) for name in names})
@@ -126,22 +126,22 @@ def run_reshape(arguments: argparse.Namespace) -> None:
 @takes(
     arg(
         "sources source",
-        "iter_ folders, or checkpoints or run folders (all their checkpoints), oldest first",
+        "iter_ folders, oldest first; a checkpoints or run folder stands for all its checkpoints",
         Path,
         nargs="+",
     ),
     arg("target", "checkpoints folder to create, without optimizer state", Path),
-    arg("--last N", "number of newest checkpoints per folder (default: all; with --ema: 1)", default=0),
-    flag("--ema", "use the moving averages that the run stored (EMA_DECAY) instead of the weights"),
+    arg("--last N", "newest checkpoints to average per folder (default: all; with --ema: 1)", default=0),
+    flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
     arg(
         "--weights NAME",
-        "decay that the average replaces: uniform (linear decay), 1-sqrt, cosine, inverse-sqrt; or ema, or"
-        " numbers such as 1,2,3 (default: uniform)",
+        "decay that the average replaces: uniform (linear decay), 1-sqrt, cosine or inverse-sqrt; or ema (see"
+        " --ema-decay), or one number per checkpoint, such as 1,2,3 (default: uniform)",
         default="uniform",
     ),
     arg(
         "--ema-decay X",
-        "weight of a checkpoint relative to the next one, with --weights ema (default: 0.9)",
+        "with --weights ema, weight of a checkpoint divided by the next checkpoint's weight (default: 0.9)",
         default=0.9,
     ),
     JSON,
@@ -152,7 +152,7 @@ def run_average(arguments: argparse.Namespace) -> None:
 
     for path in arguments.sources:
         if (path / "config.json").is_file():
-            fix = "average Hugging Face folders with mergekit, or name checkpoints"
+            fix = "use mergekit to average Hugging Face folders, or name checkpoints"
             raise setting_error("SRC", path, "is a Hugging Face folder, not a checkpoint", fix)
     sources = sources_of(arguments.sources, last=arguments.last or int(arguments.ema))
     weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
@@ -169,10 +169,10 @@ def run_average(arguments: argparse.Namespace) -> None:
 @command("ckpt diff", "compare two checkpoints tensor by tensor, in any layout and format")
 @takes(
     arg("a", _CHECKPOINT, Path),
-    arg("b", "reference checkpoint, to which differences are relative", Path),
+    arg("b", "reference checkpoint: the relative difference of a tensor is ||a-b||/||b||", Path),
     flag("--optimizer", "also compare the optimizer state"),
-    arg("--top N", "number of tensors to show, largest difference first (default: 10)", default=10),
-    arg("--rtol X", "largest ||a-b||/||b|| of a tensor for exit code 0 (default: 0)", default=0.0),
+    arg("--top N", "number of tensors to show, largest differences first (default: 10)", default=10),
+    arg("--rtol X", "largest relative difference ||a-b||/||b|| for exit code 0 (default: 0)", default=0.0),
     JSON,
 )
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -190,7 +190,7 @@ def check_top(top: int) -> None:
 
 
 def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
-    """Prints a comparison in the form of --top and --json; returns whether it is within --rtol."""
+    """Prints a comparison according to --top and --json; returns whether differences are within --rtol."""
     from moe_exp.checkpoint.tools.diff import print_comparison
 
     is_within = found.is_within(arguments.rtol)
@@ -209,7 +209,7 @@ def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
     arg("--keep-last N", "keep the newest N checkpoints", int, required=True),
     arg("--keep-every N", "also keep checkpoints whose iteration is a multiple of N", default=0),
     arg("--keep-best N", "also keep the N checkpoints with the lowest validation loss", default=0),
-    flag("--dry-run", "print what would be removed; remove nothing"),
+    flag("--dry-run", "print the checkpoints that would be removed; remove nothing"),
     JSON,
 )
 def run_prune(arguments: argparse.Namespace) -> None:
@@ -229,7 +229,7 @@ def run_prune(arguments: argparse.Namespace) -> None:
         print(f"{word} {len(found)} checkpoints, {num_bytes:,} bytes")
 
 
-@command("ckpt shrink", "rewrite torch.save files that store more than their tensors")
+@command("ckpt shrink", "rewrite torch.save files that store more bytes than their tensors need")
 @takes(
     arg("path", "torch.save file, or a folder to search for such files", Path),
     arg(
@@ -238,8 +238,8 @@ def run_prune(arguments: argparse.Namespace) -> None:
         action="append",
     ),
     flag("--no-recursive", "do not search subfolders"),
-    flag("--dry-run", "print how much space would be saved; write nothing"),
-    arg("--out DIR", "folder for the smaller files (default: replace the originals)", Path),
+    flag("--dry-run", "print the disk space that would be saved; write nothing"),
+    arg("--out DIR", "folder for the smaller files (default: replace the original files)", Path),
     JSON,
 )
 def run_shrink(arguments: argparse.Namespace) -> int:
@@ -249,7 +249,7 @@ def run_shrink(arguments: argparse.Namespace) -> int:
     path, found = arguments.path, []
     # a common mistake, so name the commands that reduce such checkpoints
     if path.is_dir() and holds_checkpoints(path):
-        rule = "contains distributed checkpoints, whose files store only their tensors"
+        rule = "contains distributed checkpoints, whose files have no unused bytes to remove"
         fix = f"run moe-exp ckpt reshape {path} TARGET --weights-only to omit the optimizer"
         fix += f", or moe-exp ckpt prune {path} --keep-last N to delete old checkpoints"
         raise ValueError(f"PATH={path}: {rule}. Fix: {fix}.")
@@ -282,20 +282,20 @@ _DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices
     arg("source SRC", "folder with config.json and safetensors files", Path),
     arg("target DST", "checkpoints folder to create", Path),
     _DTYPE,
-    flag("--drop-mtp", "omit the layers for multi-token prediction"),
+    flag("--drop-mtp", "omit the model's layers for multi-token prediction"),
     repeated("--ignore-field NAME", "unknown field of config.json to ignore (repeatable)"),
 )
 def run_from_hf(arguments: argparse.Namespace) -> None:
     """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for a
-    run that starts from it. Only one tensor is in memory at a time. Fails without writing anything unless
-    every tensor is used.
+    run that starts from this checkpoint. Only one tensor is in memory at a time. Fails, without writing
+    anything, if a tensor would not be used.
     """
     from moe_exp.checkpoint.hf.importing import from_hf
 
     options = {"dtype": arguments.dtype, "drop_mtp": arguments.drop_mtp}
     done = from_hf(arguments.source, arguments.target, **options, ignore_fields=arguments.ignore_field)
     print(f"{arguments.target}: {done.architecture}, {done.config.dtype}")
-    print(*(f"Note: {note}" for note in done.notes), f"Train on from it:\n  {done.command}", sep="\n")
+    print(*(f"Note: {note}" for note in done.notes), f"Train further with:\n  {done.command}", sep="\n")
 
 
 @command("convert to-hf", "convert a checkpoint to a Hugging Face folder")
@@ -305,7 +305,7 @@ def run_from_hf(arguments: argparse.Namespace) -> None:
     _DTYPE,
     arg(
         "--weights",
-        "model: the weights that the model computes with; main: the optimizer's fp32 copies (default: model)",
+        "model: the model's own weights; main: the optimizer's fp32 main weights (default: model)",
         choices=("model", "main"),
         default="model",
     ),
@@ -318,14 +318,14 @@ def run_from_hf(arguments: argparse.Namespace) -> None:
     arg("--tokenizer PATH", "tokenizer folder or tokenizer.json (default: TOKENIZER of the run)", Path),
     arg(
         "--like FOLDER",
-        "Hugging Face folder to copy generation_config.json, token ids and max_position_embeddings from",
+        "Hugging Face folder that provides generation_config.json, token ids and max_position_embeddings",
         Path,
     ),
 )
 def run_to_hf(arguments: argparse.Namespace) -> None:
     """Writes safetensors files, their index, config, generation config, tokenizer and a model card. Chooses
-    the transformers architecture that is equivalent to the model. If there is none, prints the settings that
-    prevent the export.
+    the transformers architecture that is equivalent to the model. If no architecture is equivalent, prints
+    the settings that prevent the export.
     """
     from moe_exp.checkpoint.hf.exporting import to_hf
     from moe_exp.host.files import bytes_text

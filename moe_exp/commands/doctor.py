@@ -1,7 +1,7 @@
 """`moe-exp doctor`: versions, devices, missing packages, and the backend of each part.
 
-Importing this file requires only the standard library, so that it can report on an empty environment;
-scripts/environment.sh runs `python -m moe_exp.commands.doctor --missing train`.
+Importing this file requires only the standard library, so that the report works in an empty
+environment; scripts/environment.sh runs `python -m moe_exp.commands.doctor --missing train`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def install_command(extras: str = "train") -> str:
 
 # package, consequence of its absence, how to install it
 OPTIONAL = (
-    ("transformer-engine", "no IMPL=te; our norm and attention run instead",
+    ("transformer-engine", "no IMPL=te; this package's norm and attention run instead",
      'pip install "transformer-engine[pytorch]" (GPU)'),
     ("apex", "no fused Adam and no fused gradient accumulation, unless Transformer Engine provides them",
      "from source: NVIDIA/apex (GPU)"),
-    ("triton", "on GPUs no EXPERT_BACKEND=triton, and torch.compile fuses nothing",
+    ("triton", "on GPUs, no EXPERT_BACKEND=triton and no fusion by torch.compile",
      "pip install triton (GPU)"),
-    ("flash-attn", "attention through torch's scaled_dot_product_attention",
+    ("flash-attn", "attention uses torch's scaled_dot_product_attention",
      "pip install flash-attn --no-build-isolation (GPU)"),
     ("megablocks", "no EXPERT_BACKEND=megablocks",
      "pip install --no-build-isolation megablocks[gg] (GPU)"),
-    ("grouped_gemm", "a loop over experts on GPUs before Hopper",
+    ("grouped_gemm", "on GPUs older than Hopper, a loop over experts replaces grouped GEMMs",
      "pip install --no-build-isolation nv-grouped-gemm (GPU)"),
-    ("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
+    ("deep_ep", "no DISPATCHER=deepep; auto uses all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
     ("bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"),
-    ("py-spy", "stacks of hanging ranks from faulthandler: none of a stopped rank, no C frames",
+    ("py-spy", "stacks of hanging ranks lack C frames, and stopped ranks have no stack",
      "pip install py-spy"),
     ("wandb", "no metrics in wandb, only in metrics.jsonl and TensorBoard",
      "pip install wandb"),
@@ -106,7 +106,7 @@ def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
 
 
 def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:
-    """Returns the unmet requirements of moe-exp and `extras`, by version and import name, in 0.1 s."""
+    """Returns the requirements of moe-exp and `extras` that are missing, broken, or of the wrong version."""
     try:
         from packaging.requirements import Requirement
     except ImportError:  # itself a requirement; versions cannot be compared without it
@@ -159,17 +159,17 @@ def _refused(unmet: Sequence[str]) -> int:
         return 0
     text = f"Required and missing in {sys.executable}: {', '.join(unmet)}\nFix: {install_command()}"
     if SETUP_PY.is_file():
-        text += "; its scripts do this automatically, in .venv"
+        text += "; the checkout's scripts do this automatically in .venv"
     print(text)
     if not unmet_requirements(()):
         others = "Planning, reports and `moe-exp slurm` with CONTAINER"
-        print(f"They are required for training. {others} work without them.")
+        print(f"Training requires these packages. {others} work without them.")
     return 1
 
 
 def check_kernels() -> int:
-    """Compares every Triton kernel with plain PyTorch, on the GPU or interpreted, and prints a line for each.
-    Returns 1 if one fails, else 0.
+    """Compares every Triton kernel with plain PyTorch, on the GPU or in Triton's interpreter, and prints the
+    results. Returns 1 if a kernel fails, else 0.
     """
     import torch
 
@@ -225,10 +225,10 @@ def check_documents() -> int:
 
 @command("doctor", "show versions, devices and missing packages")
 @takes(
-    flag("--kernels", "compare every Triton kernel with plain PyTorch instead (exit code 1: one failed)"),
+    flag("--kernels", "compare every Triton kernel with plain PyTorch instead (exit code 1 if one fails)"),
     flag(
         "--leak-test",
-        "check that packed documents do not attend to each other with DOCUMENT_MASK (exit code 1: they do)",
+        "check that packed documents do not attend to each other with DOCUMENT_MASK (exit code 1 if they do)",
     ),
 )
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -256,7 +256,7 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def version_rows() -> list[list[str]]:
-    """Rows of Python, moe-exp and every required package with their versions."""
+    """Returns table rows with the versions of Python, moe-exp and every required package."""
     names = map(_distribution, requirements())
     own = ["moe-exp", installed_version("moe-exp") or f"checkout {SETUP_PY.parent}"]
     rows = [["python", f"{platform.python_version()} ({sys.executable})"], own]
@@ -264,7 +264,7 @@ def version_rows() -> list[list[str]]:
 
 
 def device_rows() -> list[list[str]]:
-    """Rows of GPUs with memory and compute capability, CPU cores and memory."""
+    """Returns table rows for GPUs (memory, compute capability), CPU cores and host memory."""
     import torch
 
     rows = []
@@ -282,7 +282,7 @@ def device_rows() -> list[list[str]]:
 
 
 def optional_rows() -> list[list[str]]:
-    """Rows of optional packages: version, or the consequence of its absence and how to install it."""
+    """Returns table rows for optional packages: the version or, if missing, the effect and how to install."""
     return [
         [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
         for package, *rest in OPTIONAL
@@ -290,7 +290,7 @@ def optional_rows() -> list[list[str]]:
 
 
 def backend_rows() -> list[list[str]]:
-    """Rows of the backend of each part on this machine, with the reason."""
+    """Returns table rows with the backend of each part of a model on this machine, and the reason for it."""
     import torch
 
     with warnings.catch_warnings():  # Megatron's import warnings repeat the table above.

@@ -30,7 +30,7 @@ _MODEL = (
     arg("--checkpoint DIR", "iter_ folder, checkpoints folder or run folder", required=True),
     arg(
         "--dtype",
-        "data type for computation (default: that of the training)",
+        "data type for computation (default: as in training)",
         choices=("fp32", "bf16", "fp16"),
         default="",
     ),
@@ -60,9 +60,9 @@ _DOCUMENT_MASK = arg(
 
 @command("score", "compute the logits of token ids")
 @takes(
-    *_MODEL, arg("--tokens IDS.npy", "input token ids: integers [B, S]", required=True),
-    arg("--out LOGITS.npy", "output logits of each next token: float32 [B, S, VOCAB_SIZE]", required=True),
-    arg("--batch-size", "rows per batch (default: 256 MB of logits)", int),
+    *_MODEL, arg("--tokens IDS.npy", "file of input token ids: integers [B, S]", required=True),
+    arg("--out LOGITS.npy", "file for next-token logits: float32 [B, S, VOCAB_SIZE]", required=True),
+    arg("--batch-size", "rows per batch (default: as many as need 256 MB of logits)", int),
     flag("--capacity", "drop tokens above the expert capacity, as in training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
     arg("--eod-id ID", "end-of-document token id (default: from the training's tokenizer)", int),
@@ -88,8 +88,8 @@ def run_score(arguments: argparse.Namespace) -> int:
     *_MODEL,
     arg(
         "--data PREFIX",
-        "prefixes of .bin/.idx files, one table row each (default: the run's VALID_DATA, the validation split"
-        " of TRAIN_DATA, or the embedded corpus)",
+        "prefixes of .bin/.idx files; each gets a row in the table (default: the run's VALID_DATA, the"
+        " validation split of TRAIN_DATA, or the embedded corpus)",
         nargs="+",
         default=[],
     ),
@@ -101,7 +101,7 @@ def run_score(arguments: argparse.Namespace) -> int:
         "--allow-other-data",
         "warn instead of failing if the data's manifest names a tokenizer other than the model's",
     ),
-    arg("--samples N", "sequences of SEQ_LEN tokens per prefix, from its start (default: all)", int),
+    arg("--samples N", "sequences of SEQ_LEN tokens from the start of each prefix (default: all)", int),
     flag("--by-document", "evaluate each document separately instead of joining all documents"),
     arg(
         "--experts N",
@@ -111,7 +111,7 @@ def run_score(arguments: argparse.Namespace) -> int:
         nargs="?",
         const=8,
     ),
-    arg("--batch-size", "sequences per batch (default: 256 MB of logits)", int),
+    arg("--batch-size", "sequences per batch (default: as many as need 256 MB of logits)", int),
     flag(
         "--capacity",
         "drop tokens above the expert capacity and skip sequences shorter than SEQ_LEN, as in training"
@@ -138,20 +138,18 @@ def run_eval(arguments: argparse.Namespace) -> int:
     repeated("--prompt", "text to continue (repeatable)"),
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
     string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes (default: the training's)"),
-    flag("--allow-special", "encode special tokens in a prompt, such as <s>, as such"),
+    flag("--allow-special", "encode text in a prompt such as <s> as special tokens"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt (default: 128)", default=128),
-    arg(
-        "--max-positions", "maximum length of prompt and new tokens (default: SEQ_LEN of training)", default=0
-    ),
+    arg("--max-positions", "maximum sum of prompt and new tokens (default: SEQ_LEN of training)", default=0),
     arg("--temperature", "sampling temperature; 0: always the most probable token (default: 0)", default=0.0),
     arg("--top-k", "sample from the k most probable tokens; 0: all (default: 0)", default=0),
     arg(
         "--top-p",
-        "sample from the most probable tokens whose probabilities add up to this; 1: all (default: 1)",
+        "sample from the smallest set of tokens whose probabilities add up to this; 1: all (default: 1)",
         default=1.0,
     ),
-    arg("--seed", "random seed; results do not depend on the layout (default: 1234)", default=1234),
-    repeated("--stop TEXT", "end before this text (repeatable)"),
+    arg("--seed", "random seed; results do not depend on the parallel layout (default: 1234)", default=1234),
+    repeated("--stop TEXT", "text before which generation ends (repeatable)"),
     flag("--json", "print one JSON object per prompt, with tokens and log-probabilities"),
 )
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -178,7 +176,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Builds a request of `kind` from the arguments named like its fields, `layout` and `others`."""
+    """Builds a request of type `kind` from the arguments named like its fields, a layout and `others`."""
     from moe_exp.inference.ranks import Layout
 
     values: dict[str, Any] = {
@@ -196,7 +194,7 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
 
 
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
-    """Runs `work` in this process for one rank, otherwise as a torchrun job of the request's module."""
+    """Runs `work` in this process if there is one rank, else in a torchrun job of the request's module."""
     from moe_exp.config import ConfigError
     from moe_exp.inference.ranks import check_files, run_alone
     from moe_exp.launch.machine_checks import check_machine

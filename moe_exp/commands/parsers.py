@@ -1,6 +1,6 @@
 """Declarations of commands and their arguments, and the parsers built from them.
 
-Standard library only, as `doctor` also runs in environments in which nothing else is installed.
+Imports only the standard library, since `doctor` also runs where no packages are installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class ExactParser(argparse.ArgumentParser):
-    """Parser without abbreviated flags. Errors are one line with the nearest valid word."""
+    """Parser that refuses abbreviated flags. An error is one line that suggests the nearest valid word."""
 
     def __init__(self, **options: Any):
         super().__init__(**{**options, "allow_abbrev": False})
@@ -59,10 +59,10 @@ def arg(words: str, about: str | None = None, kind: Kind | None = None, /, **opt
     """Declares an argument.
 
     Args:
-        words: its names and metavar: `--top N`, `source SRC`.
-        about: its help.
-        kind: type of its value, or a function that parses it (default: the type of a numeric `default`, else
-            str).
+        words: names and metavar of the argument, such as `--top N` or `source SRC`.
+        about: help text.
+        kind: type of the value, or a function that parses the value (default: the type of a numeric
+            `default`, else str).
         options: options of argparse's `add_argument`.
     """
     names = [word for word in words.split() if word.startswith("-")] or words.split()[:1]
@@ -134,11 +134,11 @@ def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
 
 
 def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handler]:
-    """Declares `moe-exp PATH`, which runs the decorated function; undecorated, a group of commands.
+    """Declares `moe-exp PATH`, which runs the decorated function, or a group of commands if undecorated.
 
     Args:
-        about: line for the list of commands.
-        options: options of its parser, whose description is the function's docstring.
+        about: description in the list of commands.
+        options: options of the command's parser; the function's docstring becomes the description.
     """
     own = _declared[path] = _Declared(about, options)
 
@@ -152,7 +152,7 @@ def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handle
 
 
 def add_parser(subparsers: Any, path: str) -> ExactParser:
-    """Adds the parser of a declared command and those of its subcommands."""
+    """Adds the parser of a declared command and the parsers of its subcommands."""
     own = _declared[path]
     parser: ExactParser = subparsers.add_parser(path.split()[-1], help=own.about, **own.options)
     if below := [other for other in _declared if other.rpartition(" ")[0] == path]:
@@ -170,7 +170,7 @@ def add_parser(subparsers: Any, path: str) -> ExactParser:
 
 
 def memory_bytes(text: str) -> int:
-    """Returns the bytes in `256MB`, `8GB`, `8GiB` or a plain number."""
+    """Returns the number of bytes of a size such as `256MB`, `8GB`, `8GiB` or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
     if not match or match[2] not in _UNITS or len(match[1]) > 20:
         rule = "must be a number with KB, MB, GB, MiB or GiB. Fix: write for example 256MB"
@@ -179,21 +179,21 @@ def memory_bytes(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Returns a whole number of at least 1."""
+    """Parses a whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
     return int(text)
 
 
 def positive_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns the given options among `names`; ValueError unless each is a positive number."""
+    """Returns the options of `names` that the user gave; ValueError unless each is a positive number."""
     from moe_exp.config import setting_error
 
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     for name, value in given.items():
         if not 0 < value < float("inf"):
             raise setting_error(
-                name, f"{value:g}", "must be a positive number", "set one, or omit the option"
+                name, f"{value:g}", "must be a positive number", "set a positive number, or omit it"
             )
     return given
 

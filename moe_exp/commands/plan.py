@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Commands import the library when they run, so that `moe-exp --help` is fast.
 FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
-_PROFILE = arg("--profile FILE", "constants written by moe-exp plan calibrate", Path)
+_PROFILE = arg("--profile FILE", "file with the planner's constants, written by moe-exp plan calibrate", Path)
 PLANNED = (  # arguments that describe the planned run
     arg("--gpus N", "total number of devices, instead of NNODES", int),
     arg("--gpu NAME", f"device name (see moe-exp plan hardware) or JSON file (default: {DEFAULT_GPU})"),
@@ -43,7 +43,7 @@ _GOODPUT = (
     ),
     arg(
         "--save-seconds S",
-        "time of one save (seconds; with --mtbf-hours; default: at 1 GB/s per node)",
+        "time of one save (seconds; with --mtbf-hours; default: checkpoint size at 1 GB/s per node)",
         float,
     ),
 )
@@ -87,14 +87,14 @@ def run_plan(arguments: argparse.Namespace) -> None:
 )
 @takes(
     arg("--top N", "number of layouts to show (default: 10)", default=10),
-    string("--explain TP=4,PP=12", "layout to explain: why it is rejected, or how far it is from the best"),
-    string("--export FILE", "settings file to write the best layout to, for --config; env: standard output"),
-    arg("--rank N", "rank of the layout to export (default: 1, or the one of --explain)", default=1),
+    string("--explain TP=4,PP=12", "layout to explain: why it is rejected, or its time against the best"),
+    string("--export FILE", "settings file for --config to write the best layout to (env: standard output)"),
+    arg("--rank N", "rank of the layout to export (default: 1, or the layout of --explain)", default=1),
     *PLANNED,
 )
 def run_search(arguments: argparse.Namespace) -> int:
-    """Searches TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE, except those that flags fix: --tp 4,
-    --mbsz 1,2.
+    """Searches TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE. Flags such as --tp 4 or --mbsz 1,2 restrict a
+    setting to the given values.
     """
     from moe_exp.planner.estimate import cost_of
     from moe_exp.planner.search.layout_text import parse_budget, parse_fixed, parse_wanted
@@ -106,7 +106,7 @@ def run_search(arguments: argparse.Namespace) -> int:
         raise setting_error(name, getattr(arguments, name), "must be at least 1", f"omit --{name}")
     to_stdout = arguments.export == "env"
     if to_stdout and arguments.json:
-        rule = "cannot be combined with --json, both write to standard output"
+        rule = "cannot be combined with --json, since both write to standard output"
         raise setting_error("export", arguments.export, rule, "omit one of them, or use --export FILE")
     if arguments.export and not to_stdout:
         check_new_file("export", Path(arguments.export))
@@ -179,7 +179,7 @@ def _export(
 
 
 def _doubt(chosen: Candidate, found: Search) -> str:
-    """Warning for a layout that fits by less than the planner's error, else empty."""
+    """Returns a warning if a layout leaves less memory than the planner's error, else an empty string."""
     prediction = chosen.prediction
     if not prediction.is_close:
         return ""
@@ -188,16 +188,16 @@ def _doubt(chosen: Candidate, found: Search) -> str:
     # suggest the best layout that fits by more than the planner's error
     safe = (place for place, one in enumerate(found.ranked, 1) if not one.prediction.is_close)
     other = f", or choose --rank {place}" if (place := next(safe, 0)) else ""
-    return f"{rule}: it may run out of memory. Fix: try it for a few iterations{other}."
+    return f"{rule}: training may run out of memory. Fix: try the layout for a few iterations{other}."
 
 
-@command("plan calibrate", "fit the constants of predictions to measured runs", argument_default=KEPT)
+@command("plan calibrate", "fit the planner's constants to measured runs", argument_default=KEPT)
 @takes(
     arg("--runs CSV", "table of measured runs", Path, required=True),
-    arg("--out FILE", "profile to write, for --profile", Path, required=True),
+    arg("--out FILE", "file to write the fitted constants to, for --profile", Path, required=True),
     arg(
         "--prior FILE",
-        "profile to start the fit from, for a new device with few runs",
+        "profile whose constants are the priors of the fit, for a new device with few runs",
         Path,
         default=None,
     ),
@@ -223,7 +223,7 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
 @command("plan predict", "predict memory and time of the runs in a CSV", argument_default=KEPT)
 @takes(
     arg("--runs CSV", "table of runs; columns with results may be missing or empty", Path, required=True),
-    arg("--out CSV", "table of predictions to write: row_id,mem_gb,sec_per_it,oom", Path, required=True),
+    arg("--out CSV", "file for the predictions (row_id,mem_gb,sec_per_it,oom)", Path, required=True),
     _PROFILE,
 )
 def run_predict(arguments: argparse.Namespace) -> None:
@@ -237,9 +237,7 @@ def run_predict(arguments: argparse.Namespace) -> None:
 
 
 def _read(arguments: argparse.Namespace) -> list[dict[str, str]]:
-    """Returns the rows of --runs and warns of contradictory ones. Before any work, checks that --out can be
-    written.
-    """
+    """Checks that --out can be written, returns the rows of --runs and warns of contradictory rows."""
     from moe_exp.planner.measured import contradictions, read_rows
 
     refuse_settings(arguments)
@@ -272,7 +270,7 @@ def hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Con
 
 
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
-    """Returns flags and --config by field name, with --gpus as NNODES and GPUS_PER_NODE."""
+    """Returns the settings of flags and --config by field name; --gpus sets NNODES and GPUS_PER_NODE."""
     from moe_exp.config.loading import with_file
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.planner.run_plan import settings_for
@@ -295,7 +293,7 @@ def searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config,
     from_file = {name: value for name, value in asked.items() if name not in fixed}
     for values, place in ((from_environ, "the environment"), (from_file, arguments.config)):
         if ignored := [f"{name.upper()}={value}" for name, value in values.items() if value]:
-            rule = "ignored by the search; use flags to fix them"
+            rule = "ignored by the search; to keep these values, set them with flags"
             print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
     # a layout in the environment must not narrow the search
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
@@ -324,12 +322,12 @@ def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
 
 
 def refuse_settings(arguments: argparse.Namespace) -> None:
-    """Refuses settings given before a subcommand that has none."""
+    """Raises ConfigError for settings given before a subcommand that takes no settings."""
     refuse(arguments, "config", *Config.model_fields, "gpus", "gpu", "tokens", "price", *FAILURE_FLAGS)
 
 
 def refuse(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError if one of these flags, which have no effect in the command, is given."""
+    """Raises ConfigError if one of the flags `names`, which have no effect in the command, is given."""
     fix = f"omit it from moe-exp plan {arguments.plan_command}"
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if given:

@@ -46,7 +46,7 @@ def _one_layout(arguments: argparse.Namespace) -> Loaded:
     "draw the timeline of an iteration on every pipeline stage",
     argument_default=KEPT,
 )
-@takes(*PLANNED, arg("--svg FILE", "SVG image to write as well", Path, default=None))
+@takes(*PLANNED, arg("--svg FILE", "SVG file to draw the timeline to", Path, default=None))
 def run_explain(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.costs.job import PlannedJob
@@ -66,7 +66,7 @@ def run_explain(arguments: argparse.Namespace) -> None:
     else:
         print("\n".join(as_text(of)))
         if shown < whole:
-            print(f"shown as an iteration of only the first {shown} of {whole} micro-batches")
+            print(f"the timeline shows an iteration with only the first {shown} of {whole} micro-batches")
     if arguments.svg:
         write_atomically(arguments.svg, as_svg(of))
 
@@ -214,7 +214,7 @@ def run_nearest(arguments: argparse.Namespace) -> None:
         )
         for one in found
     )
-    _print("published runs, nearest first; planned with the constants of this plan", columns, rows)
+    _print("published runs, most similar first; planned with the constants of this plan", columns, rows)
 
 
 @command("plan hardware", "list known devices with their specifications and sources", argument_default=KEPT)

@@ -1,4 +1,4 @@
-"""`moe-exp report RUN [RUN ...]`: compares runs in HTML, Markdown, the terminal or on wandb."""
+"""`moe-exp report RUN [RUN ...]`: compares runs in HTML, in Markdown, in the terminal or on wandb."""
 
 import argparse
 import sys
@@ -24,17 +24,17 @@ _NOT_WITH = {
 @takes(
     arg("runs RUN", "run folders (RUN_DIR/RUN_NAME), or quoted patterns such as 'runs/*'", nargs="+"),
     arg("--format", "html: a page; md: a short Markdown table (default: html)", choices=("html", "md")),
-    arg("--out FILE", "output file (default: report.html; with --format md standard output)", Path),
-    string("--title", "heading (default: the names of the runs)"),
+    arg("--out FILE", "output file (default: report.html, or standard output with --format md)", Path),
+    string("--title", "heading of the report (default: names of the runs)"),
     string(
         "--notes TEXT",
-        "text under the heading, or a file with it, in addition to notes.md of each run folder",
+        "text, or path of a text file, under the heading (a page also shows notes.md of each run folder)",
     ),
-    arg("--loss X", "loss at which costs are compared (default: the lowest that all runs reach)", float),
-    flag("--watch", "follow the runs in the terminal instead"),
-    flag("--once", "with --watch: print the display once and exit"),
+    arg("--loss X", "loss at which to compare costs (default: lowest loss that all runs reach)", float),
+    flag("--watch", "show the runs live in the terminal instead of writing a page"),
+    flag("--once", "with --watch: print the current state of the runs once and exit"),
     string("--project", "wandb project (for `report wandb`)"),
-    string("--entity", "wandb user or team (default: you)"),
+    string("--entity", "wandb user or team (default: your default entity)"),
 )
 def run_report(arguments: argparse.Namespace) -> None:
     """Reads the folders of finished or active runs and writes one self-contained HTML file.
@@ -86,7 +86,7 @@ def _write_page(arguments: argparse.Namespace) -> None:
             notes = Path(notes).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             rule = f"cannot be read ({' '.join(str(error).split())})"
-            raise setting_error("notes", notes, rule, "use a UTF-8 text file, or the text itself") from None
+            raise setting_error("notes", notes, rule, "name a UTF-8 text file or pass the text") from None
     about = {"title": arguments.title, "notes": notes}
     warnings = write_report(_expanded(arguments.runs), out, kind=kind, loss=arguments.loss, **about)
     for text in warnings:

@@ -20,13 +20,13 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
 @takes(
     string(
         "--runs",
-        "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense; none with two"
-        " --variant)",
+        "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense, unless two or"
+        " more --variant are given)",
     ),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg(
         "--match",
-        "budget that all models share: flops or active-params (per token, with the same tokens), or time"
+        "quantity that is equal for all models: flops or active-params (per token, at equal tokens), or time"
         " (default: flops)",
         default="flops",
     ),
@@ -66,10 +66,10 @@ def run_compare(arguments: argparse.Namespace) -> int:
 @takes(
     arg(
         "definition",
-        "YAML file with the rungs, or the name of a built-in ladder (default: --sizes)",
+        "YAML file with the rungs (model sizes), or the name of a built-in ladder (default: --sizes)",
         nargs="?",
     ),
-    arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; sets depth, tokens and LR too"),
+    arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; also sets depth, tokens and LR"),
     arg("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense)"),
     arg("--variant NAME:SETTING=VALUE,...", _VARIANT, action="append"),
     arg("--baseline", "variant to compare the others with (default: dense)"),
@@ -82,9 +82,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
     add_arguments,
 )
 def run_ladder(arguments: argparse.Namespace) -> int:
-    """Trains variants at several sizes with equal FLOPs per rung, fits loss over compute for each, and
+    """Trains variants at several sizes with equal FLOPs per rung, fits each variant's loss over compute, and
     reports the effective speedup over the baseline with confidence intervals. The loss of the last rung is
-    predicted before it runs. Repeat the command to run the remaining models. RUN_NAME names the ladder.
+    predicted before its training. Repeat the command to run the remaining models. RUN_NAME names the ladder.
     """
     from moe_exp.studies.ladder import climb
     from moe_exp.studies.ladder.ladder import Definition, Ladder, with_options
@@ -125,9 +125,9 @@ def _read(arguments: argparse.Namespace, *numbers: str) -> tuple[dict[str, Any],
     add_arguments,
 )
 def run_sweep(arguments: argparse.Namespace) -> int:
-    """Runs the layouts of the lists (TPS, PPS, EPS, MBSZS, GPUS, ...) and writes measured and predicted
-    values side by side. Every flag is also an environment variable: --tps is TPS. Repeat the command to run
-    the remaining cases.
+    """Runs the layouts that the lists describe (TPS, PPS, EPS, MBSZS, GPUS, ...) and writes measured and
+    predicted values side by side. Every flag is also an environment variable: --tps is TPS. Repeat the
+    command to run the remaining cases.
     """
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.studies.sweep import driver
@@ -161,9 +161,9 @@ command("mup", "check how activations and the best learning rate depend on model
 
 
 def _of_mup(repeats: int) -> tuple[Argument, ...]:
-    """Arguments shared by both commands."""
-    experts_help = "NUM_EXPERTS of the models at the first width (default: only NUM_EXPERTS)"
-    parts_help = "parts to split each expert into, multiplying TOPK and NUM_EXPERTS, at the first width"
+    """Returns the arguments that `mup check` and `mup transfer` share."""
+    experts_help = "NUM_EXPERTS of the models at the first width (default: only the setting NUM_EXPERTS)"
+    parts_help = "parts to split each expert into, at the first width (multiplies TOPK and NUM_EXPERTS)"
     widths = "64,128,256,512"
     return (
         arg("--widths", f"HIDDEN_SIZE of the models (default: {widths})", default=widths),
@@ -178,8 +178,8 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 @takes(arg("--steps", "training iterations per model (default: 10)", default=10), *_of_mup(repeats=12))
 def run_mup_check(arguments: argparse.Namespace) -> int:
     """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch, and
-    fits how each part's outputs and their changes depend on size. Under muP they do not. Exit code 1 if they
-    do.
+    fits how each part's outputs and their changes scale with model size. Under muP, outputs and changes do
+    not depend on size. Exit code 1 if any does.
     """
     from moe_exp.host.progress import progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
@@ -218,8 +218,8 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
 )
 def run_mup_transfer(arguments: argparse.Namespace) -> int:
     """Trains models of several sizes with several learning rates and compares the best rate of each size.
-    Repeat the command to train the remaining models. Exit code 1 if the best rate changes by more than a
-    factor of 1.5.
+    Repeat the command to train the remaining models. Exit code 1 if the best rate changes by a factor of 1.5
+    or more, or is the lowest or highest one tried.
     """
     from moe_exp.host.files import write_atomically
     from moe_exp.studies.child_runs import held
@@ -271,7 +271,7 @@ def trained_loss(config: Config) -> float:
 
 
 def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
-    """Returns the models of each axis by size, on the data of the settings."""
+    """Returns the models of each axis (such as width) by size, all on the data of the settings."""
     from moe_exp.studies.mup import models_of_axes
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
@@ -294,7 +294,7 @@ def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[
 
 
 def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
-    """Returns the values of a comma-separated list, which may be empty except for `widths`."""
+    """Parses a comma-separated list of numbers, which may be empty except for `widths`."""
     if not text and name != "widths":
         return []
     try:

@@ -15,7 +15,7 @@ from moe_exp.launch.slurm.settings import SlurmSettings
 @command("train", "train a model, or resume a run")
 @takes(
     flag("--dry-run", "print settings, torchrun command and parameter report; start nothing"),
-    string("--resume RUN_FOLDER", "run to resume with its own settings; further flags override them"),
+    string("--resume RUN_FOLDER", "folder of a run to resume with its settings; flags override settings"),
     add_arguments,
 )
 def run_train(arguments: argparse.Namespace) -> int:
@@ -38,8 +38,8 @@ def run_train(arguments: argparse.Namespace) -> int:
 )
 def run_slurm(arguments: argparse.Namespace) -> int:
     """Submits a run on NNODES nodes with GPUS_PER_NODE ranks each, as one or more SLURM jobs; each job
-    resumes from the previous one's checkpoint. Every flag is also an environment variable: --time-limit is
-    TIME_LIMIT.
+    resumes from the checkpoint of the previous job. Every flag is also an environment variable: --time-limit
+    is TIME_LIMIT.
     """
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
     from moe_exp.config.loading import main_settings
@@ -84,7 +84,7 @@ def run_slurm(arguments: argparse.Namespace) -> int:
     print(f"submitted {jobs}; run folder {job.run_folder}, {main_settings(config)}")
     name, folder, run_folder = (shlex.quote(str(text)) for text in (job.name, job.folder, job.run_folder))
     print(f"  squeue --name={name}   # state of the jobs")
-    print(f"  tail -F {folder}/jobs.log {folder}/*.log   # their logs")
+    print(f"  tail -F {folder}/jobs.log {folder}/*.log   # logs of the jobs")
     watch = f"{shlex.join(own_command())} watch run {run_folder} --slurm-name {name}"
     print(f"  {watch}   # health of the run")
     return 0

@@ -34,18 +34,18 @@ LAUNCH_SETTINGS = (
 
 @command(
     "watch preflight",
-    "check the nodes of a job before it starts (run on every node, with the settings of the launch)",
+    "check the nodes of a job before the job starts (run on every node, with the settings of the job)",
 )
 @takes(
     lambda parser: add_arguments(parser, names=LAUNCH_SETTINGS),
-    string("--hosts LIST", "node names by NODE_RANK, such as a[1-3],b (default: $SLURM_JOB_NODELIST)"),
-    arg("--exclude-file FILE", "list to add bad nodes to (default: RUN_DIR/exclude_nodes.txt)", Path),
-    flag("--no-exclude", "do not add bad nodes to the list"),
+    string("--hosts LIST", "node names in NODE_RANK order, such as a[1-3],b (default: $SLURM_JOB_NODELIST)"),
+    arg("--exclude-file FILE", "exclude list for bad nodes (default: RUN_DIR/exclude_nodes.txt)", Path),
+    flag("--no-exclude", "do not add bad nodes to the exclude list"),
     JSON,
 )
 def run_preflight(arguments: argparse.Namespace) -> int:
-    """Checks arithmetic, memory, links, disks, clocks and versions of every node. Exit code 1: a node
-    failed.
+    """Checks arithmetic, memory, links, disks, clocks and versions of every node. The exit code is 1 if a
+    node failed.
     """
     from moe_exp.config import load_config
     from moe_exp.launch.preflight.node import preflight
@@ -71,7 +71,7 @@ def run_preflight(arguments: argparse.Namespace) -> int:
 @command("watch exclude", "show or change the list of nodes that jobs must avoid")
 @takes(
     arg("file FILE", "list of excluded nodes, usually RUN_DIR/exclude_nodes.txt", Path),
-    flag("--slurm", "print the list as --exclude=a,b for sbatch; nothing if it is empty"),
+    flag("--slurm", "print the list as the sbatch option --exclude=a,b (nothing if the list is empty)"),
     arg("--add HOST", "hosts to add to the list", nargs="+", default=[]),
     arg("--reason", "reason recorded by --add (default: added by a user)", default="added by a user"),
     arg("--remove HOST", "hosts to remove from the list", nargs="+", default=[]),
@@ -82,7 +82,7 @@ def run_exclude(arguments: argparse.Namespace) -> None:
     # check all names before writing anything
     for host in map(nodes.slurm_name, [*arguments.add, *arguments.remove]):
         if host in arguments.add and host in arguments.remove:
-            raise ValueError(f"--add {host}: cannot be combined with --remove {host}. Fix: omit one of them.")
+            raise ValueError(f"--add {host}: cannot be combined with --remove {host}. Fix: omit one option.")
     for host in arguments.add:
         nodes.exclude(arguments.file, host, arguments.reason)
     gone = nodes.readmit(arguments.file, arguments.remove)
@@ -101,7 +101,7 @@ def run_exclude(arguments: argparse.Namespace) -> None:
 @command("watch blame", "find the node, rank and device that caused the errors in logs")
 @takes(
     arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
-    arg("--exclude FILE", "list to add hosts with failing hardware, drivers or links to", Path),
+    arg("--exclude FILE", "exclude list for hosts with hardware, driver or link faults", Path),
     JSON,
 )
 def run_blame(arguments: argparse.Namespace) -> None:
@@ -127,28 +127,28 @@ def run_blame(arguments: argparse.Namespace) -> None:
 
 @command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
 @takes(
-    arg("run_dirs RUN_DIR", "run folders; with --slurm-name, runs may still be queued", Path, nargs="+"),
-    repeated("--slurm-name NAME", "job name of the run's SLURM jobs (repeatable; one per RUN_DIR, in order)"),
-    string("--slurm-user NAME", "owner of the SLURM jobs (default: you)"),
+    arg("run_dirs RUN_DIR", "run folders; with --slurm-name, a folder may not exist yet", Path, nargs="+"),
+    repeated("--slurm-name NAME", "name of a run's SLURM jobs (repeat once per RUN_DIR, in the same order)"),
+    string("--slurm-user NAME", "owner of the SLURM jobs (default: current user)"),
     one_of(
         flag("--once", "check once, for example from cron (default)"),
         arg("--every SECONDS", "run as a daemon with this interval between checks (seconds)", float),
         flag("--test-alert", "send a test alert to every channel; works before the run starts"),
     ),
     flag("--quiet", "print nothing about healthy runs"),
-    arg("--again TIME", "interval between reports of a lasting problem (default: 6h)", default="6h"),
+    arg("--again TIME", "interval between repeated reports of a problem (default: 6h)", default="6h"),
     string(
         "--stuck TIME",
-        "report a run as stuck after this time without a new record (default: derived from its speed)",
+        "report a run as stuck after this time without a new record (default: derived from the run's speed)",
     ),
     arg(
         "--ahead TIME",
-        "how long before its end to report a chain of jobs that is too short (default: 24h)",
+        "report that a run needs more jobs when its remaining job time is below this (default: 24h)",
         default="24h",
     ),
     arg(
         "--wait TIME",
-        "how long all jobs of a run may be queued before it is reported (default: 24h)",
+        "report a run with queued jobs when no job has run for this long (default: 24h)",
         default="24h",
     ),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
@@ -163,16 +163,16 @@ def run_blame(arguments: argparse.Namespace) -> None:
             choices=("starttls", "tls", "none"),
             default="starttls",
         ),
-        arg("--smtp-user NAME", "SMTP user name; set the password in $SMTP_PASSWORD or in a file"),
+        arg("--smtp-user NAME", "SMTP user name; the password is read from $SMTP_PASSWORD or a file"),
         arg("--smtp-password-file FILE", "file whose first line is the SMTP password"),
         arg("--webhook-file FILE", "file whose first line is the webhook URL (default: $WATCH_WEBHOOK)"),
         arg("--alert-file FILE", "file to append alerts to"),
     ),
 )
 def run_watchdog(arguments: argparse.Namespace) -> int:
-    """Checks for each run whether its jobs are running or queued, whether it makes progress, when it will
-    end, when its disk will be full, and its new events. Exit code 0: all runs are healthy; 1: problems;
-    2: invalid command.
+    """Checks for each run whether its jobs are running or queued, whether training makes progress, when the
+    run will end, when the disk will be full, and which events are new. Exit code 0: all runs are healthy;
+    1: problems; 2: invalid command.
     """
     from moe_exp.config import ConfigError
     from moe_exp.host.exit_codes import BAD_INPUT
@@ -200,14 +200,14 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
     return int(not all(look.is_well for look in checks))
 
 
-@command("watch stacks", "show the stack of each rank of a run and which ranks differ")
+@command("watch stacks", "show the stacks of a run's ranks and which ranks differ from the others")
 @takes(
-    arg("folder RUN|DIR", "run folder, or a folder in RUN/hang", Path),
-    flag("--full", "also print the stack of every group of ranks"),
+    arg("folder RUN|DIR", "run folder (requests stacks) or folder in RUN/hang (shows its stacks)", Path),
+    flag("--full", "also print the stack of each group of ranks (ranks with the same stack)"),
 )
 def run_stacks(arguments: argparse.Namespace) -> None:
-    """Requests the stacks of all ranks from the launchers of a run, on any node with access to the run
-    folder; the run continues. For a folder in RUN/hang, prints a summary of its stacks.
+    """Requests the stacks of all ranks from the launchers of a run; the run continues. Works on any node with
+    access to the run folder. For a folder in RUN/hang, prints a summary of the stacks in that folder.
     """
     from moe_exp.watch.hangs.stacks import stacks_of
 
@@ -219,10 +219,10 @@ def run_stacks(arguments: argparse.Namespace) -> None:
 @takes(
     arg(
         "a",
-        "checkpoint (iter_ folder, checkpoints folder or run folder) or dump (DUMP_ITERS)",
+        "checkpoint (iter_ folder, checkpoints folder or run folder), or tensor dump (see DUMP_ITERS)",
         Path,
     ),
-    arg("b", "reference checkpoint or dump, to which errors are relative", Path),
+    arg("b", "reference checkpoint or dump for the relative errors", Path),
     flag("--weights-only", "skip the optimizer state of checkpoints"),
     arg("--top N", "number of tensors to show, largest relative error first (default: 20)", default=20),
     arg("--rtol X", "relative error up to which tensors count as equal (default: 0)", default=0.0),
@@ -238,7 +238,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
         if not path.exists():
             raise ValueError(f"{name}={path}: not found. Fix: name a checkpoint or a dump.")
         if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
-            fix = f"name one of them, such as {dumps[-1].parent}"
+            fix = f"name one iteration, such as {dumps[-1].parent}"
             raise ValueError(f"{name}={path}: contains dumps of several iterations. Fix: {fix}.")
     # the dump of one rank, or of all ranks after one iteration
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
@@ -269,12 +269,12 @@ def run_diff(arguments: argparse.Namespace) -> int:
         "mean time between failures of one node (hours; default: from the run's events)",
         float,
     ),
-    arg("--nodes N", "number of nodes that fail independently (default: NNODES of the run)", int),
-    arg("--save-seconds S", "time of one save (seconds; default: as measured)", float),
-    arg("--iteration-seconds S", "time of one iteration (seconds; default: as measured)", float),
+    arg("--nodes N", "number of nodes by which --mtbf is divided (default: NNODES of the run)", int),
+    arg("--save-seconds S", "time of one save (seconds; default: measured in the run)", float),
+    arg("--iteration-seconds S", "time of one iteration (seconds; default: measured in the run)", float),
     arg(
         "--restart-seconds S",
-        "time from a failure to the next iteration (seconds; default: as measured)",
+        "time from a failure to the next iteration (seconds; default: measured in the run)",
         float,
     ),
     JSON,

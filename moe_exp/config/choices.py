@@ -1,7 +1,7 @@
-"""Settings with named choices: one table per kind, with the traits of each choice.
+"""Settings with named choices: one table per kind of choice, with the traits of each choice.
 
-Settings, help texts, docs/settings.md, checks, the planner and the layers read these tables; the functions
-behind the names are in the layers. No torch.
+Settings, help texts, docs/settings.md, checks, the planner and the layers read these tables. The layers
+contain the functions that the names stand for. No torch.
 """
 
 import importlib.util
@@ -45,13 +45,13 @@ class Loss:
 
 
 LOSSES = {
-    "aux_loss": Loss("over a micro-batch on all of its ranks"),
+    "aux_loss": Loss("over a micro-batch, across all ranks that share it"),
     "seq_aux_loss": Loss("over each sequence", needs_scores=True),
     "global_aux_loss": Loss(
         "over the global batch", state="global_tokens_per_expert", state_field="global_fractions=True"
     ),
     "l1": Loss(
-        "for ROUTER_SCORE=relu; its weight adapts until tokens use TOPK experts on average",
+        "for ROUTER_SCORE=relu; the loss weight adapts until tokens use TOPK experts on average",
         needs_scores=True,
         state="l1_factor",
         state_field="score=relu",

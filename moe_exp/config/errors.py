@@ -9,7 +9,7 @@ from moe_exp.host.exit_codes import BAD_INPUT
 
 
 class ConfigError(ValueError):
-    """Invalid settings: a line of field, value, rule and fix for each. `exit_code` ends the job."""
+    """Invalid settings, with a line (field, value, rule, fix) for each. The job ends with `exit_code`."""
 
     exit_code = BAD_INPUT
 

@@ -1,9 +1,9 @@
 """Learning rate at every point of a run, and checks that a schedule fits the run. No torch.
 
 Every LR_DECAY_STYLE is a warm-up followed by a list of pieces (`config.pieces`). Training
-(`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`. It counts
-samples instead of iterations, so that a batch ramp-up does not distort the curve. It equals Megatron's
-OptimizerParamScheduler for the styles that both support.
+(`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`, which counts
+samples instead of iterations, so that a batch ramp-up does not distort the curve. For styles that Megatron's
+OptimizerParamScheduler also supports, the learning rates are equal.
 """
 
 import math
@@ -22,7 +22,7 @@ _EARLIEST_END, _LATEST_END = 0.9, 1.1
 
 
 class Start(NamedTuple):
-    """Progress at which training starts, after a resume that of the checkpoint."""
+    """Progress at which training starts; after a resume, the progress of the checkpoint."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -42,7 +42,7 @@ def learning_rate(
 ) -> float:
     """Learning rate of the next iteration after `consumed_samples`.
 
-    A linear warm-up from 0, then the pieces of the schedule. At the end of a piece, the next piece applies:
+    A linear warm-up from 0, then the pieces of the schedule. Once a piece has ended, the next piece applies:
     with WSD-S, the iteration after a decay trains at LR. After the last piece, the rate is MIN_LR, or stays
     constant.
 
@@ -87,13 +87,13 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
-    """Samples that the schedule counts up to `iteration`, with these batch sizes from `start`."""
+    """Samples that the schedule counts up to `iteration`, with the batch sizes of `config` from `start`."""
     iterations = iteration - start.iteration
     return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
 
 def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
-    """Returns a line with the learning rate at `start` and later quarters of the run, and ends of pieces."""
+    """Returns a line with the learning rate at `start` and later quarters of the run, and with piece ends."""
     shown = {config.train_iters * percent // 100: f" ({percent}%)" for percent in _SHOWN_PERCENT}
     if start.iteration:
         later = {iteration: text for iteration, text in shown.items() if iteration > start.iteration}
@@ -130,7 +130,7 @@ def schedule_change(config: Config, old: Config, start: Start) -> str | None:
     allowed = _LARGEST_JUMP * (config.lr - config.min_lr) + 1e-9 * config.lr
     if abs(now - before) <= allowed and reached <= last + allowed:
         return None
-    rule = f"after GBSZ={old.gbsz} until iteration {start.iteration}, the learning rate would jump"
+    rule = f"after training with GBSZ={old.gbsz} to iteration {start.iteration}, the learning rate would jump"
     rule += f" from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
     values = _rescaled(config, old, start)
     setting = " ".join(f"{name.upper()}={value}" for name, value in values.items())
@@ -161,7 +161,7 @@ def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
     reached = learning_rate(c, num_samples)
     if c.warmup_iters >= c.train_iters:
         rule = f"the run ends at TRAIN_ITERS={c.train_iters} during the warm-up"
-        fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of it, or raise TRAIN_ITERS"
+        fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of TRAIN_ITERS, or raise TRAIN_ITERS"
         yield c.problem("warmup_iters", f"{rule}, at {reached:.3g} of LR={c.lr:g}", fix)
     if not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr:
         return
@@ -176,7 +176,7 @@ def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
         rule = f"the run ends at TRAIN_ITERS={c.train_iters} with a learning rate of {last}"
     else:
         return
-    fix = "set DECAY_ITERS=0, which follows TRAIN_ITERS"
+    fix = "set DECAY_ITERS=0, so that the decay ends at TRAIN_ITERS"
     if c.rampup is not None or start.iteration:
         fix = f"set DECAY_ITERS={round(run)}, the length of the run in batches of GBSZ"
     yield c.problem("decay_iters", rule, fix)

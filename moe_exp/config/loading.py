@@ -24,8 +24,8 @@ from moe_exp.host.files import expanded, read_yaml
 def add_arguments(
     parser: argparse.ArgumentParser, settings: type[BaseModel] = Config, names: Iterable[str] = ()
 ) -> None:
-    """Adds a flag per setting of `settings`, by default for all `names`; values stay text for `load_config`.
-    All settings of Config are grouped by section, together with --config.
+    """Adds a flag for each of `names`, by default for all of `settings`. Values stay text, which
+    `load_config` parses. The flags for all settings of Config are grouped by section, together with --config.
     """
     if settings is Config and not names:
         about = "settings file: config.yaml of a run, or lines such as NUM_EXPERTS=64 (docs/settings.md)"
@@ -51,8 +51,8 @@ def _add_flags(group: argparse._ActionsContainer, settings: type[BaseModel], nam
 def given_values(
     flags: Mapping[str, Any], environ: Mapping[str, str], settings: type[BaseModel] = Config
 ) -> dict[str, Any]:
-    """Returns the given values by field name: `flags`, then `environ`, then the file of --config (see
-    `with_file`). None, and '' in `environ`, count as not given.
+    """Returns the given values by field name; `flags` override `environ`, which overrides the file of
+    --config (see `with_file`). None, and '' in `environ`, count as not given.
     """
     of_shell = {name: environ.get(name.upper()) for name in settings.model_fields}
     return {name: value for name, value in of_shell.items() if value} | with_file(flags, environ)
@@ -60,7 +60,7 @@ def given_values(
 
 def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Adds the settings of the file `flags["config"]` to the given `flags`, unless `environ` has them. The
-    file may also set other names in `flags`.
+    file may also set other arguments that `flags` names.
 
     Ranks receive the result as flags, so that editing the file does not change a running job. Raises
     ConfigError if the file or a value cannot be read; each line names the file.
@@ -84,8 +84,8 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
                 values.pop(name, None)
     preset = given.get("preset") or environ.get("PRESET") or values.get("preset")
     if is_record and preset != values.get("preset"):
-        rule = f"has no effect, as {path} has all settings of a run"
-        raise ConfigError([problem("preset", preset, rule, f"omit it, or set {values.get('preset')}")])
+        rule = f"has no effect, as {path} sets all settings of a run"
+        raise ConfigError([problem("preset", preset, rule, f"omit PRESET, or set {values.get('preset')}")])
     exported = {name: environ[name.upper()] for name in values if environ.get(name.upper())}
     differing = [name for name in exported if name not in given and exported[name] != values[name]]
     if ours := ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing):
@@ -112,7 +112,7 @@ def load_config(
     """Resolves default < preset < file < environment < `flags` into one Config.
 
     A preset's DECAY_ITERS and WARMUP_ITERS belong to its TRAIN_ITERS. With another TRAIN_ITERS, DECAY_ITERS
-    follows it and WARMUP_ITERS is at most a tenth of the decay, unless they are given.
+    follows TRAIN_ITERS and WARMUP_ITERS is at most a tenth of the decay, unless these two are given.
 
     Args:
         flags: values by field name; None counts as not given. `config` is the path of a settings file.
@@ -157,7 +157,7 @@ def settings_from_launcher() -> Config | None:
 
 
 def recorded_settings(path: Path) -> dict[str, Any]:
-    """Reads the settings in a run's config.yaml, of any version; one-line ValueError if there are none."""
+    """Reads the settings in a run's config.yaml, of any version; one-line ValueError without settings."""
     try:
         settings = read_yaml(path)
     except OSError as error:
@@ -168,12 +168,12 @@ def recorded_settings(path: Path) -> dict[str, Any]:
 
 
 def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Keeps the settings that this version has; Config sets defaults for the others."""
+    """Keeps only the settings that this version has; Config sets defaults for missing settings."""
     return {name: value for name, value in recorded.items() if name in Config.model_fields}
 
 
 def fixed_for(nodes: Nodes, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to `given` the settings that depend on devices, as on `nodes`, for loading on any machine."""
+    """Adds to `given` the device-dependent settings of `nodes`, so that all machines load equal settings."""
     config = load_config(given, {}, nodes=nodes)
     return {**given, **{name: str(getattr(config, name)) for name in _BY_DEVICES}}
 
@@ -206,7 +206,7 @@ def explain(error: ValidationError, settings: type[BaseModel] = Config) -> list[
 def _fix(name: str, error: Any, settings: type[BaseModel]) -> str:
     if name not in settings.model_fields:
         near = difflib.get_close_matches(name, settings.model_fields, 1)
-        return f"use {near[0].upper()} if you mean it" if near else "see moe-exp train --help"
+        return f"use {near[0].upper()} if you meant that" if near else "see moe-exp train --help"
     if error["type"] == "one_line":
         return ONE_LINE_FIX
     field = settings.model_fields[name]

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 Facts = dict[str, object]
 OTHER_OPTIMIZER_FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to continue with moments reset to zero"
 _HINTS = {
-    "router_bias_update_rate": "set it above 0 (1e-12 keeps the bias) or ROUTER_BIAS_RULE=quantile",
-    "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as before",
+    "router_bias_update_rate": "set this rate above 0 (1e-12 keeps the bias) or ROUTER_BIAS_RULE=quantile",
+    "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as in the checkpoint",
 }
 
 
@@ -94,7 +94,7 @@ def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs from the checkpoint's."""
+    """A setting whose value differs from that of the checkpoint's run."""
 
     name: str
     value: object
@@ -159,7 +159,7 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Yields changes of settings that both have; a dense model, for example, has no number of experts."""
+    """Yields changes of settings in both `facts` and `before`. A dense model, for example, has no TOPK."""
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:
@@ -167,10 +167,10 @@ def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
 
 
 def as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
-    """Converts settings of another version: missing settings get defaults, removed ones are dropped."""
+    """Converts settings of another version: missing settings get defaults, removed settings are dropped."""
     try:
         return Config(**known_settings(saved))
     except ValidationError as error:
-        first, fix = error.errors()[0], "use the version that wrote it"
+        first, fix = error.errors()[0], "use the version that wrote the checkpoint"
         rule = f"value in {checkpoint} is not supported by this version"
         raise ConfigError([problem(str(first["loc"][0]), first["input"], rule, fix)]) from None

@@ -4,9 +4,9 @@
 
 A rule is a shell pattern with factors on LR and MIN_LR (`lr`) and on WEIGHT_DECAY (`wd`). Patterns match the
 names in checkpoints (`moe-exp ckpt info --tensors`), which do not depend on the layout; the layer number may
-be omitted. The experts of a layer are one parameter. The first matching rule with an `lr` applies, likewise
-for `wd`. ROUTER_LR_MULT and EXPERT_LR_MULT are rules after those of LR_GROUPS. Norms and biases never decay.
-The factors of PARAMETRIZATION=mup are multiplied on top.
+be omitted. The experts of a layer are one parameter. The first matching rule with an `lr` sets the
+learning rate, the first with a `wd` the weight decay. ROUTER_LR_MULT and EXPERT_LR_MULT are rules after those
+of LR_GROUPS. Norms and biases never decay. The factors of PARAMETRIZATION=mup are multiplied on top.
 
 Maximal update parametrization (muP) for MoE models: sizes are relative to a base model, for which every
 factor is 1, so that PARAMETRIZATION=mup with the base's sizes equals PARAMETRIZATION=standard. With
@@ -21,9 +21,9 @@ n = HIDDEN_SIZE, m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base'
     output layer                   n^-1               n^-1             n
 
 Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW: the updates of a matrix add up over its inputs, so
-its learning rate is divided by their number. Factors of the forward pass are folded into weights and rates,
-which is equivalent for Adam (ibid., lemma J.1), so checkpoints and conversions do not change. Weight decay
-increases so that its product with the learning rate, by which weights shrink, stays constant.
+its learning rate is divided by the number of inputs. Factors of the forward pass are folded into weights and
+rates, which is equivalent for Adam (ibid., lemma J.1), so checkpoints and conversions do not change. Weights
+shrink by weight decay times learning rate, so weight decay increases to keep this product constant.
 """
 
 import math
@@ -101,7 +101,7 @@ KINDS = ("embedding", "output", "router", "expert_down", "hidden")
 
 
 def kind_of(name: str) -> str:
-    """Returns a matrix's row in the table above, by its name in the model or in checkpoints."""
+    """Returns the row of the table above for a matrix with this name in the model or in checkpoints."""
     if ".word_embeddings." in name:
         return "embedding"
     if "output_layer." in name:

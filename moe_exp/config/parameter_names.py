@@ -36,7 +36,7 @@ def useless_rules(rules: Sequence[Rule], names: Sequence[str]) -> Iterator[tuple
                 yield rule, "matches no parameter of this model", fix
             continue
         where = "an earlier pattern" if is_pattern else "LR_GROUPS"
-        fix = "put this pattern before it" if is_pattern else "omit one of them"
+        fix = "put this pattern before the earlier one" if is_pattern else "omit one of the two"
         others_have = where + " already sets the {} of every matching parameter"
         if rule.lr is not None and id(rule) not in by_lr:
             yield rule, others_have.format("lr"), fix
@@ -49,7 +49,7 @@ def useless_rules(rules: Sequence[Rule], names: Sequence[str]) -> Iterator[tuple
 
 
 def close_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Returns the three names, without layer numbers, most similar to a pattern."""
+    """Returns the three names most similar to a pattern, without layer numbers."""
     words = re.findall(r"\w+", pattern.lower()) or [""]
     likeness = {
         name: sum(

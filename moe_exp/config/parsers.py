@@ -6,9 +6,10 @@ A composed LR_DECAY_STYLE is a comma-separated list of pieces, STYLE:UNTIL or ST
     constant:80%,linear                                 WSD with a final decay over a fifth of the run
     constant:10000,cosine:14000:10%,constant            decay to a tenth of LR, then constant to the end
 
-UNTIL is an iteration, or a fraction of the last one (DECAY_ITERS, or TRAIN_ITERS); the last piece may omit
-it. RATE is the learning rate at its end, as a fraction of LR; without it, decays end at MIN_LR and `constant`
-keeps the previous rate. LR_GROUPS: see parameter_groups.py; DATA_STAGES: sections/data.py.
+A piece ends at UNTIL: an iteration, or a percentage of the last iteration (DECAY_ITERS, or TRAIN_ITERS). The
+last piece may omit UNTIL. RATE is the learning rate at the end of the piece, as a percentage of LR. Without
+RATE, decays end at MIN_LR and `constant` keeps the previous rate. LR_GROUPS: see parameter_groups.py;
+DATA_STAGES: see sections/data.py.
 """
 
 import json
@@ -85,7 +86,7 @@ def composed(text: str) -> tuple[tuple[str, str, float | None], ...]:
         if not match:
             raise ValueError(_SYNTAX)
         if match[1] not in PIECES:
-            raise ValueError(f"{match[1]} is not a piece, must be one of {', '.join(PIECES)}")
+            raise ValueError(f"{match[1]} is not a piece; pieces are {', '.join(PIECES)}")
         pieces.append((match[1], match[2] or "", float(match[3]) / 100 if match[3] else None))
     return tuple(pieces)
 
@@ -169,7 +170,7 @@ def read_stages(value: object) -> str:
 
 def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
     if unknown := [name for name in stage if name not in _KEYS]:
-        raise ValueError(f"stage {number} has {str(unknown[0])[:40]!r}, must be one of {', '.join(_KEYS)}")
+        raise ValueError(f"stage {number} has {str(unknown[0])[:40]!r}, but may only have {', '.join(_KEYS)}")
     begins = [name for name in _BEGINS if name in stage]
     if len(begins) != 1:
         raise ValueError(f"stage {number} must have either from_samples or from_tokens")
@@ -178,7 +179,7 @@ def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
     if data is not None and not (isinstance(data, str) and data.strip()):
         raise ValueError(f"stage {number}: train_data must be text as in TRAIN_DATA")
     if data is None and "seq_len" not in numbers:
-        raise ValueError(f"stage {number} changes nothing: requires train_data or seq_len")
+        raise ValueError(f"stage {number} changes nothing: add train_data or seq_len")
     return numbers | ({} if data is None else {"train_data": data.strip()})
 
 

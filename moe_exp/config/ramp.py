@@ -1,6 +1,6 @@
 """Batch ramp-up (RAMPUP_BATCH_SIZE): batch size by consumed samples, and iterations at each size. No torch.
 
-As Megatron-LM's --rampup-batch-size: the n = (GBSZ - START) / INCREMENT steps are spread evenly over SAMPLES,
+Works as --rampup-batch-size in Megatron-LM: n = (GBSZ - START) / INCREMENT steps divide SAMPLES equally,
 so after c samples the batch size is START + floor(c / (SAMPLES / n)) * INCREMENT. Implemented here because
 Megatron-Core lacks this calculator from 0.18 on. Used by training (`next_batch`) and the planner.
 """
@@ -27,7 +27,7 @@ class Batches(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Batch sizes of the ramp in order, GBSZ last. A run skips a size if a batch exceeds a step."""
+        """Batch sizes of the ramp in order, GBSZ last. A run skips sizes whose step is below a batch."""
         if self.rampup is None:
             return [self.gbsz]
         start, increment, _ = self.rampup

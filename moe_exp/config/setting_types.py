@@ -55,8 +55,8 @@ def as_given(value: object) -> str:
 def _text(
     check: Callable[[str], None] = lambda text: None, pattern: str = "", rule: str = ""
 ) -> BeforeValidator:
-    """Removes the spaces from a setting's text and validates it with `check`, which raises ValueError, or by
-    `pattern`, whose `rule` is the error.
+    """Removes the spaces from a setting's text and validates the text: `check` raises ValueError, and a text
+    that does not match `pattern` is a ValueError with `rule`.
     """
 
     def read(value: Any) -> str:
@@ -91,7 +91,7 @@ def _layer_pattern(text: str) -> None:
         raise ValueError("must be a positive number, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
     terms = [] if is_number else _pattern_terms(text)
     if (length := sum(len(bits) * times for bits, times in terms)) > _MOST_LAYERS:
-        raise ValueError(f"describes {length} layers, the limit is {_MOST_LAYERS}")
+        raise ValueError(f"describes {length} layers, more than the limit of {_MOST_LAYERS}")
 
 
 def _losses(text: str) -> None:
@@ -99,12 +99,12 @@ def _losses(text: str) -> None:
     if unknown := [kind for kind in kinds if kind not in (*LOSSES, *NO_LOSS)]:
         raise ValueError(f"{shown(unknown[0] or 'empty text')} is not a loss")
     if len(kinds) > 1 and (set(kinds) & set(NO_LOSS) or len(set(kinds)) < len(kinds)):
-        raise ValueError("must not repeat a loss, nor combine none or sinkhorn with others")
+        raise ValueError("must not repeat a loss, nor combine none or sinkhorn with other losses")
 
 
 def _numbers(text: str) -> None:
     if not all(_is_number(part) and 0 <= float(part) < float("inf") for part in text.split(",")):
-        raise ValueError("must be a number of at least 0, or a comma-separated list")
+        raise ValueError("must be a number of at least 0, or a comma-separated list of such numbers")
 
 
 def _stage_layers(text: str) -> None:
@@ -113,7 +113,7 @@ def _stage_layers(text: str) -> None:
             "must be comma-separated whole numbers, or repetitions such as 9*10 for ten stages of 9"
         )
     if text and (number := sum(times for _, times in stage_terms(text))) > _MOST_STAGES:
-        raise ValueError(f"describes {number} stages, the limit is {_MOST_STAGES}")
+        raise ValueError(f"describes {number} stages, more than the limit of {_MOST_STAGES}")
 
 
 def _iterations(text: str) -> None:
@@ -136,7 +136,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4000  # Linux's limits (bytes)
 
 
 def _path(value: str) -> str:
-    """Checks that text can be a path. Each machine checks whether it exists."""
+    """Checks that text can be a path. Each machine checks whether the path exists."""
     if len(os.fsencode(value)) > _LONGEST_PATH:
         raise ValueError(f"must be a path of at most {_LONGEST_PATH} bytes")
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")):
@@ -214,7 +214,7 @@ class Traits:
 
 
 def _setting(default: Any, description: str, **options: Any) -> Any:
-    """Declares a field with the Traits in `options`; `default` is ... with a `default_factory`."""
+    """Declares a field with the Traits in `options`; `default` is `...` if there is a `default_factory`."""
     own = {name: options.pop(name) for name in Traits.__dataclass_fields__ if name in options}
     given = {} if default is ... else {"default": default}
     field = Field(description=description, **given, **options)
@@ -250,7 +250,7 @@ LayerPattern = Annotated[str, _text(_layer_pattern)]
 LossKinds = Annotated[str, _text(_losses)]
 Numbers = Annotated[str, _text(_numbers)]
 OptionalNumbers = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
-_RULE = "must be a whole number or a comma-separated list"
+_RULE = "must be a whole number or a comma-separated list of whole numbers"
 WholeNumbers = Annotated[str, _text(pattern=rf"({_INT}(,{_INT})*)?", rule=_RULE)]
 _RULE = "must be comma-separated ranks such as 0,3, or all"
 RankList = Annotated[str, _text(pattern=rf"all|{_INT}(,{_INT})*", rule=_RULE)]
@@ -274,7 +274,7 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
 
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """Flag per layer, true for MoE layers, from MOE_LAYER_FREQ. A list keeps its own length."""
+    """Flag per layer, true for MoE layers, from MOE_LAYER_FREQ. A list of 0 and 1 keeps its length."""
     if pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:

@@ -50,15 +50,15 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
         name = _field_name(written)
         if name in REMOVED:
             if REMOVED[name] and value not in REMOVED[name]:
-                fix = "use the version that wrote this run; commit 9b039c76 is the last one with this setting"
+                fix = "use the version that wrote this run; commit 9b039c76 is the last to have this setting"
                 problems.append(problem(name, value, "was removed in this version", fix))
             continue
         if name not in Config.model_fields and name not in also:
             near = " or ".join(one.upper() for one in similar_settings(name))
-            fix = f"write {near} if you mean it" if near else "remove it; --help lists all settings"
+            fix = f"write {near} if you meant that" if near else "remove it; --help lists all settings"
             problems.append(problem(written.upper(), value, "is not a setting of this command", fix))
         elif name in values:
-            problems.append(problem(name, value, "is in the file twice", "remove one of them"))
+            problems.append(problem(name, value, "is in the file twice", "remove one of the two lines"))
         values[name] = value
     if problems:
         raise ConfigError([f"{path}: {line}" for line in problems])
@@ -81,7 +81,7 @@ def _unreadable(path: Path, reason: object) -> ConfigError:
 def _text(path: Path) -> str:
     try:
         if (size := regular(path).stat().st_size) > _MOST_BYTES:
-            raise ValueError(f"it has {size} bytes, the limit is {_MOST_BYTES}")
+            raise ValueError(f"it has {size} bytes, more than the limit of {_MOST_BYTES}")
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError([problem("config", path, "not found", _FIX)]) from None
@@ -120,7 +120,7 @@ def _yaml_pairs(text: str) -> Iterator[tuple[str, str | None]]:
     for key, value in root.value:
         if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
             line = value.start_mark.line + 1
-            raise ValueError(f"line {line}: must be a name and one value; quote lists")
+            raise ValueError(f"line {line}: must be one name and one value; put lists in quotes")
         if value.tag.endswith(":null"):
             field = Config.model_fields.get(_field_name(key.value))
             yield key.value, "none" if field and type(None) in get_args(field.annotation) else None
@@ -147,10 +147,10 @@ def warn_of_misspelt(of_command: Iterable[str] = ()) -> None:
 
 def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Returns environment variables that look like misspelled settings, with the nearest setting
-    (NUM_EXPRTS, NUM_EXPERTS).
+    (NUM_EXPRTS: NUM_EXPERTS).
 
     The names of a command's settings (`of_command`) may be short, so a less similar name suffices if the
-    value is a list of sizes (TPZ="1 2", TPS).
+    value is a list of sizes (TPZ="1 2": TPS).
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []

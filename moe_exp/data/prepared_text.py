@@ -3,9 +3,9 @@
     DATA_DIR/NAME_1a2b3c4d/   train.bin .idx .manifest.json, valid.* with the held-out documents,
                               tokenizer/ if one was trained, text.json
 
-The folder gets this name when complete. It is reused while the tokenizer, the options, and the names, sizes
-and contents of the files stay the same. Documents are held out based on their text, so adding files does
-not hold out a document that was trained on.
+The folder has another name until it is complete. It is reused while the tokenizer, the options, and the
+names, sizes and contents of the files stay the same. Documents are held out based on their text, so adding
+files does not hold out a document that was trained on.
 """
 
 import json

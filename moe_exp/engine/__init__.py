@@ -1,1 +1,1 @@
-"""From a Config to Megatron's model and optimizer on this rank."""
+"""Builds Megatron's model and optimizer on this rank from a Config."""

@@ -5,7 +5,7 @@ With d = EMA_DECAY and the main weights w after a step, the n-th update is
     ema <- ema + (1 - d) / (1 - d^n) * (w - ema)
 
 This is ema <- d * ema + (1 - d) * w with Adam's bias correction (Kingma and Ba 2015, arXiv:1412.6980,
-section 3): the average of w_1 ... w_n with weights proportional to d^(n-i).
+section 3). After n updates, ema averages w_1 ... w_n, where w_i has a weight proportional to d^(n-i).
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def restart_average(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -> None:
-    """Updates the moving average of the weights for the n-th time; n = `number`, d = `decay`."""
+    """Updates the moving average of the weights; in the formula above, n is `number` and d is `decay`."""
     if pairs := _pairs(optimizer):
         weights, averages = zip(*pairs, strict=True)
         # Without the correction, the initial weights would keep a share of d^n in the average. After about
@@ -61,7 +61,7 @@ def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -
 
 @contextmanager
 def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Exchanges weights and average inside the block. Called by every rank, within `parameters_in_sync`."""
+    """Swaps weights and average inside the block. Called by every rank, within `parameters_in_sync`."""
 
     @torch.no_grad()
     def exchange() -> None:

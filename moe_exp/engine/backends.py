@@ -1,8 +1,8 @@
-"""Backend of each part of a run and its reason; self-test and tuning of the run's Triton kernels.
+"""Chooses the backend of each part of a run; tests and tunes the run's Triton kernels.
 
-All ranks choose the same. If a kernel is wrong on any rank, EXPERT_BACKEND=auto, ROUTING_KERNELS=auto and
-CROSS_ENTROPY=auto continue without Triton's kernels for that part. If kernels were requested by name, the
-start fails.
+All ranks choose the same backends. If a kernel is wrong on any rank, EXPERT_BACKEND=auto,
+ROUTING_KERNELS=auto or CROSS_ENTROPY=auto continues without Triton's kernels for that part. If a
+kernel was requested by name, the start fails.
 """
 
 import logging
@@ -62,7 +62,7 @@ def backends_of(
 
     `kernel_failures` is from `check_run`, `graph_failure` from `training.microbatch.start_graphs`.
     """
-    has_te, te = use_te(config), ("Transformer Engine", "IMPL=te, or auto with it installed")
+    has_te, te = use_te(config), ("Transformer Engine", "IMPL=te, or IMPL=auto and it is installed")
     other_value_size = config.multi_latent_attention and config.v_head_dim != config.kv_channels
     attention = choose_attention(device_type, DTYPES[config.dtype], other_value_size=other_value_size)
     if config.document_mask:  # our attention core, even with Transformer Engine
@@ -97,7 +97,7 @@ def backends_of(
         loaded, reason = native.library()
         found["CPU functions"] = ("torch" if loaded is None else "C++", reason)
     if config.use_moe and config.token_rounding:
-        rounded = "in training, each expert's rows per micro-batch are rounded down to a multiple of this"
+        rounded = "in training, tokens per expert and micro-batch are reduced to multiples of this number"
         found["token rounding"] = (str(config.token_rounding), f"{rounded}; the lowest weights are dropped")
     if config.is_fp8_by_kernels:
         found["FP8"] = ("e4m3", "expert GEMMs with scales per block of 128; requested by FP8")
@@ -115,7 +115,7 @@ PARTS = {
 
 
 def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
-    """Compares a run's kernels with plain PyTorch and returns wrong ones. Called by every rank.
+    """Compares a run's kernels with plain PyTorch and returns the failures. Called by every rank.
 
     Raises:
         ConfigError: on every rank, if a kernel requested by name is wrong on any rank, or MOE_SM_MARGIN is
@@ -164,7 +164,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
 
 
 def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]) -> None:
-    """Times the kernels' configs on rank 0; all ranks use its choices. `failures` are from `check_run`."""
+    """Times kernel configs on rank 0; all ranks use the fastest. `check_run` returns `failures`."""
     failed = {failure.part for failure in failures}
     parts = [part for part in parts_with_kernels(config, runtime.device) if part not in failed]
     if not parts or not can_check(runtime.device):
@@ -195,7 +195,7 @@ def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]
 
 
 def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
-    """PARTS that run on Triton kernels with these settings."""
+    """Parts (keys of PARTS) that run on Triton kernels with these settings."""
     parts = []
     if config.use_moe and _expert_backend(config, device.type)[0] == "triton":
         parts.append("experts")
@@ -211,7 +211,7 @@ def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
 
 
 def sizes_of(config: Config) -> Sizes:
-    """Sizes of the kernel calls on each rank of a run."""
+    """Tensor sizes of the kernel calls on each rank of a run."""
     router = None
     num_tokens = config.mbsz * config.seq_len // config.cp // config.tp  # routed by one rank per micro-batch
     if config.use_moe and not router_problem(config):
@@ -256,12 +256,12 @@ _DOCTOR_CASES: tuple[dict[str, Any], ...] = (
 
 
 def why_unchecked(device: torch.device) -> str:
-    """Reason why kernels cannot run on the device; empty if they can."""
+    """Reason why kernels cannot run on the device, or empty."""
     return "" if can_check(device) else missing() or "no GPU, and TRITON_INTERPRET=1 is not set"
 
 
 def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
-    """Checks of `moe-exp doctor --kernels`, yielded one by one, because a GPU compiles all configs."""
+    """Checks of `moe-exp doctor --kernels`, yielded one by one, because compiling for a GPU takes long."""
     for changes in _DOCTOR_CASES:
         for part in PARTS if "router" in changes else ["experts"]:
             yield from _checks(part, replace(_DOCTOR_SIZES, **changes), device)

@@ -1,6 +1,6 @@
-"""Test that attention keeps the documents of a sample apart, for `moe-exp doctor --leak-test`.
+"""Tests that tokens attend only to their own document, for `moe-exp doctor --leak-test`.
 
-A small model with each kind of attention gets two samples of several documents, packed and one by one.
+Runs a small model with each kind of attention on two packed samples, and on each of their documents alone.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ _LIMITS = {"fp32": 1e-4, "bf16": 0.05}
 
 @dataclass(frozen=True)
 class Leak:
-    """Result for one kind of attention; errors are relative to the documents alone."""
+    """Result for one kind of attention; errors are relative to runs on each document alone."""
 
     kernel: str  # named as by `backends_of`
     heads: str  # `grouped` or `latent`
@@ -47,7 +47,7 @@ class Leak:
 
     @property
     def is_tight(self) -> bool:
-        """Whether no document attends to another one."""
+        """Whether the test found no attention between documents."""
         limit = _LIMITS[self.dtype]
         return self.logits_error < limit and self.gradients_error < limit and not self.num_changed
 
@@ -70,7 +70,7 @@ def find_leaks() -> Iterator[Leak]:
 
 
 def _leak(config: Config, device: torch.device, model: Any) -> tuple[float, float, int]:
-    """(logits_error, gradients_error, num_changed) of `Leak`."""
+    """(logits_error, gradients_error, num_changed), as in `Leak`."""
     drawn = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, config.vocab_size, (2, config.seq_len), generator=drawn).to(device)
     weights = torch.randn(2, config.seq_len, config.padded_vocab_size, generator=drawn).to(device)

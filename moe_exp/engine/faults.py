@@ -1,4 +1,4 @@
-"""Ends of a run before TRAIN_ITERS: stop requests, and errors on one or all ranks."""
+"""Ends a run before TRAIN_ITERS: on a stop request, or on an error on one or all ranks."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ STOP_REASONS = {name: f"a rank received {name}" for name in ("SIGTERM", "SIGINT"
 
 
 class StopSignal:
-    """Stop request to this rank by a signal; `interval.end_of_iteration` informs the other ranks."""
+    """Stop signal that this rank has received; `interval.end_of_iteration` informs the other ranks."""
 
     def __init__(self) -> None:
         self.reason = ""  # key of STOP_REASONS, or empty
@@ -64,9 +64,9 @@ class StopRules:
     """Rules that decide after each iteration, on each rank, whether to stop.
 
     Args:
-        stop: signals received by this rank.
-        exit_file: file that requests a stop, checked at most once a second; None except on rank 0.
-        exit_minutes: time limit since the launch, over all restarts, on rank 0; 0: none.
+        stop: stop signal of this rank.
+        exit_file: on rank 0, file that requests a stop, checked at most once a second; None on other ranks.
+        exit_minutes: minutes from the launch to the stop, including restarts, checked on rank 0; 0: no limit.
         exit_interval: stop at multiples of this many iterations; 0: never.
     """
 
@@ -77,7 +77,7 @@ class StopRules:
         self._next_check = 0.0
 
     def reason(self, iteration: int) -> str:
-        """Key of STOP_REASONS, or empty to continue."""
+        """Reason to stop, a key of STOP_REASONS, or empty to continue."""
         if self._stop.reason:
             return self._stop.reason
         now = time.monotonic()
@@ -91,12 +91,12 @@ class StopRules:
         return "EXIT_INTERVAL" if self._interval and iteration % self._interval == 0 else ""
 
     def acknowledge(self, reason: str) -> None:
-        """Removes the EXIT file if it ended the run; otherwise it would also stop the next start."""
+        """If the EXIT file ended the run, removes the file so that it does not stop the next start."""
         if reason == "EXIT" and self._file is not None:
             try:
                 self._file.unlink(missing_ok=True)
             except OSError as error:
-                line = "cannot remove %s (%s): the next start will stop again"
+                line = "cannot remove %s (%s): this file will also stop the next start"
                 logger.warning(line, self._file, error.strerror)
 
 
@@ -118,7 +118,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal) -> Iterator[None]:
-    """Prints an error in the block with rank, host name and device; user errors only as their line."""
+    """Prints an error in the block with rank, host name and device, but a user error as its message only."""
     try:
         yield
     except Exception as error:
@@ -146,7 +146,7 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
 
 
 def _leave_error(error: Exception) -> None:
-    """Writes the error as one line to the file that torchrun's agent reads, in its format."""
+    """Writes the first line of the error, in torchrun's format, to the file that torchrun's agent reads."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         data = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}

@@ -1,4 +1,4 @@
-"""Initial weights, drawn from SEED and global parameter names, so that every parallel layout has the same."""
+"""Draws initial weights, identical in every parallel layout, from SEED and global parameter names."""
 
 import hashlib
 import math
@@ -16,11 +16,11 @@ from megatron.core.models.gpt import GPTModel
 
 @torch.no_grad()
 def initialize_weights(chunk: GPTModel, config: Config) -> None:
-    """Draws every weight from its own generator, seeded by SEED and global name, and keeps this rank's part.
+    """Draws each weight from a generator seeded by SEED and its global name, and keeps this rank's part.
 
     The initial model therefore does not depend on TP, PP, VPP, EP and ETP. Weights are normal with standard
     deviation INIT_STD, or INIT_STD / sqrt(2 * NUM_LAYERS) for projections into the residual stream (Radford
-    et al. 2019, GPT-2), times a factor with PARAMETRIZATION=mup. Norms are 1, biases 0.
+    et al. 2019, GPT-2). PARAMETRIZATION=mup scales the deviation. Norm weights are 1, biases 0.
     """
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):
@@ -52,8 +52,8 @@ def draw_weight(
 ) -> None:
     """Draws the whole weight called `key` and copies this rank's part to `weight`.
 
-    With n `ranks` the part is every n-th of stride*n blocks along `dim`, as Megatron splits gated projections
-    (stride 2). With dim -1 it is the whole weight.
+    Axis `dim` is cut into stride * n blocks for n `ranks`, and rank r keeps blocks r, r + n, ... (Megatron's
+    gated projections have stride 2). With dim -1 every rank keeps the whole weight.
     """
     num_ranks = ranks.size() if dim >= 0 else 1
     std = config.init_std * factors(config, kind_of(key)).init
@@ -73,7 +73,7 @@ def draw_weight(
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """`name` with the layer's index in the whole model instead of the index on this stage."""
+    """`name` with the layer's index in the whole model instead of its index on this stage."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)

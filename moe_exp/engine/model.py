@@ -1,4 +1,4 @@
-"""Megatron's GPTModel from a Config, with our layers and layout-independent initial weights."""
+"""Builds Megatron's GPTModel from a Config, with our layers and layout-independent initial weights."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -160,7 +160,7 @@ def _moe_settings(config: Config) -> dict[str, Any]:
 
 
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
-    """Sets values that our layers support, but that Megatron's checks refuse or have no field for."""
+    """Sets values that our layers support, but that TransformerConfig refuses or has no field for."""
     settings.context_stripes = config.context_stripes
     if config.use_moe:
         losses = config.balancing_losses
@@ -198,7 +198,7 @@ def _latent_settings(config: Config) -> dict[str, Any]:
 
 
 def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -> dict[str, Any]:
-    """MoE options without a field in TransformerConfig; `kernel_failures` is from `backends.check_run`."""
+    """MoE options without a field in TransformerConfig; `backends.check_run` returns `kernel_failures`."""
     normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
     routing, _ = choose_routing(
         config.routing_kernels, device_type=_device_type(), failure=failure_of("routing", kernel_failures)
@@ -225,7 +225,7 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
 
 
 def router_problem(config: Config) -> str:
-    """Reason why the router cannot use a kernel, see `layers.router.kernel_problem`; empty if it can."""
+    """Reason why the router cannot use a kernel (see `layers.router.kernel_problem`), or empty."""
     if not config.use_moe:
         return ""
     settings = transformer_config(config)
@@ -245,7 +245,7 @@ def build_model(
     config: Config, runtime: Runtime, kernel_failures: Sequence[KernelFailure] = (), *,
     graph_stream: torch.cuda.Stream | None = None,
 ) -> list[DistributedDataParallel]:  # fmt: skip
-    """This rank's model chunks (one, or VPP) with initial weights, wrapped for data parallelism.
+    """This rank's model chunks (one, or VPP chunks) with initial weights, wrapped for data parallelism.
 
     `graph_stream` is `graphs.side_stream` if micro-batches run as CUDA graphs. Gradients are then exchanged
     after the last one.

@@ -3,17 +3,17 @@
     M <- momentum * M + (1 - momentum) * G        U = orthogonalized(lerp(G, M, momentum))
     W <- (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(rows, columns)) * U
 
-The factor makes updates as large as AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. The
-formula is that of torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, but in fp32, over whole matrices in
-any layout, and per expert. Megatron-Core's Muon needs the package emerging_optimizers and leaves tensors
-without exactly two axes, such as our experts, to Adam.
+G is the gradient of matrix W, M its running mean. The factor 0.2 * sqrt(...) makes updates as large as
+AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. The formula is that of torch.optim.Muon
+with `adjust_lr_fn="match_rms_adamw"`, but in fp32, over whole matrices in any layout, and per expert.
+Megatron-Core's Muon needs the package emerging_optimizers and uses Adam for 3D tensors like our experts.
 
-Embedding, output layer, norms and biases use AdamW (Jordan 2024) with Adam's settings. So do routers, which
-train worse with Muon (docs/recipes.md). Query, key and value projections are one matrix, as stored, and so
-are gate and up projections.
+Embedding, output layer, norms and biases use AdamW with Adam's settings (as in Jordan 2024). Routers also use
+AdamW because they train worse with Muon (docs/recipes.md). Query, key and value projections are stored, and
+therefore orthogonalized, as one matrix; gate and up projections too.
 
-Memory: the running mean, 4 bytes per parameter. During the step also the updates of the rank's own matrices
-(4 bytes per parameter, divided by the number of ranks that share them) and a bucket of 256 MiB.
+Memory: the running mean takes 4 bytes per parameter. During the step, updates take 4 bytes per parameter
+divided by the number of ranks that share the work, and a communication buffer takes 256 MiB.
 """
 
 import heapq
@@ -41,7 +41,7 @@ class Ranks(NamedTuple):
 
 
 class _Matrices(NamedTuple):
-    """A parameter in this step, [rows, columns] or [experts, rows, columns]."""
+    """A parameter to update in this step, [rows, columns] or [experts, rows, columns]."""
 
     parameter: Tensor
     mean: Tensor
@@ -52,12 +52,12 @@ _Owned = tuple[_Matrices, list[int]]  # a parameter, and indices of some of its 
 
 
 class Muon(Adam):
-    """Muon for parameter groups with a `muon_axis`, AdamW for the others.
+    """Muon for parameter groups with a `muon_axis`, AdamW for other groups.
 
     Args:
         momentum: decay of Muon's running mean.
-        dense: ranks of the dense matrices.
-        experts: ranks of groups with `is_expert_parallel`, whose parameters are [experts, rows, columns].
+        dense: process groups of the dense matrices.
+        experts: process groups of the experts' matrices, parameters [experts, rows, columns].
         adam: arguments for Adam.
     """
 
@@ -117,7 +117,7 @@ class Muon(Adam):
 
 
 def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Rank of each task: assigns the costliest task first, each to the rank with the lowest total so far."""
+    """Rank of each task. Assigns the costliest task first, each to the rank with the lowest total so far."""
     # The largest total is at most 4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing
     # anomalies", theorem 2). Ties go to the earlier task and the lower rank: the same result on all ranks.
     ranks, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)
@@ -128,7 +128,7 @@ def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
-    """Parameters and indices of the matrices that each rank of `ranks.shared` owns."""
+    """For each rank of `ranks.shared`: parameters, and indices of the matrices that the rank owns."""
     costs = []  # proportional to the number of operations in `orthogonalized`
     for each in waiting:
         sizes, axis = list(each.parameter.shape[-2:]), each.group[AXIS]
@@ -150,7 +150,7 @@ def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
 def _add_gathered(
     owned: Sequence[Sequence[_Owned]], updates: Iterable[Tensor], ranks: dist.ProcessGroup | None
 ) -> None:
-    """Adds -lr * update to all parameters; `updates` [matrices, rows, columns] are this rank's own."""
+    """Adds -lr * update to all parameters; `updates` are those that this rank computes."""
     targets: list[list[tuple[Tensor, float]]] = [[] for _ in owned]
     for of_rank, own in zip(targets, owned, strict=True):
         for each, indices in own:
@@ -181,7 +181,7 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | None) -> Tensor:
-    """This rank's part of the orthogonalized whole matrices, scaled to the size of Adam's updates."""
+    """Orthogonalizes whole matrices, scales them to the size of Adam's updates; returns this rank's part."""
     world = group_size(ranks) if axis else 1
     whole = part
     if world > 1:

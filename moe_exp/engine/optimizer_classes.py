@@ -1,9 +1,9 @@
 """Optimizers driven by Megatron's wrappers: AdamW with fp32, bf16 or 8-bit moments, and SGD with momentum.
 
 Megatron expects one `step` per parameter group, and only moments as a parameter's state. Each optimizer
-chooses their format in memory. For checkpoints `moments` converts them to fp32 in the parameter's shape, so
-that they fit every layout and every optimizer with the same moments; `set_moments` restores them. With
-Megatron's distributed optimizer, a parameter here is a flat fp32 range of a model parameter.
+chooses the format of its moments in memory. For checkpoints `moments` converts moments to fp32 in the
+parameter's shape, which fits every layout and every optimizer with the same moments; `set_moments` converts
+them back. With Megatron's distributed optimizer, `p` is a flat fp32 range of a model parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ _CHUNK = 1 << 22  # values quantized at once, to bound memory
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): FusedAdam's interface, PyTorch's fused kernel."""
+    """AdamW (Loshchilov, Hutter 2019, arXiv:1711.05101) with FusedAdam's interface and PyTorch's kernel."""
 
     _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
     # Set by fused_step.py: whether `adamw_step` runs, the norm of all gradients on the device, its limit, and
@@ -63,11 +63,11 @@ class Adam(torch.optim.Optimizer):
             self.state[p] = {name: torch.zeros_like(p, dtype=self._dtype) for name in names}
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
-        """Moments of `p` by name (MOMENTS), in fp32 and in its shape."""
+        """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`."""
         return {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
 
     def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Sets the moments of `p` to `values`, in the format of `moments`."""
+        """Sets the moments of `p` to `values`, which have the format that `moments` returns."""
         for name, value in values.items():
             self.state[p][name].copy_(value)
 
@@ -106,7 +106,7 @@ def _fused_adamw(
 
 
 class Bf16Adam(Adam):
-    """Adam with bf16 moments, fp32 during the update (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+    """Adam with moments stored in bf16 and updated in fp32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 
     _dtype = torch.bfloat16
 
@@ -149,7 +149,7 @@ class Adam8bit(Adam):
             first_line = str(error).strip().partition("\n")[0]
             reason = f"{type(error).__name__}: {first_line}"
             rule = f"the kernels of the installed bitsandbytes do not run on {device.type} ({reason})"
-            fix = "install another version, or set OPTIMIZER=adam"
+            fix = "install another version of bitsandbytes, or set OPTIMIZER=adam"
             raise ValueError(f"OPTIMIZER=adam8bit: {rule}. Fix: {fix}.") from error
         finally:
             del self.state[p]
@@ -233,9 +233,9 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Sgd(torch.optim.SGD):
-    """PyTorch's SGD, with momentum allocated at the start, so that checkpoints before the first step have it.
+    """PyTorch's SGD with momentum allocated at the start, so that checkpoints before step 1 contain it.
 
-    `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. PyTorch starts with m = g, as if m were 0.
+    `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. m starts at 0; results equal PyTorch's.
     """
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
@@ -253,14 +253,14 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """A parameter's moments by name (MOMENTS), in fp32 and in its shape; no copy if stored in fp32."""
+    """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`; not copied if stored in fp32."""
     if isinstance(optimizer, Adam):
         return optimizer.moments(p)
     return {name: optimizer.state[p][name] for name in MOMENTS if name in optimizer.state[p]}
 
 
 def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Sets a parameter's moments, in the format of `moments`."""
+    """Sets the moments of `p` to `values`, which have the format that `moments` returns."""
     kept = optimizer.state[p]
     if all(kept.get(name) is value for name, value in values.items()):
         return  # `moments` returned the stored tensors themselves, which were changed in place

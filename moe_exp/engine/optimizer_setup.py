@@ -1,4 +1,4 @@
-"""Megatron's (distributed) optimizer and its steps, parameter groups, learning rate and batch ramp-up."""
+"""Sets up Megatron's optimizer: parameter groups, steps, learning rate and batch ramp-up."""
 
 import math
 import re
@@ -62,7 +62,7 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
 
 @contextmanager
 def _megatron_builds(config: Config, step: str) -> Iterator[None]:
-    """Makes Megatron build the chosen class inside the block, and its distributed optimizer accept it."""
+    """Makes Megatron build the chosen class, and its distributed optimizer accept the class, in the block."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     fp32 = (step == "torch" and _FUSED_ADAM) or Adam
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else fp32
@@ -100,7 +100,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether Muon steps on the parameter, split along `axis`: not embedding, output layer and routers."""
+    """Whether Muon updates the parameter (no embedding, output layer or router) with `axis` as split axis."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -112,7 +112,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Checkpoint names, with layer numbers, of this rank's parameters by id; the same in every layout."""
+    """Checkpoint names, with layer numbers, of this rank's parameters by id; independent of the layout."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -145,7 +145,7 @@ def _own_groups(config: Config, model: list[DistributedDataParallel]) -> dict[Pa
 def build_optimizer(
     config: Config, model: list[DistributedDataParallel], kernel_failures: Sequence[KernelFailure] = ()
 ) -> MegatronOptimizer:
-    """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
+    """Megatron's optimizer for all model chunks of this rank, without weight decay on norms and biases."""
     step = choose_step(
         config, device_type=device_of_model().type, failure=failure_of("optimizer", kernel_failures)
     )
@@ -198,7 +198,7 @@ def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: Megatron
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
-    """Megatron's scheduler with the schedule of `config.learning_rate` between a group's own bounds."""
+    """Megatron's scheduler with `config.learning_rate` as schedule between the bounds of each group."""
 
     def __init__(self, config: Config, optimizer: MegatronOptimizer):
         # Set first, because Megatron's constructor calls get_lr. Steps are samples, so that a batch ramp-up
@@ -220,7 +220,7 @@ class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> LearningRateScheduler:
-    """Schedule of LR_DECAY_STYLE for the groups of `optimizer`."""
+    """Learning rate scheduler of `optimizer` (LR_DECAY_STYLE)."""
     return LearningRateScheduler(config, optimizer)
 
 
@@ -268,14 +268,14 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 class _NotFiniteError(Exception):
-    """Ends Megatron's step after the norm (its argument) was computed and before it is used."""
+    """Ends Megatron's step before it uses the gradient norm; the argument is the norm."""
 
 
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the norm is not finite.
+    """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the gradient is not finite.
 
-    Steps skipped by fp16's loss scaler still return `(False, None, None)`. Both restore the routers' state of
-    the global batch (expert bias, state of balancing losses). Call it after `set_megatron_hooks`.
+    Steps skipped by fp16's loss scaler still return `(False, None, None)`. Every skipped step restores the
+    router state (expert bias, state of balancing losses). Call this function after `set_megatron_hooks`.
     """
     routers = RouterState(model)
     settings = get_model_config(model[0])
@@ -316,7 +316,7 @@ class RouterState:
         self._stages = parallel_state.get_pipeline_model_parallel_group() if exchanges else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Hook that copies the routers' state, then updates it by `finalize` and `end_of_global_batch`."""
+        """Hook that copies the routers' state, then updates it with `finalize` and `end_of_global_batch`."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
@@ -340,7 +340,7 @@ class RouterState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restores the copied state."""
+        """Restores the routers' state from the copy."""
         if self._kept:
             torch._foreach_copy_(self._kept, self._before)
 
@@ -352,13 +352,13 @@ class RouterState:
 def norm_of_all(
     chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """(norm of all tensors as one vector, fp32 [1]; None instead of norms per tensor)."""
+    """(norm of all tensors as one vector, fp32 [1]; None in place of a norm per tensor)."""
     norms = torch._foreach_norm([x for some in tensors for x in some])
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
 def scale_all(chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], factor: float) -> None:
-    """Writes the first list of tensors times `factor` to the second list, which may be the same."""
+    """Writes `factor` times the first list of tensors to the second list, which may be the same list."""
     sources, targets = tensors
     if sources is not targets:
         torch._foreach_copy_(targets, sources)

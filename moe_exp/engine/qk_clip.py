@@ -1,7 +1,7 @@
 """QK-clip: scales down query and key projections of attention heads with large logits (QK_CLIP).
 
-Kimi K2 (arXiv:2507.20534, section 2.1). S is the largest logit q k * scale of a head in the iteration, over
-all samples and ranks. After the optimizer step, with f = min(1, QK_CLIP / S),
+From Kimi K2 (arXiv:2507.20534, section 2.1). S is the largest logit q k * scale of a head in the iteration,
+over all samples and ranks. After the optimizer step, with f = min(1, QK_CLIP / S),
 
     W_q <- sqrt(f) W_q        W_k <- sqrt(f) W_k        which multiplies the head's logits by f.
 
@@ -27,10 +27,10 @@ def clip_attention_logits(
     threshold: float,
     replicas: dist.ProcessGroup,
 ) -> None:
-    """Makes `optimizer.step` also apply QK-clip whenever it changes the weights.
+    """Makes `optimizer.step` apply QK-clip after every update of the weights.
 
-    Requires whole main weights on every rank, and `CausalAttention` as attention core. `replicas` are the
-    data and context parallel ranks.
+    Requires unsharded main weights, and `CausalAttention` as attention core. `replicas` is the group of data
+    and context parallel ranks.
     """
     attentions = [module for chunk in model for module in chunk.modules() if isinstance(module, Attention)]
     cores = attention_cores(model)
@@ -65,7 +65,7 @@ def attention_cores(model: list[DistributedDataParallel]) -> list[CausalAttentio
 
 @torch.no_grad()
 def _scale(attention: Attention, factors_H: Tensor) -> None:
-    """Multiplies the logits of this rank's heads by `factors_H`."""
+    """Scales queries and keys so that the logits of this rank's heads are multiplied by `factors_H`."""
     c, ones = attention.config, torch.ones_like(factors_H)
     if c.multi_latent_attention:
         query = attention.linear_q_proj if c.q_lora_rank is None else attention.linear_q_up_proj
@@ -83,7 +83,7 @@ def _scale(attention: Attention, factors_H: Tensor) -> None:
 
 
 def _scale_rows(linear: nn.Module, parts: list[tuple[Tensor, int]]) -> None:
-    """Multiplies output rows; each part is (factor of every head or group, number of its rows)."""
+    """Multiplies rows of the weights; a part is (factor of each head or group, rows per head or group)."""
     rows = torch.cat([factors[:, None].expand(-1, count) for factors, count in parts], dim=1).flatten()
     for name, x in linear.named_parameters(recurse=False):
         if name.startswith("layer_norm"):

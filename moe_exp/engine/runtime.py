@@ -1,4 +1,4 @@
-"""Ranks, devices, process groups and seeds, from torchrun's environment to Megatron's parallel state."""
+"""Sets up ranks, devices, process groups, Megatron's parallel state and seeds."""
 
 import atexit
 import datetime
@@ -55,8 +55,8 @@ def start(config: Config) -> Runtime:
     rank, world_size = _place()
     if world_size != config.world_size:
         raise ValueError(
-            f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} this requires"
-            f" {config.world_size} ranks, but torchrun started {world_size}. Fix: give both the same numbers."
+            f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} requires {config.world_size}"
+            f" ranks, but torchrun started {world_size}. Fix: start torchrun with the same nodes and GPUs."
         )
     device = _device(config, int(os.environ.get("LOCAL_RANK") or rank % config.gpus_per_node))
     if is_in_group():
@@ -78,7 +78,7 @@ def _init_group(device: torch.device, rank: int, world_size: int) -> None:
 
 
 def join_job(config: Config) -> None:
-    """Creates the process group of torchrun's job unless one exists, and keeps it for later runs."""
+    """Creates the process group of torchrun's job unless a group exists, and keeps it for later runs."""
     # the ranks could not connect a second time
     if not is_in_group():
         atexit.register(_leave)
@@ -120,14 +120,14 @@ def world_settings() -> dict[str, int]:
 
 
 def start_alone(config: Config) -> Runtime:
-    """Like `start`, for a program with a single rank, without launcher or port."""
+    """Like `start`, but for a program with a single rank; requires no launcher and no port."""
     device = _device(config, 0)
     torch.distributed.init_process_group(choose_communication()[0], store=HashStore(), rank=0, world_size=1)
     return joined(config, 0, device)
 
 
 def share_alone(config: Config) -> Runtime:
-    """Runtime of a single rank; its process group is created once and kept. ValueError with more ranks."""
+    """Runtime of a single rank; creates its process group once and keeps it. ValueError with more ranks."""
     global _alone
     if not torch.distributed.is_initialized():
         atexit.register(_leave)
@@ -161,7 +161,7 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 
 
 def make_deterministic(config: Config) -> None:
-    """Enables deterministic algorithms, before any GPU work; operations without one then raise."""
+    """Enables deterministic algorithms; operations without such an algorithm raise. Call before GPU work."""
     if torch.cuda.is_available():
         for line in config.environment_problems(os.environ):
             raise ValueError(line)
@@ -174,7 +174,7 @@ def make_deterministic(config: Config) -> None:
 
 
 def _device(config: Config, local_rank: int) -> torch.device:
-    """This rank's device; also sets DETERMINISTIC, the number of threads and warning filters."""
+    """This rank's device; also applies DETERMINISTIC, THREADS_PER_RANK and warning filters."""
     quiet_third_parties()
     if config.deterministic:
         make_deterministic(config)
@@ -253,7 +253,7 @@ def on_first_rank(make: Callable[[], T]) -> T | None:
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """Result of `make`, called on rank 0 alone, on every rank; its ValueError is raised on every rank."""
+    """Calls `make` on rank 0 and returns its result, or raises its ValueError, on every rank."""
     box: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
         try:
@@ -268,7 +268,7 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(make: Callable[[], T]) -> T:
-    """This rank's result of `make`; if it raises ValueError on any rank, every rank raises the same text."""
+    """This rank's result of `make`; after a ValueError on any rank, every rank raises its text."""
     value, line = None, ""
     try:
         value = make()

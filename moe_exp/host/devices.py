@@ -61,7 +61,7 @@ def _torch_version_file() -> str:
 
 
 def cuda_problem() -> str:
-    """Known reason why torch's CUDA version cannot use this host's driver or GPUs; empty without one."""
+    """Known reason why torch's CUDA version cannot use this host's driver or GPUs; empty if none is known."""
     found = re.search(r"^cuda\b.*= *'((\d+)\.[\d.]+)'$", _torch_version_file(), re.MULTILINE)
     if found is None or not (driver := driver_version()):
         return ""
@@ -76,7 +76,7 @@ def cuda_problem() -> str:
 
 @functools.cache
 def compute_capability() -> tuple[int, int]:
-    """Lowest compute capability of this process's CUDA devices, read from the driver; (0, 0) without any."""
+    """Lowest compute capability of this process's CUDA devices, from the driver; (0, 0) without devices."""
     if not count_gpus():
         return 0, 0
     driver, found = ctypes.CDLL("libcuda.so.1"), []
@@ -150,7 +150,7 @@ def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a file, [] if it cannot be read."""
+    """Lines of a file; [] if the file cannot be read."""
     with suppress(OSError):
         return path.read_text().splitlines()
     return []

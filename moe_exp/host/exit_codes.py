@@ -29,7 +29,7 @@ CAUSED_BY_ANOTHER = (
 
 
 def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
-    """Reports the job's exit code to this node's launcher, from the first local rank; False without one."""
+    """Reports the job's exit code to this node's launcher, from local rank 0; False without a launcher."""
     # torchrun only distinguishes 0 and failure, so ranks that have reported a code exit with 0
     path = os.environ.get(EXIT_CODE_FILE)
     if path and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
@@ -41,7 +41,7 @@ def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
 
 
 def report_first(code: int) -> bool:
-    """Like `report_exit_code`, from any rank; False if another rank of this node was first."""
+    """Like `report_exit_code`, but from any rank; False if another rank of this node reported first."""
     try:
         path = Path(os.environ[EXIT_CODE_FILE])
         # A link fails if the name exists, so exactly one of several ranks is first. It is also atomic: the
@@ -57,7 +57,7 @@ def report_first(code: int) -> bool:
 
 
 def reported_exit_code() -> int | None:
-    """Exit code reported by a rank of this node, None without one."""
+    """Exit code that a rank of this node has reported; None if no rank has."""
     try:
         text = Path(os.environ.get(EXIT_CODE_FILE) or "none").read_text()
     except FileNotFoundError:

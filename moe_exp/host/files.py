@@ -74,13 +74,13 @@ def is_url(text: str) -> bool:
 
 
 def ending(name: str | os.PathLike[str]) -> str:
-    """The one of `DATA_SUFFIXES` that a name ends with, regardless of case; "" without one."""
+    """Suffix of a name if it is in `DATA_SUFFIXES` (in upper or lower case), otherwise ""."""
     lower = os.fspath(name).lower()
     return next((suffix for suffix in DATA_SUFFIXES if lower.endswith(suffix)), "")
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """`path` with ~ expanded; unlike with `Path.expanduser`, an unknown user is not an error."""
+    """`path` with ~ expanded; unlike with `Path.expanduser`, an unknown user after ~ raises no error."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -98,7 +98,7 @@ def read_json(path: Path, *, fix: str = "") -> Any:
 
     Raises:
         OSError: if the file cannot be read or is not a regular file.
-        ValueError: if it is damaged; with `fix` as a complete line, without it only the reason.
+        ValueError: if it is damaged. The message is a complete line with `fix`, or only the reason without.
     """
     try:
         return json.loads(regular(path).read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def read_yaml(path: Path, *, fix: str = "") -> Any:
 
 
 def shallow(text: str) -> str:
-    """Returns YAML text; ValueError if its brackets nest too deep, on which PyYAML would spend seconds."""
+    """Returns YAML text; ValueError if brackets nest so deep that PyYAML would take seconds."""
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth += 1 if bracket in "[{" else -1
@@ -132,7 +132,7 @@ def _damaged(path: Path, error: Exception, fix: str) -> ValueError:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` durable, if the file system supports it."""
+    """Makes renames in `folder` durable if the file system supports syncing folders."""
     # an fsync of a file does not cover its name
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -177,7 +177,7 @@ class HashedFile:
         return self._num_bytes
 
     def entry(self) -> dict[str, Any]:
-        """Size and XXH3-128, as in manifests."""
+        """Size and XXH3-128 of a file, as stored in manifests."""
         return {"bytes": self.tell(), "xxh3_128": self._digest.hexdigest()}
 
     def __enter__(self) -> HashedFile:
@@ -209,7 +209,7 @@ def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
 
 
 def has_hash(path: Path, expected: str) -> bool:
-    """Whether a file has this hash, of the whole file or of blocks."""
+    """Whether a file has the `expected` hash, which may be a hash of blocks."""
     block_bytes, _, _ = expected.rpartition("-")
     return file_hash(path, int(block_bytes or sys.maxsize)) == expected
 
@@ -232,7 +232,7 @@ class BlockHash:
                 self._block.reset()
 
     def digests(self) -> list[bytes]:
-        """Digests of the blocks so far."""
+        """Digests of all blocks so far, including an incomplete last block."""
         return [*self._digests, *([self._block.digest()] if self.num_bytes % self.block_bytes else [])]
 
     @staticmethod

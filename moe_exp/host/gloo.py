@@ -23,7 +23,7 @@ def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_
 
 
 def reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """Like torch.distributed.reduce_scatter_tensor: this rank's part, along dimension 0, of the sum of x."""
+    """Like torch.distributed.reduce_scatter_tensor: splits the sum of x along dimension 0 over the ranks."""
     if not _is_gloo(group):
         return dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
     # summed on this rank in rank order, not along the way as in a ring

@@ -1,4 +1,4 @@
-"""Import hook that lets Megatron-Core run without a CUDA device; does nothing with one.
+"""Import hook that lets Megatron-Core run without a CUDA device; does nothing if a CUDA device exists.
 
 `moe_exp/__init__.py` passes imports of `megatron.*`, and no others, to `find_spec`. Without a CUDA device the
 name `torch` in Megatron's modules is a stand-in, CUDA literals in their code become CPU literals, and a few
@@ -230,7 +230,7 @@ INSTALLED = not torch.cuda.is_available()
 
 
 def refuse_if_too_late() -> None:
-    """ImportError for programs that imported megatron before moe_exp, if the hook is needed."""
+    """Raises ImportError if a program imported megatron before moe_exp and the hook is needed."""
     if INSTALLED:
         raise ImportError("moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first.")
 

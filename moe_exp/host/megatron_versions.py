@@ -17,7 +17,7 @@ LOAD_WARNINGS = "(The argument order of load|torch.distributed is disabled)"
 
 
 def quiet_loggers() -> None:
-    """Silences messages about which users can do nothing."""
+    """Silences messages that users cannot act on."""
     # "Unknown MLP type" once per layer, about ours; and from 0.19 on "GPTModel IS DEPRECATED".
     for name in ("transformer.transformer_layer", "models.gpt.gpt_model"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
@@ -49,9 +49,9 @@ class PartsOfSpec:
 
 
 def refuse_cuda_graphs(capturable: bool) -> None:
-    """ValueError if `capturable`, which Megatron passes to Adam from 0.17 on, is true."""
+    """Raises ValueError if `capturable` is true; Megatron passes this argument to Adam from 0.17 on."""
     if capturable:
-        rule = "not supported, because the host counts the steps, outside any CUDA graph"
+        rule = "not supported, because the step counter is on the host, outside any CUDA graph"
         raise ValueError(f"capturable=True: {rule}. Fix: use capturable=False.")
 
 

@@ -61,12 +61,12 @@ class Store:
 
     def __init__(self, url: str):
         if not is_url(url):
-            raise ValueError(f"{url}: must be a URL. Fix: give one such as s3://bucket/folder.")
+            raise ValueError(f"{url}: must be a URL. Fix: give a URL such as s3://bucket/folder.")
         self.url = url.rstrip("/")
         self.protocol = url.partition("://")[0]
 
     def _asked(self, name: str, action: Callable[[Any, str], T]) -> T:
-        """Result of `action`, called with the store's file system and a file's path; retries."""
+        """Calls `action` with the store's file system and a file's path, with retries; returns its result."""
         try:
             from fsspec.core import url_to_fs
 
@@ -112,7 +112,7 @@ class Store:
             return missing
 
     def files(self) -> dict[str, StoredFile]:
-        """All files, by name below the URL."""
+        """All files below the URL; keys are names relative to the URL."""
 
         def listed(fs: Any, root: str) -> dict[str, StoredFile]:
             found = fs.find(root, detail=True)
@@ -208,7 +208,7 @@ class Store:
         if self.find(name) != known:
             partial.unlink()
             rule = "the file changed during the download"
-            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: do not modify it, and try again.")
+            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: do not modify the file, and try again.")
         partial.replace(path)
         sync_folder(path.parent)
 
@@ -241,11 +241,11 @@ def patiently(
     """Result of `action`, retried after temporary failures.
 
     Args:
-        max_failures: consecutive failures, without a decrease of `num_left`, after which the error is raised.
+        max_failures: failures in a row, without a decrease of `num_left`, after which the error is raised.
         passes: whether an error is temporary.
         num_left: remaining amount of work.
-        limit_of: another `max_failures` for some errors, or None.
-        wait_of: wait requested by an error, in seconds.
+        limit_of: value that replaces `max_failures` for an error, or None.
+        wait_of: wait in seconds that an error requests.
     """
     failures, best = 0, num_left()
     while True:

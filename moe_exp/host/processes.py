@@ -33,7 +33,7 @@ def own_command() -> list[str]:
 
 
 def allow_open_files() -> int:
-    """Raises the limit of open files of this process to the system's maximum; returns the limit."""
+    """Raises the limit of open files of this process to the system's maximum; returns the new limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 10240 if hard == resource.RLIM_INFINITY else hard  # macOS refuses infinity
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -42,7 +42,7 @@ def allow_open_files() -> int:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Blocks the termination signals inside the block; processes started there inherit this."""
+    """Blocks the termination signals inside the block; child processes inherit the blocked signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     try:
         yield
@@ -66,7 +66,7 @@ def signals_handled(
 
 
 class QuickExit:
-    """Ends this process with `code`, if set, without freeing its objects, which takes a second."""
+    """Ends this process with `code`, if set. Skips the freeing of objects, which takes a second."""
 
     def __init__(self) -> None:
         self.code: int | None = None

@@ -25,7 +25,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Advance]:
-    """Yields a function that reports completed units; an earlier call completed `done` of `total`."""
+    """Yields a function that reports completed units; an earlier call completed `done` of the `total`."""
     # bound now, because a step may redirect sys.stderr to silence a package
     console = Console(file=sys.stderr)
     if console.is_terminal:
@@ -50,7 +50,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
 @contextmanager
 def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str = "bytes") -> Iterator[None]:
-    """Progress of work done elsewhere: polls the completed units, `how_far`, once a second."""
+    """Shows the progress of other code: once a second, `how_far` returns the completed units."""
     done, stop = how_far(), threading.Event()
     with progress(what, total, unit=unit, done=done) as advance:
 

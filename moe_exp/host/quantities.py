@@ -32,7 +32,7 @@ def loss_text(value: float) -> str:
 
 
 def target_text(loss: float) -> str:
-    """Target loss with four decimal places, or more if it has more."""
+    """Target loss with at least four decimal places."""
     return f"{loss:.4f}" if loss == round(loss, 4) else f"{loss:.10g}"
 
 
@@ -42,7 +42,7 @@ def percent(value: float, places: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Duration: seconds with three digits below two minutes, else `H:MM:SS` after days, or only days."""
+    """Duration: seconds with three digits below two minutes, else days and `H:MM:SS`, or only days."""
     if not math.isfinite(seconds):
         return "–"
     if seconds >= 1e10:  # three centuries: beyond that no hour matters

@@ -81,7 +81,7 @@ class Queue:
 
     @property
     def scheduled_seconds(self) -> float | None:
-        """Remaining time of all jobs together; None if one has no limit."""
+        """Sum of the jobs' remaining times; None if a job has no time limit."""
         times = [job.left_seconds for job in self.running]
         # the line of an array stands for several jobs that run sequentially
         times += [job.limit_seconds and job.limit_seconds * job.num_tasks for job in self.coming]
@@ -98,7 +98,7 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """Jobs with a --job-name and user (default: the current user), or with `job_ids`; else QueueError."""
+    """Jobs with a --job-name and user (default: the current user), or with `job_ids`; or QueueError."""
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
@@ -127,7 +127,7 @@ def parse_queue(text: str) -> Queue:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds from squeue's 2-03:04:05, 3:04:05 or 4:05; None for UNLIMITED, INVALID and the like."""
+    """Seconds from squeue's 2-03:04:05, 3:04:05 or 4:05; None for words such as UNLIMITED or INVALID."""
     found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
         return None
@@ -165,7 +165,7 @@ def _squeue(*options: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60.0)
     except FileNotFoundError:
-        fix = "add its folder to PATH (cron's is short), run this on a login node, or omit --slurm-name"
+        fix = "add its folder to PATH (cron's PATH is short), run this on a login node, or omit --slurm-name"
         raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
     except subprocess.TimeoutExpired:
         raise QueueError("squeue: no response in 60 s") from None
@@ -180,7 +180,7 @@ def still_there(job_ids: list[str]) -> list[str]:
     if not job_ids:
         return []
     if not shutil.which("squeue"):
-        rule = f"is not on PATH, cannot check the SLURM jobs {' '.join(job_ids)}"
+        rule = f"is not on PATH, so the SLURM jobs {' '.join(job_ids)} cannot be checked"
         raise ValueError(f"squeue: {rule}. Fix: run this on a login node of the cluster.")
     try:
         known = set(_squeue("--format=%F", "--jobs", ",".join(job_ids)).split())

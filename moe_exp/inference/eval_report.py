@@ -64,13 +64,13 @@ class LayerUsage:
 
     @property
     def shares_PE(self) -> Float64Array:
-        """Shares s_pe, see above; rows sum to 1."""
+        """Shares s_pe as defined at the top of this file; rows sum to 1."""
         shares: Float64Array = self.counts_PE / self.counts_PE.sum(axis=1, keepdims=True)
         return shares
 
     @property
     def bits_E(self) -> Float64Array:
-        """Specialisation b_e, see above."""
+        """Specialisation b_e as defined at the top of this file."""
         shares = self.shares_PE
         mean = shares.mean(axis=0)
         ratio = np.divide(shares, mean, out=np.ones_like(shares), where=shares > 0)
@@ -79,7 +79,7 @@ class LayerUsage:
 
     @property
     def order_E(self) -> npt.NDArray[np.int64]:
-        """Experts, most specialised first; ties (as with one source) by usage."""
+        """Experts, most specialised first; ties (for example with one source) are sorted by usage."""
         return np.lexsort((-self.shares_PE.mean(axis=0), -self.bits_E.round(12)))
 
     def to_json(self, sources: list[str]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class LayerUsage:
 
 @dataclass(frozen=True)
 class Row:
-    """Result for one data prefix or for all."""
+    """Result for one data prefix, or for all prefixes together."""
 
     data: str  # prefix, or `total`
     sequences: int
@@ -117,11 +117,11 @@ class Row:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """nats / ln 2 / bytes; None without text."""
+        """Bits per byte: nats / ln 2 / bytes; None if the number of bytes is unknown or 0."""
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """Values for JSON; None if unknown or not finite."""
+        """Values for JSON; None for values that are unknown or not finite."""
         losses = {name: getattr(self, name) for name in ("lm_loss", "lm_loss_ppl", "bits_per_byte")}
         known = {name: x if x is not None and math.isfinite(x) else None for name, x in losses.items()}
         sizes = {"sequences": self.sequences, "tokens": self.tokens, "bytes": self.text_bytes}
@@ -139,7 +139,7 @@ class Evaluation:
 
     @property
     def total(self) -> Row:
-        """All prefixes, weighted by their tokens."""
+        """Result for all prefixes together, weighted by their tokens."""
         known = [row.text_bytes for row in self.rows if row.text_bytes is not None]
         names = ("sequences", "tokens", "nats")
         sequences, tokens, nats = (sum(getattr(row, name) for row in self.rows) for name in names)
@@ -147,7 +147,7 @@ class Evaluation:
         return Row("total", sequences, tokens, nats, text_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Values that `--json` prints; `experts` only if counted."""
+        """Values that `--json` prints; contains `experts` only if expert usage was counted."""
         values: dict[str, Any] = {"checkpoint": self.checkpoint, "iteration": self.iteration}
         values |= {"data": [row.to_json() for row in self.rows], "total": self.total.to_json()}
         names = [row.data for row in self.rows]
@@ -175,12 +175,12 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
         shares, bits, order = layer.shares_PE, layer.bits_E, layer.order_E
         fair = 1 / shares.shape[1]
         most = f" (maximum {math.log2(len(names)):.3f})" if len(names) > 1 else ""
-        title = f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%})"
+        title = f"layer {layer.layer}: share of each source's tokens by expert (uniform: {fair:.2%})"
         title += f"; {bits.sum():.3f} bits{most}"
         left_out = shares.shape[1] - num_experts
-        caption = f"and {left_out} less specialized experts" if left_out > 0 else None
+        caption = f"not shown: {left_out} less specialized experts" if left_out > 0 else None
         if len(names) == 1:
-            caption = "Specialization needs at least two sources; with one, the bits are 0."
+            caption = "Specialization needs at least two sources; with a single source, it is 0 bits."
         table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         for name in ("expert", "bits", *(escape(name) for name in names)):
             table.add_column(name, justify="right", overflow="fold")

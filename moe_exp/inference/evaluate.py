@@ -120,7 +120,7 @@ class HeldOut:
     def count_bytes(
         self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """Bytes of the predicted tokens in `sequences`, from number `first` on, except after `masked_id`."""
+        """Bytes of the predicted tokens in `sequences` (numbered from `first`), except after `masked_id`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
@@ -140,7 +140,7 @@ class HeldOut:
                 if not 0 <= value < vocab_size:
                     place = begin + int((ids == value).argmax())
                     rule = f"has id {value} at token {place}, but the model's ids are 0 to {vocab_size - 1}"
-                    return problem("data", self.prefix, rule, "use files of the training's tokenizer")
+                    return problem("data", self.prefix, rule, "use the training's tokenizer")
         return None
 
 
@@ -166,7 +166,7 @@ class EvaluationPlan:
 
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> EvaluationPlan:
-    """Checks a request (and with `check_ids` its tokens) without weights; ValueError with all problems."""
+    """Checks a request (and with `check_ids` its tokens) without weights; ValueError lists all problems."""
     folder = one_checkpoint(expanded(request.checkpoint))
     saved, order = saved_config(folder), saved_order(folder)
     owner = _Owner.of(request.data_of) if request.data_of else _Owner(saved, order)
@@ -221,7 +221,7 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
 
 @dataclass(frozen=True)
 class _Owner:
-    """The run whose held-out data is used without --data."""
+    """Run whose held-out data is used if --data is not given."""
 
     settings: Config
     order: Mapping[str, Any]  # from `saved_order`
@@ -229,7 +229,7 @@ class _Owner:
 
     def error(self, rule: str) -> ValueError:
         """Builds the error about the run's data."""
-        others = "" if self.named else ", or --data-of with a run"
+        others = "" if self.named else ", or --data-of with another run's folder"
         fix = f"pass --data with prefixes of .bin/.idx files{others}"
         return setting_error("data_of" if self.named else "data", self.named, rule, fix)
 
@@ -275,13 +275,13 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
         if (value := getattr(request, name)) is not None and value < 1:
             problems.append(problem(name, value, "must be at least 1", "use a positive number, or omit it"))
     if request.experts is not None and not saved.use_moe:
-        rule = "requires an MoE model, but this one is dense"
+        rule = "requires an MoE model, but this model is dense"
         problems.append(problem("experts", request.experts, rule, "omit --experts"))
     if request.capacity and saved.seq_len % request.layout.tp:
-        rule = f"must divide the sequence length {saved.seq_len} with --capacity"
+        rule = f"must divide the sequence length {saved.seq_len} if --capacity is given"
         problems.append(problem("tp", request.layout.tp, rule, "use another TP, or omit --capacity"))
     if request.data_of and request.data:
-        fix = "omit one of the two"
+        fix = "omit --data or --data-of"
         problems.append(problem("data_of", request.data_of, "cannot be combined with --data", fix))
     if request.capacity and request.by_document:
         # Training drops tokens in sequences of SEQ_LEN, regardless of their documents.
@@ -293,7 +293,7 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
 def _tokenizer(
     request: EvalRequest, saved: Config, order: Mapping[str, Any], of_data: TextTokenizer | None
 ) -> TextTokenizer | None:
-    """The model's tokenizer, otherwise that of --data-of, otherwise None; ValueError if the two differ."""
+    """The model's tokenizer, else that of --data-of, else None; ValueError if both exist and differ."""
     try:
         found = tokenizer_for(saved, request.tokenizer, order=order)
     except ValueError as error:
@@ -303,7 +303,7 @@ def _tokenizer(
             logger.warning("no bits per byte: %s", error)
         return of_data
     if of_data and not same_tokenizer(found.recorded(), of_data.recorded()):
-        rule = f"its tokenizer {of_data.name} differs from the model's {found.name}"
+        rule = f"the run's tokenizer {of_data.name} differs from the model's tokenizer {found.name}"
         fix = "name a run with the model's tokenizer, or pass --data with text tokenized by that tokenizer"
         raise setting_error("data_of", request.data_of, rule, fix)
     return found
@@ -327,7 +327,7 @@ def _sources(request: EvalRequest, saved: Config, owner: _Owner, *, check_ids: b
         sources.append(source)
     if not problems and len({source.prefix for source in sources}) < len(sources):
         named = " ".join(source.prefix for source in sources)
-        problems.append(problem("data", named, "must not name a prefix twice", "name each once"))
+        problems.append(problem("data", named, "must not name a prefix twice", "name each prefix once"))
     if problems:
         raise ConfigError(problems)
     return sources
@@ -339,15 +339,15 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Raises ValueError for data of another tokenizer; warns if it is allowed or the run's own data."""
+    """Raises ValueError if data has another tokenizer; only warns if allowed or if the run chose the data."""
     for source in sources:
         facts, documents = token_files.tokenizer_facts(source.files.manifest), documents_of(source.prefix)
         if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):
-            rule = f"the manifest of {source.prefix} names another tokenizer than {tokenizers[0].name}"
+            rule = f"the manifest of {source.prefix} names a tokenizer other than {tokenizers[0].name}"
             fix = "if the model was trained with the data's tokenizer, pass it as --tokenizer"
         elif trained and documents and trained != documents:
-            rule = f"documents of {source.prefix} begin or end with other tokens than those of the training"
-            fix = "tokenize the text as for the training (--eod-token, --prepend-bos)"
+            rule = f"documents of {source.prefix} and of the training data begin or end with different tokens"
+            fix = "tokenize the text with the --eod-token and --prepend-bos of the training data"
         else:
             continue
         name, value = ("data_of", request.data_of) if request.data_of else ("data", " ".join(request.data))
@@ -357,7 +357,7 @@ def _compare_tokenizers(
 
 
 def evaluate(plan: EvaluationPlan, rank: Runtime) -> Evaluation:
-    """Evaluates the model. All ranks must call it and get the same result. ValueError if loading fails."""
+    """Evaluates the model. All ranks must call this and get the same result. ValueError if loading fails."""
     stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
     # nats, tokens and bytes; float64 counts exactly up to 2^53
     sums = torch.zeros(len(plan.sources), 3, dtype=torch.float64, device=rank.device)

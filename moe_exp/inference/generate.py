@@ -42,7 +42,7 @@ class Sampling:
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""
-        draws, all_tokens = self.temperature != 0, "use a value such as 0.9, or 1 for all tokens"
+        draws, all_tokens = self.temperature != 0, "use a value such as 0.9, or 1 to keep all tokens"
         greedy, fix = "has no effect with temperature 0 (greedy)", "set --temperature to 0.8, or omit it"
         is_number = 0 <= self.temperature < float("inf")
         for name, is_valid, rule, way_out in (
@@ -58,7 +58,7 @@ class Sampling:
 
 
 class Sampler:
-    """Samples one text's tokens, reproducibly on any rank and device, with one random stream per text."""
+    """Samples one text's tokens, reproducibly on any rank and device: each text has its own random stream."""
 
     def __init__(self, sampling: Sampling, text_index: int = 0):
         self.sampling = sampling
@@ -155,8 +155,8 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
         if not tokens:
             raise setting_error("prompt", shown, "must have at least one token", "use at least one character")
         if len(tokens) >= max_positions:
-            rule = f"has {len(tokens)} tokens, but must have fewer than the {max_positions} positions"
-            fix = f"shorten it, or raise --max-positions; the training had SEQ_LEN={seq_len}"
+            rule = f"has {len(tokens)} tokens, but must have fewer than max_positions={max_positions}"
+            fix = f"shorten the prompt, or raise --max-positions; the training had SEQ_LEN={seq_len}"
             raise setting_error("prompt", shown, rule, fix)
     if max_positions > seq_len:
         text = "max_positions=%d: the model was trained with SEQ_LEN=%d; longer text may be nonsense"

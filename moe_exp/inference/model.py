@@ -51,7 +51,7 @@ class Model:
         self, prompt: str, *, max_new_tokens: int = 128, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, seed: int = 1234, stop: str | Sequence[str] = (),
     ) -> Generated:  # fmt: skip
-        """Continues a prompt, see docs/inference.md.
+        """Continues a prompt; docs/inference.md describes the options.
 
         Args:
             prompt: the text to continue, at least one token.
@@ -84,7 +84,7 @@ class Model:
         """Logits for the token after each of `tokens`.
 
         Attention is not limited to a document, even if the model was trained with DOCUMENT_MASK. `moe-exp
-        score` follows the training.
+        score` limits attention as in the training.
 
         Args:
             tokens: ids, integers [B, S].

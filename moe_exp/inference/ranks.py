@@ -113,7 +113,7 @@ class Request:
 
     @classmethod
     def read(cls: type[T], file: str) -> T:
-        """Reads a request from a file with the result of `to_json`."""
+        """Reads a request from a file that contains the result of `to_json`."""
         return TypeAdapter(cls).validate_json(Path(file).read_text(encoding="utf-8"))
 
     def to_json(self: Any) -> str:
@@ -121,7 +121,7 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: the training's with `capacity`, otherwise 256 MB of logits, at most `most`."""
+    """Default batch size: the training's with `capacity`, else 256 MB of logits and at most `most` rows."""
     return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
@@ -173,7 +173,7 @@ def planned_quietly(plan: Callable[[], T]) -> T:
 
 
 def check_files(folder: Path) -> None:
-    """Compares the files that contain weights with the manifest; ValueError if one differs."""
+    """Compares the files that contain weights with the manifest; ValueError if a file differs."""
     manifest = Manifest.read(folder)
     if manifest is None:  # written by Megatron-LM
         return

@@ -91,11 +91,11 @@ def plan_scoring(request: ScoreRequest) -> ScoringPlan:
     eod_id = _end_of_document(request, saved, folder) if config.document_mask else None
     ids = _read_ids(Path(request.tokens), saved.vocab_size)
     if request.batch_size is not None and request.batch_size < 1:
-        fix = "use the number of rows per batch"
+        fix = "use a positive number of rows per batch"
         raise setting_error("batch_size", request.batch_size, "must be positive", fix)
     # Padding tokens would take capacity from real ones.
     if request.capacity and ids.shape[1] % config.tp:
-        rule = f"must divide the {ids.shape[1]} tokens of a row with --capacity"
+        rule = f"must divide the {ids.shape[1]} tokens of each row if --capacity is given"
         raise setting_error("tp", config.tp, rule, "use another TP, or omit --capacity")
     most, seq_len = ids.shape
     size = request.batch_size or ranks.batch_size_of(saved, seq_len, most, capacity=request.capacity)
@@ -119,7 +119,7 @@ def _end_of_document(request: ScoreRequest, saved: Config, folder: Path) -> int:
         except ValueError as error:
             raise setting_error("eod_id", "", f"is required: {error}", "pass --eod-id") from None
     if found is None or not 0 <= found < saved.vocab_size:
-        rule = "is required, as the training's tokenizer has no end-of-document token"
+        rule = "is required, because the training's tokenizer has no end-of-document token"
         if found is not None:
             rule = f"must be from 0 to {saved.vocab_size - 1}"
         fix = "pass --eod-id with the id that ends a document, or --no-document-mask"
@@ -159,7 +159,7 @@ def _check_out(plan: ScoringPlan, tokens: Path, *, overwrite: bool) -> None:
     if out.is_dir():
         raise setting_error("out", out, "is a folder", "name a file")
     if out.exists() and tokens.exists() and out.samefile(tokens):
-        raise setting_error("out", out, "is the file with the tokens", "use another name")
+        raise setting_error("out", out, "is the same file as --tokens", "use another name")
     if out.exists() and not overwrite:
         raise setting_error("out", out, "already exists", "use another name, or pass --overwrite")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -212,7 +212,7 @@ def _make_file(plan: ScoringPlan) -> None:
             else:
                 os.truncate(file.fileno(), num_bytes)
     except FileExistsError:
-        rule = f"another job is writing it, or was killed and left {plan.partial}"
+        rule = f"another job is writing this file, or was killed and left {plan.partial}"
         raise setting_error("out", plan.out, rule, "wait for that job, or remove that file") from None
     except OSError:
         plan.partial.unlink()

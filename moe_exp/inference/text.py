@@ -32,7 +32,7 @@ def tokenizer_for(
     trained = (order or {}).get("tokenizer") or ""
     path = name or saved.tokenizer or find_prepared_text(saved, trained).tokenizer
     if not path and saved.train_data:
-        raise setting_error("tokenizer", "", "is unknown, as the training did not set it", give)
+        raise setting_error("tokenizer", "", "is unknown, because the training did not set it", give)
     if not path:
         path = str(embedded_folder(Path(saved.data_dir)) / "tokenizer.json")
         if not Path(path).is_file():
@@ -47,13 +47,13 @@ def tokenizer_for(
         rule = f"has {tokenizer.vocab_size} tokens, but the model has VOCAB_SIZE={saved.vocab_size}"
         raise setting_error("tokenizer", path, rule, "pass --tokenizer with the training's tokenizer")
     if tokenizer.vocab_size < saved.vocab_size:
-        text = "tokenizer %s has %d of the model's %d tokens; the others decode to no text"
+        text = "tokenizer %s has %d of the model's %d tokens; the remaining tokens decode to no text"
         logger.info(text, path, tokenizer.vocab_size, saved.vocab_size)
     return tokenizer
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids of a text, with the BOS token if documents start with one, and without an end token."""
+    """Token ids of a text, with a BOS token if documents start with BOS, and without an end token."""
     ids, _ = Encoders(tokenizer).get("tokenizers")([text])
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return begin + [int(token) for token in ids]

@@ -1,11 +1,11 @@
-"""torchrun's agent for long-running jobs, with the same command line, plus restarts and signal handling.
+"""An agent for long-running jobs: torchrun's command line, with other restarts and signal handling.
 
     python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
         -m moe_exp.train --num-experts 16
 
-Unlike torchrun, it only forwards signals to the ranks, restarts them on every node after a failure, up to
---max-restarts times per job, or on their request, and records restarts in the run's metrics.jsonl.
-docs/architecture.md lists the private names of torchrun's agent that this file uses, and why.
+Unlike torchrun's agent, it forwards signals without terminating the ranks, restarts the ranks of all nodes on
+a rank's request or after a failure (at most --max-restarts failures per job), and records restarts in the
+run's metrics.jsonl. docs/architecture.md lists the private names of torchrun that this file uses, and why.
 """
 
 import gc
@@ -65,7 +65,7 @@ _HUNG = "killed by its launcher because the run hung"
 
 
 class Agent(LocalElasticAgent):
-    """Runs the ranks of one node, round after round; `received`: growing list of received signals."""
+    """Runs the ranks of one node in rounds; the caller appends each signal it receives to `received`."""
 
     def __init__(self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], **options: Any):
         super().__init__(spec, **options)
@@ -117,7 +117,7 @@ class Agent(LocalElasticAgent):
             return False
 
     def _check(self) -> RunResult | None:
-        """Result of this node's ranks; None while they run, or if they request a restart."""
+        """Result of this node's ranks; None while ranks run or if a rank requests a restart."""
         assert self._pcontext is not None
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         workers = self.get_worker_group().workers
@@ -145,7 +145,7 @@ class Agent(LocalElasticAgent):
         return RunResult(WorkerState.FAILED, failures=own)
 
     def _may_start_again(self, result: RunResult) -> bool:
-        """Reports failed ranks to the other nodes; returns False on bad input or if the job had finished."""
+        """Reports a failure to the other nodes; returns False if the ranks must not restart."""
         reported = reported_exit_code()
         if reported == START_AGAIN:
             self._rounds.move_on()
@@ -160,7 +160,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _described(self, rank: int) -> dict[str, Any]:
-        """Facts about a failed rank for node 0."""
+        """Describes a failed rank for node 0."""
         pcontext: Any = self._pcontext
         number = [worker.global_rank for worker in self.get_worker_group().workers].index(rank)
         process = pcontext.subprocess_handlers[number].proc
@@ -169,7 +169,7 @@ class Agent(LocalElasticAgent):
         return {"rank": rank, "host": socket.gethostname(), "device": device, "cause": cause(failure)}
 
     def _start_again(self) -> bool:
-        """Ends the round and starts the next one; returns False if the job is over."""
+        """Ends the round and starts the next round; returns False if the job is over."""
         ended = self._rounds.round
         if self._received:  # new ranks would be stopped right away
             self._rounds.set_closed()
@@ -187,7 +187,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _report(self, ended: int) -> float:
-        """Writes the events of an ended round; returns the delay before the next one in seconds."""
+        """Writes the events of an ended round; returns the delay before the next round in seconds."""
         records: list[Record] = []
         with suppress(OSError):  # no file yet, or the file system is unavailable
             records = last_records(self._metrics) if self._metrics else []
@@ -218,12 +218,12 @@ class Agent(LocalElasticAgent):
         details = {"number": ended + 1, "reason": reason, "failures": num_failures, "delay_seconds": delay}
         self._event("restart", iteration, **details)
         why = f"failure {num_failures} of at most {most}" if reason == "failure" else "requested by a rank"
-        when = f", in {delay:.0f} s because none has trained since the last start" if delay else ""
+        when = f", in {delay:.0f} s because no rank has trained since the last start" if delay else ""
         complain(f"the ranks are restarting ({why}){when}")
         return delay
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event; on a full disk, keeps it until the next one, and the ranks restart anyway."""
+        """Writes an event, or if the disk is full, keeps it for the next event; the ranks restart anyway."""
         if self._metrics is None or not self._metrics.parent.is_dir():
             return
         self._unwritten.append(event_record(name, iteration, **details))
@@ -231,7 +231,7 @@ class Agent(LocalElasticAgent):
             append(self._metrics, *self._unwritten)
         except OSError as error:
             what = f"cannot write the event {name} to {self._metrics} ({error.strerror or error})"
-            complain(f"warning: {what}; keeping it until the next event")
+            complain(f"warning: {what}; it will be written with the next event")
         else:
             self._unwritten = []
 
@@ -279,7 +279,7 @@ class Agent(LocalElasticAgent):
 
 
 def cause(failure: ProcessFailure) -> str:
-    """Error of a rank in one line, from `faults`, else its signal or exit code."""
+    """One-line error of a rank: its message from `faults`, or else its signal or exit code."""
     if failure.exitcode == -signal.SIGKILL and _has_hung():
         return _HUNG
     if failure.exitcode < 0:
@@ -297,7 +297,7 @@ def _has_hung() -> bool:
 
 @contextmanager
 def _quiet_if_explained() -> Iterator[None]:
-    """Silences torchrun's lines about terminated ranks if a hang or an exit code explains them."""
+    """Silences torchrun's lines about terminated ranks if a hang or exit code explains their end."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
     logger.disabled = before or _has_hung() or reported_exit_code() is not None
@@ -308,7 +308,7 @@ def _quiet_if_explained() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs this node's ranks from torchrun's command line with a static rendezvous; returns the exit code."""
+    """Runs this node's ranks; `argv`: torchrun's options for a static rendezvous. Returns the exit code."""
     received: list[int] = []
 
     def is_stopping() -> bool:  # polled while the agent waits for other nodes

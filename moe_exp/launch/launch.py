@@ -51,14 +51,14 @@ def train(
     flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False, raises: bool = False,
     command: str = "",
 ) -> int:  # fmt: skip
-    """Checks the settings and runs this node's job, or with `dry_run` prints what would run; returns the exit
-    code: 0 finished, 75 stopped (the same command resumes), 2 invalid settings, others failed.
+    """Checks the settings and runs this node's ranks, or with `dry_run` prints what would run. Exit codes:
+    0: finished; 75: stopped, and the same command resumes the run; 2: invalid settings; others: failed.
 
     Args:
-        flags: settings by field name; None counts as not set. `config` is the path of a settings file.
-        resume: run folder to resume with its own settings.
+        flags: settings by field name, and `config`, the path of a settings file; None counts as not set.
+        resume: run folder to resume with the settings in its config.yaml.
         raises: raise ConfigError on invalid settings instead of printing the errors.
-        command: as the user typed it, for the commands that the summary suggests.
+        command: command line that the user typed; the summary derives its suggested commands from it.
     """
     warn_of_misspelt()
     try:
@@ -70,7 +70,7 @@ def train(
         own = RunFolder.of(config)
         is_old = sources and not resume and own.config.exists()
         if is_old and own.config.samefile(settings_path(flags["config"])):
-            rule = f"is the settings file of {own.path}, which this command would resume"
+            rule = f"is the settings file of the run {own.path}, which this command would resume"
             fix = f"set another RUN_NAME for a new run, or use --resume {shlex.quote(str(own.path))}"
             raise ConfigError([problem("config", flags["config"], rule, fix)])
         names, given = set(given_values(given, os.environ)), without_usual(config, given, sources)
@@ -97,19 +97,19 @@ def train(
 
 
 def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Adds a run folder's config.yaml and path to `flags`; ConfigError if it is not a run folder, or `flags`
-    already name them."""
+    """Adds the config.yaml and path of a run folder to `flags`. Raises ConfigError if `folder` is not a run
+    folder, or if `flags` already contain a settings file or a run folder."""
     path = expanded(folder)
     # `.` and `..` have no name: use the real one
     path = path if path.name not in ("", "..") else path.resolve()
     if not RunFolder(path).config.is_file():
         near = next((one for one in path.parents if RunFolder(one).config.is_file()), "runs/NAME")
-        fix = f"name one, as in --resume {shlex.quote(str(near))}"
+        fix = f"name a run folder, as in --resume {shlex.quote(str(near))}"
         raise ConfigError([problem("resume", folder, "is not a run folder (config.yaml not found)", fix)])
     for name in ("config", "run_dir", "run_name"):
         if flags.get(name) is not None:
-            rule = f"--resume {folder} already sets the settings and the folder"
-            fix = "omit it, or start another run with --config and --run-name"
+            rule = f"--resume {folder} already sets the settings and the run folder"
+            fix = "omit this setting, or replace --resume by --config and --run-name to start another run"
             raise ConfigError([problem(name, flags[name], rule, fix)])
     # RUN_NAME may have several parts: split the path where the saved name begins
     saved = Path(read_settings(RunFolder(path).config).get("run_name") or path.name).parts
@@ -120,7 +120,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
-    """Settings for the ranks: `given` without values from a settings file that equal those of PRESET."""
+    """Settings for the ranks: `given` without the settings-file values that equal the values of PRESET."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
     # unless set, these are derived from other settings or the data
@@ -187,7 +187,7 @@ _OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
 
 
 def _fetch_checkpoints(config: Config) -> None:
-    """Copies checkpoints from REMOTE_DIR or a LOAD_DIR URL, before ranks start to wait for each other."""
+    """Copies checkpoints from REMOTE_DIR or from a LOAD_DIR URL before the ranks start."""
     from moe_exp.checkpoint.remote import check_writable, fetch_load_dir, fetch_run
 
     try:
@@ -201,7 +201,7 @@ def _fetch_checkpoints(config: Config) -> None:
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """Returns `module_arguments` with the rendezvous, which the environment overrides in the ranks."""
+    """Returns `module_arguments` plus the rendezvous, which torchrun changes in the ranks' environment."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 
@@ -231,7 +231,7 @@ def _warnings(config: Config, start: Start) -> Iterator[str]:
 
 
 def _report_changes(config: Config) -> None:
-    """Prints settings that change on resume, before the ranks start; `open_run_folder` records them."""
+    """Prints the settings that change on resume; `open_run_folder` records the changes later."""
     if config.node_rank == 0 and (changes := changes_of_resume(config)):
         complain(changes_text(changes))
 
@@ -244,7 +244,7 @@ def _warn(lines: Iterable[str]) -> None:
 def dry_run_text(
     config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
 ) -> str:
-    """Merged settings with their sources (none: default; `sources` take precedence), command and report."""
+    """Settings with their sources (from `sources` if given; none: default), torchrun command and report."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
         default = of_preset.get(name, Config.model_fields[name].default)

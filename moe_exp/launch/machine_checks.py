@@ -49,7 +49,7 @@ def check_environment(config: Config) -> list[str]:
 
 
 def check_machine(config: Config) -> list[str]:
-    """Checks devices, environment, packages and port; a dry run, for another machine, only warns of them."""
+    """Checks devices, environment, packages and port; a dry run prints these problems as warnings."""
     return [
         *_devices(config),
         *(config.environment_problems(os.environ) if count_gpus() else ()),
@@ -89,7 +89,7 @@ def _devices(c: Config) -> Iterator[str]:
         yield c.problem("gpus_per_node", has, fix)
     if c.memory_snapshot and not gpus:
         rule = "records allocations on a CUDA device, but this host has none"
-        fix = "leave it empty; on a CPU, the trace of PROFILE_ITERS includes memory"
+        fix = "leave MEMORY_SNAPSHOT empty; on a CPU, the trace of PROFILE_ITERS includes memory"
         yield c.problem("memory_snapshot", rule, fix)
 
 
@@ -143,9 +143,9 @@ def _prometheus(c: Config) -> Iterator[str]:
     path = Path(c.prometheus_file)
     if not c.prometheus_file or c.node_rank:  # rank 0 writes it
         return
-    fix = "set it to a file NAME.prom in node_exporter's --collector.textfile.directory"
+    fix = "set it to a file NAME.prom in the folder of node_exporter's --collector.textfile.directory"
     if path.suffix != ".prom" or path.is_dir():
-        yield c.problem("prometheus_file", "must be a *.prom file: node_exporter reads no others", fix)
+        yield c.problem("prometheus_file", "must be a *.prom file, as node_exporter requires", fix)
     elif not os.access(path.parent, os.W_OK | os.X_OK):
         rule = f"{path.parent} is {'not writable' if path.parent.is_dir() else 'not a folder'}"
         yield c.problem("prometheus_file", rule, fix)
@@ -156,7 +156,7 @@ OLDEST_GPU, OLDEST_TRITON = (8, 0), Version("3.4")  # as in layers/kernels/launc
 
 
 def _kernels(c: Config) -> Iterator[str]:
-    """Checks Triton kernels requested by name; `auto` works without them, and a CPU runs plain torch."""
+    """Checks that settings with value `triton` can use Triton; a CPU runs plain torch instead."""
     asked = [name for name in ("expert_backend", "cross_entropy") if getattr(c, name) == "triton"]
     if not asked or not count_gpus():
         return
@@ -178,7 +178,7 @@ BITSANDBYTES = {"GPU": "0.45", "CPU": "0.50"}
 
 
 def bitsandbytes_problem(device: str) -> str:
-    """Reason why OPTIMIZER=adam8bit cannot run on a GPU or CPU, or ''."""
+    """Reason why OPTIMIZER=adam8bit cannot run on `device` (GPU or CPU), or ''."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"
     if Version(found := importlib.metadata.version("bitsandbytes")) < Version(BITSANDBYTES[device]):
@@ -204,7 +204,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def _shared_memory(c: Config) -> Iterator[str]:
-    """Checks space for the batches that data loader workers pass (containers have 64 MB by default)."""
+    """Checks that /dev/shm has space for data loader workers' batches (containers have 64 MB by default)."""
     if not c.num_workers or not _SHARED_MEMORY.is_dir():
         return
     # a sample has seq_len + 1 tokens, each an int64
@@ -220,7 +220,7 @@ def _shared_memory(c: Config) -> Iterator[str]:
 
 
 def data_problems(c: Config) -> Iterator[str]:
-    """Checks that TRAIN_DATA, VALID_DATA and DATA_STAGES are complete, long enough and in the vocabulary."""
+    """Checks that TRAIN_DATA, VALID_DATA and DATA_STAGES are complete, long enough and within VOCAB_SIZE."""
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:
@@ -258,11 +258,11 @@ def data_problems(c: Config) -> Iterator[str]:
 
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
-        rule = f"not found: neither a text file or folder, nor token files {prefix}.bin and .idx"
-        yield problem(name, prefix, rule, "correct the path of the text, or the prefix without .bin")
+        rule = f"not found: no text at this path, and no token files {prefix}.bin and .idx"
+        yield problem(name, prefix, rule, "name a text file or folder, or token files without .bin")
         return
     if reason := bin_idx_problem(prefix):
-        fix = f"set {name.upper()} to the path of an existing .bin and .idx pair, without suffix"
+        fix = f"set {name.upper()} to the path of an existing .bin and .idx pair, without the suffix"
         yield problem(name, prefix, reason, fix)
         return
     files = TokenFiles(prefix)
@@ -278,21 +278,21 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
             yield problem(name, prefix, rule, fix)
     vocab_size = files.tokenizer_fact("vocab_size")
     if vocab_size and vocab_size > c.vocab_size:
-        rule = f"was tokenized with {vocab_size} tokens, more than VOCAB_SIZE={c.vocab_size}"
+        rule = f"was tokenized with a vocabulary of {vocab_size} tokens, more than VOCAB_SIZE={c.vocab_size}"
         yield problem(name, prefix, rule, _vocabulary_fix(c, vocab_size))
 
 
 def _vocabulary_fix(c: Config, size: int) -> str:
     if c.load_dir or RunFolder.of(c).checkpoints.exists():  # its embeddings have VOCAB_SIZE rows
         fix = "use the checkpoint's own tokenizer"
-        return f"{fix}; moe-exp convert from-hf creates a checkpoint with rows for added tokens"
+        return f"{fix}, or create a checkpoint with rows for added tokens (moe-exp convert from-hf)"
     return f"set VOCAB_SIZE to at least {size}"
 
 
 def _tokenizer(c: Config) -> Iterator[str]:
     if c.prepend_bos and not any(map(names_text, (c.train_data, c.valid_data, *c.stage_blends))):
-        fix = "omit it, or use moe-exp data tokenize --prepend-bos"
-        yield c.problem("prepend_bos", "TRAIN_DATA, VALID_DATA and DATA_STAGES name no text", fix)
+        fix = "omit PREPEND_BOS, or create the token files with moe-exp data tokenize --prepend-bos"
+        yield c.problem("prepend_bos", "requires text in TRAIN_DATA, VALID_DATA or DATA_STAGES", fix)
     if not c.tokenizer:
         return
     if not Path(c.tokenizer).exists():
@@ -311,9 +311,9 @@ def _tokenizer(c: Config) -> Iterator[str]:
 
 def _remote_dir(c: Config) -> Iterator[str]:
     if c.remote_dir and not is_url(c.remote_dir):
-        yield c.problem("remote_dir", "must be a URL", "set it to one such as s3://bucket/runs")
+        yield c.problem("remote_dir", "must be a URL", "set it to a URL such as s3://bucket/runs")
     elif c.remote_dir.startswith("hf://"):
-        yield c.problem("remote_dir", "the Hub creates a commit per file", "set it to an s3:// or gs:// URL")
+        yield c.problem("remote_dir", "hf:// makes one commit per file", "set it to an s3:// or gs:// URL")
     elif c.remote_dir:
         try:
             yield from filter(None, [ahead_problem(c)])
@@ -338,7 +338,7 @@ def _load_dir(c: Config) -> Iterator[str]:
 
 
 def _data_of_converted(c: Config) -> Iterator[str]:
-    """Requires TRAIN_DATA for weights from another program: their tokens differ from the embedded corpus."""
+    """Requires TRAIN_DATA for weights from another program, as the embedded corpus does not fit them."""
     for name in ("load_dir", "upcycle_from") if not c.train_data else ():
         with suppress(ValueError):  # reported by the checks of these settings
             value = getattr(c, name)
@@ -358,7 +358,7 @@ def _upcycle_from(c: Config) -> Iterator[str]:
 
 
 def _data_dir(c: Config) -> Iterator[str]:
-    """Checks the folder for files that are created at the start, unless they exist."""
+    """Checks that DATA_DIR is writable if the start of the run creates files in it."""
     folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty)"
     if c.train_data and c.data_order == "megatron":
         what = "the indices of DATA_ORDER=megatron"
@@ -383,25 +383,25 @@ def memory_warnings(config: Config) -> list[str]:
         return []
     # both in GiB, as nvidia-smi shows memory
     needed, has = (f"{of / 2**30:.1f} GiB" for of in (expected.needed_bytes, expected.memory_bytes))
-    rule = f"the planner predicts that a rank needs {needed}, but {profile} has {has}"
-    fix = "use more GPUs, RECOMPUTE=full, a smaller MBSZ or model, or another layout: moe-exp plan search"
+    rule = f"the planner predicts that a rank needs {needed} of memory, but {profile} has {has}"
+    fix = "use more GPUs, RECOMPUTE=full, a smaller MBSZ or model, or a layout from moe-exp plan search"
     return [config.problem("gpus_per_node", rule, fix)]
 
 
 def disk_warnings(config: Config) -> list[str]:
-    """Warns if a resumed run has disk space for its next checkpoint, but not until its end."""
+    """Warns if a resumed run has disk space for its next checkpoint, but not for all new checkpoints."""
     there, refused, rest = _room(config)
     return rest if there and not refused else []
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks space for all new checkpoints or for one (DISK_CHECK); for a resumed run, only for the next."""
+    """Checks disk space for all new checkpoints or one (DISK_CHECK), and on resume only for the next one."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Existing checkpoints, problems if the next checkpoint does not fit, and if all until the end do not."""
+    """Existing checkpoints, problems if the next one does not fit, and problems if not all new ones fit."""
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []
     folder = RunFolder.of(c)
@@ -425,7 +425,7 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     larger_disk = "choose a RUN_DIR on a larger disk, or free some space"
     if free_bytes < next_bytes and (there or c.disk_check == "one"):
         what = " for its next checkpoint and its records until then" if there else ""
-        fix = "free some space, or move the run to a larger disk and set RUN_DIR" if there else larger_disk
+        fix = "free some space, or move the run to a larger disk and adapt RUN_DIR" if there else larger_disk
         refused.append(c.problem("run_dir", f"{has} {bytes_text(next_bytes)}{what}", fix))
     if free_bytes < until_end.needed_bytes and c.disk_check == "run":
         rule, fix = f"{has} {bytes_text(until_end.needed_bytes)}", larger_disk
@@ -433,7 +433,7 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
             those = f" in addition to the existing {len(there)}" if there else ""
             new = f"{until_end.num_new} checkpoints of {bytes_text(until_end.one_bytes)}"
             rule += f" until iteration {c.train_iters}: {new}{those}, and its records"
-            by_hand = ", or DISK_CHECK=one if you delete checkpoints yourself"
+            by_hand = ", or set DISK_CHECK=one if you delete checkpoints yourself"
             if fitting := keep_last_that_fits(c, free_bytes, iteration=iteration, there=there):
                 fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}{by_hand}"
             elif free_bytes >= checkpoint_bytes(c):

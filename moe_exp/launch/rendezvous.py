@@ -1,13 +1,13 @@
 """The rendezvous of the nodes' agents before each start of the ranks, with torchrun's interface.
 
-torchrun's static rendezvous does not report failures to other nodes. Its c10d rendezvous does, but assigns
-node numbers itself, while NODE_RANK must be kept. In torch 2.13, both give restarted ranks a store with the
-addresses of dead ones (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set). Hence this one.
+torchrun's static rendezvous does not report failures to other nodes. Its c10d rendezvous reports failures,
+but assigns its own node numbers instead of NODE_RANK. In torch 2.13, both give restarted ranks a store with
+addresses of dead ranks (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set). This file solves all three.
 
 A round is one start of all ranks. Agents meet in a store on MASTER_PORT that lives as long as node 0's agent.
 The ranks of each round have their own store on a free port. Stores of single-node jobs listen only on the
-loopback interface. Those of multi-node jobs listen on all interfaces, and anyone who can reach them can end
-the job. A store that does not respond for SILENCE_SECONDS counts as lost.
+loopback interface. Stores of multi-node jobs listen on all interfaces, and anyone who can reach such a store
+can end the job. A store that does not respond for SILENCE_SECONDS counts as lost.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class RestartRendezvous(RendezvousHandler):
     """Rendezvous of one node's agent at node 0's store; with one node, port 0 means any free port.
 
     Args:
-        is_stopping: polled while waiting for other nodes; True if a stop was requested.
+        is_stopping: called while waiting for other nodes; returns True if a stop was requested.
         join_seconds: timeout of the first round.
         key: secret shared by the nodes of the job.
     """
@@ -86,7 +86,7 @@ class RestartRendezvous(RendezvousHandler):
         return "rounds"
 
     def get_run_id(self) -> str:
-        """Constant, since the port distinguishes jobs."""
+        """A constant name, since the port distinguishes jobs."""
         return "moe_exp"
 
     def is_closed(self) -> bool:
@@ -96,7 +96,7 @@ class RestartRendezvous(RendezvousHandler):
         self._store.set("over", "1")
 
     def num_nodes_waiting(self) -> int:
-        """1 if a node has requested another round."""
+        """1 if a node has requested another round, else 0."""
         return int(self.has_moved)
 
     def shutdown(self) -> bool:
@@ -172,7 +172,7 @@ class RestartRendezvous(RendezvousHandler):
         return [one for one in found if all(len(str(value)) <= _MOST_CHARACTERS for value in one.values())]
 
     def move_on(self) -> None:
-        """Ends the round for all nodes; the next one starts when all have joined."""
+        """Ends the round for all nodes; the next round starts when all nodes have joined."""
         # compare_set: if several nodes end the same round, only the first one increments it
         self._store.compare_set("round", str(self.round), str(self.round + 1))
 
@@ -182,7 +182,7 @@ class RestartRendezvous(RendezvousHandler):
         return int(self._store.add(f"done/{self.round}", 0))
 
     def finish(self) -> None:
-        """Records that this node's ranks have finished; waits for other nodes, which need node 0's store."""
+        """Records that this node's ranks have finished and waits for the other nodes, which need node 0."""
         self._store.add(f"done/{self.round}", 1)
         deadline = time.monotonic() + _EXIT_SECONDS
         with suppress(DistError):  # node 0 has left
@@ -191,7 +191,7 @@ class RestartRendezvous(RendezvousHandler):
                 time.sleep(_POLL_SECONDS)
 
     def reconnect(self) -> bool:
-        """Reconnects to node 0; False if its host is unreachable. Raises ConnectionError if it refuses."""
+        """Reconnects to node 0; False if unreachable. Raises ConnectionError if node 0 refuses to connect."""
         try:
             # a plain socket distinguishes a host that refuses from an unreachable one
             socket.create_connection((self._host, self._port), _CONNECT_SECONDS).close()
@@ -228,7 +228,7 @@ class RestartRendezvous(RendezvousHandler):
         self._agents = PrefixStore(self._key, store)
 
     def _joined(self, deadline: float) -> bool:
-        """Waits until all nodes have joined the current round; returns False if it ends before that."""
+        """Waits until all nodes have joined the current round; returns False if the round ends earlier."""
         self.round = self._current
         if int(self._store.add(f"here/{self.round}/{self._node_rank}", 1)) > 1:
             # this agent replaces a dead one of this node: the other nodes' ranks must restart with ours
@@ -244,7 +244,7 @@ class RestartRendezvous(RendezvousHandler):
         return True
 
     def _open(self, port: int, *, serve: bool, deadline: float) -> TCPStore:
-        """Serves a store, or connects to node 0's; retries until `deadline`, as it may not have started."""
+        """Serves a store, or connects to node 0's store; retries until `deadline`, as node 0 may be late."""
         while True:
             try:
                 store = self._store_at(port, serve=serve)
@@ -291,7 +291,7 @@ class RestartRendezvous(RendezvousHandler):
 
 
 def _limit_silence(port: int) -> None:
-    """Sets timeouts for unacknowledged data and silence on connections to `port`, which torch does not."""
+    """Sets timeouts for unacknowledged data and silence on connections to `port`; torch sets none."""
     options = {
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): SILENCE_SECONDS * 1000,
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,

@@ -49,7 +49,7 @@ def source_problems(config: Config) -> list[str]:
 
 
 def stage_lines(config: Config) -> list[str]:
-    """One line per stage in tokens that is moved to the start of a later batch."""
+    """One line per data stage (given in tokens) that is moved to the start of a later batch."""
     with suppress(ValueError):
         if config.data_stages and (source := _source(config)) is not None:
             return _placed(config, source)[1]
@@ -57,7 +57,7 @@ def stage_lines(config: Config) -> list[str]:
 
 
 def start_of(config: Config) -> Start:
-    """Start of training according to files on this machine; `source_problems` reports problems with them."""
+    """Start of training according to files on this machine; `source_problems` reports invalid files."""
     with suppress(ValueError):
         if (source := _source(config)) is not None and source.progress:
             from moe_exp.checkpoint.format.settings import saved_start
@@ -91,7 +91,7 @@ def _source(config: Config) -> _Source | None:
 
 
 def _placed(config: Config, source: _Source) -> tuple[Config, list[str], list[str]]:
-    """`config` with stages in tokens moved to the start of a batch, a line per moved stage, and problems."""
+    """`config` with data stages moved to the start of a batch, a line per moved stage, and problems."""
     if not source.progress:
         staged, lines = config.with_stage_begins()
         return staged, lines, list(staged.stage_begin_problems())
@@ -159,15 +159,15 @@ def _repeated(config: Config, share: Share) -> Iterator[str]:
         if there and read > _ROUNDING * limit * there:
             rule = f"this run reads it {read / there:.2f} times"
             fix = "train for fewer iterations, add data"
-            fix += ", or lower its weight" if num_sources > 1 else ""
+            fix += ", or lower the weight of this data" if num_sources > 1 else ""
             if asked:
-                rule += f", but its mixture has max_epochs={asked:g}"
-                fix += f"; to respect max_epochs, repeat data mix with total_tokens={total:.4g}"
+                rule += f", but its mixture allows max_epochs={asked:g}"
+                fix += f"; to respect max_epochs, rerun moe-exp data mix with total_tokens={total:.4g}"
             yield problem("train_data", prefix, rule, fix)
 
 
 def _max_epochs(prefix: str) -> float | None:
-    """max_epochs of token files written by `moe-exp data mix`; None for others."""
+    """max_epochs of token files written by `moe-exp data mix`; None for other files."""
     path = Path(prefix).with_name("mixture.json")
     # another program may have written a file of this name
     with suppress(KeyError, TypeError, AttributeError, ValueError):
@@ -187,5 +187,5 @@ def _small_validation(config: Config, share: Share | None) -> Iterator[str]:
     for _, prefix in parse_blend(config.valid_data or config.train_data):
         begin, end = share_range(TokenFiles(prefix).num_documents, share)
         if end - begin == 1:
-            rule = f"has only one document{part}: its loss is not representative"
+            rule = f"has only one document{part}: the loss on one document is not representative"
             yield problem(name, prefix, rule, "hold out more documents")

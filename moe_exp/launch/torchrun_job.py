@@ -1,7 +1,7 @@
 """This node's job: command line, environment, signals and exit code. No torch.
 
-The launcher forwards signals to the agent (launch/agent.py), which forwards them to the ranks. These finish
-the iteration, save and exit. If the launcher is killed, the agent lets the ranks save and exit.
+The launcher forwards signals to the agent (launch/agent.py), which forwards them to the ranks. The ranks then
+finish the iteration, save and exit. If the launcher is killed, the agent lets the ranks save and exit.
 """
 
 import os
@@ -48,12 +48,12 @@ def torchrun_command(config: Config, module_args: Sequence[str], module: str = T
 def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
     """Error for a MASTER_PORT that node 0 cannot use."""
     fix = f"set MASTER_PORT to a free port, for instance {free_port()}"
-    fix += ", on all nodes" if num_nodes > 1 else ", or omit it: a single node chooses a free one"
+    fix += ", on all nodes" if num_nodes > 1 else ", or omit MASTER_PORT: a single node chooses a free port"
     return problem("master_port", port, rule, fix)
 
 
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
-    """This process's environment plus threads per rank, allocators, NCCL, DETERMINISTIC, the nodes' `key`."""
+    """This process's environment plus variables for threads, allocators, NCCL, DETERMINISTIC and `key`."""
     environ = dict(os.environ)
     environ |= config.deterministic_environment(environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
@@ -80,7 +80,7 @@ _KEY_SECONDS = 10.0  # from the creation of the file until its content is visibl
 
 
 def shared_key(path: Path) -> str:
-    """Key of a multi-node job; the first node writes it into the run folder, readable only by its user."""
+    """Key of a multi-node job; the first node writes the key to `path`, which only its owner can read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         # O_EXCL: exactly one node creates the file, the others read its key
@@ -90,7 +90,7 @@ def shared_key(path: Path) -> str:
     deadline = time.monotonic() + _KEY_SECONDS
     while len(key := path.read_text()) != 32:  # another node is writing it
         if time.monotonic() > deadline:
-            raise ValueError(f"{path}: contains no key. Fix: delete it while no node of the run is active")
+            raise ValueError(f"{path}: contains no key. Fix: delete this file while the run is stopped")
         time.sleep(0.1)
     return key
 
@@ -104,12 +104,12 @@ def run_job(
     command: Sequence[str], environ: Mapping[str, str], *, config: Config | None = None,
     poll: Callable[[bool], bool] | None = None,
 ) -> int:  # fmt: skip
-    """Runs the agent, forwards signals, and returns the ranks' exit code, or if a signal ends the job before
-    they report one, 128 + the signal's number, like a shell.
+    """Runs the agent, forwards signals, and returns the ranks' exit code. If a signal ends the job before the
+    ranks report an exit code, returns 128 + the signal's number, like a shell.
 
     Args:
         config: settings of a training run; None: nothing to save, so the first signal kills the ranks.
-        poll: called every 0.2 s with whether a stop was requested; returns whether it killed hung ranks.
+        poll: called every 0.2 s with True if a stop was requested; returns True if it killed hung ranks.
     """
     received: list[int] = []
     num_sent = 0
@@ -146,7 +146,7 @@ def run_job(
                     send_signal(pid, signal.SIGTERM if is_rank and number == signal.SIGHUP else number)
             has_hung = poll is not None and poll(bool({*received} - {signal.SIGUSR1}))
             if code is None and stillness.seconds(counts=has_hung or bool(received)) > _STILL_SECONDS:
-                complain(f"no response from the agent for {_STILL_SECONDS:.0f} s; killing it and its ranks")
+                complain(f"no response from the agent for {_STILL_SECONDS:.0f} s; killing agent and ranks")
                 _kill_job([agent.pid])
         # empty if the rank died while writing it, or the disk is full
         if code_file.exists() and (reported := code_file.read_text()):
@@ -182,7 +182,7 @@ class _Orphans:
         self._deadline: float | None = None
 
     def are_left(self, code: int, before: set[int]) -> bool:
-        """Whether ranks are still running; `code`: the agent's; `before`: the agent and other children."""
+        """Whether ranks still run; `code`: the agent's exit code; `before`: pids of other children."""
         if code >= 0:
             return False
         if self._deadline is None:

@@ -1,11 +1,11 @@
-"""The MoE layer: plain torch and process groups; only `spec` and `megatron/` import Megatron.
+"""The MoE layer, built on plain torch and process groups. Only `spec` and `megatron/` import Megatron.
 
 Shape suffixes used throughout:
     T tokens on this rank, D hidden size (for the experts of a LatentMoE: the latent size),
     E experts, K top-k, F width of one expert,
-    W width of its first projection (2F if the activation has a gate, else F),
+    W output width of an expert's first projection (2F if the activation has a gate, else F),
     N = T*K slots (a slot is one token's use of one expert), R rows after dispatch, L experts on this rank.
-    A digit is a dimension of that size, or is added to the letter: weights_R1 is [R, 1], offsets_L1 [L + 1].
+    A digit is a dimension of that size (weights_R1: [R, 1]) or is added to a letter (offsets_L1: [L + 1]).
 
-offsets_L1, int32: expert e has rows offsets[e] to offsets[e + 1]; offsets[0] is 0.
+The rows of expert e are offsets_L1[e] to offsets_L1[e + 1] - 1 (int32); offsets_L1[0] is 0.
 """

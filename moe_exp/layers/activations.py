@@ -1,4 +1,4 @@
-"""Expert activations, and activation times router weight in one step. Shape suffixes in `moe_exp.layers`."""
+"""Expert activations, alone and multiplied by the router weight. Shape suffixes: see `moe_exp.layers`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 class Activation(NamedTuple):
-    """function(h), or if gated function(gate) * (up + offset), where h [..., 2F] is (gate, up).
+    """function(h); with a gate, function(gate) * (up + offset), where h [..., 2F] is (gate, up).
 
-    A limit first clamps gate to at most `limit`, and up to [-limit, limit].
+    With a `limit`, `gate` is first clamped to at most `limit`, and `up` to the range [-limit, limit].
     """
 
     # In Megatron: activation_func, gated_linear_unit, activation_func_clamp_value and glu_linear_offset.
@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     offset: float = 0.0
 
     def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up + offset, [..., F] each, clamped."""
+        """Splits `hidden` into the clamped gate half and the clamped up half plus `offset`, each [..., F]."""
         gate, up = hidden.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -50,7 +50,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activate(hidden: Tensor, name: str) -> Tensor:
-    """Applies the activation `name`: [..., 2F] if gated, else [..., F], to [..., F]."""
+    """Applies the activation `name`. Input: [..., 2F] if gated, else [..., F]. Result: [..., F]."""
     activation = ACTIVATIONS[name]
     if not activation.gated:
         return activation.function(hidden)
@@ -70,7 +70,7 @@ _BACKWARD: dict[Function, Callable[[Tensor, Tensor, Tensor], Any]] = {
 
 
 def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Tensor:
-    """`activate` times the router weights, in a new tensor and without autograd.
+    """Returns `activate` times the router weights in a new tensor, without autograd.
 
     Args:
         hidden_RF: output of the first projection, [R, 2F] for gated activations, else [R, F].
@@ -86,10 +86,10 @@ def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Ten
 def weighted_activation_backward(
     grad_RF: Tensor, hidden_RF: Tensor, weights_R1: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `weighted_activation` from the same inputs.
+    """Computes the gradients of the inputs of `weighted_activation`.
 
     Returns:
-        Gradient of `hidden_RF`, gradient of the weights [R], and the activation without the weights.
+        Gradient of `hidden_RF`, gradient of the weights [R], and the activation before weighting.
     """
     function, gated, limit, _ = ACTIVATIONS[name]
     gate_RF, up_RF = ACTIVATIONS[name].halves(hidden_RF) if gated else (hidden_RF, None)
@@ -112,7 +112,7 @@ def weighted_activation_backward(
 
 
 def differentiable_weighted_activation(hidden_RF: Tensor, weights_R: Tensor, name: str) -> Tensor:
-    """`weighted_activation` with autograd, which saves only the inputs. Their dtypes may differ."""
+    """`weighted_activation` with autograd, which saves only the inputs. The inputs may differ in dtype."""
     # torch.compile gets plain operations, which it fuses by itself.
     if not torch.compiler.is_compiling():
         return _WeightedActivation.apply(hidden_RF, weights_R, name)

@@ -1,19 +1,19 @@
 """Auxiliary losses of the router, as pure functions.
 
-Every loss is a mean over tokens of a micro-batch, a sequence or the global batch. Tensor and context parallel
-ranks each hold a part of them, and every function returns its rank's scalar *share*: the shares of a
-micro-batch's ranks add up to the loss, and their gradients to its gradient, because the values that the ranks
-exchange (token counts, sums) carry no gradient. So no differentiable collective is needed. The trainer
-averages over micro-batches and data parallel ranks as for the main loss, and the gradient does not depend on
-TP, EP, PP, CP, DP or the number of micro-batches.
+Every loss is a mean over tokens of a micro-batch, a sequence or the global batch. Each tensor or context
+parallel rank holds a part of the tokens, and every function returns the scalar *share* of its rank. The
+shares of all ranks add up to the loss, and the gradients of the shares to the gradient of the loss, because
+the values that ranks exchange (token counts, sums) carry no gradient. No differentiable collective is needed.
+The trainer averages over micro-batches and data parallel ranks as for the main loss, and the gradient does
+not depend on TP, EP, PP, CP, DP or the number of micro-batches.
 
 Arguments of several functions (shape suffixes in `moe_exp.layers`, plus B sequences of S tokens):
-    scores: router scores of this rank's tokens, [T, E], each row summing to 1 (padding: all zero); or their
-        sum over tokens, [E], together with `num_tokens`, as a routing kernel returns.
-    tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before dropping.
-    valid_T: bool, tokens that are not padding; None: all.
-    num_tokens: tokens of the micro-batch; None: every rank holds as many as this one.
-    group: ranks that hold the rest of the micro-batch (for the sequence loss: of the same sequences).
+    scores: router scores of this rank's tokens, [T, E], each row summing to 1 (padding: all zero); or, from a
+        routing kernel, the sums of the scores over tokens, [E], which require `num_tokens`.
+    tokens_per_expert_E: number of slots per expert in the whole micro-batch (over `group`), before dropping.
+    valid_T: bool, True for tokens that are not padding; None: no token is padding.
+    num_tokens: number of tokens of the micro-batch; None: all ranks hold equally many tokens.
+    group: ranks that hold the rest of the micro-batch (sequence loss: the rest of the same sequences).
 """
 
 import inspect
@@ -61,13 +61,13 @@ class AuxLoss:
 
     @property
     def needs(self) -> Loss:
-        """Traits of the loss: which scores and router state it needs."""
+        """Requirements of the loss: the scores and the router state that it needs."""
         return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a layer's losses: this rank's part of a micro-batch, and counts over its ranks."""
+    """Inputs of a layer's losses: this rank's part of a micro-batch, and counts over all ranks."""
 
     decision: RoutingDecision
     scores: Tensor  # from `RoutingDecision.for_losses`
@@ -84,11 +84,11 @@ class LossInputs:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Arguments that define the micro-batch."""
+        """Arguments of the loss functions that describe the micro-batch."""
         return {"num_tokens": self.num_tokens, "group": self.group}
 
     def by_sequence(self, x: Tensor) -> Tensor:
-        """[T, ...] to [B, S, ...]."""
+        """Reshapes [T, ...] to [B, S, ...]."""
         if len(self.shape) == 1:
             return x.unsqueeze(0)
         x = x.unflatten(0, self.shape)
@@ -119,7 +119,7 @@ def _check_function(kind: LossFunction) -> None:
 
 
 def as_losses(losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction) -> tuple[AuxLoss, ...]:
-    """Normalizes one loss or several; a LossFunction without a coefficient gets 1."""
+    """Converts one or several losses to a tuple of AuxLoss; a LossFunction gets the coefficient 1."""
     given = [losses] if isinstance(losses, AuxLoss) or callable(losses) else losses
     for loss in given:
         if not isinstance(loss, AuxLoss):
@@ -137,11 +137,11 @@ def load_balancing_loss_share(
     balance. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as
     in Megatron-Core.
 
-    The loss `l1` calls it with the weights of a ReLU router, whose rows do not sum to 1, and the target K:
-    ReMoE's L1 loss with load balancing (arXiv:2412.14711, equation 11).
+    The loss `l1` (ReMoE's L1 loss with load balancing, arXiv:2412.14711, equation 11) calls this function
+    with the weights of a ReLU router, whose rows do not sum to 1, and the target K.
 
     Args:
-        topk: slots per token, or their mean.
+        topk: number of slots per token, or the mean number if it varies.
     """
     num_experts = scores.size(-1)
     num_tokens = _num_tokens(scores, num_tokens, group)
@@ -160,7 +160,7 @@ def sequence_balancing_loss_share(
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        counted_BSK: slots that tokens use, if their number varies; None: all.
+        counted_BSK: bool, slots that tokens use, if the number varies between tokens; None: all.
     """
     num_sequences, _, num_experts = scores_BSE.shape
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
@@ -186,11 +186,11 @@ def global_balancing_loss_share(
     scores: Tensor, global_tokens_per_expert_E: Tensor, tokens_per_expert_E: Tensor, *,
     num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None,
 ) -> Tensor:  # fmt: skip
-    """This rank's share of E * sum_e F_e * P_e, with F of the global batch and P of the micro-batch.
+    """This rank's share of E * sum_e F_e P_e; F: slot fractions (global batch), P: mean scores (micro-batch).
 
     Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over micro-batches and data parallel
     ranks is the loss of the global batch. The paper and Megatron-Core compute F from the counts so far; this
-    function uses the previous global batch (in the first one: this micro-batch).
+    function uses the counts of the previous global batch (in the first global batch: of this micro-batch).
 
     Args:
         global_tokens_per_expert_E: slots per expert in the previous global batch; zeros before the first.
@@ -210,8 +210,8 @@ def entropy_loss_share(
 ) -> Tensor:
     """This rank's share of the mean entropy of the scores, -sum_e s_e * log(s_e), in nats.
 
-    Without it, the scores of a router with `top_p` become uniform, and all tokens use K experts. Huang et al.
-    2024 (arXiv:2403.07652), equation 8.
+    Without this loss, the scores of a router with `top_p` become uniform, and all tokens use K experts. Huang
+    et al. 2024 (arXiv:2403.07652), equation 8.
     """
     return entropy_sum(scores_TE) / _num_tokens(scores_TE, num_tokens, group)
 

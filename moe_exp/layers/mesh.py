@@ -1,7 +1,7 @@
 """The MoE layer in a torch-native model whose tensor parallel ranks hold the same tokens (RowwiseParallel).
 
-No token is sent: every rank routes every token and computes its part of the experts, and the outputs are
-summed. Shape suffixes in `moe_exp.layers`.
+No token is sent: every rank routes every token and computes its part of every expert, and the outputs are
+summed. Shape suffixes: see `moe_exp.layers`.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from moe_exp.layers.router import RoutingDecision
 
 
 class _Summed(torch.autograd.Function):
-    """Sum over ranks in one direction (forward if `forward`, else backward), identity in the other."""
+    """Sums over ranks in forward if `forward`, else in backward; identity in the opposite direction."""
 
     # An input is used by every rank's part, so its gradients are summed. After a sum in forward, every rank
     # already has the gradient of the whole.
@@ -36,10 +36,10 @@ class _Summed(torch.autograd.Function):
 class TensorParallelDispatcher(LocalDispatcher):
     """Splits every expert's width over the ranks of a mesh dimension, which all hold the same tokens.
 
-    Input and output of the layer are replicated, as for a ColwiseParallel and RowwiseParallel pair: one
+    Input and output of the layer are replicated, as for a ColwiseParallel and RowwiseParallel pair, with one
     all-reduce of the tokens in forward and one in backward. Gradients are then complete on every rank and
-    need no reduction over the mesh dimension. Do not include it in the layer's `microbatch_group`, because
-    that would count the losses of these tokens more than once.
+    need no reduction over the mesh dimension. Do not include that dimension in the layer's
+    `microbatch_group`, because the losses of these tokens would be counted more than once.
 
     Args:
         tp_mesh: the tensor parallel dimension of the mesh, e.g. `mesh["tp"]`.
@@ -53,7 +53,7 @@ class TensorParallelDispatcher(LocalDispatcher):
         if tp_mesh.ndim != 1:
             rule = f"must have one dimension, not {tp_mesh.ndim}"
             raise ValueError(
-                f'tp_mesh={tp_mesh}: {rule}. Fix: pass one of its dimensions, such as mesh["tp"].'
+                f'tp_mesh={tp_mesh}: {rule}. Fix: pass one dimension of the mesh, such as mesh["tp"].'
             )
         self.group: ProcessGroup = tp_mesh.get_group()
 
@@ -67,7 +67,7 @@ class TensorParallelDispatcher(LocalDispatcher):
         return super().start(x_TD, decision, rows_per_expert=rows_per_expert)
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Sums each token's rows and the parts of all ranks: [R, D] to [T, D]."""
+        """Sums each token's rows, then the parts of all ranks: [R, D] to [T, D]."""
         y_TD = super().combine(y_RD, record)
         return _Summed.apply(y_TD, self.group, True) if group_size(self.group) > 1 else y_TD
 
@@ -83,7 +83,7 @@ def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: De
     ranks, rank = tp_mesh.size(), tp_mesh.get_local_rank()
     width = weight.size(axis) // num_halves
     if width % ranks:
-        rule = f"must be divisible by the {ranks} tensor parallel ranks"
+        rule = f"must be divisible by the number of tensor parallel ranks, {ranks}"
         raise ValueError(f"ffn_size={width}: {rule}. Fix: use a multiple of {ranks}.")
     return torch.cat(
         [half.chunk(ranks, dim=axis)[rank] for half in weight.chunk(num_halves, dim=axis)], dim=axis

@@ -1,4 +1,4 @@
-"""Capacity of a micro-batch: kept slots and rows per expert, independent of how ranks split its tokens."""
+"""Capacity of a micro-batch: kept slots and rows per expert, regardless of how ranks split the tokens."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -27,8 +27,8 @@ class MoESettings:
 
     capacity_factor: float | None = None  # of the fair share of a micro-batch without padding; None: dropless
     min_capacity: int = 0  # lower limit of an expert's capacity (slots)
-    # Pad every expert to the same number of rows, the capacity. With TP or CP it is computed from this rank's
-    # tokens; only if a rank keeps more slots, it is larger. Finding that out waits for the device.
+    # Pad every expert to the same number of rows, the capacity. With TP or CP this is the capacity for this
+    # rank's tokens, or more if a rank keeps more slots. Checking that waits for the device.
     pad_to_capacity: bool = False
     drop_policy: str = "probs"  # which slots to keep: `probs`: highest router weight, `position`: first
     # For a dropless layer in training: round each expert's slots in a micro-batch down to a multiple, see
@@ -51,11 +51,11 @@ class MoESettings:
         if self.token_rounding < 0 or (self.token_rounding and self.capacity_factor is not None):
             rule = "cannot be combined with capacity_factor"
             rule = "must not be negative" if self.token_rounding < 0 else rule
-            fix = "set it to 0, or in a dropless layer to the tile size, 128"
+            fix = "set token_rounding to 0 or, in a dropless layer, to the tile size 128"
             raise ValueError(f"token_rounding={self.token_rounding}: {rule}. Fix: {fix}.")
         names = [loss.name for loss in self.aux_losses]
         if len(set(names)) < len(names):
-            fix = "add up their coefficients, or rename the function"
+            fix = "pass each loss once with the sum of its coefficients, or rename the function"
             raise ValueError(f"losses={','.join(names)}: names must be unique. Fix: {fix}.")
 
     @cached_property
@@ -75,7 +75,7 @@ class MicrobatchCapacity:
     context_stripes: int = 1  # see `sequence_blocks`
 
     def kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
-        """This rank's kept slots, bool [T, K]. `shape`: of the layer's input without D."""
+        """This rank's kept slots, bool [T, K]. `shape`: shape of the layer's input without D."""
         weights_TK = decision.weights_TK.detach()
         num_tokens = 0 if self.settings.token_rounding else tokens_in_group(decision, self.group)
         # Padding must not take capacity from real tokens.
@@ -122,10 +122,10 @@ class MicrobatchCapacity:
     def rows_per_expert(
         self, decision: RoutingDecision, exchange_groups: Iterable[ProcessGroup | None]
     ) -> int | None:
-        """Rows to which this rank pads every expert, equal on all ranks that exchange rows; None: no padding.
+        """Row count to which this rank pads each expert, equal on ranks that exchange rows; None: no padding.
 
-        At least the capacity for this rank's tokens. With TP or CP, capacity applies to the whole micro-batch
-        and a rank may keep more slots than its part of it; Megatron-Core would drop those.
+        It is at least the capacity for this rank's tokens. With TP or CP, capacity applies to the whole
+        micro-batch, so a rank may keep more slots; Megatron-Core would drop the additional slots.
         """
         if self.settings.capacity_factor is None or not self.settings.pad_to_capacity:
             return None
@@ -142,10 +142,10 @@ class MicrobatchCapacity:
 
 
 def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[int]:
-    """Blocks of a sequence in rank order.
+    """Indices of the blocks of a sequence, in the order of the ranks that hold the blocks.
 
-    To balance causal attention, Megatron assigns blocks i and 2C-1-i of 2C to rank i of C. With several
-    stripes (equal parts of the sequence), each stripe is split in this way.
+    To balance causal attention, Megatron assigns blocks i and 2C-1-i of 2C blocks to rank i of C ranks. With
+    several stripes (equal parts of the sequence), each stripe is split in this way.
     """
     if context_parallel_size == 1:
         return [0]
@@ -163,13 +163,13 @@ def context_ranges(
 ) -> tuple[tuple[int, int], ...]:
     """A context parallel rank's pieces [first, end) of each sequence, in order; see `sequence_blocks`.
 
-    Causal attention then costs every rank the same; with attention inside documents, several stripes keep the
-    cost nearly equal.
+    With these pieces, causal attention costs every rank the same. If attention is restricted to documents,
+    several stripes keep the cost nearly equal.
 
     Args:
-        num_tokens: S, a multiple of 2C times `num_stripes` if C > 1.
+        num_tokens: length of the whole sequence; if C > 1, a multiple of 2C times `num_stripes`.
     """
-    # With one stripe equal to Megatron's get_batch_on_this_cp_rank, whose arguments differ between versions.
+    # With one stripe, as in Megatron's get_batch_on_this_cp_rank, whose arguments differ between versions.
     blocks = sequence_blocks(cp_size, num_stripes)
     each, piece = len(blocks) // cp_size, num_tokens // len(blocks)
     return tuple((block * piece, (block + 1) * piece) for block in blocks[cp_rank * each :][:each])
@@ -187,8 +187,8 @@ def expert_capacity(
 ) -> Any:
     """Slots per expert: max(min_capacity, ceil(capacity_factor * num_tokens * topk / num_experts)).
 
-    An int for an int, a device tensor for a tensor. Lepikhin et al. 2020, GShard (arXiv:2006.16668); rounds
-    like Megatron-Core.
+    Returns an int if `num_tokens` is an int, else a device tensor. Lepikhin et al. 2020, GShard
+    (arXiv:2006.16668); rounded as in Megatron-Core.
     """
     if isinstance(num_tokens, Tensor):
         slots = num_tokens.double() * topk / num_experts * capacity_factor
@@ -200,11 +200,11 @@ def keep_within_capacity(
     expert_TK: Tensor, weights_TK: Tensor | None, *, num_experts: int, capacity: int | Tensor,
     use_kernels: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Slots that remain when every expert keeps `capacity` of its slots, bool [T, K].
+    """Selects the slots that remain when every expert keeps at most `capacity` slots, bool [T, K].
 
     Args:
         expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
-        weights_TK: router weights: the highest are kept, ties by position. None: the first are kept.
+        weights_TK: router weights; the highest are kept (ties: by position). None: the first are kept.
         use_kernels: see RouterConfig.
     """
     most = expert_TK.numel()
@@ -218,12 +218,12 @@ def keep_within_capacity(
 def keep_full_tiles(
     expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int, use_kernels: bool | None = None
 ) -> Tensor:
-    """Slots that remain when every expert's row count is rounded down to a multiple of `tile`, bool [T, K].
+    """Selects slots so that every expert's row count is rounded down to a multiple of `tile`, bool [T, K].
 
     A grouped GEMM computes whole tiles of rows, and an expert's last tile is half empty on average. Each
-    expert drops its slots of lowest weight; an expert with fewer slots than a tile keeps all. Token rounding
-    in SonicMoE (Guo et al. 2025, arXiv:2512.14080) rounds to the nearest multiple and may add tokens; here
-    slots are only dropped, so no token gets an expert that it did not choose.
+    expert drops its slots of lowest weight; an expert with fewer slots than a tile keeps all slots. Token
+    rounding in SonicMoE (Guo et al. 2025, arXiv:2512.14080) rounds to the nearest multiple and may add
+    tokens; here slots are only dropped, so no token gets an expert that it did not choose.
 
     Args:
         expert_TK, weights_TK, use_kernels: as for `keep_within_capacity`.

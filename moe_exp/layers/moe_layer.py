@@ -1,4 +1,4 @@
-"""The MoE layer (start at `MoELayer.forward`) and phase timers. Shape suffixes in `moe_exp.layers`."""
+"""The MoE layer (start at `MoELayer.forward`) and phase timers. Shape suffixes: see `moe_exp.layers`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -28,26 +28,26 @@ from moe_exp.layers.statistics import MoEStatistics
 
 
 def needs_scores(aux_losses: Iterable[AuxLoss]) -> bool:
-    """Whether a loss needs the router's scores of all tokens and experts, not only their sums."""
+    """Whether a loss needs the router's scores of all tokens and experts, not only the sums of the scores."""
     return any(loss.needs.needs_scores for loss in aux_losses)
 
 
 class MoELayer(nn.Module):
     """A mixture of experts over tokens: y_t = up(sum_k w_tk * expert_k(down(x_t))) + shared(x_t).
 
-    `down` and `up` are the projections of a LatentMoE (arXiv:2601.18089); by default, the identity. All
-    experts share them, so tokens are sent at the latent width. Router and shared expert use x_t itself.
+    `down` and `up` are the projections of a LatentMoE (arXiv:2601.18089), by default the identity. All
+    experts share both projections, so tokens are sent at the latent width. Router and shared expert use x_t.
 
     Args:
         shared: the shared expert, a module whose output has the shape of its input and is added to the
             experts' output.
         down: maps tokens [T, D] to the experts' input [T, latent] before dispatch; `up` maps back after
-            combine. Both or neither.
+            combine. Pass both or neither.
         microbatch_group: ranks that hold the other tokens of a micro-batch (tensor and context parallel), or
             None.
-        context_parallel_size: context-parallel size within `microbatch_group`; its ranks hold the blocks of a
-            sequence that Megatron assigns them (see `sequence_blocks`).
-        context_stripes: stripes of a sequence, see `sequence_blocks`.
+        context_parallel_size: number of context parallel ranks within `microbatch_group`; each holds the
+            blocks of a sequence that Megatron assigns to it (see `sequence_blocks`).
+        context_stripes: number of stripes of a sequence, see `sequence_blocks`.
 
     Attributes:
         statistics: sums for the log, collected in training.
@@ -83,7 +83,7 @@ class MoELayer(nn.Module):
         self.timers: PhaseTimers | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves the statistics along with the layer; they keep their dtype."""
+        """Moves the statistics along with the layer; the dtypes of the statistics do not change."""
         super()._apply(fn, recurse)
         self.statistics.to(self.router.weight.device)
         return self
@@ -91,18 +91,18 @@ class MoELayer(nn.Module):
     def forward(
         self, x: Tensor, padding_mask: Tensor | None = None, *, with_loss: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Routes, dispatches, computes and combines.
+        """Routes tokens to experts, and returns the combined outputs and the auxiliary losses.
 
         Args:
             x: hidden states of this rank's tokens: [T, D], or with two leading dimensions, where dimension
                 `batch_dim` counts sequences.
-            padding_mask: bool, the shape of `x` without D. True marks padding, which is sent to no expert and
-                excluded from losses, capacity and statistics.
+            padding_mask: bool, in the shape of `x` without D. True marks padding, which is sent to no expert
+                and is excluded from losses, capacity and statistics.
             with_loss: compute the losses (default: in training or if gradients are enabled).
 
         Returns:
             The output in the shape and dtype of `x`, and this rank's share of the weighted auxiliary losses
-            (scalar, None without losses), to be added to the main loss.
+            (a scalar; None without losses). Add the share to the main loss.
         """
         padding_mask_T = None if padding_mask is None else padding_mask.flatten()
         decision = self.route(x.flatten(0, -2), padding_mask_T, shape=x.shape[:-1])
@@ -119,7 +119,7 @@ class MoELayer(nn.Module):
             # The ranks that exchange rows must agree on their number.
             rows_per_expert = self.capacity.rows_per_expert(decision, dispatcher.exchange_groups)
         pending = dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
-        # Overlaps with the exchange of the tokens, and in backward with that of their gradients.
+        # Overlaps with the exchange of the tokens, and in backward with the exchange of the gradients.
         shared = None if self.shared is None else self.shared(x)
         dispatched = dispatcher.finish(pending)
         output_TD = dispatcher.combine(self.experts(dispatched), dispatched.record)
@@ -133,7 +133,7 @@ class MoELayer(nn.Module):
         return self.router.training
 
     def _dispatcher_for(self, x: Tensor) -> Dispatcher:
-        """`self.dispatcher`, or one that moves no rows if all experts are local and accept tokens."""
+        """`self.dispatcher`, or a TokensDispatcher if all experts are local and accept tokens."""
         # With a slot for every expert, most slots are unused.
         few_kept = SCORES[self.router.config.score].uses_positive
         by_tokens = self.dispatcher.is_local and self.experts.takes_tokens(x, few_kept=few_kept)
@@ -145,7 +145,7 @@ class MoELayer(nn.Module):
     def route(
         self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None
     ) -> RoutingDecision:
-        """Routes and drops slots over capacity. `shape`: of the layer's input without D; None: [T]."""
+        """Routes tokens, drops slots over capacity. `shape`: shape of the input without D; None: [T]."""
         decision: RoutingDecision = self.router(x_TD, padding_mask_T)
         # Only in training: in evaluation, a token's output must not depend on other tokens.
         rounds = self.settings.token_rounding > 0 and self.is_training
@@ -157,7 +157,7 @@ class MoELayer(nn.Module):
     def auxiliary_loss(self, decision: RoutingDecision, shape: torch.Size) -> Tensor | None:
         """This rank's share of the weighted losses (see `moe_exp.layers.losses`); updates the statistics.
 
-        `shape`: of the input without D.
+        `shape`: shape of the layer's input without D.
         """
         settings, config, group = self.settings, self.router.config, self.microbatch_group
         scores, logits = decision.for_losses()
@@ -190,8 +190,8 @@ class MoELayer(nn.Module):
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Slots per expert [E], experts [T, K] and counted slots [T, K] (None: all) for the losses: the
-        experts of highest score, ignoring expert bias and groups. Experts are None after a routing kernel.
+        """Slots per expert [E], experts [T, K] and counted slots [T, K] (None: all) by score alone, for the
+        losses, without expert bias and groups. After a routing kernel, experts are None.
         """
         # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss on the biased choice would work against the
         # bias.
@@ -218,7 +218,7 @@ class PhaseTimers(Protocol):
 
 
 class TimedDispatcher(Dispatcher):
-    """Wraps a dispatcher to time the exchange and the experts; only the experts if no rows are moved."""
+    """Wraps a dispatcher to time the exchange and the experts, or only the experts if no rows are moved."""
 
     def __init__(self, dispatcher: Dispatcher, timers: PhaseTimers):
         self.dispatcher, self.timers = dispatcher, timers
@@ -246,8 +246,8 @@ class TimedDispatcher(Dispatcher):
 def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
     """Returns `x` unchanged and marks the boundary between two phases, either of which may be None.
 
-    A recomputed forward pass is timed again. If non-reentrant checkpointing (not used by Megatron) starts it
-    in the middle of a phase, the rest of that phase is not measured.
+    A recomputed forward pass is timed again. If non-reentrant checkpointing (not used by Megatron) starts the
+    recomputation in the middle of a phase, the rest of the phase is not measured.
     """
     return _Mark.apply(x, timers, ends, begins)
 

@@ -1,8 +1,8 @@
 """CPU functions of the layer, compiled from native.cpp with this machine's C++ compiler.
 
-Each makes one pass over its data where plain torch makes several. Plain torch runs where `takes` is False. In
-bf16 it rounds after each step; here only results are rounded, and router weights stay in fp32. Shape suffixes
-in `moe_exp.layers`.
+Each function makes one pass over its data, where plain torch makes several. If `takes` is False, plain torch
+is used. In bf16, plain torch rounds after each step; these functions round only results and keep router
+weights in fp32. Shape suffixes: see `moe_exp.layers`.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ _FLOATS = (torch.float32, torch.bfloat16)
 
 
 def takes(x: Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether this module can compute `x` if its dtype must be in `dtypes` (default: fp32 and bf16)."""
+    """Whether this module supports `x`, whose dtype must be in `dtypes` (default: fp32 and bf16)."""
     return (
         not torch.compiler.is_compiling()
         and type(x) in (Tensor, torch.nn.Parameter)  # subclasses such as DTensor have no usable data pointer
@@ -47,7 +47,7 @@ def takes(x: Tensor, *dtypes: torch.dtype) -> bool:
 
 
 def weighted_activation(hidden_RW: Tensor, weights_R: Tensor, name: str) -> Tensor:
-    """`activations.weighted_activation` with router weights of any dtype; in plain torch if unsupported."""
+    """`activations.weighted_activation` with router weights of any dtype; plain torch if `takes` is False."""
     if not takes(hidden_RW):
         return activations.weighted_activation(hidden_RW, weights_R.to(hidden_RW.dtype).unsqueeze(1), name)
     hidden_RW, weights_R = hidden_RW.contiguous(), weights_R.float().contiguous()
@@ -79,10 +79,10 @@ def weighted_activation_backward(
 
 
 def sort_slots(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Slots sorted by expert, and each slot's position in that order, both [N].
+    """Slots sorted by expert, and each slot's position in the sorted order, both [N].
 
     Args:
-        expert_N: int64, in [0, E]; slots with E come last.
+        expert_N: int64, in [0, E]; slots with value E come last.
     """
     slot_N, row_N = torch.empty_like(expert_N), torch.empty_like(expert_N)
     ends_E = expert_N.new_empty(num_experts + 1)
@@ -107,7 +107,7 @@ def _function(name: str, dtype: torch.dtype | None, num_arguments: int) -> Calla
 
 @functools.cache
 def library() -> tuple[ctypes.CDLL | None, str]:
-    """The compiled library and its compiler's version; or None and the reason."""
+    """The compiled library and the compiler's version, or None and the reason."""
     # CXX overrides the compiler; CXX=false disables compiling.
     named = shlex.split(os.environ.get("CXX", ""))
     commands = [named] if named else [["g++"], ["clang++"], ["c++"]]
@@ -126,7 +126,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         return ctypes.CDLL(str(path)), f"compiled by {version.splitlines()[0]}"
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        logger.warning("the layer's native.cpp is not used, computing in plain torch instead: %s", reason)
+        logger.warning("native.cpp is not used; the layer computes in plain torch instead: %s", reason)
         return None, reason
 
 

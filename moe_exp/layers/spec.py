@@ -1,4 +1,4 @@
-"""Megatron layer specs with our MoE layer, attention and norm; they work without Transformer Engine and Apex.
+"""Megatron layer specs with our MoE layer, attention and norm. Neither Transformer Engine nor Apex is needed.
 
 In a Megatron program, replace Megatron's MoE spec with `moe_submodule_spec()`; all other settings come from
 TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
@@ -60,7 +60,7 @@ def moe_submodule_spec(
     losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = (), min_capacity: int = 0,
     token_rounding: int = 0, fp8: bool = False, use_te: bool = False,
 ) -> ModuleSpec:  # fmt: skip
-    """Spec of the `mlp` of an MoE transformer layer.
+    """Spec for the submodule `mlp` of a transformer layer with experts.
 
     Args:
         backend: expert backend, see grouped_gemm.choose_backend.
@@ -70,14 +70,14 @@ def moe_submodule_spec(
         router_class: a subclass of Router or MegatronRouter.
         losses: auxiliary losses in addition to those of TransformerConfig, such as a custom function.
         min_capacity, token_rounding: see MoESettings.
-        fp8: compute the `triton` backend in e4m3, see Experts (`config.fp8` is for Transformer Engine).
+        fp8: e4m3 products in the `triton` backend, see Experts (`config.fp8` is for Transformer Engine).
         use_te: build shared expert and latent projections from Transformer Engine's linear layers.
     """
     own_losses = as_losses(losses)
     for loss in own_losses:
         if loss.needs.state:
-            rule = "cannot be passed here: Megatron's finalize_model_grads would not update its state"
-            fix = "add it to moe_router_load_balancing_type of the TransformerConfig"
+            rule = "cannot be passed here: Megatron's finalize_model_grads would not update the loss's state"
+            fix = "add the loss to moe_router_load_balancing_type of the TransformerConfig"
             raise ValueError(f"losses={loss.name}: {rule}. Fix: {fix}.")
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
     latent = {}
@@ -113,7 +113,7 @@ def moe_submodule_spec(
 def local_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False
 ) -> ModuleSpec:
-    """Transformer layer with Megatron's local modules and our attention core and norm; `mlp` None: dense."""
+    """Megatron's local transformer layer with our attention core and norm; dense if `mlp` is None."""
     check_attention(config)
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -121,7 +121,7 @@ def local_layer_spec(
     # In Megatron's checkpoints, as in Transformer Engine, a norm belongs to the linear layer after it.
     keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.multi_latent_attention:
-        # Only Transformer Engine has names for these: Megatron's local attention does not support MLA.
+        # Only Transformer Engine has names for these norms: Megatron's local attention does not support MLA.
         keys = {
             "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
             "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
@@ -162,9 +162,9 @@ def te_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False,
     own_attention: bool = False,
 ) -> ModuleSpec:  # fmt: skip
-    """Megatron's Transformer Engine layer; `mlp` replaces its MLP unless None.
+    """Megatron's Transformer Engine layer; `mlp`, if given, replaces the MLP.
 
-    `own_attention` selects our attention core. Transformer Engine's ignores documents and cannot measure
+    `own_attention` selects our attention core. Transformer Engine's core ignores documents and cannot measure
     attention logits.
     """
     spec = get_gpt_layer_with_transformer_engine_spec(
@@ -194,7 +194,7 @@ def decoder_spec(
         use_te: use Transformer Engine's layers around the MoE layer.
         vp_stage: model chunk of an interleaved pipeline.
         projection_norm: normalize queries and keys over all heads together, see ProjectionNorm.
-        own_attention: use our attention core with `use_te`, see `te_layer_spec`.
+        own_attention: with `use_te`, use our attention core, see `te_layer_spec`.
         moe_options: arguments of `moe_submodule_spec`.
     """
     layer_spec = partial(te_layer_spec, own_attention=own_attention) if use_te else local_layer_spec
@@ -240,7 +240,7 @@ class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         # With qk_layernorm, Megatron sums the gradients of parameters called `q_layernorm` over tensor
-        # parallel ranks. Here these hold different parts, not copies.
+        # parallel ranks. Here the ranks hold different parts, not copies.
         assert not config.qk_layernorm
         head, group = config.kv_channels, self.pg_collection.tp
         self.q_layernorm = MegatronProjectionNorm(config, config.num_attention_heads * head, group=group)
@@ -254,7 +254,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`, for which it would remove a batch of one."""
+        """Calls Megatron's method without `packed_seq_params`, with which it would remove a batch of one."""
         if packed_seq_params is not None:
             self.rotary_pos_emb.documents = packed_seq_params
         try:
@@ -269,7 +269,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
 def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
     """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) with our attention core.
 
-    `norm` precedes the up projections of queries and of keys and values.
+    `norm` is applied before both up projections, of queries and of keys and values.
     """
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         rule = "multi-latent attention with TP > 1 requires sequence parallelism to sum its gradients"

@@ -15,14 +15,14 @@ STATISTICS = ("dropped", "entropy", "top1_weight", "max_over_mean", "load_balanc
 
 
 def statistics_names(losses: Iterable[str]) -> tuple[str, ...]:
-    """Names of a layer's sums in order; `losses`: names of its balancing losses."""
+    """Names of a layer's sums in order; `losses`: names of the layer's balancing losses."""
     return *STATISTICS, *(f"aux_losses.{name}" for name in losses)
 
 
 class MoEStatistics:
     """Statistics of one layer, summed on the device over this rank's tokens and shares of the losses.
 
-    They are read and reset once per log interval. `losses`: names of the balancing losses.
+    The sums are read and reset once per log interval. `losses`: names of the balancing losses.
     """
 
     def __init__(self, num_experts: int, losses: Sequence[str], device: torch.device):
@@ -35,7 +35,7 @@ class MoEStatistics:
 
     @property
     def tokens_per_expert_E(self) -> Tensor:
-        """Slots of each expert, int64."""
+        """Number of slots of each expert, int64."""
         update([self])
         return self._tokens_per_expert_E
 
@@ -83,7 +83,7 @@ class MoEStatistics:
             update([self])
 
     def to(self, device: torch.device) -> None:
-        """Moves the sums to a device; coming from the meta device, they start at zero."""
+        """Moves the sums to a device; sums that come from the meta device start at zero."""
         if self._sums.device != device:
             update([self])
             for name in ("_tokens_per_expert_E", "_sums"):
@@ -117,7 +117,7 @@ def recorded(layers: Sequence[MoEStatistics]) -> Iterator[None]:
 @torch.no_grad()
 def update(layers: Sequence[MoEStatistics]) -> None:
     """Adds the pending micro-batches of the layers to their sums."""
-    # About twenty operations for all layers together: on a GPU, launching such small ones dominates.
+    # About twenty operations for all layers together: on a GPU, launching such small operations dominates.
     numbers = {len(layer._pending) for layer in layers}
     if len(numbers) > 1:
         for layer in layers:

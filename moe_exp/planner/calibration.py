@@ -1,7 +1,7 @@
-"""Fits the planner's constants to measured runs. No torch; scipy is imported inside functions.
+"""Fits the planner's constants to measured runs. No torch; `fit` imports numpy and scipy.
 
-The fit works on x, the logarithm of each constant relative to its prior, in units of its spread. It minimizes
-the sum over runs of soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum(x^2).
+The fit searches x = ln(constant / prior) / spread for each constant. It minimizes the sum over runs of
+soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum(x^2).
 """
 
 import csv
@@ -62,8 +62,8 @@ def fit(
 ) -> Fit[T]:  # fmt: skip
     """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
-    Left-out errors are estimated by one Gauss-Newton step from the fit to all rows, which is close enough to
-    refitting without the row (`test_calibration.py` compares the two).
+    The error of a row left out of the fit is estimated by one Gauss-Newton step from the fit to all rows.
+    This is close to a refit without the row (`test_calibration.py` compares both errors).
 
     `prior` replaces the priors of `kind`, with narrower spreads. The search begins at `start` (default: the
     prior). Constants that affect no run are taken from `rest` (default: their prior); those in `hold` are
@@ -140,7 +140,7 @@ class _Space(Generic[T]):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fits of memory and time, and the devices they are based on."""
+    """Fits of memory and time constants, and the devices of the runs whose times were fitted."""
 
     memory: Fit[MemoryConstants]
     time: Fit[TimeConstants]
@@ -155,8 +155,8 @@ class Calibration:
 def calibrate(
     runs: Sequence[MeasuredRun], prior: Constants | None = None, rest: Constants | None = None
 ) -> Calibration:
-    """Fits all constants to trusted measurements; ValueError if there are none. A fit to few rows needs a
-    `prior`. Constants that affect no row are taken from `rest`, or from the prior.
+    """Fits all constants to trusted measurements; ValueError without any such measurement. A fit to few rows
+    needs a `prior`. Constants that affect no row are taken from `rest`, or from the prior.
     """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:
@@ -211,7 +211,7 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """Returns a CSV with a prediction per row; no time without a batch size; by default on TP*PP GPUs."""
+    """Returns a CSV with a prediction per row. A row without a batch size or DP (then 1) has no time."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -93,7 +93,7 @@ def with_budget(config: Config, num_tokens: int | None) -> Config:
 
 @dataclass(frozen=True)
 class Lever:
-    """Effect of changing one setting; negative savings mean that it needs more memory."""
+    """Effect of changing one setting; negative savings mean that the change needs more memory."""
 
     setting: str  # as in TP=2
     activation_bytes: float  # activations saved on the rank that needs the most memory
@@ -106,7 +106,7 @@ class Lever:
 def levers(config: Config, hardware: Hardware, constants: Constants, prediction: Prediction) -> list[Lever]:
     """Returns changes of one setting that may save memory on the same devices at the same global batch.
 
-    Changes are sorted by memory saved; invalid ones come last. `prediction` is that of the unchanged run.
+    Changes are sorted by memory saved; invalid ones come last. `prediction` is for the unchanged run.
     """
     found = []
     for setting, changes in _changes(config, hardware):

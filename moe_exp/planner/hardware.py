@@ -49,7 +49,7 @@ class Hardware:
 
     @property
     def is_recent(self) -> bool:
-        """Whether the device is newer than Ampere; `TimeConstants` has separate constants for these."""
+        """Whether the device is newer than Ampere; newer devices have separate `TimeConstants`."""
         return self.architecture not in ("cpu", "volta", "ampere")
 
     @property
@@ -67,7 +67,7 @@ class Hardware:
 
     @property
     def nodes(self) -> Nodes:
-        """Typical nodes, which determine the defaults of settings."""
+        """Typical nodes of the device, which determine the defaults of settings."""
         return Nodes(gpus=0 if self.is_cpu else self.gpus_per_node)
 
     @property
@@ -86,7 +86,7 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 
 def hardware_profiles() -> dict[str, Any]:
-    """Returns the contents of all profiles; each number has a source."""
+    """Returns the contents of all profiles, in which each number has a source."""
     return {name: read_json(PROFILES / f"{name}.json") for name in hardware_names()}
 
 

@@ -1,9 +1,9 @@
 """Reads measured runs from a CSV: each row is a `PlannedJob` with its measurements. No torch.
 
 The columns are those of `profiles/measured_runs.csv`. Results (mem_gb in GiB, oom, sec_per_it in seconds per
-iteration) and flags of trust (use_mem, use_time, quirk) may be missing or empty. A column with the lower-case
-name of a setting in docs/settings.md (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`) holds that setting; if it is
-empty, the other columns determine it. `row_of_job` writes such rows. Further columns of
+iteration) and trust flags (use_mem, use_time, quirk) may be missing or empty. A column with the lower-case
+name of a setting in docs/settings.md (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`) holds that setting; if the
+cell is empty, the other columns determine the setting. `row_of_job` writes such rows. Further columns of
 `profiles/public_runs.csv` describe how other programs ran (`Engine`).
 """
 
@@ -121,7 +121,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             columns = reader.fieldnames or []
             rows = list(reader)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: must be a UTF-8 CSV file ({error}). Fix: save it as one.") from None
+        raise ValueError(f"{path}: must be a UTF-8 CSV file ({error}). Fix: save it as UTF-8 CSV.") from None
     if absent := [name for name in _REQUIRED if name not in columns]:
         fix = f"use the column names of the package's {MEASURED_RUNS.name}"
         raise ValueError(f"{path}: missing columns {', '.join(absent)}. Fix: {fix}.")

@@ -124,7 +124,7 @@ def kind_of(job: PlannedJob, hardware: Hardware) -> str:
 
 
 def at_stage(config: Config, seq_len: int) -> Config:
-    """Returns the settings in a stage of DATA_STAGES with longer samples, at the same tokens per batch."""
+    """Returns the settings in a stage of DATA_STAGES with longer samples and unchanged tokens per batch."""
     factor = seq_len // config.seq_len
     if factor <= 1:
         return config

@@ -37,7 +37,7 @@ class RunPlan:
 
     @property
     def report(self) -> dict[str, Any]:
-        """All values, in the form of `moe-exp plan --json`."""
+        """All values, as `moe-exp plan --json` prints them."""
         report = describe_run(self.config, self.hardware, self.prediction, self.cost, self.goodput)
         return report | {"levers": [asdict(lever) for lever in self.levers]}
 
@@ -65,7 +65,7 @@ def plan_run(
     config: Config, hardware: Hardware, constants: Constants, *, num_tokens: int | None = None,
     price_per_gpu_hour: float | None = None, failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:  # fmt: skip
-    """Predicts a run, see `cost_of` and `goodput_of` (`failures`); ConfigError for invalid settings."""
+    """Predicts a run; `failures` are arguments of `goodput_of`. Raises ConfigError for invalid settings."""
     if problems := list(config.problems()):
         raise ConfigError(problems)
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}

@@ -178,7 +178,7 @@ class PlanPrinter:
         self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
 
     def search(self, found: Search, hardware: Hardware, top: int) -> None:
-        """Prints the fastest layouts, how close the runner-ups are, and why others were rejected."""
+        """Prints the fastest layouts, the number of near-equal layouts, and why others were rejected."""
         if found.ranked:
             config = found.ranked[0].config
             count, batch = count_parameters(config), f"GBSZ={config.gbsz}, SEQ_LEN={config.seq_len}"
@@ -188,7 +188,7 @@ class PlanPrinter:
             for part, words in counted_as(config, hardware).items():
                 self._print(f"{part}: {words}")
             is_narrow = self._console.width < _WIDE
-            title = "layouts by time per iteration; = is within 2% of the best"
+            title = "layouts by time per iteration; = marks times within 2% of the best"
             title += "" if is_narrow else ", too close for predictions to distinguish"
             rows = []
             for place, one in enumerate(found.ranked[:top], start=1):
@@ -258,7 +258,7 @@ class PlanPrinter:
         self._memory(explained.candidate.prediction)
 
     def calibration(self, calibration: Calibration) -> None:
-        """Prints the fitted constants and the errors of predictions with them."""
+        """Prints the fitted constants and the errors of predictions with these constants."""
         parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
         rows = []
         for name, fit in parts.items():
@@ -277,7 +277,7 @@ class PlanPrinter:
         for name, fit in parts.items():
             if worst := sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]:
                 said = ", ".join(f"{row} {error:+.1%}" for row, error in worst)
-                self._console.print(f"largest errors in {name} when left out: {said}")
+                self._console.print(f"rows with the largest {name} errors when left out of the fit: {said}")
 
     def hardware(self, profiles: Mapping[str, Mapping[str, Any]]) -> None:
         """Prints all profiles with the source of each number."""
@@ -324,7 +324,7 @@ class PlanPrinter:
                 fits = "" if lever.fits else "out of memory"
                 rows.append((lever.setting, *saved, f"{lever.slower:+.1%}", fits))
         if rows:
-            title = "memory saved on the fullest rank, GiB (negative: needs more)"
+            title = "memory saved on the fullest rank, GiB (negative: the change needs more)"
             self.table(title, ("change", "activations", "memory", "time", ""), rows)
         for lever in levers:
             if lever.problem:
@@ -376,7 +376,7 @@ def _verdict(prediction: Prediction) -> str:
     needed, device = prediction.needed_bytes / _GIBIBYTE, prediction.memory_bytes / _GIBIBYTE
     margin = prediction.margin_bytes / _GIBIBYTE
     of = f"{needed:.1f} of {device:.1f} GiB on stage {prediction.peak_stage}"
-    words = f"fits, {of} without cache, {margin:.1f} left"
+    words = f"fits, {of} without the allocator's cache, {margin:.1f} left"
     if prediction.oom:
         words = f"OUT OF MEMORY, {of}, {-margin:.1f} too much"
     return words + (f", within the expected error ({prediction.memory_error:.0%})" * prediction.is_close)

@@ -1,7 +1,7 @@
 """Views of a plan: the timeline of an iteration by stage, and the most similar published runs. No torch.
 
 The schedules are Megatron-Core's: 1F1B, and the interleaved schedule with VPP model chunks per rank
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). matplotlib is imported inside functions.
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Only `as_svg` imports matplotlib.
 """
 
 import csv
@@ -121,7 +121,7 @@ def as_text(of: Timeline, width: int = 100) -> Iterator[str]:
         after = round(of.passes_end / end * width)
         line[after:] = "=" * (width - after)
         yield f"stage {stage:>2} |{''.join(line)}| {idle:.0%} idle"
-    yield "0-9: forward of a micro-batch, a-j: backward, .: idle, =: gradients, weights and optimizer"
+    yield "0-9: forward of a micro-batch, a-j: backward, .: idle, =: data-parallel traffic and optimizer"
 
 
 def as_svg(of: Timeline) -> str:

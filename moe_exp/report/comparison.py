@@ -25,7 +25,7 @@ VALIDATION, TRAINING = "validation loss", "training loss"
 
 @dataclass(frozen=True)
 class Cost:
-    """Resources used by a run until its smoothed loss first reached a target; NaN if unknown."""
+    """Resources that a run used until its smoothed loss first reached a target; NaN if unknown."""
 
     iteration: float
     tokens: float
@@ -57,7 +57,7 @@ class LossCurve:
 class Parity:
     """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss that both reach.
 
-    Costs are fractions of the cost of `other`, NaN if unknown. Several seeds are compared by mean curves.
+    Costs are fractions of the cost of `other`, NaN if unknown. Mean curves represent several seeds.
     """
 
     run: Group
@@ -74,14 +74,14 @@ class Parity:
 
 
 def tokenizer_of(run: RunRecords) -> str | None:
-    """TOKENIZER, or else the vocabulary size, as the tokenizer's identity; None if settings are unknown."""
+    """Identity of the tokenizer: TOKENIZER, or else the vocabulary size; None if settings are unknown."""
     if not run.settings:
         return None
     return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")
 
 
 def bits_per_nat(run: RunRecords) -> float:
-    """Bits per byte equal to one nat per token, from the latest validation with both; NaN without one."""
+    """Bits per byte that equal one nat per token, from the latest validation with both units; else NaN."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
     # the ratio depends only on tokens per byte of the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
@@ -125,7 +125,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Start of the first record, extrapolated from the second; 0 with one record, NaN without any."""
+    """Start of the first record, extrapolated from the second; 0 with one record, NaN without records."""
     # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:
@@ -142,8 +142,8 @@ def smoothed(run: RunRecords, unit: str, window_tokens: float) -> Floats:
 def window_of(runs: Sequence[RunRecords]) -> float:
     """Smoothing window in tokens: 5% of the shortest run, but at least 1% of the longest.
 
-    Ignores runs below that 1%, so that a new run does not change the curves of the others. Tokens before a
-    LOAD_DIR checkpoint do not count.
+    Runs shorter than 1% of the longest run are ignored, so that a new run does not change the other curves.
+    Tokens before a LOAD_DIR checkpoint do not count.
     """
     counts = (
         run.last("consumed_tokens") - begin_of(run.train["consumed_tokens"]) for run in runs if has_loss(run)
@@ -154,13 +154,13 @@ def window_of(runs: Sequence[RunRecords]) -> float:
 
 
 def why_not_compared(run: RunRecords, window_tokens: float) -> str:
-    """Reason why a run has no smoothed loss, as the end of a sentence; empty if it has one."""
+    """Reason why a run has no smoothed loss, as the end of a sentence; empty if it has a smoothed loss."""
     if not has_loss(run):
         return "has no finite loss" if run.num_records else "has no loss yet"
     if not np.isfinite(run.train["consumed_tokens"]).any():
         return "has losses but no token counts (consumed_tokens), which the comparison requires"
     if not np.isfinite(smoothed(run, NATS, window_tokens)).any():
-        return "is too short to smooth: it has less than 1% of the tokens of the longest run"
+        return "is too short to smooth its loss: it has less than 1% of the longest run's tokens"
     return ""
 
 
@@ -195,7 +195,7 @@ def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """Rounds up to four places, so that the run did reach the printed loss; NaN stays NaN."""
+    """Rounds a reached loss up to four places, so that the printed loss was also reached; NaN stays NaN."""
     if not np.isfinite(loss):
         return loss
     # as decimal text: 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
@@ -205,7 +205,7 @@ def rounded_up(loss: float) -> float:
 class Overview:
     """Summary of a run at its end; NaN for missing measurements. Throughput is the median over the records.
 
-    `cost` is the cost of reaching `loss` in `unit`; None if it was not reached or without a `unit`.
+    `cost` is the cost of reaching `loss` in `unit`; None if the run did not reach `loss` or `unit` is None.
     """
 
     def __init__(self, run: RunRecords, loss: float, unit: str | None, window_tokens: float):
@@ -278,9 +278,9 @@ def parity(one: Group, other: Group) -> Parity:
         first = [group.runs[0].name for group in missing]
         return Parity(one, other, reason="; ".join(f"{name} {reasons[name]}" for name in first))
     if unit is None:
-        return Parity(one, other, reason="their tokenizers differ, and bits per byte are not known for both")
+        return Parity(one, other, reason="tokenizers differ, and bits per byte are not known for both runs")
     pair = [Group(tuple(run for run in group.runs if not reasons[run.name])) for group in (one, other)]
-    found = Parity(one, other, reason="their seeds have no tokens in common")
+    found = Parity(one, other, reason="their seeds have no range of tokens in common")
     for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
         curves = [curve for group in pair if (curve := mean_curve(group, what, unit, window))]
         if len(curves) < 2:
@@ -291,7 +291,7 @@ def parity(one: Group, other: Group) -> Parity:
         # The cost before a run's first record is unknown.
         begins = [group.name for group, curve in zip(pair, curves, strict=True) if curve.loss[0] <= loss]
         if begins:
-            found = replace(found, reason=f"{begins[0]} starts at {loss:.4f} {unit} or below")
+            found = replace(found, reason=f"the first loss of {begins[0]} is {loss:.4f} {unit} or below")
             continue
         ours, theirs = (cost_of(curve.at, curve.loss, loss) for curve in curves)
         assert ours and theirs
@@ -321,7 +321,7 @@ def parity_text(found: Parity) -> str:
 
 
 def in_words(parts: Sequence[str]) -> str:
-    """Joins parts as in `a, b and c`."""
+    """Joins parts in the form `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
@@ -401,6 +401,6 @@ def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
         if not run.num_records:
             found.append(f"{run.name}: no train records yet.")
         elif has_loss(run) and (reason := why_not_compared(run, window)):
-            found.append(f"{run.name} {reason}; it is excluded from the cost of a loss.")
+            found.append(f"{run.name} {reason}; comparisons of the cost to reach a loss exclude this run.")
         found += [f"{run.name}: {note}." for note in run.notes]
     return found

@@ -54,7 +54,7 @@ class Watched:
 
     @property
     def usual_interval_seconds(self) -> float | None:
-        """Median time between the latest train records; None before the first."""
+        """Median time between the latest train records; None before the first record."""
         return statistics.median(self.interval_seconds) if self.interval_seconds else None
 
     def take(self, record: Mapping[str, Any]) -> bool:
@@ -165,7 +165,7 @@ class Follower:
     def status(self) -> str | None:
         """Final status (finished, stopped or failed); None if the run may still be running.
 
-        A killed process writes no `end` event. Then the summary decides, which the launcher writes last.
+        A killed process writes no `end` event; then summary.json, written last by the launcher, decides.
         """
         if self.modified is None:
             return None
@@ -182,7 +182,7 @@ class Follower:
         return None
 
     def is_late(self) -> bool:
-        """Whether an unfinished run has written nothing for 10 times its usual interval and for 10 s."""
+        """Whether an unfinished run has been silent for 10 times its usual interval and at least 10 s."""
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
         if age is None or usual is None or self.status():
             return False

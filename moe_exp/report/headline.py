@@ -34,7 +34,7 @@ AXES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Loss of a group: mean, lowest and highest over its runs except `left_out`, which have no such loss."""
+    """Loss of a group: mean, lowest and highest over its runs except `left_out`, which lack this loss."""
 
     group: Group
     loss: float
@@ -44,7 +44,7 @@ class Standing:
 
     @property
     def has_seeds(self) -> bool:
-        """Whether the loss is a mean."""
+        """Whether the loss is a mean over several seeds."""
         return len(self.group.runs) - len(self.left_out) > 1
 
 
@@ -71,7 +71,7 @@ def baseline_of(runs: Sequence[RunRecords]) -> int:
 
 
 def ranking(runs: Sequence[RunRecords], axis: Axis = "consumed_tokens") -> Ranking | None:
-    """Ranks the groups at equal amounts of `axis`, see RANKING_RULE; None with fewer than two comparable."""
+    """Ranks the groups at equal amounts of `axis` (see RANKING_RULE); None if fewer than two qualify."""
     window = window_of(runs)
     runs = [run for run in runs if not why_not_compared(run, window)]
     groups, unit = seed_groups(runs), loss_unit(runs)
@@ -132,7 +132,7 @@ def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
         if refused:
             why = f": {'; '.join(refused)}"
         elif loss_unit(runs) is None:
-            why = ": their tokenizers differ, and bits per byte are not known for all"
+            why = ": their tokenizers differ, and bits per byte are not known for all runs"
         elif len(seed_groups(runs)) == 1:
             why = ": they differ only in SEED"
         return f"No two of the runs can be compared at equal tokens{why}.", ""
@@ -165,10 +165,10 @@ def _seeds(best: Standing, second: Standing) -> str:
 
 RANKING_RULE = (
     "Validation losses are compared at the last point that all runs have reached, interpolated linearly"
-    " between the validations of each run. Runs whose settings differ only in SEED count as one, with the"
-    " mean of their losses; those without a validation are left out. If a model has no validation, or the"
-    " runs were validated on different data, smoothed training losses at the end of the shortest run are"
-    " compared instead."
+    " between the validations of each run. Runs whose settings differ only in SEED count as one run, whose"
+    " loss is the mean of theirs; seeds without a validation are left out. If a model has no validation, or"
+    " the runs were validated on different data, smoothed training losses are compared instead, at the end of"
+    " the shortest run."
 )
 
 

@@ -36,8 +36,8 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
     """Shows runs until all have ended. Waits for runs that do not exist yet. Ctrl-C raises KeyboardInterrupt.
 
     Args:
-        paths: run folders or their metrics.jsonl, ConfigError if one is not; duplicates are shown once.
-        once: print the state once and return, as always if `console` is not a terminal.
+        paths: run folders or their metrics.jsonl (ConfigError for other paths); duplicates are shown once.
+        once: print the state once and return; always true if `console` is not a terminal.
         seconds: polling interval.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
@@ -268,7 +268,7 @@ def _age_line(follower: Follower) -> Text:
         text = f"no train record yet; {last}"
     elif follower.is_late():
         style, every = "bold yellow", f"usual interval {duration(usual)}"
-        text = f"no record for {duration(age)} ({every}). Is it still running? See {follower.folder.log}"
+        text = f"no record for {duration(age)} ({every}). Is the run still running? See {follower.folder.log}"
     else:
         text = f"{last} (usual interval {duration(usual)})"
     return Text(_printable(text), style=style)
@@ -280,7 +280,7 @@ def _printable(text: str) -> str:
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """Means of at most `num_buckets` groups of neighbors, ignoring None; None for an empty group."""
+    """Means over at most `num_buckets` groups of adjacent values, ignoring None; None for an empty group."""
     count = min(num_buckets, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))

@@ -66,7 +66,7 @@ def write_report(
     """Writes a report on run folders, which may be unfinished or empty.
 
     Args:
-        out: file to write; None to print. Only an earlier report is replaced, not another file.
+        out: file to write; None to print. An existing file is replaced only if it is a report.
         kind: `html` or `md`.
         title: heading (default: the names of the runs).
         loss: loss for the cost comparison (default: the lowest that all runs reach).
@@ -309,7 +309,7 @@ def _list(values: Iterable[float]) -> list[float | int | None]:
 
 
 def _rounded(value: float, digits: int = 6) -> float | int | None:
-    """Rounds to `digits` digits; whole numbers as int, None if not finite."""
+    """Rounds to `digits` digits; returns whole numbers as int, and None if not finite."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}") if abs(value) < 1e6 or value != int(value) else float(f"{value:.9g}")

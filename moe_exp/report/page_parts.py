@@ -105,7 +105,7 @@ def how(rule: str) -> str:
 
 
 def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
-    """Headline, warnings, losses at equal tokens, FLOPs and time, and the cost of the same loss."""
+    """Headline, warnings, losses at equal tokens, FLOPs and time, and the cost of reaching the same loss."""
     text, about_seeds = headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
     lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
@@ -133,17 +133,17 @@ def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
 _PARITY_RULE = (
     "Both models are compared where they first reach the lowest loss that both reach (the higher of their two"
     " minima, rounded up to four places), with linear interpolation. The loss is the validation loss. If the"
-    " two were validated on different data, or one has no validation above that loss, it is the smoothed"
-    " training loss: the mean over the last w tokens, in whole records, where w is 5% of the tokens of the"
-    " shortest run and at least 1% of the longest. Runs whose settings differ only in SEED count as one, with"
-    " the mean of their losses over their common range. FLOPs are model FLOPs, forward and backward; time is"
-    " training time, without evaluation and saving. A run that starts at or below this loss is not compared."
+    " models were validated on different data, or a model has no validation above that loss, the loss is the"
+    " smoothed training loss: the mean over the last w tokens, in whole records, where w is 5% of the tokens"
+    " of the shortest run and at least 1% of the longest. Runs whose settings differ only in SEED count as"
+    " one run: the mean of their losses over their common range. FLOPs are model FLOPs, forward and backward;"
+    " time excludes evaluation and saves. A run that starts at or below this loss is not compared."
     " A share is green if the ranking at equal tokens, FLOPs or time agrees."
 )
 
 
 def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> str:
-    """One card for each comparison at the same loss, or a table of many, and the definition."""
+    """One card per comparison at the same loss, or a table if there are many; then the definition."""
     if not found:
         return ""
     title = "Cost of the same loss"
@@ -189,9 +189,9 @@ def overview_html(views: Sequence[Overview]) -> str:
 
 
 _STATE_RULE = (
-    "The state comes from the last end event. If a run died without one, it comes from summary.json, unless"
-    " that is older than the metrics. Without either, a run counts as running if it wrote something within"
-    " the last ten minutes. Throughput is the median over the records."
+    "The state comes from the last end event. If a run died without an end event, it comes from summary.json,"
+    " unless summary.json is older than the metrics. Otherwise, a run counts as running if it wrote something"
+    " within the last ten minutes. Throughput is the median over the records."
 )
 
 
@@ -319,12 +319,12 @@ def spikes_html(runs: Sequence[RunRecords]) -> str:
         found = run.train["iteration"][spikes(run.train["grad_norm"])].astype(int).tolist()
         shown = ", ".join(map(str, found[:20])) + (", ..." if len(found) > 20 else "")
         items.append(f"{escape(run.name)}: {f'{len(found)} (iterations {shown})' if found else 'none'}")
-    rule = f"A spike is more than {SPIKE_FACTOR:g} times the median of the {SPIKE_WINDOW} records before it."
+    rule = f"A spike is more than {SPIKE_FACTOR:g} times the median of the previous {SPIKE_WINDOW} records."
     return f'<p class="note">Gradient norm spikes: {"; ".join(items)}.</p>{how(rule)}'
 
 
 def events_html(runs: Sequence[RunRecords]) -> str:
-    """Timelines of all runs since their own start, on one scale, and a table of events."""
+    """Timelines of all runs on one scale, each from its run's start, and a table of events."""
     timed = [[(when, event) for event in run.events if (when := time_of(event)) is not None] for run in runs]
     if not any(timed):
         return '<p class="note">No events recorded.</p>'
@@ -366,7 +366,7 @@ def events_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events in order: faults first, checkpoints last, and the newest of each."""
+    """At most `most` events in order; prefers faults, then events except checkpoints, then newer events."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

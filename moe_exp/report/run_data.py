@@ -77,7 +77,7 @@ class LoadHistory:
                     self._means.append(np.full((1, len(LAYER_KEYS)), np.nan))
 
     def _count(self, records: Sequence[tuple[int, float, list[Mapping[str, Any]]]]) -> bool:
-        """Adds records shaped like the first; returns False and adds nothing if one differs."""
+        """Adds records of the first record's shape; returns False and adds nothing if a shape differs."""
         try:
             of_records = [experts for _, _, experts in records]
             layers = [[layer["layer"] for layer in experts] for experts in of_records]
@@ -198,12 +198,12 @@ class RunRecords:
         return "running" if age < 600 else "no end recorded"  # wrote within ten minutes
 
     def last(self, key: str) -> float:
-        """Last finite value of a train curve; NaN without one."""
+        """Last finite value of a train curve; NaN if there is no finite value."""
         return latest(self.train[key])
 
 
 def latest(values: Floats) -> float:
-    """The last finite value; NaN without one."""
+    """The last finite value; NaN if there is no finite value."""
     finite = values[np.isfinite(values)]
     return float(finite[-1]) if len(finite) else float("nan")
 
@@ -226,7 +226,7 @@ def spikes(values: Floats) -> list[int]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
-    """Reads run folders, duplicates once. Raises ConfigError first if some paths are not run folders."""
+    """Reads run folders, without duplicates. Raises ConfigError first if some paths are not run folders."""
     folders = list({path.resolve(): path for path in paths}.values())
     if problems := run_problems(paths):
         raise ConfigError(problems)

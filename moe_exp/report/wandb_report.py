@@ -54,7 +54,7 @@ _MISSING = "⬜"
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """A run that is also in wandb, with this id; `kind` is dense or its MOE_TYPE."""
+    """A run that is also in wandb under `wandb_id`; `kind` is `dense` or the MOE_TYPE."""
 
     wandb_id: str
     kind: str

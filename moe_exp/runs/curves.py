@@ -36,7 +36,7 @@ class Mark:
 
     @property
     def text(self) -> str:
-        """Description with the iteration."""
+        """Description of the mark, including the iteration."""
         if self.kind == "stage":
             return f"data {self.label} from iteration {self.after + 1}: {self.details}"
         return f"resume after iteration {self.after}" + (f": {self.label}" if self.label else "")
@@ -191,7 +191,7 @@ _PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float | None]], ...
 def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> Any:
     """Draws panels for losses, throughput and expert balance, with one line per run.
 
-    Several seeds are drawn as their mean in a band from lowest to highest, up to the point that all have
+    Several seeds are drawn as their mean inside a band from lowest to highest, up to the point that all have
     reached. Loss panels have the marks of `marks_of`.
 
     Args:
@@ -302,6 +302,6 @@ def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[s
 
 
 def shared_points(xs: Sequence[Floats]) -> Floats:
-    """Sorted points of all curves, from where the last curve starts to where the first one ends."""
+    """Sorted points of all curves, from the latest start of a curve to the earliest end."""
     points = np.unique(np.concatenate(xs))
     return points[(max(x[0] for x in xs) <= points) & (points <= min(x[-1] for x in xs))]

@@ -6,7 +6,7 @@ Every record is a dict with `kind` and `iteration`:
     valid  keys of VALID_KEYS, every EVAL_INTERVAL iterations
     event  event, time (ISO 8601) and details, see EVENTS; from rank 0, or from the launcher if ranks died
 
-Values that were not measured are null, and so are NaN and infinity, which JSON lacks.
+Values that were not measured are null. NaN and infinity are also null, because JSON has neither.
 """
 
 import json
@@ -42,10 +42,10 @@ TRAIN_KEYS = {
     "aux_losses": "each loss of AUX_LOSS_TYPE by name, mean over MoE layers, before its coefficient",
     "learning_rate": "after this iteration's step of the schedule, as in Megatron's log",
     "grad_norm": "L2 norm before clipping, or null",
-    "num_zeros": "zeros in the gradient, or null",
+    "num_zeros": "number of zeros in the gradient, or null",
     "params_norm": "L2 norm of the parameters, or null",
     "max_attention_logits": "largest attention logit of each layer, before QK_CLIP; null without QK_CLIP",
-    "loss_scale": "factor on the loss (fp16), else 1.0",
+    "loss_scale": "scale factor of the loss in fp16; 1.0 in other formats",
     "elapsed_time_per_iteration_ms": "wall time",
     "tokens_per_second": "over all ranks",
     "tflops_per_gpu": "model TFLOP/s per rank, or null",
@@ -53,7 +53,7 @@ TRAIN_KEYS = {
     "skipped_iterations": "iterations without an optimizer step (fp16 overflow, or gradient not finite)",
     "nan_iterations": "iterations whose loss is not finite",
     "memory_allocated_bytes": "peak allocation on rank 0's device, or null on a CPU",
-    "peak_memory_bytes": "peak of any rank since its start: device allocation, or on a CPU resident size",
+    "peak_memory_bytes": "highest peak of all ranks since their start: allocated (GPU) or resident (CPU)",
     "timers": "ms per iteration by phase (training.interval.PHASES), mean over ranks; null: no LOG_TIMERS",
     "experts": "one object per MoE layer, with the keys of EXPERT_KEYS",
 }
@@ -62,11 +62,11 @@ EXPERT_KEYS = {
     "tokens_per_expert": "slots per expert before any drop; usually their sum is tokens times TOPK",
     "experts_per_token": "slots per token, mean over tokens; TOPK unless tokens choose their number",
     "max_over_mean": "slots of the busiest expert over the mean, in the whole interval",
-    "microbatch_max_over_mean": "the same within one rank's micro-batch, mean: sets memory, drops and time",
+    "microbatch_max_over_mean": "max_over_mean of a rank's micro-batch, mean; sets memory, drops and time",
     "max_vio": "max_over_mean - 1 of a global batch, mean over the last 32 batches of the interval",
     "dead_fraction": "fraction of experts with less than 1% of their fair share of slots",
     "dropped_fraction": "fraction of slots dropped over capacity",
-    "router_entropy": "entropy of a token's scores, nats, mean over tokens; ln(NUM_EXPERTS): undecided",
+    "router_entropy": "entropy of a token's scores, nats, mean over tokens; ln(NUM_EXPERTS): uniform",
     "top1_weight": "largest router weight of a token, mean over tokens, after normalization and scaling",
     "load_balancing_loss": "before its coefficient; 1.0: perfect balance",
     "z_loss": "router z-loss before its coefficient, even if that is 0; measures the size of the logits",
@@ -94,18 +94,18 @@ EVENTS = {
     "damaged_checkpoint": "a checkpoint could not be used to resume: reason",
     "kernels_failed": "a Triton kernel differs from plain torch and is not used: part, problems, backend",
     "graph_failed": "the CUDA graph of a micro-batch failed its check and is not used: reason",
-    "restore_failed": "loaded tensors differ from the saved ones, the job ends: checkpoint, tensors",
-    "replicas_differ": "replicas differ or parameter groups are wrong, the job ends: problems",
+    "restore_failed": "loaded tensors differ from the saved tensors; the job ends: checkpoint, tensors",
+    "replicas_differ": "replicas differ or parameter groups are wrong; the job ends: problems",
     "data_stage": "a stage of DATA_STAGES starts with this iteration: stage, train_data, seq_len",
-    "other_data": "the data differ from the checkpoint's (ALLOW_OTHER_DATA): changes",
+    "other_data": "the data differ from the checkpoint's data (ALLOW_OTHER_DATA): changes",
     "changed_settings": "settings differ from the previous start's: changes",
     "bad_step": "first of consecutive steps with non-finite loss or gradient: loss, grad_norm, samples",
     "too_many_bad_steps": "MAX_BAD_STEPS consecutive bad steps ended the run: checkpoint",
     "spike": "the loss or gradient norm jumped: z-scores, levels, samples and their documents",
     "spike_end": "the spike is over: first_iteration, outcome, highest_loss, highest_grad_norm",
-    "rollback": "the run returns to before a spike and skips its batches: back_to, samples, set_aside",
+    "rollback": "the run resumes before a spike and skips the spike's batches: back_to, samples, set_aside",
     "no_rollback": "a rollback was not possible: reason",
-    "hang": "no rank made progress, all were terminated: reason, deviating ranks and hosts, why, folder",
+    "hang": "no rank made progress, so all were terminated: reason, deviating ranks and hosts, why, folder",
     "stop": "the run stops before TRAIN_ITERS: reason (faults.STOP_REASONS)",
     "end": "the ranks ended on their own: status, wall_seconds",
     "rank_failed": "a rank died: rank, host, device, cause (its error, or the signal)",
@@ -114,7 +114,7 @@ EVENTS = {
 
 
 def append_event(path: Path, name: str, iteration: int, /, **details: Any) -> None:
-    """Appends one of EVENTS to a metrics.jsonl; `iteration` is the last one known to be complete."""
+    """Appends one of EVENTS to a metrics.jsonl; `iteration` is the last iteration known to be complete."""
     append(path, event_record(name, iteration, **details))
 
 
@@ -148,12 +148,12 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def iter_metrics(path: Path) -> Iterator[Record]:
-    """Like `read_metrics`, but streamed and with `fast_record`: after weeks the file may have gigabytes."""
+    """Like `read_metrics`, but streamed and with `fast_record`: the file of a long run may have gigabytes."""
     return _records(path, fast_record)
 
 
 def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
-    """Records in the last `num_bytes` of a metrics.jsonl, which may be large after weeks."""
+    """Records in the last `num_bytes` of a metrics.jsonl, which is large in a long run."""
     with regular(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - num_bytes))

@@ -8,12 +8,12 @@
     dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
     skipped_samples.json    samples skipped by rollbacks, see training/loss_guard.py
     bad_steps/ set_aside/   checkpoints not used to resume: saved after MAX_BAD_STEPS bad steps, or newer
-                            than the one that a rollback returned to
+                            than the checkpoint that a rollback returned to
     tensorboard/ wandb/
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       result of the latest start
     slurm/             from `moe-exp slurm`: sbatch files, logs, and `submitted`, the ids of all jobs
-    .rendezvous_key    with several nodes: prefix of names in its stores; readable by its user only
+    .rendezvous_key    with several nodes: prefix of names in its stores; only its user can read it
     EXIT               created by the user to make the run save and end
 
 The environment is never recorded, so that no credentials end up in a shared folder.
@@ -94,14 +94,14 @@ class RunFolder:
 
 
 def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
-    """Rollbacks of a run, oldest first; ConfigError if their file is damaged."""
+    """Rollbacks of a run, oldest first; ConfigError if skipped_samples.json is damaged."""
     path = folder.skipped_samples
     try:
         return list(read_json(path)["rollbacks"])
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "restore it, or remove it to train on the samples that rollbacks have skipped"
+        fix = "restore the file, or remove it to also train on the samples that rollbacks skipped"
         raise ConfigError([f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: {fix}."]) from None
 
 
@@ -160,7 +160,7 @@ _LOCK_SECONDS = 1.0  # `lock_problems` in another process may hold the lock for 
 
 
 def release_run_folders() -> int:
-    """Releases the locks of `hold_run_folder`, if the process continues; returns their number."""
+    """Releases the locks of `hold_run_folder` in a process that continues; returns the number of locks."""
     num_held = len(_HELD)
     while _HELD:
         _HELD.pop().release()
@@ -186,7 +186,7 @@ def lock_problems(config: Config) -> list[str]:
 
 
 def _changed_settings(folder: RunFolder, config: Config) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Settings of the previous start, and those that differ now as name to [before, now]."""
+    """Settings of the previous start, and the changed settings as name to [before, now]."""
     before: dict[str, Any] = {}
     with suppress(ValueError):  # config.yaml is missing or unreadable
         before = recorded_settings(folder.config)
@@ -328,7 +328,7 @@ def _exists(path: Path) -> bool:
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:
-    """Compares with the latest start's settings; loading a checkpoint compares with its own."""
+    """Compares with the latest start's settings; a loaded checkpoint is compared with its own settings."""
     if not _exists(folder.config):
         return []
     try:

@@ -28,7 +28,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Caller:
-    """The user's command, from which the summary derives the commands it suggests."""
+    """The user's command; the summary derives its suggested commands from this command."""
 
     program: str = "moe-exp"
     command: str = "moe-exp train"  # as typed, with its flags
@@ -36,7 +36,7 @@ class Caller:
     problems: Callable[[Config], Iterable[str]] = Config.problems  # of a suggested run's settings
 
     def command_with(self, **changes: Any) -> str:
-        """The command with changed settings, each given as a flag or variable like in the original."""
+        """The command with changed settings, each as a flag or a variable as in the original command."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():
@@ -62,7 +62,7 @@ def finish_run(
 ) -> tuple[Status, str] | None:  # fmt: skip
     """Writes the summary of the start launched at `since` (with time zone); returns status and text.
 
-    None if the start ended before it wrote its first record.
+    Returns None if the start ended before it wrote its first record.
     """
     records, experts = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
     start, *later = _latest_start(records) or [{}]
@@ -84,7 +84,7 @@ def finish_run(
 
 @dataclass
 class ExpertSums:
-    """Sums over the `experts` of all train records, which may be gigabytes after weeks."""
+    """Sums over the `experts` of all train records, which may be gigabytes in a long run."""
 
     last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
     slots: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)  # by (layer, E)
@@ -160,7 +160,7 @@ def summarize(
 
 
 def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Records from the last `start` or `resume` on; without one, all train and valid records."""
+    """Records from the last `start` or `resume` on; without such an event, all train and valid records."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
@@ -213,13 +213,13 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
         perplexity = f"(perplexity {summary['last_valid_ppl']:.2f})"
         lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} {perplexity}{averaged}")
     logged = summary["logged_iteration"]
-    until = f" up to iteration {logged}, the last logged one" if logged < summary["iteration"] else ""
+    until = f" up to iteration {logged}, the last logged iteration" if logged < summary["iteration"] else ""
     speeds = [("tokens_per_second", "{:,.0f} tokens/s"), ("ms_per_iteration", "{:.1f} ms per iteration")]
     speeds.append(("tflops_per_gpu", "{:.3g} TFLOP/s per rank"))
     speed = ", ".join(text.format(summary[key]) for key, text in speeds if summary[key] is not None)
     lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{f' ({speed})' if speed else ''}")
     if balance := summary["expert_balance"]:
-        text = f"the busiest gets {balance['max_over_mean']:.2f} times its fair share"
+        text = f"the busiest expert gets {balance['max_over_mean']:.2f} times its fair share"
         text += f" (layer {balance['worst_layer']}"
         if within := balance.get("microbatch_max_over_mean"):
             text += f", {within:.2f} in a micro-batch"
@@ -267,7 +267,7 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
         return [
             f"check the bad_step events in {folder}/metrics.jsonl   # if bad samples are the cause",
             f"set LR below {config.lr:g}, with another RUN_NAME   # if the training is unstable",
-            f"the same command {again}, which helps if a batch was the cause",
+            f"the same command {again}, which helps if a bad batch was the cause",
         ]
     if summary["status"] == "stopped" and summary["exit_code"] == FAILED:
         why = f"exit code {FAILED}: SAVE_AT_END=false, and this start saved no checkpoint"
@@ -282,7 +282,7 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
 
 
 def _other_runs(config: Config, caller: Caller) -> list[str]:
-    """The user's command with another setting, for runs to compare with."""
+    """The user's command with changed settings, for runs to compare with this run."""
     if config.nnodes > 1 or "--resume" in caller.command:
         return []
     others: list[tuple[str, str, dict[str, Any]]] = []

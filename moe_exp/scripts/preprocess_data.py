@@ -4,10 +4,10 @@
         --output-prefix data/processed/llama3_fineweb_train \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH --append-eod --workers 128
 
-writes data/processed/llama3_fineweb_train_text_document.bin and .idx, and prints the TRAIN_DATA=... line to
-train on them. One core processes about 50 MB of text per second with gigatoken (pip install gigatoken), 2 MB
-without; --dry-run estimates tokens, disk space and time from a sample. Repeat the command to resume. Same as
-`moe-exp data tokenize`.
+writes data/processed/llama3_fineweb_train_text_document.bin and .idx, and prints the setting TRAIN_DATA=...
+that trains on these files. One core processes about 50 MB of text per second with gigatoken (pip install
+gigatoken) and 2 MB without gigatoken. --dry-run estimates tokens, disk space and time from a sample. Repeat
+the command to resume. Same as `moe-exp data tokenize`.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
-"""Runs of a study: starts `moe-exp train` per case, on this node or as SLURM jobs, and explains failures.
+"""Runs of a study: starts `moe-exp train` for each case, locally or as a SLURM job, and explains failures.
 
-SLURM jobs outlive the command; repeating it collects their results. No torch.
+SLURM jobs outlive the command; repeat the command to collect their results. No torch.
 """
 
 import logging
@@ -65,14 +65,14 @@ class Case:
 
 
 _NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "sizes": (lambda text: tuple(map(int, text.split(","))), "whole numbers with commas"),
+    "sizes": (lambda text: tuple(map(int, text.split(","))), "whole numbers separated by commas"),
     "repeats": (int, "a whole number"),
     **dict.fromkeys(("asymptote", "seconds", "timeout"), (float, "a number")),
 }
 
 
 def numbers_in(texts: Mapping[str, str | None]) -> dict[str, Any]:
-    """Parses the options that are numbers; None stays None. ConfigError lists all invalid ones."""
+    """Parses the options that are numbers; None stays None. ConfigError lists all invalid options."""
     values, problems = {}, []
     for name, text in texts.items():
         parse, what = _NUMBERS[name]
@@ -88,8 +88,8 @@ def numbers_in(texts: Mapping[str, str | None]) -> dict[str, Any]:
 def given_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str], nodes: Nodes | None = None
 ) -> dict[str, Any]:
-    """Returns the settings in `environ` and `flags`, with VOCAB_SIZE from the data and the PRESET of this
-    machine, or all device-dependent defaults for `nodes`. ConfigError for invalid values.
+    """Returns the settings in `environ` and `flags`, with VOCAB_SIZE from the data. Adds the PRESET of this
+    machine or, with `nodes`, all defaults that depend on the device. ConfigError for invalid values.
     """
     given = given_values(flags, environ)
     given = fixed_for(nodes, given) if nodes else given
@@ -121,7 +121,7 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> Iterator[None]:
-    """Extends `held`: SIGTERM and SIGHUP raise KeyboardInterrupt, and a line explains how to resume."""
+    """Extends `held`: turns SIGTERM and SIGHUP into KeyboardInterrupt, and prints how to resume."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -130,20 +130,20 @@ def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> I
         try:
             yield
         except KeyboardInterrupt:
-            jobs = "; its SLURM jobs continue" if executor == "slurm" else ""
+            jobs = "; the SLURM jobs continue" if executor == "slurm" else ""
             print(f"stopped{jobs}. Repeat the command to resume.", flush=True)
             raise
 
 
 def wait_until_free(folder: RunFolder) -> None:
-    """Waits until the processes of a killed command release a run folder; ValueError if they do not."""
+    """Waits until the processes of a killed command release a run folder; ValueError after a minute."""
     if not folder.lock.exists():
         return
     try:
         with FileLock(folder.lock, timeout=_END_SECONDS):
             pass
     except Timeout:
-        rule = "another run is writing to it. Fix: wait for it to end, or terminate it"
+        rule = "another run is writing to this folder. Fix: wait for that run to end, or terminate it"
         raise ValueError(f"{folder.path}: {rule}.") from None
 
 
@@ -153,8 +153,8 @@ def run_to_end(
 ) -> int | None:  # fmt: skip
     """Runs a launcher, appends its output to `log`, and returns its exit code; None after `timeout` seconds.
 
-    A timeout or an exception such as Ctrl-C kills the run. With `saving`, it may first save a checkpoint; a
-    second Ctrl-C kills it immediately.
+    A timeout or an exception such as Ctrl-C kills the run. With `saving`, the run may first save a
+    checkpoint; a second Ctrl-C kills the run immediately.
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -250,12 +250,12 @@ def run_jobs(
     options: JobOptions,
     prepare: Callable[[Case], None] = lambda case: None,
 ) -> Iterator[tuple[Case, int | None]]:
-    """Submits all `cases` (by job name) without a job from an earlier call, and yields them as their jobs
-    end, with the exit code of the launchers, or None if the job ended without one.
+    """Submits each of `cases` (by job name) that has no job from an earlier call. Yields each case when its
+    job ends, with the exit code of the launchers, or None if the job has left no exit code.
 
     Args:
         jobs: folder of NAME.sh (script), NAME.id (job id) and NAME.code (exit code).
-        prepare: called before a case is submitted.
+        prepare: called with each case before the case is submitted.
 
     Raises:
         ValueError: if sbatch is missing or fails.
@@ -314,7 +314,7 @@ def batch_script(name: str, case: Case, jobs: Path, options: JobOptions) -> str:
 
 
 def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
-    """Yields the names in `waiting` (name to job id) as jobs end; ValueError if squeue keeps failing."""
+    """Yields names in `waiting` (name to job id) as their jobs end; ValueError if squeue keeps failing."""
     left, answered = dict(waiting), time.monotonic()
     while left:
         try:
@@ -374,7 +374,7 @@ def _by_rank(lines: Sequence[str]) -> list[str]:
 
 
 def _root_cause(lines: Sequence[str]) -> Sequence[str]:
-    """Returns torchrun's report on the first rank to fail; torchrun itself terminates the others."""
+    """Returns torchrun's report on the first rank that failed; torchrun itself terminates other ranks."""
     head = "Root Cause (first observed failure)"
     return lines[next((number for number, line in enumerate(lines) if line.startswith(head)), 0) :]
 

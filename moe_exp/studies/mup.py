@@ -1,5 +1,5 @@
-"""Scaled models for `moe-exp mup`, the growth of their outputs with size, and their best learning rates. No
-torch: the command passes the training function.
+"""Scaled models for `moe-exp mup`: growth of their outputs with size, and their best learning rates. No
+torch: the caller passes the training function.
 """
 
 import itertools
@@ -27,8 +27,8 @@ _WITH_WIDTH = (
 
 
 def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
-    """Returns `base` with another HIDDEN_SIZE, to which heads and MLP widths are proportional; NUM_EXPERTS,
-    unless 0; and experts split into `granularity` parts, which multiplies TOPK. ConfigError if impossible.
+    """Returns `base` with HIDDEN_SIZE=`width`, proportional heads and MLP widths, `num_experts` unless 0, and
+    each expert split into `granularity` experts, which multiplies TOPK. ConfigError if impossible.
     """
     ratio = Fraction(width, base.hidden_size)
     sizes = {name: getattr(base, name) * ratio for name in _WITH_WIDTH}
@@ -54,7 +54,7 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
 def models_of_axes(
     base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
 ) -> dict[str, dict[int, Config]]:
-    """Returns models by size along each axis; ConfigError if there is only one model."""
+    """Returns models by size for each axis, such as width; ConfigError if there is only one model."""
     if base.world_size > 1:
         rule, fix = "models are trained on one rank", "set GPUS_PER_NODE=1 and NNODES=1"
         raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
@@ -91,8 +91,8 @@ class Growth:
 
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
-    """Returns the slopes over the sizes in `measured`, which maps a size to runs with different seeds, each
-    with (mean output, mean change) by step and part. The change is taken at the last step.
+    """Returns the slopes over the sizes in `measured`. Each size has runs with different seeds, and each run
+    has (mean output, mean change) by step and part. Uses initial outputs, and changes at the last step.
     """
     sizes, found = np.log2(list(measured)), []
 
@@ -123,12 +123,12 @@ class Optimum:
 
     @property
     def factor(self) -> float:
-        """Standard deviation over seeds, as a factor."""
+        """Standard deviation of the best learning rate over seeds, as a factor on the rate."""
         return float(2 ** stdev(self.log2_rates)) if len(self.log2_rates) > 1 else 1.0
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
-    """Returns log2 of the best rate by a parabola, and whether it is at the edge of `rates`."""
+    """Returns log2 of the best rate by a parabola, and whether this rate is at the edge of `rates`."""
     logs = np.log2(rates)
     place = int(np.argmin(losses))
     if place in (0, len(rates) - 1):
@@ -144,7 +144,7 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
 
 
 def optimum(name: str, rates: Sequence[float], losses_by_seed: Sequence[Sequence[float]]) -> Optimum:
-    """Returns the best learning rate of a model. `losses_by_seed`: a loss for each rate; inf if diverged."""
+    """Returns a model's best learning rate. `losses_by_seed`: per seed, a loss per rate; inf if diverged."""
     found = [best_rate(rates, losses) for losses in losses_by_seed]
     return Optimum(name, tuple(log for log, _ in found), any(at_edge for _, at_edge in found))
 

@@ -1,1 +1,1 @@
-"""Parts around the training loop inside a rank: metrics, checkpoints, guards."""
+"""Training loop of a rank, with metrics, checkpoints and guards."""

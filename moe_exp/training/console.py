@@ -1,4 +1,4 @@
-"""Log lines of a run: Megatron's format in train.log and pipes, short lines on a terminal; log handlers."""
+"""Log lines of a run, in Megatron's format in train.log and pipes, or short on a terminal."""
 
 import logging
 import math
@@ -15,7 +15,7 @@ from moe_exp.runs.run_folder import RunFolder
 
 
 def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> str:
-    """Log line in the format of Megatron-LM's `training_log`, which also omits fields without a value."""
+    """Log line in the format of Megatron-LM's `training_log`, without the fields that have no value."""
     fields = [
         (" consumed samples: {:12d}", "consumed_samples"),
         (" elapsed time per iteration (ms): {:.1f}", "elapsed_time_per_iteration_ms"),
@@ -39,7 +39,7 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
 
 
 def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
-    """A train or valid record in at most 80 columns; parts at the end are dropped if they do not fit."""
+    """Line of at most 80 columns for a train or valid record; drops parts at the end that do not fit."""
     loss = record["lm_loss"]
     parts = [
         f"step {record['iteration']:{len(str(train_iters))}}/{train_iters}",
@@ -101,7 +101,7 @@ def validation_lines(record: Mapping[str, Any]) -> list[str]:
 class _Lines(logging.Formatter):
     """Prefixes WARNING and above with time, host name, rank and device, and optionally INFO with the time.
 
-    Records with the attribute `bare` already have a prefix. `on_terminal` is the short text for a terminal.
+    Records with the attribute `bare` already have a prefix. `on_terminal` is the shorter text for terminals.
     """
 
     def __init__(self, rank: int, *, with_time: bool, is_terminal: bool):

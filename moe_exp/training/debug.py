@@ -1,13 +1,13 @@
 """pdb in one rank of a running job.
 
     from moe_exp.training import debug
-    debug.set_trace()          # rank 0 stops here; set_trace(rank=3) for another one
+    debug.set_trace()          # rank 0 stops here; set_trace(rank=3) stops rank 3
 
-or `breakpoint()` with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace. Call it in code that every rank
-runs: the other ranks wait at the same place, outside any collective, until the debugger continues. While it
-steps, they run up to their next collective, whose timeout is set to a week. The debugger reads the standard
-input of its node's launcher (`moe-exp train`, the script or torchrun); at the end of the input it continues.
-`quit` ends the job as failed.
+or `breakpoint()` with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace. Call set_trace in code that
+every rank runs. Other ranks wait at the same place, outside any collective, until the debugger continues.
+While the debugger steps, other ranks run up to their next collective, whose timeout is set to a week. The
+debugger reads the standard input of the launcher on its node (`moe-exp train`, the script or torchrun), and
+continues at the end of the input. `quit` ends the job as failed.
 """
 
 import os
@@ -31,7 +31,7 @@ _visits: Counter[str] = Counter()  # per place; equal on all ranks, since all ru
 
 
 def set_trace(rank: int = 0) -> None:
-    """Stops global `rank`, whose launcher needs a terminal, in pdb; the other ranks wait here meanwhile."""
+    """Stops global rank `rank` in pdb, on its launcher's terminal; the other ranks wait here meanwhile."""
     frame = sys._getframe().f_back
     assert frame is not None
     if not dist.is_initialized():
@@ -55,7 +55,7 @@ def set_trace(rank: int = 0) -> None:
 
 
 class Debugger(pdb.Pdb):
-    """pdb with `rank` in its prompt; when it continues, `release` lets the other ranks continue."""
+    """pdb with `rank` in its prompt; when pdb continues, `release` lets the other ranks continue."""
 
     def __init__(self, rank: int, release: Callable[[], None]):
         # nosigint: Ctrl-C keeps its meaning in a run, save and exit.
@@ -64,7 +64,7 @@ class Debugger(pdb.Pdb):
         self._release = release
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None, *rest: Any) -> None:
-        """Prompts until a command continues."""
+        """Prompts until a command continues the run."""
         with heartbeat.paused():
             super().interaction(frame, traceback, *rest)
         self._release()

@@ -1,4 +1,4 @@
-"""Statistics of a log interval, summed over all ranks by a few reductions at its end."""
+"""Statistics of a log interval, summed over all ranks by a few reductions at the end of the interval."""
 
 import math
 import time
@@ -26,7 +26,7 @@ _MOST_BATCHES = 32  # global batches per interval whose expert loads are kept se
 
 
 class Interval:
-    """Sums on the device since the last log line. Each MoE layer of `model` keeps its own sums."""
+    """Sums statistics on the device since the last log line. Each MoE layer of `model` keeps its own sums."""
 
     def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
         self.config, self.runtime, self.model = config, runtime, model
@@ -58,7 +58,7 @@ class Interval:
     def add(
         self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, flops: int, skipped: bool
     ) -> None:
-        """Adds one iteration; `losses` as in `Step`."""
+        """Adds one iteration; `losses` are those of `loop.Step`."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
             sums = torch.stack(list(losses)).double()
@@ -80,7 +80,7 @@ class Interval:
         return torch.stack(counts) if counts else self.losses.new_empty(0, 0)
 
     def pause(self, seconds: float, *, phase: str | None = None) -> None:
-        """Excludes `seconds` from the time per iteration; with timers, adds them to `phase`."""
+        """Excludes `seconds` from the time per iteration; with timers, adds the seconds to `phase`."""
         self.start += seconds
         if self.timers is not None and phase is not None:
             self.timers.add(phase, seconds)
@@ -151,7 +151,7 @@ class Interval:
         return [part.tolist() for part in vector.cpu().split([len(part) for part in parts])]
 
     def _max_vio(self) -> list[float]:
-        """MaxVio, averaged over the last global batches of the interval, [num_layers]; 0 for dense layers."""
+        """MaxVio of each layer, averaged over the last global batches of the interval; 0 for dense layers."""
         # The counters only grow, so differences are the loads of single batches. MaxVio needs the load summed
         # over all ranks before the maximum; layers of other pipeline stages contribute zeros.
         sizes = len(self.loads) - 1, self.config.num_layers, self.config.num_experts
@@ -193,7 +193,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Means over MoE layers of the load-balancing loss, z-loss and AUX_LOSS_TYPE; and `experts`."""
+        """Load-balancing loss, z-loss and AUX_LOSS_TYPE as means over MoE layers; and `experts`."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
@@ -245,7 +245,7 @@ class IterationEnd:
 def end_of_iteration(
     *, stop: str, reasons: Sequence[str], is_writing: bool, losses: Sequence[Tensor], device: torch.device
 ) -> IterationEnd:
-    """Agrees with the other ranks by one all-reduce, in which the host waits for the GPU."""
+    """Combines the values of all ranks by one all-reduce, in which the host waits for the GPU."""
     # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens. If ranks
     # have different reasons, the first one is used.
     flags = [*(reason == stop for reason in reasons), is_writing]

@@ -1,4 +1,4 @@
-"""Entry point of each training rank: build the job, run the training loop.
+"""Entry point of each training rank: builds the job and runs the training loop.
 
 `torchrun --nproc-per-node 2 -m moe_exp.train --num-experts 16` trains with settings from the environment and
 from flags. `moe-exp train` and `run_moe_from_scratch.sh` check the settings first and start the ranks
@@ -407,7 +407,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records the validation loss (nats per token) of weights and average; returns the first, and seconds."""
+    """Records the losses (nats per token) of weights and average; returns the weights' loss, and seconds."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()
@@ -425,7 +425,7 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
 
 
 def mean_valid_loss(job: Job) -> float:
-    """Mean loss over the first EVAL_ITERS global batches of the validation data; NaN if no token counts."""
+    """Mean loss over the first EVAL_ITERS global batches of validation data; NaN if no token is counted."""
     assert job.valid_stream is not None
     config, total = job.config, torch.zeros(2, dtype=torch.float64, device=job.runtime.device)
     for index in range(config.eval_iters):

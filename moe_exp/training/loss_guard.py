@@ -1,6 +1,6 @@
 """Reactions to a bad loss: consecutive bad steps end the run; a spike is logged or rolled back.
 
-Every rank calls the guard with the same numbers after every iteration, so no collective is needed to agree.
+Every rank calls the guard with the same numbers after every iteration, so ranks agree without a collective.
 """
 
 import itertools
@@ -60,10 +60,10 @@ class LossGuard:
     """Checks every iteration of a run and applies MAX_BAD_STEPS, SPIKE_ACTION and MAX_ROLLBACKS.
 
     Args:
-        samples: training samples, to report the documents of a spike.
-        progress: progress at the start, with the loss history of its checkpoint.
-        metrics: on rank 0, else None.
-        finish_save: waits for a pending save.
+        samples: training samples, used to report the documents of a spike.
+        progress: progress at the start, with the loss history of the checkpoint.
+        metrics: metrics of the run on rank 0; None on other ranks.
+        finish_save: function that waits for a pending save.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class LossGuard:
         where = self._save_apart(progress)
         self._event("too_many_bad_steps", iteration=done.iteration, in_a_row=self._num_bad, checkpoint=where)
         span = f"iterations {done.iteration - self._num_bad + 1} to {done.iteration}"
-        rule = f"no optimizer step possible in {span}, loss or gradient not finite; {where}"
+        rule = f"no optimizer step in {span}, because the loss or gradient was not finite; {where}"
         fix = "check the samples of the bad_step event in metrics.jsonl, lower LR, or set MAX_BAD_STEPS=0"
         raise GuardEnd(f"MAX_BAD_STEPS={config.max_bad_steps}: {rule}. Fix: {fix}.", FAILED)
 
     @heartbeat.during("checkpoint")
     def _save_apart(self, progress: Progress) -> str:
-        """Saves to bad_steps/, which no resume uses; returns a message for the error line."""
+        """Saves a checkpoint in bad_steps/, which no resume uses; returns text for the error line."""
         place = free_place(self._folder.bad_steps, progress.iteration)
         # A writer for this checkpoint alone: retention must not touch the run's own checkpoints.
         config = self._config.model_copy(update={"keep_last": 0, "async_save": False})
@@ -181,7 +181,7 @@ class LossGuard:
             self._event("no_rollback", iteration=progress.iteration, reason=reason, **done)
             rule = f"another spike at iteration {spike.iteration} after {num_before} rollbacks"
             where = f"the same command resumes from iteration {done['back_to']}"
-            fix = "lower LR, check the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train on"
+            fix = "lower LR, check the spike events in metrics.jsonl, or set SPIKE_ACTION=log to continue"
             line = f"MAX_ROLLBACKS={config.max_rollbacks}: {rule}; {where}. Fix: {fix}."
             raise GuardEnd(line, FAILED)
         facts = {"first_iteration": first, "samples": [list(pair) for pair in ranges]}
@@ -190,10 +190,10 @@ class LossGuard:
         code = TO_BE_CONTINUED if end.stop else START_AGAIN
         text = f"skipping samples {_ranges_text(ranges)} of iterations {first} to {progress.iteration}"
         line = f"rolled back to iteration {done['back_to']}, before the spike, {text}"
-        raise GuardEnd(f"{line}; the same command resumes from there", code)
+        raise GuardEnd(f"{line}; the same command resumes from that iteration", code)
 
     def _stream(self, iterations: Sequence[Iteration]) -> tuple[Range, ...]:
-        """Samples of the iterations, as ranges of stream numbers."""
+        """Samples of the iterations, as ranges of sample numbers in the stream."""
         ends = [(done.first_sample, done.first_sample + done.batch_size) for done in iterations]
         return merged(pair for first, end in ends for pair in stream_ranges(first, end, self._skipped))
 
@@ -223,7 +223,7 @@ class LossGuard:
 
 
 def _text(value: float | None) -> str:
-    """`value` rounded; records have all digits."""
+    """Rounds `value` for a log line; records keep all digits."""
     return "none" if value is None else f"{value:.5g}"
 
 
@@ -244,7 +244,7 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """`samples` without those that rollbacks skip if training resumes from `source`. Called by every rank.
+    """`samples` without samples that rollbacks skip if training resumes from `source`. Called by every rank.
 
     `sample_order` is `SampleOrder.facts` of this start. ConfigError if the rollbacks cannot be read.
     """
@@ -270,12 +270,12 @@ def go_back(
     Args:
         progress: current progress.
         iteration: first iteration to undo.
-        samples: ranges of stream numbers to skip; None: skip nothing.
+        samples: ranges of sample numbers in the stream to skip; None: skip nothing.
 
     Returns:
-        Fields of an event, the same on every rank: `back_to`, iteration of the checkpoint that the next start
-        resumes from; `set_aside`, newer checkpoints, now in RUN/set_aside. Or the reason why nothing was
-        done: no usable earlier checkpoint, or a full disk.
+        Fields of an event, the same on every rank: `back_to` (iteration of the checkpoint that the next start
+        resumes from) and `set_aside` (newer checkpoints, which are moved to RUN/set_aside). Or the reason why
+        the rollback failed: no usable earlier checkpoint, or a full disk.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint, newest=iteration - 1)

@@ -1,4 +1,4 @@
-"""Metrics of a run: writes metrics.jsonl first, then the console, TensorBoard and wandb."""
+"""Writes the metrics of a run to metrics.jsonl, the console, TensorBoard, wandb and Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOT_A_CURVE = (
 
 
 class Metrics:
-    """Writer of a run's records on rank 0; close it. ConfigError if wandb cannot start."""
+    """Writes a run's records on rank 0; must be closed. ConfigError if wandb cannot start."""
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config
@@ -74,7 +74,7 @@ class Metrics:
         self, progress: Progress, lm_loss: float, *, ema_lm_loss: float | None = None,
         bytes_per_token: float | None = None,
     ) -> None:  # fmt: skip
-        """Writes a valid record; losses in nats per token, `bytes_per_token` is UTF-8 bytes if known."""
+        """Writes a valid record; losses in nats per token; `bytes_per_token`: UTF-8 bytes, if known."""
         record: Record = {
             "kind": "valid",
             **{name: getattr(progress, name) for name in ("iteration", *_CONSUMED)},
@@ -90,7 +90,7 @@ class Metrics:
         self._mirror(record)
 
     def event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event record; arguments as in `records.append_event`."""
+        """Writes an event record; takes the arguments of `records.append_event`."""
         self._write(records.event_record(name, iteration, **details))
 
     def close(self, *, failed: bool = False) -> None:
@@ -111,11 +111,11 @@ class Metrics:
             records.append(self._path, *self._unwritten)
         except OSError as error:
             if len(self._unwritten) == 1:
-                line = "cannot write to %s (%s): keeping its records in memory until a write succeeds"
+                line = "cannot write to %s (%s): keeping new records in memory until a write succeeds"
                 logger.warning(line, self._path, error.strerror or error)
             return
         if len(self._unwritten) > 1:
-            logger.info("writing to %s again, with %d kept records", self._path, len(self._unwritten))
+            logger.info("can write to %s again: wrote %d records", self._path, len(self._unwritten))
         self._unwritten = []
 
     def _mirror(self, record: Record) -> None:
@@ -128,7 +128,7 @@ class Metrics:
             try:
                 action(mirror)
             except Exception as error:  # any error: a mirror must not stop training
-                line = "%s failed, records are no longer sent to it: %s: %s"
+                line = "%s failed and receives no further records: %s: %s"
                 logger.warning(line, mirror.name, type(error).__name__, error)
                 self._mirrors.remove(mirror)
 
@@ -145,7 +145,7 @@ class TrainingTime:
 
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
-        """Sums the train records of a metrics.jsonl, which may lack `training_seconds` in old runs."""
+        """Sums the records of metrics.jsonl; in old runs, records may lack `training_seconds`."""
         has_time = any(record.get("kind") == "train" for record in records)
         time = cls((records[0].get("iteration") or 0) if has_time else start_iteration)
         for record in records:

@@ -37,8 +37,8 @@ def read_microbatch(
     """Micro-batch `index` of this data-parallel rank in the iteration that starts at `first_sample`.
 
     Returns:
-        This context parallel rank's part of `split_batch` and of `padding_mask`, True for filler, [B, S/C];
-        `num_counted`, number of counted tokens in the micro-batch; `documents`.
+        This context parallel rank's part [B, S/C] of the tensors of `split_batch` and of `padding_mask` (True
+        for filler); `num_counted`, number of tokens of the micro-batch in the loss; `documents`.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
@@ -68,8 +68,8 @@ def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule, with `graphs` by replaying each micro-batch; returns what `lm_loss` logs per
-    micro-batch, [] before the last stage.
+    """Runs Megatron's schedule, with `graphs` by replaying each micro-batch. Returns the `lm_loss` values to
+    log per micro-batch; [] before the last stage.
     """
     step = forward_step if graphs is None or forward_only else partial(graphs_step, graphs, len(microbatches))
     # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
@@ -84,7 +84,7 @@ def run_schedule(
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Forward pass of one micro-batch on one stage, for Megatron's schedule: the output and loss function."""
+    """Forward pass of a micro-batch on a stage, for Megatron's schedule; returns output and loss function."""
     batch = next(data_iterator)
     output = model(
         batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"],
@@ -155,7 +155,7 @@ def graphs_step(
 
 
 def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup) -> None:
-    """Sets each micro-batch's `weight` so that fully masked ones do not count. Called by every rank."""
+    """Sets the `weight` that excludes fully masked micro-batches from the mean. Called by every rank."""
     # Megatron averages over all micro-batches of all data parallel ranks. One that EOD_MASK_LOSS masks
     # completely has loss 0 and would lower the mean.
     num_counting = torch.stack([batch["num_counted"] > 0 for batch in microbatches]).sum()
@@ -179,8 +179,8 @@ def lm_loss(
         weight: weight of the micro-batch, see `weigh_microbatches`.
 
     Returns:
-        The share times `weight`, with gradient; and for the log `lm_loss`, [2]: cross entropy summed over
-        this rank's counted tokens, and their number.
+        The share times `weight`, with gradient; and `lm_loss` for the log, [2]: the cross entropy summed over
+        this rank's counted tokens, and the number of these tokens.
     """
     total = (losses.float() * loss_mask).sum()
     # An infinite loss may have finite gradients, and the other ranks see only the gradient norm. This makes

@@ -1,4 +1,4 @@
-"""Mirrors of metrics.jsonl: TensorBoard, wandb and a file for Prometheus."""
+"""Mirrors, which copy the records of metrics.jsonl to TensorBoard, wandb and a file for Prometheus."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Axes = Mapping[str, float]
 
 
 def axes_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Position of a train or valid record on the AXES for which it has a value."""
+    """Position of a train or valid record on AXES, without axes for which the record has no value."""
     found = {axis: record.get(key) for axis, key in AXES.items()}
     return {axis: value for axis, value in found.items() if value is not None}
 
@@ -86,7 +86,7 @@ class _TensorBoard:
 
 
 def tensorboard_name(name: str) -> str:
-    """Name of a curve in TensorBoard, which sorts by name: prefixed so that `train/` comes first."""
+    """Name of a curve in TensorBoard. The prefix sorts `moe/` and `perf/` after `train/`."""
     return f"train_{name}" if name.startswith(("moe/", "perf/")) else name
 
 
@@ -113,7 +113,7 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
 
 
 def group_of(config: Config) -> str:
-    """`dense`, `moe` or `dmoe`."""
+    """Kind of model: `dense`, `moe` or `dmoe`."""
     return config.moe_type if config.use_moe else "dense"
 
 
@@ -122,7 +122,7 @@ _NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 
 
 class Prometheus:
-    """PROMETHEUS_FILE: the latest values as gauges for node_exporter's textfile collector."""
+    """Writes the latest values to PROMETHEUS_FILE as gauges for node_exporter's textfile collector."""
 
     name = "Prometheus"
 
@@ -187,7 +187,7 @@ Mirror = _TensorBoard | Prometheus | _Wandb
 
 
 def wandb_problems(config: Config) -> list[str]:
-    """Errors if wandb is requested but not installed."""
+    """An error if wandb is requested but not installed, else an empty list."""
     if config.wandb_project and config.wandb_mode != "disabled":
         try:
             from wandb import init  # noqa: F401 - a folder named wandb can be imported, but has no init
@@ -198,7 +198,7 @@ def wandb_problems(config: Config) -> list[str]:
 
 
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
-    """The wandb mirror, or [] if not requested; ConfigError if it cannot start. Write kept records first."""
+    """The wandb mirror, or [] if not requested; ConfigError if it cannot start. Send it old records first."""
     if not config.wandb_project or config.wandb_mode == "disabled":
         return []
     if problems := wandb_problems(config):

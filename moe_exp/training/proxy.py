@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class Proxy:
-    """A small model with the model, schedule, optimizer and samples that loop.py would use."""
+    """Trains a small model with the model code, schedule, optimizer and samples of loop.py."""
 
     def __init__(self, config: Config):
         self.config, self._runtime = config, share_alone(config)
@@ -60,9 +60,9 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
     """Coordinate check: sizes of a model's activations during its first steps on one micro-batch.
 
     Returns:
-        For each step from 0, by name of a part: mean absolute value of its outputs and of their change since
-        the start, averaged over layers. For router and output layer, whose initial weights are smaller in a
-        wider model, the change is the contribution of the change of their weights.
+        For each step from 0 and each model part, by name: mean absolute output and mean absolute change
+        of the output since step 0, averaged over layers. For router and output layer, whose initial weights
+        are smaller in a wider model, the change is only what the change of their own weights contributes.
     """
     proxy = Proxy(config)
     # always the same micro-batch, so that only the weights change between two recordings
@@ -101,7 +101,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs by part, [number of such parts, ...]; and the contributions of changed weights by part."""
+        """Outputs by name, [number of parts, ...], and contributions of weight changes by name."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

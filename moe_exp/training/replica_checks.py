@@ -2,19 +2,19 @@
 
 These tensors must be equal on these ranks:
 
-    data      parameters except experts', and router biases         data and context parallel ranks
+    data      all parameters except experts; router biases          data and context parallel ranks
     experts   expert parameters                                     expert data parallel ranks
     tensor    part of `data` that tensor parallelism does not       also tensor parallel ranks
               split: routers, norms, gates, latent projections
     tied      shared embedding and output layer                     first and last pipeline stage
 
-Training itself never compares them, because only gradients are reduced. After a flipped bit, a wrong load on
-one rank or a tied embedding out of sync it continues with an ill-defined model, until the loss degrades or a
-restart makes it spike.
+Training itself never compares weights, because only gradients are reduced. After a flipped bit, a wrong load
+on one rank or a tied embedding out of sync, training continues with inconsistent weights until the loss
+degrades or spikes at a restart.
 
-Each rank computes a 64-bit fingerprint of every tensor (`checkpoint.fingerprints`) and sums those of a kind,
-weighted by name. One all-gather of a few numbers per rank detects problems; only then are names and hosts
-exchanged.
+Each rank computes a 64-bit fingerprint of every tensor (`checkpoint.fingerprints`) and sums the fingerprints
+of each kind, weighted by a hash of the name. One all-gather of a few numbers per rank detects problems. Only
+if there are problems do the ranks exchange names and hosts.
 """
 
 import hashlib
@@ -57,19 +57,19 @@ _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Differences between replicas and wrong parameter groups, one line each."""
+    """Differences between replicas, or wrong parameter groups; one line each."""
 
 
 @heartbeat.during("check")
 def check_replicas(
     config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None
 ) -> float:
-    """Compares all replicas; returns the elapsed seconds. ReplicaError on every rank if any has a problem."""
+    """Compares all replicas; returns elapsed seconds. ReplicaError on every rank if there is a problem."""
     start = time.monotonic()
     if problems := replica_problems(config, runtime, trained):
         if metrics is not None:
             metrics.event("replicas_differ", progress.iteration, problems=problems)
-        rule = f"the run ends after iteration {progress.iteration} without saving it"
+        rule = f"the run ends after iteration {progress.iteration} without a save"
         fix = "exclude the named hosts, if any, and repeat the command to resume from the newest checkpoint"
         raise ReplicaError("\n".join([*problems, f"{rule}. Fix: {fix}."]))
     logger.debug("replicas are equal after iteration %d", progress.iteration)
@@ -77,7 +77,7 @@ def check_replicas(
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
-    """Problems, one line each, the same on every rank. Without problems, a single collective."""
+    """Problems, one line each, the same on every rank. Without problems, needs a single collective."""
     # Sums detect a problem; only then do the ranks exchange fingerprints by name.
     mine = _held(config, runtime, trained)
     if not _problems(_sums_of_all(runtime, mine), distributed=config.distributed_optimizer):
@@ -90,7 +90,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list
 
 
 class _Held(NamedTuple):
-    """Fingerprints of one rank; in the first exchange, only their sum for each kind, under the name ''."""
+    """Fingerprints of one rank; in the first exchange, only the sum of each kind, under the name ''."""
 
     host: str
     problems: list[str]  # of the parameter groups
@@ -161,7 +161,7 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
 
 
 def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
-    """One line for each name that differs between replicas or is not stepped on exactly once."""
+    """One line for each tensor that differs between replicas or is not updated exactly once."""
     lines: list[str] = []
     of_optimizer: dict[str, list[int]] = defaultdict(list)
     for rank, one in enumerate(held):
@@ -178,7 +178,7 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
                 (most, count), *_ = Counter(found.values()).most_common()
                 if others := [rank for rank, value in found.items() if value != most]:
                     equal = [rank for rank in ranks if rank not in others]
-                    doubt = "" if count > len(others) else "; it is unknown which one is right"
+                    doubt = "" if count > len(others) else "; it is unknown which copy is right"
                     lines.append(
                         f"replicas: {name} on {_ranks(others, held)} differs from {_ranks(equal, held)}:"
                         f" {KINDS[kind]} must be equal{doubt}"
@@ -188,7 +188,7 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
             for name, (_, size, _) in held[ranks[0]].tensors[kind].items():
                 stepped = sum(held[rank].tensors[kind].get(name, (0, 0, 0))[2] for rank in ranks)
                 if (stepped - size * times) & _MASK:
-                    problem = f"{name}: the optimizer steps on {stepped} values instead of {size * times}"
+                    problem = f"{name}: the optimizer updates {stepped} values instead of {size * times}"
                     of_optimizer[problem] += ranks
     optimizer = (f"optimizer: {problem}, on {_ranks(ranks, held)}" for problem, ranks in of_optimizer.items())
     return [*lines, *optimizer]
@@ -210,7 +210,7 @@ def _ranks(ranks: list[int], held: list[_Held]) -> str:
 
 
 def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str, Tensor]]:
-    """(name, parameter) of this rank's trainable parameters; names number the layers over all stages."""
+    """(name, parameter) of this rank's trainable parameters; layer numbers count over all stages."""
     for chunk in model:
         inner = unwrapped(chunk)
         for name, parameter in inner.named_parameters():
@@ -232,7 +232,7 @@ def group_problems(
             continue
         own, group = multiples_of(config, in_checkpoints.get(id(parameter), name)), groups[0]
         if is_norm_or_bias(name) and group.get("weight_decay"):
-            problems.add(f"{name} is a norm or bias but decays (weight_decay {group['weight_decay']:g})")
+            problems.add(f"{name} is a norm or bias but has weight decay ({group['weight_decay']:g})")
         elif group["wd_mult"] != own.wd:
             problems.add(f"{name} has {group['wd_mult']:g} times WEIGHT_DECAY instead of {own.wd:g} times")
         if (group["max_lr"], group["min_lr"]) != (config.lr * own.lr, config.min_lr * own.lr):
@@ -241,7 +241,7 @@ def group_problems(
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str, Any]]]]:
-    """(model parameter; the tensor that is stepped on: itself, its main weights or a range; its groups)."""
+    """(model parameter, tensor that the optimizer updates for it, parameter groups of that tensor)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue  # this rank has no parameters of this kind

@@ -1,4 +1,4 @@
-"""Samples of a run: files, order, and comparison with the data of the checkpoint."""
+"""Samples of a run: their files and order, and a comparison with the data of the checkpoint."""
 
 import logging
 import os
@@ -62,7 +62,7 @@ def _blends(config: Config) -> tuple[str, str]:
 
 
 def describe_documents(config: Config) -> tuple[int | None, float]:
-    """End-of-document token of all files (None if no setting needs it), and DOCUMENT_TOKENS."""
+    """End-of-document token of all files (None if no setting needs the token), and DOCUMENT_TOKENS."""
     if not (config.document_mask or config.eod_mask_loss):
         return None, config.document_tokens
     train_data, valid_data = _blends(config)
@@ -76,7 +76,7 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
 
 
 def check_tokenizers(config: Config) -> None:
-    """ConfigError on every rank if the data were tokenized with different tokenizers."""
+    """Raises ConfigError on every rank if the data were tokenized with different tokenizers."""
     if EXIT_CODE_FILE in os.environ:
         return  # the launcher has already checked this
     problems = from_first_rank(lambda: list(manifests.tokenizer_problems(config)))
@@ -87,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """`config` with stages given in tokens moved to a batch boundary of the run resumed from `source`."""
+    """`config`, whose stages given in tokens start at batch boundaries of the run resumed from `source`."""
     if not config.data_stages:
         return config
 
@@ -103,7 +103,7 @@ def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -
 
 
 def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None) -> None:
-    """ConfigError on every rank if a stage would start inside a batch of the run resumed from `source`."""
+    """Raises ConfigError on every rank if a stage would start inside a batch after resuming from `source`."""
     # Checked at the start; otherwise the run would fail at the stage, maybe after weeks.
     saved = saved_progress(source) if source and config.data_stages else None
     if problems := list(config.stage_begin_problems(saved.consumed_samples if saved else 0, skipped)):
@@ -111,7 +111,7 @@ def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """`samples.batch`; ValueError that names sample and documents if a token is outside the vocabulary."""
+    """Returns `samples.batch`; ValueError with sample and documents if a token is outside the vocabulary."""
     # On a GPU the embedding would abort with a device-side assert that names neither.
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
@@ -122,7 +122,7 @@ def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) ->
     token, origin = int(tokens_BS1[row][is_bad_BS1[row]][0]), samples.origin(first + row)
     sample = f"sample {first + row} (documents {', '.join(map(str, origin.documents))})"
     rule = f"{sample} has the token {token}, but VOCAB_SIZE is {vocab_size}"
-    fix = "check the file with `moe-exp data verify`, or set VOCAB_SIZE to its tokenizer's"
+    fix = "check the file with `moe-exp data verify`, or set VOCAB_SIZE to the size of the file's tokenizer"
     raise ValueError(f"{origin.prefix}: {rule}. Fix: {fix}.")
 
 
@@ -150,7 +150,7 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
 
 
 def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    """The sample order, and its differences from the checkpoint's. Called by every rank.
+    """The sample order, and its differences from the checkpoint's order. Called by every rank.
 
     ConfigError on every rank if the orders differ, unless ALLOW_OTHER_DATA is set.
     """
@@ -163,7 +163,7 @@ def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], l
             return order.facts(), []
         name = f"the checkpoint at iteration {saved.iteration} of {one_checkpoint(source).parent}"
         if saved.sample_order is None:
-            line = "%s does not record its data: cannot check that TRAIN_DATA is the same"
+            line = "%s does not record its data: cannot check that TRAIN_DATA is unchanged"
             logger.warning(line, name)
             return order.facts(), []
         next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))

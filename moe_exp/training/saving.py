@@ -1,4 +1,4 @@
-"""Saving, resuming and their log lines and events. Called by every rank."""
+"""Saves and resumes a run, with log lines and events. Every rank calls these functions."""
 
 import logging
 import time
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class CheckpointManager:
-    """Starts, finishes and reports saves; `saver` writes them. Only rank 0 has `metrics` and `uploads`."""
+    """Starts, finishes and reports saves; `saver` writes files. Only rank 0 has `metrics` and `uploads`."""
 
     def __init__(
         self, config: Config, saver: CheckpointWriter, trained: Trained, metrics: Metrics | None,
@@ -40,7 +40,7 @@ class CheckpointManager:
 
     @heartbeat.during("checkpoint")
     def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
-        """Saves a checkpoint, or starts to with ASYNC_SAVE; returns the seconds that training waited.
+        """Saves a checkpoint; with ASYNC_SAVE only starts the save. Returns the seconds that training waited.
 
         SaveError on every rank if the last checkpoint of the run (`is_last`) cannot be written.
         """
@@ -95,7 +95,7 @@ class CheckpointManager:
             return TO_BE_CONTINUED
         # Otherwise a chain of jobs would restart at the same iteration forever.
         if self._metrics is not None:  # once, not from every rank
-            line = "no checkpoint was saved since this start (SAVE_AT_END=false)"
+            line = "no checkpoint has been saved since this start (SAVE_AT_END=false)"
             logger.warning("%s: iterations up to %d are lost", line, progress.iteration)
         return FAILED
 
@@ -123,7 +123,7 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
 
 @heartbeat.during(heartbeat.PAUSED)
 def _from_store(fetch: Callable[[], T]) -> T:
-    """Result of `fetch`, called on rank 0 alone, on every rank; ValueError on every rank if it fails."""
+    """Calls `fetch` on rank 0 and returns its result on every rank; ValueError on every rank if it fails."""
 
     def fetched() -> T:
         try:
@@ -137,8 +137,8 @@ def _from_store(fetch: Callable[[], T]) -> T:
 def resume(
     config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained
 ) -> Progress:
-    """Loads `source`, else starts at iteration 0, upcycled if UPCYCLE_FROM is set. RestoreError on every rank
-    if loaded tensors differ from the saved ones.
+    """Loads `source`. If it is None, starts at iteration 0, upcycled if UPCYCLE_FROM is set. RestoreError on
+    every rank if loaded tensors differ from the saved ones.
     """
     if source is None:
         if config.upcycle_from:

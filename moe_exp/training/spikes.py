@@ -1,16 +1,16 @@
-"""Detector of spikes in the loss and gradient norm of iterations. Pure: no torch, no files.
+"""Detects spikes in the loss and gradient norm, without torch and without files.
 
 The measure is a robust z-score of the loss and of the logarithm of the gradient norm:
 
     level      median of the last LEVEL_WINDOW accepted values
-    departure  value - level before it, of an accepted iteration
+    departure  value of an accepted iteration - level before that iteration
     spread     1.4826 * median |departure - median departure| over the last SPREAD_WINDOW departures, at least
                a floor: the scaled MAD, which estimates the standard deviation (Iglewicz and Hoaglin 1993)
     z          (value - level) / spread
 
 Medians tolerate outliers in up to half of a window. The spread uses departures, so that the fall of the loss
 early in training does not count as noise. The level window is short, to follow batch ramp-up and learning
-rate. Only rises count. Iterations of a spike, or with half the signs of one, are not accepted.
+rate. Only rises count. Iterations of a spike, or with z of the loss >= LOSS_LASTING, are not accepted.
 
 A spike is in
     the loss      if z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES consecutive ones:
@@ -18,9 +18,9 @@ A spike is in
     the gradient  if z >= NORM_LASTING, and the norm is NORM_FACTOR times the level, in NORM_TIMES consecutive
                   iterations: clipping handles a single large gradient
 
-It starts with the first of the directly preceding iterations that were already unusual (LOSS_EARLY,
-NORM_EARLY): the gradient often is, one or two iterations before the loss. It ends after CALM_ITERATIONS
-consecutive iterations without alarm, or after LONGEST iterations, when the current values become the level.
+A spike starts with the unusual iterations (z >= LOSS_EARLY or NORM_EARLY) directly before the alarm, because
+the gradient often rises one or two iterations before the loss. It ends after CALM_ITERATIONS consecutive
+normal iterations, or after LONGEST iterations; later values then form a new level.
 """
 
 import math
@@ -75,7 +75,7 @@ class Baseline:
         return max(_MAD_TO_SIGMA * mad, self.floor, self.relative_floor * abs(self.level or 0.0))
 
     def z(self, value: float) -> float:
-        """Distance of `value` above the level in spreads; 0 before FEWEST departures."""
+        """Distance of `value` above the level in units of the spread; 0 before FEWEST departures."""
         level = self.level
         return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
 
@@ -124,7 +124,7 @@ class _Reading:
 
 
 class SpikeDetector:
-    """Detector of the start and end of spikes, new or with the `state` of an earlier detector."""
+    """Detects starts and ends of spikes; begins empty or with the `state` of an earlier detector."""
 
     def __init__(self, state: Mapping[str, Any] | None = None):
         self._recent: deque[_Reading] = deque(maxlen=LEVEL_WINDOW)
@@ -147,7 +147,7 @@ class SpikeDetector:
         return {**windows, "spike_since": self._since}
 
     def add(self, iteration: int, loss: float, grad_norm: float | None) -> Spike | SpikeEnd | None:
-        """Checks a finite loss (nats per token) and norm before clipping, of increasing iterations."""
+        """Checks the finite loss (nats per token) and unclipped norm of the next iteration."""
         log_norm = math.log(grad_norm) if grad_norm else None
         norm_z = 0.0 if log_norm is None else self._norm.z(log_norm)
         reading = _Reading(iteration, loss, log_norm, self._loss.z(loss), norm_z)

@@ -1,9 +1,9 @@
-"""Finds the node, rank and device behind the errors in logs, causes before consequences. No torch.
+"""Finds the node, rank and device behind errors in logs, and lists causes before consequences. No torch.
 
 Logs may come from ranks, srun (with `%N` in their names), NCCL, or the kernel (dmesg, syslog). The tables
 list known messages from the driver, CUDA, NCCL, network cards, the kernel and SLURM. Xid numbers are from
-NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026). A number alone is
-not proof: a broken GPU can cause any of them, and so can a program that writes to invalid addresses.
+NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026). An Xid alone proves
+nothing: a broken GPU can cause any Xid, and so can a program that writes to invalid addresses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CAUSES = ("hardware", "driver", "network", "memory", "disk", "program", "consequ
 
 DRAIN = "take the node out of service and have it inspected"
 RESET = "reset the GPU or reboot the node; take the node out of service if the error recurs"
-NETWORK = "check the link, cable and switch of this node; take it out of service if the error recurs"
+NETWORK = "check link, cable and switch of the node; take the node out of service if the error recurs"
 PROGRAM = "check the program (CUDA_LAUNCH_BLOCKING=1 shows the line); if only one GPU fails, suspect that GPU"
 
 
@@ -64,14 +64,14 @@ _XIDS = {
     69: ("exception in a graphics class", "program", PROGRAM),
     74: ("NVLink error", "hardware", DRAIN),
     79: ("GPU has fallen off the bus", "hardware", DRAIN),
-    92: ("many single-bit memory errors", "hardware", "monitor it: the memory may be about to fail"),
+    92: ("many single-bit memory errors", "hardware", "monitor the GPU: its memory may be about to fail"),
     94: ("memory error contained to one program (ECC)", "hardware", RESET),
     95: ("uncontained memory error (ECC)", "hardware", DRAIN),
     109: ("context switch timed out", "driver", RESET),
     110: ("security fault", "hardware", RESET),
     119: ("GPU system processor does not respond (GSP)", "driver", RESET),
     120: ("GPU system processor failed (GSP)", "driver", RESET),
-    121: ("corrected error on the link between chips (C2C)", "hardware", "monitor it"),
+    121: ("corrected error on the link between chips (C2C)", "hardware", "monitor the GPU"),
     122: ("driver cannot read the GPU's flash memory", "hardware", RESET),
     136: ("link training failed", "hardware", DRAIN),
     140: ("unrecovered memory error (ECC)", "hardware", DRAIN),
@@ -89,8 +89,8 @@ XIDS = {
 _MORE_MEMORY = "request more memory for the job, or lower NUM_WORKERS or GPUS_PER_NODE"
 _SHM = "enlarge /dev/shm (docker --shm-size), or set NUM_WORKERS=0"
 _NO_GPU = (
-    "check that the job requested GPUs and no other process uses them; if only on one host, run the"
-    f" preflight, or {RESET}"
+    "check that the job requested GPUs and no other process uses them; if only one host is affected, run"
+    f" the preflight, or {RESET}"
 )
 _SIGNALLED = "find the earlier cause: a hang (SIGKILL to all ranks), the kernel's oom_kill, NCCL (SIGABRT)"
 
@@ -146,7 +146,7 @@ _MESSAGES = (
      r"NCCL WARN .*(Connect(ion)? (to|refused)|socketProgress|Net ?: Connection closed"
      r"|connection (timed out|refused|closed))|No route to host|Network is unreachable"),
     ("NCCL timed out waiting for another rank", "consequence",
-     "find the rank it waited for: the first cause above, or `moe-exp watch stacks`", False,
+     "find the rank that NCCL waited for: see the first cause above or `moe-exp watch stacks`", False,
      r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out"
      r"|detected by watchdog|watchdog thread terminated|heartbeat monitor timed out"),
     ("another rank disconnected", "consequence", "find the rank that failed first", False,
@@ -180,7 +180,7 @@ def recognised(message: str) -> Fault | None:
         number = int(found[1])
         pattern, what = _MILD.get(number, (r"(?!)", ""))
         if re.search(pattern, message):
-            return Fault(f"Xid {number}: {what}", "hardware", "monitor it")
+            return Fault(f"Xid {number}: {what}", "hardware", "monitor the GPU")
         unknown = Fault(f"Xid {number}", "driver", "look it up in NVIDIA's Xid error catalog")
         return XIDS.get(number, unknown)
     return next((fault for pattern, fault in PATTERNS if pattern.search(message)), None)
@@ -292,7 +292,7 @@ _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 @dataclass(frozen=True)
 class Blame:
-    """Equal faults on one host, rank and device; `where` has the first time, `last` the last one or ''."""
+    """Equal faults on one host, rank and device; `where` has the first time; `last`: latest time or ''."""
 
     fault: Fault
     where: Origin
@@ -324,7 +324,7 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def reported_by_runs(paths: Iterable[Path]) -> list[str]:
-    """Latest hangs and failed ranks from the events of run folders in `paths`; logs may lack them."""
+    """Latest hangs and failed ranks in the events of run folders in `paths`; logs may lack such events."""
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):
         events = last_records(run.metrics) if run.metrics.exists() else []
@@ -357,7 +357,7 @@ def blame(files: Iterable[Path]) -> list[Blame]:
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
-    """Yields the recognized lines of a log; lines without a time, as in tracebacks, inherit the last one."""
+    """Yields the recognized lines of a log; a line without a time, as in tracebacks, gets the last time."""
     time = ""
     for line in lines:
         fault, here = recognised(line), origin(line)
@@ -367,7 +367,7 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """Groups equal faults by place; `logs`: origin by name and recognized lines of each file."""
+    """Groups equal faults by place; `logs`: for each file, origin by name and recognized lines."""
     hosts = defaultdict[str, set[str]](set)
     for _, where, _ in (one for _, seen in logs for one in seen):
         if where.host and where.rank:

@@ -38,12 +38,12 @@ def read_reasons(path: Path) -> dict[str, str]:
             reasons.setdefault(slurm_name(host.strip()), comment.strip())
         except ValueError:
             rule = f"line {number}: {host.strip()[:_LONGEST_SHOWN]!r} is not a host name"
-            raise ValueError(f"{path}: {rule}. Fix: write one host per line, reasons after #.") from None
+            raise ValueError(f"{path}: {rule}. Fix: write one host per line, the reason after #.") from None
     return reasons
 
 
 def exclude(path: Path, host: str, reason: str) -> bool:
-    """Adds a host without its domain; False if already listed. Raises ValueError on an invalid name."""
+    """Adds a host, without its domain; False if the list has it. Raises ValueError on an invalid name."""
     host = slurm_name(host)
     path.parent.mkdir(parents=True, exist_ok=True)
     # two nodes that add a line at the same time must not lose one
@@ -60,7 +60,7 @@ def exclude(path: Path, host: str, reason: str) -> bool:
 
 
 def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
-    """Removes hosts from the list; returns the removed ones."""
+    """Removes hosts from the list; returns the removed hosts."""
     gone = set(map(slurm_name, hosts))
     if not path.exists():
         return []

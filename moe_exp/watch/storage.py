@@ -1,7 +1,7 @@
 """Save interval and disk space of a run: `moe-exp watch storage`. No torch.
 
-The formulas are in planner/costs/saves.py. With ASYNC_SAVE, training waits for less than the duration of a
-save, d, and a failure loses the unpublished save: d is an upper bound for both.
+The formulas are in planner/costs/saves.py. With ASYNC_SAVE, training waits for less than the duration d of a
+save, and a failure loses the save in progress. The formulas use d as an upper bound for each of these times.
 """
 
 import math
@@ -69,7 +69,7 @@ def measured(records: Sequence[Record]) -> Measured:
 
 
 def _numbers(records: Sequence[Record], key: str) -> list[float]:
-    """Finite positive values of a key."""
+    """Finite positive values of `key` in the records."""
     values = (record.get(key) for record in records)
     return [value for value in values if isinstance(value, int | float) and 0 < value < math.inf]
 
@@ -86,18 +86,18 @@ class Advice:
     best_iterations: int  # optimal SAVE_INTERVAL (Daly)
     young_iterations: int  # first-order approximation (Young)
     best_share: float  # lost time as a fraction of useful time, at the optimum
-    present_share: float | None  # the same with the current SAVE_INTERVAL; None if it is 0
+    present_share: float | None  # at the current SAVE_INTERVAL; None if SAVE_INTERVAL is 0
 
 
 def save_advice(
     save_interval: int, found: Measured, *,
     mtbf_hours: float | None = None, num_nodes: int = 1, restart_seconds: float | None = None,
 ) -> Advice | None:  # fmt: skip
-    """Computes the optimal interval; None if the run has not yet measured an iteration and a save.
+    """Computes the optimal SAVE_INTERVAL; None before the run has measured an iteration and a save.
 
     Args:
-        save_interval: iterations; 0: only at the end.
-        mtbf_hours: mean time between failures of each of `num_nodes`; None: measured for the whole job.
+        save_interval: current SAVE_INTERVAL in iterations; 0: a save only at the end.
+        mtbf_hours: mean time between failures of one of `num_nodes` nodes; None: measured for the job.
         restart_seconds: replaces the measured value.
     """
     if not found.iteration_seconds or not found.save_seconds:
@@ -110,7 +110,7 @@ def save_advice(
         # without a failure so far, one is assumed, which is pessimistic
         number = found.num_failures
         hours = found.hours / max(1, number)
-        what = f"{number} failure{'s' * (number > 1)}" if number else "no failure, counted as one,"
+        what = f"{number} failure{'s' * (number > 1)}" if number else "no failure (counted as one)"
         took = f"{found.hours:.1f} hours" if found.hours >= 1 else f"{found.hours * 60:.1f} minutes"
         source = f"{what} in {took} of this run"
         if number < _FEW_FAILURES or found.hours < _FEW_HOURS:
@@ -136,7 +136,7 @@ class Storage:
 
 
 def storage_of(path: Path) -> Storage:
-    """Reads a run folder or settings file (YAML or NAME=value lines); raises ValueError if it is neither."""
+    """Reads a run folder or settings file (YAML or NAME=value lines); raises ValueError for other paths."""
     folder = RunFolder(path) if path.is_dir() else None
     settings = folder.config if folder else path
     if not settings.is_file():
@@ -163,7 +163,7 @@ def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> 
     kept = "KEEP_LAST=0 keeps all"
     if config.keep_last:
         kept = f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}"
-        kept += ", plus the one being written"
+        kept += ", plus the checkpoint being written"
     size = "measured" if found.checkpoint_bytes else "computed from the settings"
     rows: dict[str, Any] = {
         "one checkpoint": f"{bytes_text(use.one_bytes)} ({size})",

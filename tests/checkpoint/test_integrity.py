@@ -140,7 +140,7 @@ def test_none_is_whole(checkpoints):
     for path in checkpoints.glob("iter_*/__0_0.distcp"):
         cut(path)
     place = checkpoints / "iter_0000030" / "__0_0.distcp"
-    refused(checkpoints, rf"checkpoint={checkpoints}: none can be used, {place}: has .*2 older.*Fix: ", 2)
+    refused(checkpoints, rf"checkpoint={checkpoints}: no .* can be used, {place}: has .*2 older.*Fix: ", 2)
 
 
 def test_newer_format_is_not_passed_over(checkpoints):
@@ -155,10 +155,10 @@ def test_foreign_and_partial_folders_by_name(checkpoints):
     (checkpoints / "iter_0000030").rename(checkpoints / "iter_0000030.partial")
     with pytest.raises(ValueError, match=r"^checkpoint=\S+30\.partial: is incomplete.* Fix: name another"):
         one_checkpoint(checkpoints / "iter_0000030.partial")
-    refused(checkpoints / "iter_0000030.partial", r"none can be used, checkpoint=\S+30\.partial: is incomp")
+    refused(checkpoints / "iter_0000030.partial", r"can be used, checkpoint=\S+30\.partial: is incomp")
     legacy = checkpoints / "iter_0000005"
     (legacy / "mp_rank_00").mkdir(parents=True)
-    refused(legacy, r"none can be used, checkpoint=\S+05: is not a distributed checkpoint \(metadata")
+    refused(legacy, r"no checkpoint can be used, checkpoint=\S+05: is not a distributed checkpoint \(meta")
     assert usable(checkpoints / "nowhere") == []
 
 

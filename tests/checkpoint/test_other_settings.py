@@ -109,7 +109,7 @@ def test_another_batch_size_is_refused_or_continues_the_schedule(tmp_path, capsy
     saved = tmp_path / "checkpoints"
     old = Leg(before, None, 6, {6: saved})
     run_legs([old])
-    rule = r"GBSZ=8: after GBSZ=4 until iteration 6.* jump from 0\.0006 to 0\.0003"
+    rule = r"GBSZ=8: after training with GBSZ=4 to iteration 6.* jump from 0\.0006 to 0\.0003"
     with pytest.raises(RankError, match=rule):
         run_legs([Leg(before | {"gbsz": 8}, saved, 1)])
     dry_run = MODEL | before | {"load_dir": str(saved), "run_dir": str(tmp_path)}

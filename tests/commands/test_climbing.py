@@ -38,7 +38,7 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
     )
     assert main(["ladder", "mine.yaml", "--disk-check=none", "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("runs/ladder_mine_cpu: dmoe, dense, 2 rungs, 2 runs of each, baseline dense\n")
+    assert printed.startswith("runs/ladder_mine_cpu: dmoe, dense, 2 rungs, 2 seeds, baseline dense\n")
     assert "0.004" in printed
     for flags, line in (
         ("mine.yaml --train-iters=9", "TRAIN_ITERS=9: cannot be set"),
@@ -51,7 +51,7 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
     for text, line in (
         ("rung: []\n", "unknown fields rung. Fix: use name, about, settings"),
         ("", "DEFINITION=odd.yaml: must be a mapping of fields. Fix: use name, about"),
-        ("rungs: [16, 32]\n", "RUNGS=[16, 32]: must be a list of settings by name in odd.yaml. Fix: "),
+        ("rungs: [16, 32]\n", "RUNGS=[16, 32]: must be a list of mappings of settings in odd.yaml. Fix: "),
         ("repeats: three\n", "REPEATS=three: must be a whole number in odd.yaml."),
         ("runs: [dmoe]\n", "RUNS=['dmoe']: must be text in odd.yaml."),
         ("a: [\n", "odd.yaml: is damaged ("),

@@ -134,7 +134,7 @@ def test_dry_run_starts_and_writes_nothing(alone, tmp_path, monkeypatch, capsys)
     flags = "--variant fine:NUM_EXPERTS=8,TOPK=4 --runs dmoe,dense --repeats 2"
     assert main(["compare", "--dry-run", *flags.split()]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("runs/mine: dmoe, dense, fine, matched by flops, 2 runs of each with seeds ")
+    assert printed.startswith("runs/mine: dmoe, dense, fine, matched by flops, 2 runs per variant, seeds ")
     assert re.search(r"\| MLP width +\| +96, 2 of 4 \| +192 \| +48, 4 of 8 \|", printed)
     assert re.search(r"FLOPs per token against dmoe +\| +- \| +\+0\.00% \| +\+0\.00% \|", printed)
     assert "  NUM_EXPERTS: dmoe 4, dense -, fine 8\n" in printed and "all 6 runs: 0:0" in printed

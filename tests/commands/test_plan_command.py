@@ -60,7 +60,7 @@ def test_it_says_what_it_counts(plan):
     for flags, part, words in (
         ("", "experts", "triton, the choice of EXPERT_BACKEND=auto on this device ("),
         ("--dtype fp32", "experts", "separate grouped GEMMs, not triton: DTYPE=fp32"),
-        ("--expert-backend te --fp8 hybrid", "FP8", "experts and other layers: FP8 peak"),
+        ("--expert-backend te --fp8 hybrid", "FP8", "experts and other layers: planned with FP8 peak"),
         ("--expert-backend te", "experts", "te, set by EXPERT_BACKEND ("),
         ("--tp 1", "cross entropy", "triton: memory of its kernel, time of a fused kernel"),
     ):
@@ -194,7 +194,7 @@ def test_an_exported_file_is_one_for_config(plan, tmp_path, capsys):
     refused = plan(*arguments, "--export", str(tmp_path / "no" / "x"), code=1)
     assert "no is not a folder. Fix: create it" in refused.err
     refused = plan(*arguments, "--config", str(path), "--tp", "4").err
-    assert f"of {path}: ignored by the search; use flags to fix them" in refused
+    assert f"of {path}: ignored by the search; to keep these values, set them with flags" in refused
     assert " TP=" not in refused
 
 
@@ -292,9 +292,7 @@ def test_calibrate_and_predict_with_what_it_wrote(plan, tmp_path):
     lines = MEASURED_RUNS.read_text().splitlines(keepends=True)
     runs.write_text(lines[0] + "".join(lines[1::3]))
     printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).out
-    assert (
-        "mean left out" in printed and "matrix_efficiency" in printed and "largest errors in time" in printed
-    )
+    assert "mean left out" in printed and "matrix_efficiency" in printed and "largest time errors" in printed
     files = ["--runs", str(MEASURED_RUNS), "--profile", str(profile), "--out", str(out)]
     assert cli.main(["plan", "predict", *files]) == 0
     predicted = {row["row_id"]: row for row in rows_of(out)}

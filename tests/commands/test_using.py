@@ -95,7 +95,7 @@ def test_ends(checkpoint, capsys):
     [
         ("", "PROMPT=: must be given. Fix: use --prompt TEXT or --prompt-file FILE."),
         ("--prompt=", "PROMPT='': must have at least one token. Fix: "),
-        (f"--prompt {'x' * SEQ_LEN}", f"has {SEQ_LEN} tokens, but must have fewer than the {SEQ_LEN} "),
+        (f"--prompt {'x' * SEQ_LEN}", f"tokens, but must have fewer than max_positions={SEQ_LEN}"),
         ("--prompt x --max-new-tokens 0", "MAX_NEW_TOKENS=0: must be at least 1. Fix: "),
         ("--prompt x --ep 8", "EP=8: must divide NUM_EXPERTS=4. Fix: "),
         ("--prompt x --nnodes two", "NNODES=two: must be a whole number. Fix: "),

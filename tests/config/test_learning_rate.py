@@ -212,7 +212,7 @@ def test_another_batch_size_is_refused_with_settings_that_continue_the_schedule(
     start = Start(66, 66 * 16)
     line = schedule_change(config(**before | {"gbsz": gbsz}), old, start)
     assert line is not None and line.startswith(
-        f"GBSZ={gbsz}: after GBSZ=16 until iteration 66, the learning"
+        f"GBSZ={gbsz}: after training with GBSZ=16 to iteration 66, the learning"
     )
     assert line.endswith("or GBSZ=16.")
     given = dict(re.findall(r"([A-Z_]+)=(\S+)", line.partition("Fix: set ")[2].partition(" (the same")[0]))

@@ -86,7 +86,7 @@ def test_all_lines_at_once_with_what_helps():
     changes = {"router_bias_update_rate": 0, "first_k_dense": 1, "topk": 1, "activation": "gelu"}
     dense, bias, *others = lines({"router_bias_update_rate": 0.01}, **changes)
     assert dense.startswith(f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ")
-    assert "UPDATE_RATE=over 0. Fix: set it above 0 (1e-12 keeps the bias) or ROUTER" in bias
+    assert "UPDATE_RATE=over 0. Fix: set this rate above 0 (1e-12 keeps the bias) or ROUTER" in bias
     assert [line.partition(":")[0] for line in others] == ["ACTIVATION=gelu", "TOPK=1"]
 
 
@@ -180,7 +180,7 @@ def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):
         job = settings(source) | change
         (found,) = run_on_ranks(1, refused, job, free_port(), str(tmp_path), join=False)
         ((line,), is_as_it_was) = found
-        assert f"{key} of shape {shape}, the model of shape {in_model}. Fix: " in line and is_as_it_was
+        assert f"{key} with shape {shape}, but the model's shape is {in_model}. Fix" in line and is_as_it_was
 
 
 def test_losses_with_a_state_may_come_and_go(source):

@@ -79,10 +79,10 @@ def test_formats_and_values():
             ["exp.yaml: TOPK=many: must be a valid integer. Fix: correct TOPK: experts per token."],
         ),
         ("preset: cpuu", ["exp.yaml: PRESET=cpuu: unknown preset. Fix: use one of reference, cpu, "]),
-        ("lr: 1\nLR: 2", ["exp.yaml: LR=2: is in the file twice. Fix: remove one of them."]),
+        ("lr: 1\nLR: 2", ["exp.yaml: LR=2: is in the file twice. Fix: remove one of the two lines."]),
         ("", ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: name config.yaml of a run, "]),
         ("just text", ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: "]),
-        ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: must be a name and one value; "]),
+        ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: must be one name and one value; "]),
         ("a: 1\nb: [0]*3", ["CONFIG=exp.yaml: cannot be read .line 2: .* needs quotes"]),
         ("TP=1\nfoo", ["CONFIG=exp.yaml: cannot be read .line 2: foo is not NAME=value"]),
         ("TP='1", ["CONFIG=exp.yaml: cannot be read .line 1: No closing quotation"]),
@@ -154,7 +154,7 @@ def test_a_new_run_does_not_continue_the_run_of_its_file(capsys):
     assert "run folder: runs/moe_true_num_experts_64_" in capsys.readouterr().out
     assert train({"config": "runs/A", "preset": "reference"}, dry_run=True) == 2
     assert (
-        "PRESET=reference: has no effect, as runs/A/config.yaml has all settings of a run"
+        "PRESET=reference: has no effect, as runs/A/config.yaml sets all settings of a run"
         in capsys.readouterr().err
     )
 

@@ -26,8 +26,8 @@ SEQ_AUX_LOSS = {"aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.0
         ({}, ""),
         ({"use_moe": False}, ""),
         (SEQ_AUX_LOSS, "seq_aux_loss or l1 or entropy needs the scores of all experts"),
-        ({"force_routing": "balanced"}, "its kernel supports only top-k, not balanced"),
-        ({"router_dtype": "fp64"}, "its kernel computes in fp32, not in fp64"),
+        ({"force_routing": "balanced"}, "the router kernel supports only top-k, not balanced"),
+        ({"router_dtype": "fp64"}, "the router kernel computes in fp32, not in fp64"),
     ],
 )
 def test_the_row_on_routing_is_that_of_the_settings(monkeypatch, settings, router_in_torch):

@@ -196,7 +196,7 @@ def test_data_of_another_tokenizer_by_its_manifest(checkpoint, prefixes, tmp_pat
         shutil.copyfile(prefixes["prose"] + suffix, tmp_path / f"made{suffix}")
     data = {"train_data": "x", "valid_data": str(tmp_path / "made"), "tokenizer": ""}
     made = write_checkpoint(tiny_model("mixtral"), tmp_path / "made/iter_0000000", **data)
-    rule = f"the manifest of {tmp_path}/made names another tokenizer"
+    rule = f"the manifest of {tmp_path}/made names a tokenizer other than"
     assert f"DATA_OF={made}: {rule}" in refused(checkpoint, capsys, "--data-of", str(made))
     flags = ["--data", str(tmp_path / "made")]
     assert f"DATA={tmp_path}/made: {rule}" in refused(checkpoint, capsys, *flags)
@@ -215,7 +215,7 @@ def test_a_converted_model_was_not_trained_on_the_embedded_corpus(tmp_path, caps
         capsys.readouterr()
         assert "DATA=: the training data of a converted model" in refused(tmp_path / name, capsys)
         assert main(["generate", "--checkpoint", name, "--prompt", "a"]) == 1
-        assert "TOKENIZER=: is unknown, as the training did not set it." in capsys.readouterr().err
+        assert "TOKENIZER=: is unknown, because the training did not set it." in capsys.readouterr().err
         for setting in ("load_dir", "upcycle_from"):
             rule = f"TRAIN_DATA=: {setting.upper()}={name} has another vocabulary than the embedded corpus"
             assert rule in "".join(check_files(Config(**{setting: name}, num_experts=4, vocab_size=2048)))
@@ -306,7 +306,7 @@ def test_without_a_tokenizer_there_are_no_bits_per_byte(prefixes, tmp_path, caps
     with caplog.at_level("WARNING", "moe_exp"):
         (row,) = evaluated(folder, capsys, *flags)["data"]
     assert (row["bytes"], row["bits_per_byte"]) == (None, None) and row["lm_loss"] > 0
-    assert "no bits per byte: TOKENIZER=: is unknown, as the training did not set it." in caplog.text
+    assert "no bits per byte: TOKENIZER=: is unknown, because the training did not set it." in caplog.text
     assert evaluated(folder, capsys, *flags, "--tokenizer", "bytes")["total"]["bits_per_byte"] > 0
 
 

@@ -140,7 +140,7 @@ def test_ids_that_cannot_be(checkpoint, tmp_path, capsys, array, line):
     ("changes", "flags", "text"),
     [
         ({"checkpoint": ""}, [], "is not a distributed checkpoint"),
-        ({"out": "ids.npy"}, [], "is the file with the tokens"),
+        ({"out": "ids.npy"}, [], "is the same file as --tokens"),
         ({"out": ""}, [], "is a folder"),
         ({"out": "none/x.npy"}, [], "its folder does not exist"),
         ({}, ["--batch-size", "0"], "BATCH_SIZE=0: must be positive"),
@@ -161,7 +161,7 @@ def test_a_second_call_leaves_the_file_of_the_first_alone(checkpoint, tmp_path, 
     tokens, partial = saved_ids(tmp_path / "ids.npy"), tmp_path / ".logits.npy.partial"
     partial.write_bytes(b"rows")
     assert run_score(checkpoint, tokens, tmp_path / "logits.npy") == 1
-    assert "another job is writing it, or was killed and left " in capsys.readouterr().err
+    assert "another job is writing this file, or was killed and left " in capsys.readouterr().err
     assert partial.read_bytes() == b"rows"
 
 

@@ -352,7 +352,7 @@ def test_one_node_takes_a_free_port_of_the_loopback_interface():
     assert [rounds.is_over for rounds in jobs] == [True, False]
 
 
-@pytest.mark.parametrize(("num_nodes", "fix"), [(1, "or omit it: a single node"), (2, "on all nodes")])
+@pytest.mark.parametrize(("num_nodes", "fix"), [(1, "or omit MASTER_PORT: a"), (2, "on all nodes")])
 def test_a_port_that_was_lost_after_the_checks_is_one_line(num_nodes, fix):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]

@@ -83,7 +83,7 @@ def test_damage(name, damage, reason, setting, refusals, tmp_path):
     damage(tmp_path / run / "checkpoints" / ITERATION / name)
     value = {"RUN_NAME": "moe", "LOAD_DIR": tmp_path / "moe"}.get(setting, tmp_path / "dense/checkpoints")
     (line,) = refusals(**{setting: value})
-    assert "none can be used" in line and f"{name}: {reason}" in line
+    assert "no checkpoint can be used" in line and f"{name}: {reason}" in line
 
 
 @pytest.mark.parametrize("command", ["train", "slurm", "sweep"])

@@ -88,10 +88,10 @@ def test_mixture_json_of_another_program(facts, places, tmp_path):
     ("settings", "name"),
     [
         ({"valid_data": "{a}"}, ""),
-        ({"valid_data": "1 {a} 1 {one}"}, "VALID_DATA={one}: has only one document: its"),
+        ({"valid_data": "1 {a} 1 {one}"}, "VALID_DATA={one}: has only one document: the"),
         ({"valid_data": "{one}", "eval_interval": 0}, ""),
         ({"split": "95,5"}, ""),
-        ({"split": "99,1"}, "TRAIN_DATA={a}: has only one document for validation with SPLIT=99,1: its"),
+        ({"split": "99,1"}, "TRAIN_DATA={a}: has only one document for validation with SPLIT=99,1: the"),
     ],
 )
 def test_validation_on_one_document(settings, name, places, tmp_path):
@@ -99,7 +99,7 @@ def test_validation_on_one_document(settings, name, places, tmp_path):
     given = {key: str(text).format(a=places[0], one=one) for key, text in settings.items()}
     lines = data_warnings(run_of(100, train_data=places[0], **({"eval_interval": 10} | given)))
     expected = [name.format(a=places[0], one=one)] if name else []
-    assert [line.partition(" loss is")[0] for line in lines] == expected
+    assert [line.partition(" loss on")[0] for line in lines] == expected
 
 
 def test_a_dry_run_warns(places, tmp_path, capsys):

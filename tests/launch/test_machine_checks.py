@@ -75,7 +75,7 @@ def test_a_model_that_the_gpus_have_no_memory_for(monkeypatch):
 
     monkeypatch.setattr(machine_checks, "count_gpus", lambda: 8)
     monkeypatch.setattr(machine_checks, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    needed = r"GPUS_PER_NODE=1: .* needs [89]\d\.\d GiB, but A100-80GB has 80\.0 GiB\. Fix: use more GPUs, "
+    needed = r"GPUS_PER_NODE=1: .* needs [89]\d\.\d GiB of memory, but A100-80GB has 80\.0 GiB\. Fix: use "
     only_problem(warnings(gpus_per_node="1"), needed)
     assert warnings(gpus_per_node="8", ep="4") == warnings(gpus_per_node="1", num_layers="6") == []
     monkeypatch.setattr(machine_checks, "device_name", lambda: "some other GPU")
@@ -92,7 +92,7 @@ def test_nothing_is_wrong_and_nothing_is_created(here, tmp_path):
 def test_port_in_use(here):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        line = rf"MASTER_PORT={port}: is in use .* Fix: .*, for instance \d+, or omit it"
+        line = rf"MASTER_PORT={port}: is in use .* Fix: .*, for instance \d+, or omit MASTER_PORT"
         only_problem(check_machine(here(master_port=port)), line)
         assert check_machine(here(master_port=port, node_rank=1, nnodes=2)) == []
     assert check_machine(here(master_port=port)) == []
@@ -297,7 +297,7 @@ def test_load_dir_is_missing(here, tmp_path):
         assert check_files(here(load_dir=tmp_path / name)) == []
     (tmp_path / "c" / "common.pt").unlink()
     problems = check_files(here(load_dir=tmp_path / "c"))
-    only_problem(problems, r".*none can be used, .*/c/common\.pt: cannot be used")
+    only_problem(problems, r".*no checkpoint can be used, .*/c/common\.pt: cannot be used")
 
 
 @pytest.mark.parametrize(

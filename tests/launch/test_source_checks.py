@@ -83,8 +83,8 @@ def test_what_a_start_would_refuse(changes, refused, here, tmp_path):
     ("stage", "changes", "refused", "line"),
     [
         ({"from_samples": 88}, {}, None, None),
-        ({"from_samples": 90}, {}, "start it at sample 88 or 96", None),
-        ({"from_samples": 96}, {"gbsz": 12}, "start it at sample 92 or 104", None),
+        ({"from_samples": 90}, {}, "start the stage at sample 88 or 96", None),
+        ({"from_samples": 96}, {"gbsz": 12}, "start the stage at sample 92 or 104", None),
         ({"from_tokens": 16 * 90}, {}, None, r"stage 1 begins at token 1,536 \(sample 96\)"),
         ({"from_tokens": 16 * 96}, {"gbsz": 12}, None, r"stage 1 begins at token 1,664 \(sample 104\)"),
     ],
@@ -116,7 +116,7 @@ def test_a_stage_that_has_begun_keeps_its_place(sample, first, here):
         return
     assert "stage 1 began before sample 80" in others[0]
     (later,) = source_problems(here(data_stages=[stages[0] | {"from_tokens": 16 * 50}]))
-    assert "its first_sample is 50, in the checkpoint 40" in later
+    assert "its first_sample is 50 here but 40 in the checkpoint" in later
 
 
 def test_a_later_stage_after_a_rollback(here):
@@ -132,7 +132,7 @@ def test_a_later_stage_after_a_rollback(here):
 
     assert found(from_samples=100) == ([], [])
     ((refused,), _) = found(from_samples=104)
-    assert "start it at sample 100 or 112" in refused
+    assert "start the stage at sample 100 or 112" in refused
     ((), (line,)) = found(from_tokens=16 * 101)
     assert "(sample 112)" in line
     folder.skipped_samples.write_text("{")

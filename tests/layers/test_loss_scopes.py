@@ -262,7 +262,10 @@ def test_losses_in_a_list_add_up():
         (lambda: MoESettings(capacity_factor=0.0), r"capacity_factor=0\.0: .* positive"),
         (lambda: MoESettings(pad_to_capacity=True), r"pad_to_capacity=True: .* Fix: set capacity_factor"),
         (lambda: MoESettings(min_capacity=3), r"min_capacity=3: .* Fix: set capacity_factor"),
-        (lambda: MoESettings(token_rounding=-1), r"token_rounding=-1: .* negative\. Fix: set it to 0"),
+        (
+            lambda: MoESettings(token_rounding=-1),
+            r"token_rounding=-1: .* negative\. Fix: set token_rounding to 0",
+        ),
         (
             lambda: MoESettings(token_rounding=64, capacity_factor=1.0),
             "token_rounding=64: .* capacity_factor",

@@ -67,7 +67,7 @@ def take_two_dimensions() -> None:
 @pytest.mark.parametrize(
     ("function", "ranks", "text"),
     [
-        (cut_into_three, 3, "ffn_size=4: .* 3 tensor parallel ranks. Fix:"),
+        (cut_into_three, 3, "ffn_size=4: .* tensor parallel ranks, 3. Fix:"),
         (take_two_dimensions, 2, "one dimension, not 2"),
     ],
 )

@@ -179,7 +179,7 @@ def test_a_percentage_only_for_a_loss_that_both_come_down_to(tmp_path):
     moe = run_of(tmp_path / "moe", [3.4, 3.3, 3.2], **MOE)  # from a checkpoint
     (found,) = pairs(read_runs([dense, moe]))
     assert math.isnan(found.tokens)
-    assert "are not compared: moe starts at 3.5000 nats per token or below" in parity_text(found)
+    assert "are not compared: the first loss of moe is 3.5000 nats per token or below" in parity_text(found)
 
 
 def test_throughput_that_varied_is_named(tmp_path):

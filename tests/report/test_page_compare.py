@@ -115,9 +115,9 @@ def test_a_run_that_has_just_begun_leaves_the_others_comparable(tmp_path):
     # 20 records are 5% of 400: the last mean is that of 4.01 to 4.2.
     assert comparison.window_of(runs) == comparison.window_of(runs[:2])
     assert common_loss(runs) == (4.105, "nats per token")
-    short = "new is too short to smooth: it has less than 1% of the tokens of the longest run"
+    short = "new is too short to smooth its loss: it has less than 1% of the longest run's tokens"
     assert [found.reason for found in parities(runs)] == ["", short]
-    assert f"{short}; it is excluded from the cost of a loss." in warnings_of(runs)
+    assert f"{short}; comparisons of the cost to reach a loss exclude this run." in warnings_of(runs)
     assert f"Left out: {short}." in report_html(runs)
 
 

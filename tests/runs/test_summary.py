@@ -142,9 +142,9 @@ def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: 
     bad = config(train_iters=9, lr=1e30)
     text = told(folder, bad, "failed", records=records, code=1)
     assert text.startswith("Run failed: 5 of 9 iterations")
-    assert "  tokens       0 up to iteration 0, the last logged one\n" in text
+    assert "  tokens       0 up to iteration 0, the last logged iteration\n" in text
     assert "set LR below 1e+30, with another RUN_NAME" in text
-    assert "iter_0000004, which helps if a batch was the cause" in text
+    assert "iter_0000004, which helps if a bad batch was the cause" in text
     assert "LR=1e" not in text and "--ep 2" not in text
 
 

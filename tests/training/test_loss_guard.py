@@ -152,7 +152,7 @@ def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
     assert {row["loss"], row["grad_norm"]} & {"nan", "inf"}
     assert end["iteration"] == 5
     where = folder.bad_steps / "1" / "iter_0000005"
-    assert "MAX_BAD_STEPS=4: no optimizer step possible in iterations 2 to 5, " in printed
+    assert "MAX_BAD_STEPS=4: no optimizer step in iterations 2 to 5, " in printed
     assert f"saved the weights to {where}. Fix:" in printed
     manifest = Manifest.read(where)
     assert manifest is not None and manifest.iteration == 5
@@ -180,7 +180,7 @@ def test_bad_steps_count_in_a_row(tmp_path, monkeypatch):
     for iteration, updated in enumerate([False, False, True, False, False, True, False, False], start=1):
         make(iteration, updated)
     assert told == [1, 4, 7]
-    with pytest.raises(GuardEnd, match="no optimizer step possible in iterations 7 to 9"):
+    with pytest.raises(GuardEnd, match="no optimizer step in iterations 7 to 9"):
         make(9, False)
 
 
@@ -231,7 +231,7 @@ def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):
     values = {"lr": 1e30, "min_lr": 1e30, "warmup_iters": 0, "max_bad_steps": 1, "init_std": 1e30}
     code, printed = run_to_end(small_settings(tmp_path, "run", **values))
     assert code == FAILED
-    assert "MAX_BAD_STEPS=1: no optimizer step possible in iterations 1 to 1" in printed
+    assert "MAX_BAD_STEPS=1: no optimizer step in iterations 1 to 1" in printed
     assert not folder.exit_file.exists()
 
 

@@ -103,7 +103,7 @@ def test_what_cannot_be_profiled_is_refused_before_the_start(monkeypatch):
     assert iterations.startswith("PROFILE_ITERS=201-202: must not exceed TRAIN_ITERS=200. Fix: ")
     assert ranks.startswith("PROFILE_RANKS=0,2: rank 2 does not exist") and "from 0 to 1" in ranks
     (line,) = problems(memory_snapshot="1-101")
-    assert line.startswith("MEMORY_SNAPSHOT=1-101: has 101 iterations") and "at most 100" in line
+    assert line.startswith("MEMORY_SNAPSHOT=1-101: has a range of 101 iterations") and "at most 100" in line
     config = Config(memory_snapshot="1", num_workers=0)
     for num_gpus in (0, 8):
         monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda found=num_gpus: found)
@@ -234,7 +234,7 @@ def test_what_cannot_be_compared_is_a_line(runs, capsys, tmp_path):
         (ours, broken, "cannot read the dump"),
         (ours.parent, ours, "is a folder, but B="),
         (ours.parent, other, "has no rank in common with B="),
-        (ours.parent.parent, other, f"Fix: name one of them, such as {dump_file(runs / 'a', 2, 0).parent}."),
+        (ours.parent.parent, other, f"name one iteration, such as {dump_file(runs / 'a', 2, 0).parent}."),
     ):
         assert main(["watch", "diff", str(a), str(b)]) == 1
         (line,) = capsys.readouterr().err.splitlines()

@@ -70,7 +70,7 @@ def test_a_bit_on_one_of_four_ranks(tmp_path):
         tmp_path, changes, **settings, router_bias_update_rate=1e-3
     )
     data, tensor = "data parallel replicas must be equal", "tensor parallel ranks must be equal"
-    doubt = "; it is unknown which one is right"
+    doubt = "; it is unknown which copy is right"
     assert router == [
         f"replicas: {ROUTER} on rank 3 (HOST) differs from rank 1 (HOST): {data}{doubt}",
         f"replicas: {ROUTER} on rank 3 (HOST) differs from ranks 0, 1, 2 (HOST): {tensor}",
@@ -130,13 +130,13 @@ def test_a_norm_in_the_wrong_group_in_none_and_in_two(distributed, dtype, tmp_pa
     (line,) = decays
     name = line.split()[1]
     assert is_norm_or_bias(name)
-    assert line == f"optimizer: {name} is a norm or bias but decays (weight_decay 0.1), on rank 1 (HOST)"
+    assert line == f"optimizer: {name} is a norm or bias but has weight decay (0.1), on rank 1 (HOST)"
     wrong = f"optimizer: {name} is in %d parameter groups of the optimizer instead of one, on rank 1 (HOST)"
     if distributed or dtype == "bf16":
         assert none == [wrong % 0]
     else:
         assert none == [
-            f"optimizer: {name}: the optimizer steps on 32 values instead of 64, on ranks 0, 1 (HOST)"
+            f"optimizer: {name}: the optimizer updates 32 values instead of 64, on ranks 0, 1 (HOST)"
         ]
     assert wrong % 2 in two
 
@@ -173,7 +173,7 @@ def test_a_run_ends_at_the_next_comparison(tmp_path, script_runs):
     assert run.code == 1, run.text
     line, end = (line for line in run.stderr.splitlines() if line.startswith("moe-exp: "))
     assert ".mlp.router.weight on rank 1 (" in line
-    assert end.startswith("moe-exp: the run ends after iteration 4 without saving it. Fix: ")
+    assert end.startswith("moe-exp: the run ends after iteration 4 without a save. Fix: ")
     assert "Traceback" not in run.text
     (event,) = run.events("replicas_differ")
     assert (event["iteration"], event["problems"]) == (4, [line.removeprefix("moe-exp: ")])

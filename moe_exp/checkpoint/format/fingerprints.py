@@ -4,19 +4,19 @@ A tensor's fingerprint is a sum over all its values, modulo 2^64,
 
     sum over (i, j, ...) of bits(x[i, j, ...]) * w_last(j) * ... * w_first(i)
 
-where bits() interprets a value's bits as an integer, and each w is an odd number derived from the position on
-that axis (SplitMix64; Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators). It is a
-multilinear hash (Lemire and Kaser 2014, Strongly universal string hashing is fast) whose weights are products
-over the axes:
+where bits() interprets a value's bits as an integer, and each w is an odd number derived from an axis and a
+position on it (SplitMix64; Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators). The
+sum is a multilinear hash (Lemire and Kaser 2014, Strongly universal string hashing is fast). The weight of a
+value is a product over the axes:
 
 - The sum can be computed in any order and split in any way: the shards of every parallel layout add up to the
   same number, and combining the ranks' shares takes only additions.
-- Changing one value always changes it, because odd weights are invertible modulo 2^64. Swapped values,
+- Changing one value always changes the sum, because odd weights are invertible modulo 2^64. Swapped values,
   permuted rows and exchanged shards go unnoticed with a probability of about 2^-40 (not 2^-64, because the
   low bits of round values are zero).
 
-Names are the keys that this package writes; a tensor stacked over layers has one fingerprint per layer.
-Fingerprints therefore do not depend on the file style (`keys.py`), and tools that rewrite files keep them.
+Fingerprints are named by this package's keys; a tensor stacked over layers has one fingerprint per layer.
+Fingerprints therefore do not depend on the key style (`keys.py`), and remain valid when tools rewrite files.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Fingerprint of a tensor or of one rank's share of it."""
+    """Fingerprint of a tensor, or the part of the fingerprint's sum that one rank computes."""
 
     dtype: str  # such as `float32`
     num_values: int  # number of values in the sum
@@ -63,7 +63,7 @@ TensorPiece = tuple[str, Tensor, Sequence[int]]
 
 @torch.no_grad()
 def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Share of the box at `offsets` in its tensor's fingerprint: int64 [], modulo 2^64, chunk by chunk."""
+    """Sums over a tensor's box `values` at `offsets`, in chunks; returns int64 [], modulo 2^64."""
     values = values.detach().view(_BITS.get(values.element_size(), torch.uint8))
     while values.dim() < 2:
         values, offsets = values[None], (0, *offsets)
@@ -97,7 +97,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
-    """Odd weights for `size` positions from `start` on an axis. Axes are counted from the last (1)."""
+    """Odd weights for `size` positions of an axis, starting at `start`. The last axis has the number 1."""
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     # SplitMix64 with its constants as signed numbers, as PyTorch has no arithmetic for unsigned ones
     z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)
@@ -111,14 +111,14 @@ _kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Moves the offset on a stacked layer axis into the name; returns that name and the other offsets."""
+    """Moves the offset on a stacked layer axis into the name; returns the name and the remaining offsets."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)
 
 
 def fingerprints_of(pieces: Iterable[TensorPiece]) -> Fingerprints:
-    """Fingerprints, or a rank's shares, by name. Each value must be in exactly one piece across all ranks."""
+    """Fingerprints of `pieces` by name. Across all ranks, exactly one piece must contain each value."""
     found: dict[str, tuple[str, int, Tensor]] = {}
     for key, values, offsets in pieces:
         name, place = name_and_place(key, offsets)
@@ -134,7 +134,7 @@ def fingerprints_of(pieces: Iterable[TensorPiece]) -> Fingerprints:
 
 
 def added(shares: Iterable[Mapping[str, Fingerprint]]) -> Fingerprints:
-    """Sums of several ranks' shares."""
+    """Fingerprints by name, each the sum of several ranks' shares."""
     found: Fingerprints = {}
     for of_rank in shares:
         for name, share in of_rank.items():
@@ -151,7 +151,7 @@ def write(folder: Path, fingerprints: Mapping[str, Fingerprint]) -> None:
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """Reads a checkpoint's fingerprints; None if it has none or another version. ValueError if damaged."""
+    """Reads a checkpoint's fingerprints; None if missing or of another version. ValueError if damaged."""
     path = folder / FILE
     try:
         content = read_json(path)
@@ -168,8 +168,8 @@ def read(folder: Path) -> Fingerprints | None:
 
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
-    """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops the optimizer's.
-    `dtype` (such as `float32`) keeps only weights with that dtype, and uses main weights for all others.
+    """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops the optimizer state's.
+    With `dtype` (such as `float32`), weights of other dtypes get the fingerprints of main weights in `dtype`.
     """
     found: Fingerprints = {}
     for name, one in fingerprints.items():

@@ -1,4 +1,4 @@
-"""Checkpoint folders: names, completeness, selection and retention. Does not import PyTorch.
+"""Checkpoint folders: names, completeness, selection and retention. This module does not import PyTorch.
 
 checkpoints/
   latest_checkpointed_iteration.txt   iteration of the newest complete checkpoint (Megatron's file name)
@@ -6,11 +6,11 @@ checkpoints/
     .metadata, __0_0.distcp, ...      tensors, see torch_dist.py
     common.pt, metadata.json          unsharded state and the format's name, as in Megatron
     manifest.json                     size and checksum of every other file; written last
-  iter_0000600.partial/               being written; renamed once every rank is done
-  iter_0000100.removed/               being removed
-  iter_0000300.replaced/              old checkpoint while a new one of the same iteration replaces it
+  iter_0000600.partial/               checkpoint being written; renamed once every rank is done
+  iter_0000100.removed/               checkpoint being removed
+  iter_0000300.replaced/              old checkpoint, while a new checkpoint of iteration 300 replaces it
 
-A killed run can leave folders of the last three kinds behind; `recover` completes or undoes its work.
+A killed run can leave .partial, .removed and .replaced folders behind; `recover` cleans up.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def iteration_folder(checkpoints: Path, iteration: int) -> Path:
 
 
 def iteration_of(folder: Path) -> int:
-    """Iteration in a checkpoint folder's name; 0 if the name has another form."""
+    """Iteration in a checkpoint folder's name; 0 if the name is not `iter_` and a number."""
     number = folder.name.removeprefix("iter_")
     return int(number) if number.isdecimal() else 0
 
 
 def latest_iteration(checkpoints: Path) -> int | None:
-    """Iteration of the newest complete checkpoint, or None; ValueError if the file cannot be read."""
+    """Iteration in latest_checkpointed_iteration.txt; None if missing, ValueError if it cannot be read."""
     path = checkpoints / LATEST
     try:
         text = regular(path).read_text().strip()
@@ -58,15 +58,15 @@ def latest_iteration(checkpoints: Path) -> int | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         reason = f"cannot be read ({getattr(error, 'strerror', error)})"
-        raise unusable(path, reason, "make it readable, or name another checkpoint") from None
+        raise unusable(path, reason, "make the file readable, or name another checkpoint") from None
     if not text.isdecimal():
-        fix = "write the number of the newest iter_ folder into it"
+        fix = "write the number of the newest iter_ folder into this file"
         raise unusable(f"{path}={text[:20]!r}", "must contain an iteration number", fix)
     return int(text)
 
 
 def unusable(place: object, reason: str, fix: str = "use another checkpoint") -> ValueError:
-    """Builds the error about a checkpoint or a part of it."""
+    """Builds the error for an unusable checkpoint, file, folder or option `place`."""
     return ValueError(f"{place}: {reason}. Fix: {fix}.")
 
 
@@ -76,7 +76,7 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 
 
 def iterations(checkpoints: Path) -> list[int]:
-    """Iterations of all non-partial checkpoints, intact or damaged, in order."""
+    """Iterations of all iter_ folders in ascending order; their checkpoints may be damaged."""
     if not checkpoints.is_dir():
         return []
     found = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir() if path.is_dir())
@@ -84,9 +84,9 @@ def iterations(checkpoints: Path) -> list[int]:
 
 
 def usable(path: Path) -> list[Path]:
-    """Folders of the checkpoints that a run may resume from, newest first, intact or damaged. `path` is a
-    checkpoints folder, a run folder or an iter_ folder. Checkpoints newer than `latest` are skipped, because
-    users write an older iteration there to go back. Raises ValueError if `latest` contains no number.
+    """Folders of the checkpoints, intact or damaged, that a run may resume from, newest first. `path` is a
+    checkpoints, run or iter_ folder. Skips checkpoints newer than the iteration in the `LATEST` file: users
+    write an older iteration into this file to go back. Raises ValueError if the file contains no number.
     """
     for checkpoints in (path, path / "checkpoints"):
         newest, found = latest_iteration(checkpoints), iterations(checkpoints)
@@ -111,7 +111,7 @@ def is_converted(folder: Path) -> bool:
 
 
 def one_checkpoint(path: Path) -> Path:
-    """Resolves `path` to an iter_ folder: itself, or the newest in it; ValueError if none is found."""
+    """Returns the iter_ folder `path`, or the newest iter_ folder in `path`; ValueError if there is none."""
     for checkpoints in (path, path / "checkpoints"):
         if (iteration := latest_iteration(checkpoints)) is not None:
             return existing(iteration_folder(checkpoints, iteration))
@@ -138,7 +138,7 @@ def existing(folder: Path) -> Path:
 
 
 class NewerFormatError(ValueError):
-    """A newer version wrote the checkpoint. It is not damaged, so no older checkpoint may replace it."""
+    """A newer version wrote the checkpoint, which is not damaged: a run must not resume from an older one."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Manifest of `folder`; None for Megatron-LM's checkpoints. Raises NewerFormatError, ValueError."""
+        """Reads the manifest of `folder`; None if missing. Raises NewerFormatError or ValueError."""
         path = folder / MANIFEST
         try:
             return cls.parse(regular(path).read_bytes(), str(folder))
@@ -163,7 +163,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, folder: str) -> Manifest:
-        """Manifest of `folder` from its text; raises as `read`."""
+        """Parses the `text` of the manifest of `folder`. Raises NewerFormatError or ValueError."""
         path = f"{folder}/{MANIFEST}"
         try:
             content = json.loads(text)
@@ -181,7 +181,7 @@ class Manifest:
 
     @property
     def valid_loss(self) -> float | None:
-        """Validation loss at the time of the save, nats per token."""
+        """Validation loss at the time of the save (nats per token), or None."""
         loss = self.facts.get("valid_loss")
         return float(loss) if isinstance(loss, int | float) else None
 
@@ -231,7 +231,7 @@ def set_latest(checkpoints: Path, iteration: int) -> None:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Renames `partial` to publish it. If killed at any point, `recover` finds a complete checkpoint."""
+    """Publishes `partial` by renaming it. If killed at any point, `recover` finds a complete checkpoint."""
     checkpoints = partial.parent
     final = iteration_folder(checkpoints, iteration)
     replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
@@ -249,14 +249,14 @@ def publish(partial: Path, iteration: int) -> None:
 
 
 def take_name(folder: Path) -> Path:
-    """Renames a checkpoint, so that it is not found while its files are removed; returns the new folder."""
+    """Renames a checkpoint, so that nothing uses it while its files are removed; returns the new path."""
     removed = folder.with_name(folder.name + REMOVED)
     shutil.rmtree(removed, ignore_errors=True)  # left by a run that was killed
     return folder.rename(removed)
 
 
 def recover(checkpoints: Path) -> None:
-    """Cleans up after killed runs; restores the name of a checkpoint whose replacement was not completed."""
+    """Removes unfinished folders of killed runs; renames an old checkpoint back if its new one is missing."""
     for path in sorted(checkpoints.glob("iter_*.*")):
         # a folder that cannot be written is reported elsewhere
         with contextlib.suppress(OSError):
@@ -280,9 +280,9 @@ def valid_losses(checkpoints: Path) -> dict[int, float]:
 def which_to_remove(
     iterations: Sequence[int], losses: Mapping[int, float], *, last: int, every: int, best: int
 ) -> list[int]:
-    """Returns the iterations that no rule keeps, in order. The rules keep the `last` newest (0: all),
+    """Returns the iterations to remove, in ascending order. Keeps the `last` newest iterations (0: all), the
     multiples of `every` (0: none), and the `best` iterations with the lowest finite validation loss in
-    `losses` (nats per token; ties: the newer). ValueError if a number is negative.
+    `losses` (nats per token; among equal losses, the newer iteration). ValueError if a number is negative.
     """
     for name, value in (("last", last), ("every", every), ("best", best)):
         if value < 0:
@@ -299,14 +299,14 @@ def which_to_remove(
 @contextlib.contextmanager
 def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
     """Yields an empty folder that is renamed to `target` on success and removed on failure. Raises
-    ValueError, without changing anything, if `target` exists (unless empty) or cannot be created, or if less
-    than `num_bytes` of disk space is free.
+    ValueError, without changing anything, if `target` exists and is not empty, if it cannot be created, or
+    if less than `num_bytes` of disk space is free.
     """
     check_target(target)
     partial = target.with_name(target.name + PARTIAL)
     if partial.exists():
-        rule = "is left over from a killed command, or another command is writing it"
-        raise unusable(f"DST={partial}", rule, "remove it")
+        rule = "was left by a killed command, or another command is writing this folder"
+        raise unusable(f"DST={partial}", rule, "remove the folder unless another command is writing it")
     missing = [folder for folder in partial.parents if not folder.exists()]
     try:
         partial.mkdir(parents=True)
@@ -343,25 +343,25 @@ def check_target(target: Path) -> None:
     """Raises ValueError if `target` exists, unless it is an empty folder."""
     is_empty = target.is_dir() and not any(target.iterdir())
     if not is_empty and (target.exists() or target.is_symlink()):
-        raise unusable(f"DST={target}", "already exists", "name a new folder, or remove this one")
+        raise unusable(f"DST={target}", "already exists", "name a new folder, or remove this folder")
 
 
 def checkpoints_folder(path: Path) -> Path | None:
-    """Checkpoints folder that `path` is or, as a run folder, contains; None if it is neither."""
+    """Checkpoints folder: `path` itself, or the one in the run folder `path`; None if there is none."""
     both = (path, path / "checkpoints")
     return next((one for one in both if (one / LATEST).exists() or iterations(one)), None)
 
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
-    """Checkpoints of a checkpoints or run folder that no rule of `which_to_remove` keeps, with their sizes
-    (bytes). `latest` is always kept, and `last` counts from it. ValueError if the folder has no checkpoints,
-    `last` < 1, or `best` is given and no checkpoint has a validation loss.
+    """Checkpoints in a checkpoints or run folder that no rule of `which_to_remove` keeps, with their sizes
+    (bytes). Always keeps the latest checkpoint; `last` counts back from it. ValueError if the folder has no
+    checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a validation loss.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:
         raise unusable(f"PATH={path}", "has no checkpoints", "name a checkpoints folder or a run folder")
     if last < 1:
-        raise unusable(f"keep-last={last}", "must be 1 or more", "keep at least the newest")
+        raise unusable(f"keep-last={last}", "must be 1 or more", "keep at least the newest checkpoint")
     found, latest, losses = iterations(checkpoints), latest_iteration(checkpoints), valid_losses(checkpoints)
     if best and not losses:
         rule = f"no checkpoint in {checkpoints} has a validation loss"
@@ -375,7 +375,7 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]
 
 
 def remove(found: Collection[Path]) -> Iterator[Path]:
-    """Removes checkpoints and yields each removed one; ValueError if a run is writing to the folder."""
+    """Removes checkpoints and yields the path of each; ValueError if a run is writing to their folder."""
     if not found:
         return
     checkpoints = next(iter(found)).parent
@@ -388,4 +388,4 @@ def remove(found: Collection[Path]) -> Iterator[Path]:
                 yield one
     except Timeout:
         fix = "wait until the run ends, or set KEEP_LAST in the run"
-        raise unusable(f"PATH={checkpoints}", "a run is writing to it", fix) from None
+        raise unusable(f"PATH={checkpoints}", "a run is writing to this folder", fix) from None

@@ -1,14 +1,14 @@
 """The keys of a Megatron checkpoint (`torch_dist`), and a model's weights under a given checkpoint's keys.
 
-Megatron has several ways to write the same model. All of them can be read here:
+Megatron has several styles of keys for one model. This package reads all styles:
 
 - Layers: `decoder.layers.X` with a prepended layer axis if all layers are alike. `decoder.layers.<layer>.X`
-  if some are dense and some MoE, and always with `singleton_local_shards`, which Megatron-LM's script sets.
+  if there are dense and MoE layers, and always with `singleton_local_shards` (set by Megatron-LM's script).
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
-  `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Before a dense MLP, it is always the latter.
-- Router biases (ADD_BIAS_LINEAR): older versions of this package and of Megatron had routers without bias. A
-  missing bias is zero.
+  `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec and, in all specs, before a dense MLP.
+- Router biases (ADD_BIAS_LINEAR): older versions of this package and of Megatron had routers without bias.
+  For their checkpoints, the biases are set to zero.
 """
 
 import logging
@@ -36,7 +36,7 @@ ROUTER_BIAS = ".mlp.router.bias"  # end of its key
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    """Shapes of the model's and the optimizer's tensors by key, and the unique keys of objects."""
+    """Shapes of the model's and the optimizer's tensors by key, and the `unique_key` of every object."""
 
     tensors: Mapping[str, tuple[int, ...]]
     optimizer: Mapping[str, tuple[int, ...]]
@@ -59,8 +59,8 @@ class CheckpointKeys:
 def model_state(
     model: GPTModel, metadata: Mapping[str, Any], keys: CheckpointKeys | None = None
 ) -> dict[str, Any]:
-    """Sharded state of an unwrapped model: as Megatron would write it (`metadata` has `dp_cp_group`), or
-    under the keys of a checkpoint to be read.
+    """Sharded state of an unwrapped model, with the keys that Megatron writes or, for reading a checkpoint,
+    with this checkpoint's `keys`. `metadata` must contain `dp_cp_group`.
     """
     if keys is None:
         return model.sharded_state_dict(metadata=dict(metadata))
@@ -93,7 +93,7 @@ def model_state(
 
 @torch.no_grad()
 def zero_missing_biases(model: GPTModel, keys: CheckpointKeys) -> None:
-    """Zeros the biases of `model`'s routers if the checkpoint was written by a version without them."""
+    """Sets the router biases of `model` to zero if the checkpoint has no router biases."""
     if keys.has_router_biases:
         return
     missing = [p for name, p in model.named_parameters() if name.endswith(ROUTER_BIAS)]
@@ -104,8 +104,8 @@ def zero_missing_biases(model: GPTModel, keys: CheckpointKeys) -> None:
 
 
 def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) -> None:
-    """Checks that the tensors of all ranks' states match a checkpoint's: none missing, unused or of another
-    shape. All ranks must call it. Raises ValueError on every rank, with the first keys that differ.
+    """Checks that a checkpoint has exactly the tensors of all ranks' states, with the same shapes. All ranks
+    must call this function. Raises ValueError on every rank, with the first keys that differ.
     """
     gathered: list[set[tuple[str, tuple[int, ...], bool]]] = [set()] * torch.distributed.get_world_size()
     shards = sharded_tensors(state)
@@ -119,21 +119,21 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
     for key, (shape, may_be_padded) in sorted(needed.items()):
         other = found.get(key, shape)
         if other != shape and not (may_be_padded and differ_by_padding(other, shape)):
-            rules.append(f"has {key} of shape {list(other)}, the model of shape {list(shape)}")
+            rules.append(f"has {key} with shape {list(other)}, but the model's shape is {list(shape)}")
     if rules:
-        fix = "use the checkpoint's model settings"
+        fix = "use the model settings that wrote the checkpoint"
         raise unusable(f"checkpoint={folder}", rules[0], fix)
 
 
 def differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
-    """Whether the shapes [V, D] of two embeddings differ only by padding of the vocabulary."""
+    """Whether the shapes [V, D] of two embeddings are equal except for padding of the vocabulary."""
     # Megatron-LM pads V to a multiple of 128 * TP (TP at most 64), this package to a multiple of 128.
     more = shape[0] - in_model[0]
     return shape[1:] == in_model[1:] and -128 < more < 128 * 64
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
-    """Yields all tensors of a sharded state (a dict or list), including those that factories build."""
+    """Yields all tensors of a sharded state (a dict or list), including tensors that factories build."""
     for value in nested_values(state):
         if isinstance(value, ShardedTensorFactory):
             yield from sharded_tensors([value.build()])

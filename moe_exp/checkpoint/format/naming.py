@@ -1,13 +1,13 @@
-"""A checkpoint's tensors by layer and expert, regardless of Megatron's file style (see keys.py).
+"""A checkpoint's tensors by layer and expert, regardless of the style of Megatron's keys (see keys.py).
 
 A logical tensor has the same name in every style: `decoder.layers.3.self_attention.linear_qkv.weight`,
 `decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W, and
 `decoder.layers.3.pre_mlp_layernorm.weight` for the norm before every MLP, dense or MoE. Tensors outside
-layers keep their keys. A logical tensor is a box of one stored tensor, or two joined boxes (the gate's half
-and the other), and can be read by itself.
+layers keep their keys. A logical tensor is a box of one stored tensor, or two boxes joined (the gate and the
+up projection), and can be read without any other tensor.
 
-The optimizer's `param` (fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema` (moving average of the weights)
-use the same names.
+The optimizer states `param` (fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema` (moving average of the
+weights) have the names of their weights.
 """
 
 import itertools
@@ -43,7 +43,7 @@ _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A part of a stored tensor. Its first `num_leading` axes (layer, expert) have size 1."""
+    """A box of a stored tensor. The box has size 1 on its first `num_leading` axes (layer, expert)."""
 
     stored: StoredTensor
     offsets: tuple[int, ...]
@@ -96,7 +96,7 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """Megatron's prefix, state (`param` for main weights) and parameter key of an optimizer key, or None."""
+    """Prefix, state (`param`: main weights) and parameter key in an optimizer key; None for other keys."""
     if (match := _STATE.fullmatch(key)) is None:
         return None
     return match[1] + match[2] + ".", "param" if match[2] == "fp32_param" else match[2], match[3]
@@ -107,7 +107,7 @@ def is_optimizer(key: str) -> bool:
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Whether each layer, and whether each expert and half of a gated projection, has its own key."""
+    """Whether each layer has its own keys, and whether each expert (or half of a gated projection) does."""
     keys = list(weights)
     return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
@@ -118,8 +118,8 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """Logical tensors of the weights or of an optimizer state, by name. The order lets a reader with
-    `keep_bytes=KEEP_BYTES` read few chunks twice.
+    """Logical tensors, by name, of the weights (`state` None) or of an optimizer state. They are ordered so
+    that a reader with `keep_bytes=KEEP_BYTES` reads most chunks only once.
     """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
@@ -152,7 +152,7 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Logical name at `place` on a key's leading axes, and its half: `w`, `v` or empty."""
+    """Logical name at index `place` of a key's leading axes, and half: `w` (gate), `v` (up) or empty."""
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
         key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"
@@ -176,13 +176,13 @@ def num_leading(key: str) -> int:
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
-    """Layer of a logical tensor, or None, and its name within the layer."""
+    """Layer of a logical tensor (None if outside layers), and the tensor's name within the layer."""
     match = _IN_LAYER.fullmatch(name)
     return (int(match[1]), match[2]) if match else (None, name)
 
 
 def group_of(name: str) -> str:
-    """Group of a logical tensor: `norms`, a group of `_GROUPS` or `other`."""
+    """Group of a logical tensor: `norms`, a group in `_GROUPS`, or `other`."""
     parts = name.split(".")
     if any("norm" in part for part in parts[-2:]):
         return "norms"

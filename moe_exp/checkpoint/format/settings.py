@@ -1,4 +1,4 @@
-"""The settings that a checkpoint was written with, for programs that rebuild its model."""
+"""Reads the settings stored in a checkpoint, for programs that rebuild its model."""
 
 import logging
 from collections.abc import Mapping
@@ -30,18 +30,18 @@ _LAYOUT: dict[str, Any] = {
 
 
 def saved_order(folder: Path) -> dict[str, Any]:
-    """`SampleOrder.facts` of a checkpoint's training data; empty if not recorded."""
+    """`SampleOrder.facts` of the training data, as stored in a checkpoint; empty if not stored."""
     return order_in(read_common(folder))
 
 
 def order_in(common: Mapping[str, Any]) -> dict[str, Any]:
-    """`saved_order` from the result of `read_common`."""
+    """Like `saved_order`, but from the result of `read_common`."""
     # Weights-only checkpoints store it outside `progress`.
     return (common.get("progress") or common).get("sample_order") or {}
 
 
 def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, Any]) -> None:
-    """Raises ConfigError if model or optimizer differ from the checkpoint's, or the learning rate jumps."""
+    """Raises ConfigError if `config` changes model or optimizer, or makes the learning rate jump."""
     has_optimizer = "progress" in common  # otherwise the checkpoint only has weights
     name = f"the checkpoint {folder}"
     if has_optimizer:
@@ -55,19 +55,19 @@ def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, A
 
 
 def saved_start(common: Mapping[str, Any]) -> Start:
-    """Iteration and samples in the result of `read_common`, for a checkpoint with progress."""
+    """Iteration and consumed samples in the result of `read_common`; requires a checkpoint with progress."""
     progress = common["progress"]
     consumed = progress["consumed_samples"]
     return Start(progress["iteration"], consumed, consumed - common["scheduler"]["num_steps"])
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """Settings in an iter_ folder, for one rank, with `changes`; ValueError if damaged or not moe_exp's."""
+    """Settings in an iter_ folder, for one rank, with `changes`; ValueError if missing or damaged."""
     name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):
         rule = "was not written by moe_exp (it has no settings)"
-        raise unusable(name, rule, "name a checkpoint of moe_exp, such as one of a run with this LOAD_DIR")
+        raise unusable(name, rule, "start a run with LOAD_DIR set to this folder, and name the run")
     if unknown := sorted(set(saved) - set(Config.model_fields) - set(REMOVED)):
         logger.warning("%s: ignoring settings of another version: %s", folder, ", ".join(unknown))
     known = known_settings(saved)
@@ -77,7 +77,7 @@ def saved_config(folder: Path, **changes: Any) -> Config:
 
 
 def config_of(settings: Mapping[str, Any], place: str, fix: str) -> Config:
-    """Builds the Config from settings that were read from `place`; ValueError if a value is invalid."""
+    """Builds a Config from settings read from `place`; ValueError if a value is invalid."""
     try:
         return Config(**settings)
     except ValidationError as error:

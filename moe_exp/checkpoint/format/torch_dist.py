@@ -1,13 +1,13 @@
 """Reads the files of a `torch_dist` checkpoint piece by piece, in one process and without process groups.
 
-The format is that of torch.distributed.checkpoint. A tensor has a key, a shape and a dtype, and consists of
-chunks, which are non-overlapping boxes that fill it. A chunk is the output of `torch.save` at an offset of a
-`.distcp` file. The pickle `.metadata` stores shapes and positions. Objects are one-item lists, also written
+torch.distributed.checkpoint defines the format. A tensor has a key, a shape and a dtype, and is divided into
+chunks, which are boxes that do not overlap. A chunk is the output of `torch.save` at an offset in a `.distcp`
+file. The pickle `.metadata` stores shapes and offsets. Objects are one-item lists, also written
 by `torch.save`, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds metadata.json (the name of the
 format) and common.pt (unsharded state); since 0.19, the object `common_state` replaces common.pt.
 
-No code from files is executed: `.metadata` may only name the format's classes, and everything else is loaded
-with `weights_only`. Chunks are checked against the CRC-32 that `torch.save` stores and `torch.load` ignores.
+No code from files is executed: `.metadata` may only name the format's classes, and other files only tensors
+and plain values. A read checks a chunk's CRC-32, which `torch.save` stores and `torch.load` ignores.
 """
 
 import io
@@ -63,8 +63,8 @@ class Box(NamedTuple):
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Splits the values `start` to `stop` (exclusive) of a tensor of `shape` into boxes in memory order, at
-    most 2n - 1 for n axes. Each box is contiguous in memory. Example: values 2 to 10 of shape (4, 3):
+    """Splits values `start` to `stop` - 1 (in memory order) of a tensor of `shape` into at most 2n - 1 boxes
+    for n axes. Each box is contiguous in memory. Example: `start` 2 and `stop` 10 of shape (4, 3):
 
         . . 0      (0, 2) of size 1 x 1
         1 1 1      (1, 0) of size 2 x 3
@@ -100,7 +100,7 @@ def first_value(box: Box, shape: Sequence[int]) -> int:
 
 
 def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
-    """The box of `sizes` whose first value is at `place` in memory order; inverse of `first_value`."""
+    """Box of `sizes` whose first value has position `place` in memory order; inverse of `first_value`."""
     offsets = []
     for size in reversed(shape):
         place, offset = divmod(place, size)
@@ -109,7 +109,7 @@ def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Overlap of two boxes of a tensor, or None."""
+    """Overlap of two boxes of a tensor, or None if they do not overlap."""
     lows = tuple(map(max, one.offsets, other.offsets))
     ends = ([a + n for a, n in zip(box.offsets, box.sizes, strict=True)] for box in (one, other))
     sizes = tuple(high - low for low, high in zip(lows, map(min, *ends), strict=True))
@@ -117,7 +117,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Index of a box in a tensor that starts at `origin`."""
+    """Slices that select a box from a part of the tensor that starts at `origin`."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.offsets, box.sizes, origin, strict=True))
 
 
@@ -152,7 +152,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 def read_common(folder: Path) -> dict[str, Any]:
     """Reads the unsharded state: optimizer settings, schedule, progress, config. Megatron-LM's arguments
-    become `Inert` copies. Raises ValueError if the file is missing or damaged, or names code.
+    become `Inert` copies. Raises ValueError if the file is missing, is damaged, or refers to other code.
     """
     path = folder / COMMON
     # Since Megatron 0.19, an object replaces this file.
@@ -169,7 +169,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class Inert:
-    """Copy of an object without its code: its attributes, or the arguments it was built from."""
+    """Copy of an object without code: the attributes, or the arguments of the constructor."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -205,7 +205,7 @@ _INERT_PICKLE = types.SimpleNamespace(
 
 
 def _load_foreign(file: IO[bytes]) -> Any:
-    """Loads plain values; Megatron-LM's objects become inert copies."""
+    """Loads tensors and plain values; Megatron-LM's objects become `Inert` copies."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -229,7 +229,7 @@ def _unusable(path: Path, error: Exception) -> ValueError:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and the position of its bytes."""
+    """A stored box of a tensor, and the position of the box's bytes in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -240,7 +240,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, without its values."""
+    """Key, shape, dtype and chunks of a checkpoint's tensor, without its values."""
 
     key: str
     shape: tuple[int, ...]
@@ -253,8 +253,8 @@ class StoredTensor:
 
 
 class CheckpointReader:
-    """Reader of an iter_ folder; values are read on request. The most recent chunks stay in memory, up to
-    `keep_bytes` (the last one regardless of its size), for callers that read a chunk slice by slice; 0: none.
+    """Reads an iter_ folder; values are read on request. With `keep_bytes` > 0, the last chunk and up to
+    `keep_bytes` of recent chunks stay in memory, for callers that read a chunk slice by slice.
     Raises ValueError if the metadata is damaged.
     """
 
@@ -292,7 +292,7 @@ class CheckpointReader:
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """Reads a tensor or its box at `offsets` with `sizes`; KeyError if unknown, ValueError if damaged."""
+        """Reads a tensor, or its box of `sizes` at `offsets`; KeyError if unknown, ValueError if damaged."""
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
         # Narrows the search by the first axis, since a stacked tensor has thousands of chunks.
@@ -321,14 +321,14 @@ class CheckpointReader:
         return result
 
     def read_object(self, key: str) -> Any:
-        """Reads an object of the checkpoint; Megatron-LM's arguments become inert copies."""
+        """Reads an object of the checkpoint; Megatron-LM's arguments become `Inert` copies."""
         return self._load(self.objects[key], foreign=key == COMMON_OBJECT)
 
     def common(self) -> dict[str, Any]:
         return read_common(self.folder)
 
     def read_chunk(self, stored: StoredTensor, chunk: Chunk, *, keep: bool = True) -> Tensor:
-        """Reads a chunk's values. They may be cached: do not modify them. ValueError if damaged."""
+        """Reads a chunk's values. Do not modify the values: they may be cached. ValueError if damaged."""
         if chunk in self._kept:
             self._kept.move_to_end(chunk)
             return self._kept[chunk]
@@ -362,13 +362,13 @@ class CheckpointReader:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file object, so that PyTorch can read a chunk without a copy of its bytes."""
+    """File object for a part of a file, so that PyTorch can read a chunk without copying its bytes."""
 
     def __init__(self, file: IO[bytes], start: int, num_bytes: int):
         super().__init__()
         size = os.fstat(file.fileno()).st_size
         if start < 0 or num_bytes < 0 or start + num_bytes > size:
-            raise ValueError(f"it has {size} bytes, but a chunk is at {start} to {start + num_bytes}")
+            raise ValueError(f"it has {size} bytes, but a chunk is at bytes {start} to {start + num_bytes}")
         self._file, self._start, self._num_bytes, self._position = file, start, num_bytes, 0
 
     def readable(self) -> bool:

@@ -24,7 +24,7 @@ _BACKEND = {
 
 
 def write_metadata(folder: Path, metadata: dcp.Metadata) -> None:
-    """Writes `.metadata` and metadata.json, which tells Megatron the format."""
+    """Writes `.metadata`, and metadata.json with the name of the format for Megatron."""
     with (folder / METADATA).open("wb") as file:
         pickle.dump(metadata, file)
         _sync(file)
@@ -35,7 +35,7 @@ def write_metadata(folder: Path, metadata: dcp.Metadata) -> None:
 
 class TorchDistWriter:
     """Writes a checkpoint in chunks: call `add_tensor`, `add_chunk` and `add_object` in any order, then
-    `finish`. Starts a new file after `file_bytes`. As a context manager, closes the open file after an error.
+    `finish`. Starts a new file after `file_bytes`. A `with` block closes the open file if there is an error.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
@@ -65,7 +65,7 @@ class TorchDistWriter:
         self.add_chunk(key, values, shape=tuple(values.shape), offsets=(0,) * values.dim())
 
     def add_chunk(self, key: str, values: Tensor, *, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """Writes the box at `offsets` of a tensor of `shape`; boxes must fill the tensor without overlap."""
+        """Writes the box `values` at `offsets` of a tensor of `shape`; boxes must fill it without overlap."""
         info = self._tensors.get(key)
         if info is None:
             properties = dcp.TensorProperties(dtype=values.dtype)
@@ -86,7 +86,7 @@ class TorchDistWriter:
         self._write(dcp.MetadataIndex(key), [value])
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Writes `common` and the metadata; ValueError if a tensor is not filled."""
+        """Writes `common` and the metadata; ValueError if chunks of a tensor are missing."""
         self.next_file()
         for key, info in self._tensors.items():
             filled = sum(math.prod(chunk.sizes) for chunk in info.chunks)

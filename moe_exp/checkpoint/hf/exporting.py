@@ -1,5 +1,5 @@
-"""Converts checkpoints to Hugging Face folders, in one process that keeps only one stacked tensor of one
-layer in memory, and chooses the transformers architecture.
+"""Converts checkpoints to Hugging Face folders and chooses the transformers architecture. One process reads
+one tensor of one layer at a time (for all experts of this layer), so that little memory is needed.
 """
 
 import contextlib
@@ -54,15 +54,15 @@ def to_hf(
         source: iter_ folder, checkpoints folder or run folder.
         target: folder to create.
         dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
-        main_weights: use the optimizer's fp32 copies, which are more precise than the weights of a bf16 run.
+        main_weights: write the optimizer's fp32 main weights, which are more precise than bf16 weights.
         max_shard_bytes: maximum size of the tensors in each file.
-        tokenizer: folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
+        tokenizer: tokenizer folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
         like: Hugging Face folder that provides generation_config.json, token ids and max_position_embeddings;
-            None: the folder that the checkpoint, or its run's LOAD_DIR, was converted from.
+            None: the folder from which the checkpoint, or the LOAD_DIR of its run, was converted.
 
     Raises:
         ValueError: if the checkpoint has no settings, no architecture is equivalent to the model, tensors are
-            missing or unused, or the target cannot be written. No files are left on disk.
+            missing or unused, or the target cannot be written. An error leaves no files on disk.
     """
     check_target(target)
     if tokenizer is not None:
@@ -70,7 +70,7 @@ def to_hf(
     of_like = ("config.json", model_folder.GENERATION)
     if like is not None and not any((like / name).is_file() for name in of_like):
         rule = f"has neither config.json nor {model_folder.GENERATION}"
-        raise unusable(f"LIKE={like}", rule, "name a Hugging Face folder, or omit the option")
+        raise unusable(f"LIKE={like}", rule, "name a Hugging Face folder, or omit --like")
     if max_shard_bytes < 1:
         raise unusable(f"MAX_SHARD_SIZE={max_shard_bytes}", "must be at least 1 byte", "use a size like 5GB")
     folder = one_checkpoint(source)
@@ -120,7 +120,7 @@ def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
 
 
 class _Weights:
-    """The tensors that a model needs; ValueError if one is missing, unused or has another shape."""
+    """Tensors of a checkpoint to export; ValueError if a tensor is missing, unused or of another shape."""
 
     def __init__(
         self, reader: CheckpointReader, planned: list[MappedPiece], *, main: bool, dtype: torch.dtype | None
@@ -145,7 +145,7 @@ class _Weights:
                 options = ["--weights-only", "--layers", layers, "--experts", "stacked"]
                 source = str(reader.folder)
                 command = [*own_command(), "ckpt", "reshape", source, f"{source}_stacked", *options]
-                fix = f"stack them first: {shlex.join(command)}"
+                fix = f"convert the checkpoint's keys first: {shlex.join(command)}"
             raise unusable(name, f"tensors {lists}", fix)
 
         stored = self._stored(planned[0].key)
@@ -163,7 +163,7 @@ class _Weights:
         return next((self.reader.tensors[name] for name in names if name in self.reader.tensors), None)
 
     def dtype_of(self, piece: MappedPiece, part: Theirs) -> torch.dtype:
-        """Dtype in which a tensor is written."""
+        """Dtype of a written tensor."""
         stored = self._stored(piece.key) if piece.key else None
         # Rounding the bias would change which experts are chosen; transformers always keeps it in fp32.
         if part.name.endswith("e_score_correction_bias"):
@@ -171,7 +171,7 @@ class _Weights:
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
     def values(self, piece: MappedPiece) -> Tensor:
-        """Reads a piece's values. A layer's experts are read together, as one chunk may contain them all."""
+        """Reads a piece's values. Reads all experts of a layer at once, since one chunk may contain them."""
         stored = self._stored(piece.key)
         assert stored is not None
         num_layer_axes = len(piece.shape) - len(piece.theirs[0].shape) - (piece.expert is not None)
@@ -212,11 +212,11 @@ def _notes(config: Config, has_tokenizer: bool) -> list[str]:
     notes = []
     if not has_tokenizer:
         named = config.tokenizer
-        why = f"TOKENIZER={named} not found" if named else "the checkpoint does not name one"
-        fix = "pass --tokenizer, or copy its files into the folder"
+        why = f"TOKENIZER={named} not found" if named else "the checkpoint names no tokenizer"
+        fix = "pass --tokenizer, or copy the tokenizer's files into the folder"
         notes.append(f"no tokenizer was written: {why}; {fix}")
     if added := config.padded_vocab_size - config.vocab_size:
-        notes.append(f"omitted {added} rows of vocabulary padding, part of the softmax in training")
+        notes.append(f"omitted {added} padding rows of the vocabulary, part of the softmax in training")
     return notes
 
 
@@ -311,7 +311,7 @@ TRAITS: Mapping[str, Trait] = {
 
 
 def choose_architecture(config: Config) -> Architecture:
-    """The equivalent transformers architecture; UnsupportedModel with the settings that prevent an export."""
+    """Architecture equivalent to a model; UnsupportedModel, with the responsible settings, if none is."""
     against: dict[str, list[str]] = {}  # settings that each architecture cannot express
     for architecture in ARCHITECTURES.values():
         reasons = against[architecture.name] = []
@@ -326,7 +326,7 @@ def choose_architecture(config: Config) -> Architecture:
     first = next(iter(nearest.values()))
     # A reason that rules out every architecture explains more than the list for the nearest ones.
     if by_none := [reason for reason in first if all(reason in reasons for reasons in against.values())]:
-        what = f"{', '.join(by_none)}: no supported transformers architecture has this"
+        what = f"{', '.join(by_none)}: no supported transformers architecture can express this"
     else:
         each = "; ".join(f"{name} does not support {', '.join(reasons)}" for name, reasons in nearest.items())
         what = f"model: no supported transformers architecture is equivalent ({each})"
@@ -334,7 +334,7 @@ def choose_architecture(config: Config) -> Architecture:
 
 
 def exports_as(config: Config) -> str | None:
-    """The transformers class that a model can be converted to, or None."""
+    """Name of the transformers class to which a model can be exported, or None."""
     try:
         return choose_architecture(config).name
     except UnsupportedModel:

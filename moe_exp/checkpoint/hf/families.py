@@ -40,7 +40,7 @@ _SIZES = (
     same("num_attention_heads", "num_heads"), same("vocab_size", "vocab_size"),
     FieldRule((_LENGTH,), same(_LENGTH, "seq_len").read, lambda c: {_LENGTH: c.longest_sample}),
     same("initializer_range", "init_std"), same("attention_dropout", "attention_dropout"),
-    must_be("hidden_act", "silu", because="other activations than SwiGLU are not supported"),
+    must_be("hidden_act", "silu", because="activations other than SwiGLU are not supported"),
 )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ OLMOE = Architecture(
     fields=(
         *_common(), *_HEADS_BY_WIDTH, _NO_BIAS, _ONE_WIDTH,
         same("num_experts|num_local_experts", "num_experts"), _TOPK,
-        must_be("clip_qkv", None, because="queries, keys and values are not clipped here"),
+        must_be("clip_qkv", None, because="clipped queries, keys and values are not supported"),
         rules.NORMALIZED_WEIGHTS, rules.balancing(),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_EXPERTS),
@@ -275,10 +275,10 @@ DEEPSEEK_V3 = Architecture(
         *_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION,
         # fields of the original config.json; vLLM also reads topk_method
         must_be("scoring_func", "sigmoid", because="DeepSeek-V3 uses sigmoid scores"),
-        must_be("topk_method", "noaux_tc", because="experts are chosen by score and bias"),
+        must_be("topk_method", "noaux_tc", because="experts must be chosen by score plus bias"),
         must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
         must_be("rope_interleave", True, because="Megatron's latent attention rotates adjacent channels"),
-        must_be("ep_size", 1, because="it must be 1 in a config.json"),
+        must_be("ep_size", 1, because="must be 1 in a config.json"),
     ),
     tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
     settings={"multi_latent_attention": True, "qk_norm": True},

@@ -1,4 +1,4 @@
-"""Rules that map fields of a config.json to our settings and back."""
+"""Rules that map fields of a config.json to this package's settings and back."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class FieldRule:
 
 
 def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
-    """A field, or `default` if it is missing or null; UnsupportedModel if there is no default."""
+    """Value of a field, or `default` if the field is missing or null; UnsupportedModel without a default."""
     value = fields.get(name)
     if value is not None:
         return value
@@ -42,8 +42,8 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def same(names: str, setting: str) -> FieldRule:
-    """Rule for a field that is equivalent to one setting. Of `names` such as `num_experts|num_local_experts`,
-    the first is written. The setting `head_dim.kv_channels` is read into head_dim, written from kv_channels.
+    """Rule for a field equivalent to a setting. With alternatives, such as `num_experts|num_local_experts`,
+    a write uses the first name. With `head_dim.kv_channels`, a read sets head_dim; a write uses kv_channels.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")
@@ -56,7 +56,7 @@ def same(names: str, setting: str) -> FieldRule:
 
 
 def must_be(name: str, *allowed: Any, because: str) -> FieldRule:
-    """Rule for a field that must have one of the `allowed` values; the first is written."""
+    """Rule for a field that must have one of the `allowed` values; `write` uses the first value."""
 
     def read(fields: Fields) -> Settings:
         value = fields.get(name)
@@ -84,7 +84,7 @@ HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_
 
 
 def no_sliding_window(*, switched: bool = True) -> FieldRule:
-    """Refuses sliding windows unless `use_sliding_window`, which Mixtral lacks (`switched`), is false."""
+    """Rule that refuses sliding windows. If `switched` (not Mixtral), use_sliding_window=false is allowed."""
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:
@@ -128,9 +128,9 @@ DENSE_LAYERS_BY_LIST = FieldRule(
 
 
 def _layer_settings(is_moe: list[bool]) -> Settings:
-    """The shortest settings that select the MoE layers."""
+    """Shortest settings that describe which layers are MoE."""
     if not any(is_moe):
-        fix = "convert it as a dense architecture"
+        fix = "name a dense architecture in config.json"
         raise refuse("mlp_only_layers", "all layers", "must leave at least one MoE layer", fix)
     first = is_moe.index(True)
     if all(is_moe[first:]):
@@ -159,9 +159,9 @@ def _read_groups(fields: Fields) -> Settings:
     if groups <= 1:
         return {"num_router_groups": 0, "router_group_topk": 0}
     if not groups_score_alike(given(fields, "num_experts_per_tok"), groups, used):
-        rule = "groups are ranked by their best num_experts_per_tok / topk_group experts"
+        rule = "a group is ranked by its num_experts_per_tok / topk_group best experts"
         fix = "convert a model where num_experts_per_tok is twice topk_group"
-        raise refuse("topk_group", used, f"{rule}, which must be 2 as in transformers", fix)
+        raise refuse("topk_group", used, f"{rule}; this ratio must be 2, as in transformers", fix)
     return {"num_router_groups": groups, "router_group_topk": used}
 
 
@@ -192,8 +192,8 @@ SIGMOID_ROUTING = FieldRule(
 
 
 def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
-    """Rule for the coefficients of balancing loss and z-loss. DeepSeek's class has no loss: `aux_loss_alpha`
-    is 0 if missing, and `seq_aux` chooses between a loss per sequence (default) and per batch.
+    """Rule for the coefficients of balancing loss and z-loss. DeepSeek's class computes no loss: a missing
+    `aux_loss_alpha` means 0, and `seq_aux` selects a loss per sequence (true, default) or per batch (false).
     """
     is_optional = weight == "aux_loss_alpha"
     names = [weight, "router_z_loss_coef", *(("router_aux_loss_coef", "seq_aux") if is_optional else ())]
@@ -232,7 +232,7 @@ _LATENT_SIZES = {
 def _read_latent_attention(fields: Fields) -> Settings:
     heads = given(fields, "num_attention_heads")
     if (found := given(fields, "num_key_value_heads", heads)) != heads:
-        rule = f"must be num_attention_heads={heads} in latent attention"
+        rule = f"must be equal to num_attention_heads={heads} in latent attention"
         raise refuse("num_key_value_heads", found, rule, "correct the config.json")
     if (found := given(fields, "rms_norm_eps")) != LATENT_EPSILON:
         rule = f"must be {LATENT_EPSILON}, the fixed value inside transformers' latent attention"
@@ -260,7 +260,7 @@ _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn":
 
 
 def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
-    """Rule for the rotary embedding with default base `theta` and rotated `fraction` (None: always 1)."""
+    """Rule for the rotary embedding. Defaults: base `theta`, rotated part `fraction` (None: always 1)."""
     whole = fraction is None
 
     def read(fields: Fields) -> Settings:
@@ -281,13 +281,13 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
         found = merged.pop("partial_rotary_factor", fraction or 1.0)
         if found != 1 and whole:
             rule = "must be 1.0, as transformers rotates whole heads in this architecture"
-            raise refuse("partial_rotary_factor", found, rule, "set it to 1.0")
+            raise refuse("partial_rotary_factor", found, rule, "set this field to 1.0")
         return settings | {"rotary_fraction": found} | _read_scaling(merged, fields)
 
     def write(config: Config) -> dict[str, Any]:
         scaling: dict[str, Any] = {}
         if config.rope_scaling not in ("none", "llama3", "yarn"):
-            rule = "config.json cannot express this scaling. Fix: use none, llama3 or yarn"
+            rule = "config.json cannot express this scaling. Fix: set none, llama3 or yarn"
             raise UnsupportedModel(f"ROPE_SCALING={config.rope_scaling}: {rule}.")
         if config.rope_scaling != "none":
             scaling["factor"] = config.rope_scaling_factor

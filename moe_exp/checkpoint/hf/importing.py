@@ -89,13 +89,13 @@ def from_hf(
 
     Args:
         source: folder with config.json and safetensors files.
-        target: checkpoints folder to create: `iter_0000000`, the tokenizer, settings.env for the next run.
+        target: checkpoints folder to create (`iter_0000000`, tokenizer, and settings.env for the next run).
         dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
         drop_mtp: omit the layers for multi-token prediction, which the model does not need.
         ignore_fields: fields of config.json to ignore even though they are unsupported.
 
     Raises:
-        ValueError: if anything is missing, unused, misshapen or unsupported. No files are left on disk.
+        ValueError: if something is missing, unused, misshapen or unsupported. An error leaves no files.
     """
     folders.check_target(target)
     folder = ModelFolder(source)
@@ -134,7 +134,7 @@ def from_hf(
         if model_folder.copy_tokenizer(source, partial / "tokenizer"):
             config = config.model_copy(update={"tokenizer": str(target.resolve() / "tokenizer")})
         else:
-            logger.warning("%s: tokenizer.json not found; TOKENIZER stays empty", source)
+            logger.warning("%s: tokenizer.json not found; settings.env has no TOKENIZER", source)
         written = folders.iteration_folder(partial, 0)
         _write_weights(folder, sources, written, config, dtype, advance)
         layout = {name: getattr(config, name) for name in _LAYOUT}
@@ -198,20 +198,20 @@ def settings_of(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Refuses counts beyond the number of tensors and rows, before tensor names are generated for them."""
+    """Refuses layer and expert counts above the number of tensors or rows, before generating names."""
     rows = (weight.shape[0] for weight in folder.weights.values() if weight.shape)
     most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:
         value = folder.config.get(name)
         if isinstance(value, int) and value > most:
-            rule = f"{name}={value}: is more than its tensors allow"
+            rule = f"{name}={value}: is more than the folder's tensors allow"
             raise unusable(folder.path, rule, "use the config.json that belongs to the weights")
 
 
 def _match(
     folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool
 ) -> tuple[_Sources, int]:
-    """Finds each piece's tensors, and their total size (bytes); checks shapes and refuses unused tensors."""
+    """Finds the tensors of each piece, and the total size (bytes); checks shapes, refuses unused tensors."""
     planned: _Sources = []
     needed: dict[str, tuple[int, ...]] = {}
     for piece in pieces(architecture.tensors, config, scales=architecture.scales):
@@ -250,7 +250,7 @@ def _match(
 
 
 def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.dtype:
-    """The embedding's dtype, in which the model is trained; refuses keys built from several dtypes."""
+    """DTYPE for training: `dtype`, or the embedding's dtype. Refuses to join tensors of different dtypes."""
     if dtype is not None:
         return TORCH_DTYPES[dtype]
     by_key: dict[str, set[str]] = {}
@@ -258,7 +258,7 @@ def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.d
         by_key.setdefault(piece.key, set()).update(folder.weights[name].dtype for name, _ in reads)
     if mixed := min((key for key, types in by_key.items() if len(types) > 1), default=""):
         rule = f"{mixed} would mix tensors of several types ({', '.join(sorted(by_key[mixed]))})"
-        raise unusable(folder.path, rule, "pass --dtype bf16, fp16 or fp32")
+        raise unusable(folder.path, rule, "convert all tensors with --dtype bf16, fp16 or fp32")
     (found,) = by_key[sources[0][0].key]
     return DTYPES[found]
 
@@ -281,7 +281,7 @@ def _write_weights(
 
 
 def _write_settings(path: Path, settings: Settings, config: Config, target: Path) -> None:
-    """Writes explicit settings for the model, its weights and its training, independent of presets."""
+    """Writes settings for the model, its weights and further training. No preset changes these settings."""
     values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
     values |= {"load_dir": str(target.resolve())} | _CONTINUED
     texts = {name.upper(): as_given(value) for name, value in values.items() if value != ""}
@@ -294,10 +294,10 @@ def _notes(config: Config, added: list[str]) -> list[str]:
     notes = []
     if config.seq_len > 8192:  # longer than usual
         published = f"SEQ_LEN={config.seq_len} is the model's published length"
-        notes.append(f"{published}; pass --seq-len to train with another")
+        notes.append(f"{published}; pass --seq-len to train with another length")
     if added:
         what = f"the tokenizer has {len(added)} added tokens without embeddings, {folders.first_few(added)}"
-        notes.append(f"VOCAB_SIZE={config.vocab_size}: {what}; they start from the mean embedding")
+        notes.append(f"VOCAB_SIZE={config.vocab_size}: {what}; each starts from the mean of all embeddings")
     if padding := config.padded_vocab_size - config.vocab_size:
         rows = f"VOCAB_SIZE={config.vocab_size} is not a multiple of 128: added {padding} rows of zeros"
         notes.append(f"{rows}; their logits of 0 count in the softmax until training lowers them")

@@ -1,5 +1,5 @@
-"""Reads and writes Hugging Face folders: safetensors files, with only one tensor in memory, and the other
-files (tokenizer, generation settings, model card).
+"""Reads and writes Hugging Face folders: safetensors files (with only one tensor in memory at a time), and
+tokenizer, generation settings and model card.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def _damaged(place: object, reason: str) -> ValueError:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A stored tensor, without its values."""
+    """File, shape and dtype of a stored tensor."""
 
     file: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class StoredWeight:
 
 class ModelFolder:
     """Config and weights of a folder; values are read on request. ValueError if incomplete or damaged. Reads
-    the same files as transformers' `from_pretrained`: model.safetensors, otherwise those in the index.
+    the same files as `from_pretrained` in transformers: model.safetensors, or else the files in the index.
     """
 
     def __init__(self, path: Path):
@@ -85,7 +85,7 @@ class ModelFolder:
             raise _damaged(path / INDEX, f"names {said} for {differing[0]}, which is in {is_in}{more}")
 
     def _index(self) -> dict[str, str] | None:
-        """Map from tensor to file, or None if all tensors are in SINGLE."""
+        """Maps each tensor to its file; None if all tensors are in SINGLE."""
         has_index, is_single = ((self.path / name).is_file() for name in (INDEX, SINGLE))
         used = SINGLE if is_single else INDEX
         if (named := self.config.get("transformers_weights") or used) != used:
@@ -122,7 +122,7 @@ class ModelFolder:
                 self.weights[name] = StoredWeight(file, tuple(entry.get_shape()), entry.get_dtype())
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """Reads a tensor, or one index of its first axis; ValueError if damaged."""
+        """Reads a tensor, or the slice at `index` on the first axis; ValueError if damaged."""
         with self._explained(self.weights[name].file):
             opened = self._opened(self.weights[name].file)
             return opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
@@ -159,7 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write."""
+    """Name, shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -173,8 +173,8 @@ class Entry:
 def write_shards(
     folder: Path, entries: Sequence[Entry], tensors: Iterator[Tensor], advance: Advance, *, max_bytes: int
 ) -> None:
-    """Writes `tensors`, in the order of `entries`, into files of at most `max_bytes` (except for larger
-    tensors), and an index for more than one file. Calls `advance` with each tensor's size (bytes).
+    """Writes `tensors`, in the order of `entries`, into files of at most `max_bytes`. A larger tensor gets a
+    file of its own. Several files get an index. Calls `advance` with each tensor's size (bytes).
     """
     shards: list[list[Entry]] = [[]]
     num_bytes = 0  # size of the last shard
@@ -217,7 +217,7 @@ def write_shards(
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies the tokenizer files of a folder, or a tokenizer.json; returns whether it exists."""
+    """Copies a folder's tokenizer files, or one tokenizer.json; returns whether a tokenizer.json exists."""
     files = {name: source / name for name in TOKENIZER_FILES}
     files = {"tokenizer.json": source} if source.is_file() else files
     found = {name: path for name, path in files.items() if path.is_file()}
@@ -236,7 +236,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Makes a copied tokenizer use the training's BOS (or none) and end token; returns their ids."""
+    """Makes a copied tokenizer use the begin token (or none) and end token of training; returns the ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
@@ -268,7 +268,7 @@ def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
 
 
 def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
-    """Added tokens with ids from `vocab_size`, in order; ValueError if other tokens have such ids."""
+    """Added tokens with ids >= `vocab_size`, in order; ValueError if other tokens have ids in this range."""
     path = folder / "tokenizer.json"
     if not path.is_file() or (size := tokenizers.tokenizer_vocab_size(path)) <= vocab_size:
         return []
@@ -276,7 +276,7 @@ def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
     added = {token["id"]: token["content"] for token in tokens}
     beyond = range(vocab_size, size)
     if not added.keys() >= set(beyond):
-        rule = f"has {size} tokens, but beyond vocab_size={vocab_size} of config.json not only added ones"
+        rule = f"has {size} tokens; those beyond vocab_size={vocab_size} (config.json) must be added tokens"
         raise unusable(path, rule, "use the tokenizer that belongs to the weights")
     return [added[token] for token in beyond]
 
@@ -286,12 +286,12 @@ def check_tokenizer(path: Path) -> None:
     if path.is_file():
         read_json(path)
     elif not (path / "tokenizer.json").is_file():
-        fix = "name the file, or a folder with it"
+        fix = "name a tokenizer.json, or a folder that contains one"
         raise unusable(f"TOKENIZER={path}", "has no tokenizer.json", fix)
 
 
 def token_ids(folder: Path) -> dict[str, int | None]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` from the copied tokenizer files, or None."""
+    """`bos_token_id`, `eos_token_id` and `pad_token_id` from the copied tokenizer files; None if missing."""
     # None is also written into config.json: for missing fields, transformers' classes have default ids.
     if not (folder / "tokenizer.json").is_file():
         return dict.fromkeys(_TOKENS)
@@ -317,7 +317,7 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
 
 
 def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
-    """The training's token ids, except where the old value is a list that contains the id."""
+    """Token ids of training, without fields whose old value is a list that already contains the id."""
     lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
     return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
 
@@ -325,7 +325,7 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies generation_config.json from `like` with the training's ids, or writes one with the token ids."""
+    """Copies generation_config.json from `like` with the `trained` ids, or writes one with `fields`' ids."""
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)
         write_json(folder / GENERATION, old | as_trained(trained, old))
@@ -349,6 +349,6 @@ pipeline_tag: text-generation
 A causal language model, {facts}.
 
 Converted by `moe-exp convert to-hf` from iteration {iteration} of the run or folder `{run}`.
-License, training data and evaluation are for its authors to add.
+The model's authors should add its license, training data and evaluation.
 """,
     )

@@ -1,18 +1,18 @@
-"""Rules that map a Hugging Face folder's tensors to a checkpoint's, and functions to join and split them.
+"""Rules that map a Hugging Face folder's tensors to a checkpoint's, and functions that join and split them.
 
-Sizes are letters: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense
+Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense
 MLP, f one expert, S the shared expert, E experts. With multi-head latent attention: A and B the ranks of the
-compressed queries and keys, R = B plus the rotary part of a key, N all queries, M all heads' values and keys
-without rotary part, O all values.
+compressed queries and keys, R = B plus the rotary part of a key, N all queries, M all values plus all keys
+without the rotary part, O all values.
 
-Ways to join, all reversible:
+Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
 
-- plain   one tensor on either side.
-- padded  zero rows pad our vocabulary to a multiple of 128. Tokens that only our vocabulary has get the mean
-          of the other rows, so that none is more probable than the average token.
-- rows    concatenated rows: gate and up projection are one tensor here, gate first.
-- heads   Megatron's order: for each query group its query heads, its key and its value.
-- zeros   only in the Hugging Face folder: a tensor without effect that other software requires.
+- plain   one tensor in both formats.
+- padded  zero rows pad our vocabulary to a multiple of 128. Added tokens without a row in theirs get the mean
+          of all their rows, so that no added token is more probable than the average token.
+- rows    concatenated rows, for example of the gate and the up projection, gate first.
+- heads   Megatron's order: for each query group, the query heads, the key head and the value head.
+- zeros   a tensor of zeros only in the Hugging Face folder: it has no effect, but other software requires it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ ZERO_EXPERT_SIZE = 64
 
 
 def sizes_of(config: Config) -> dict[str, int]:
-    """Sizes by letter, see above."""
+    """Sizes by letter, as listed at the top of this file."""
     heads, rank = config.num_heads, config.kv_lora_rank
     nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
     shared = config.shared_expert_size or ZERO_EXPERT_SIZE
@@ -83,7 +83,7 @@ def joined_shape(join: str, parts: list[tuple[int, ...]], config: Config) -> tup
 
 
 def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
-    """Our tensor, joined from theirs."""
+    """Joins their tensors into ours."""
     if join == "plain":
         return parts[0]
     if join == "padded":
@@ -101,7 +101,7 @@ def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
 
 
 def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: Config) -> list[Tensor]:
-    """Their tensors, split from ours, as views if possible; without padding rows of the vocabulary."""
+    """Splits our tensor into theirs, as views if possible; drops padding rows of the vocabulary."""
     if join == "padded":
         return [ours[: shapes[0][0]]]
     if join == "heads":
@@ -136,7 +136,7 @@ class MappedPiece:
 
 
 def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[MappedPiece]:
-    """Yields all pieces, the embedding first. `scales`: config.json has a field for ROUTER_SCALING_FACTOR."""
+    """Yields all pieces, the embedding first. `scales`: config.json has routed_scaling_factor."""
     sizes, rules = sizes_of(config), [rule for rule in rules if CONDITIONS[rule.when](config)]
     embedding, *others = [rule for rule in rules if rule.layers == "model"]
     yield from _pieces_of(embedding, config, sizes)

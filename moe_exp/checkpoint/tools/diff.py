@@ -1,4 +1,4 @@
-"""Compares two checkpoints by tensor name, regardless of layout and style."""
+"""Compares two checkpoints tensor by tensor, regardless of parallel layout and style of keys."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """Result of `compare`. `settings` and `progress` map names to differing (value in A, value in B)."""
+    """Result of `compare`. `settings` and `progress` map each name that differs to its values in A and B."""
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
@@ -57,14 +57,14 @@ class Comparison:
         return sorted(differing, key=lambda tensor: -tensor.relative)[:count]
 
     def is_within(self, rtol: float) -> bool:
-        """Whether both have the same tensors, with relative differences of at most `rtol`."""
+        """Whether A and B have the same tensors, with relative differences of at most `rtol`."""
         same = not (self.only_in_a or self.only_in_b or self.shapes)
         return same and all(tensor.is_equal or tensor.relative <= rtol for tensor in self.tensors)
 
 
 def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
-    """Compares two iter_ folders relative to `b`; with `optimizer`, also its states, under names such as
-    `exp_avg of NAME`. Raises ValueError if one is damaged.
+    """Compares two iter_ folders; differences are relative to `b`. `optimizer` adds the optimizer states,
+    under names such as `exp_avg of NAME`. Raises ValueError if a checkpoint is damaged.
     """
     readers = [CheckpointReader(folder, keep_bytes=KEEP_BYTES) for folder in (a, b)]
     sides: list[dict[str, LogicalTensor]] = []
@@ -100,7 +100,7 @@ class Readable(Protocol):
 
 
 def compare_tensors(in_a: Mapping[str, Readable], in_b: Mapping[str, Readable]) -> Comparison:
-    """Compares tensors by name, block by block. Raises ValueError if one cannot be read."""
+    """Compares tensors of the same name, block by block. Raises ValueError if a tensor cannot be read."""
     found = Comparison()
     found.only_in_a = [name for name in in_a if name not in in_b]
     found.only_in_b = [name for name in in_b if name not in in_a]
@@ -148,7 +148,7 @@ def _differing(
 
 
 def print_comparison(found: Comparison, *, top: int) -> None:
-    """Prints the differences of two checkpoints, at most `top` of each kind."""
+    """Prints the differences between two checkpoints, at most `top` tensors of each kind."""
     for title, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b)):
         for name in names[:top]:
             print(f"{title}: {name}")

@@ -21,13 +21,13 @@ _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 
 
 def chosen(path: Path, iteration: int | None = None) -> Path:
-    """Resolves a path, and optionally an iteration, to an iter_ folder; ValueError if not found."""
+    """Returns the iter_ folder in `path` of the newest checkpoint or of `iteration`; ValueError if none."""
     if iteration is None:
         return folders.one_checkpoint(path)
     name, folder = f"iteration={iteration}", folders.checkpoints_folder(path)
     if folder is None:
         fix = "omit --iteration, or name a run folder"
-        raise folders.unusable(name, f"{path} is not a checkpoints folder", fix)
+        raise folders.unusable(name, f"{path} is not a checkpoints or run folder", fix)
     if iteration not in (there := folders.iterations(folder)):
         fix = f"choose one of {', '.join(map(str, there)) or 'none'}"
         raise folders.unusable(name, f"{folder} has no such checkpoint", fix)
@@ -35,13 +35,13 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
 
 
 def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
-    """Iteration stored in the checkpoint; otherwise from the folder name; otherwise 0."""
+    """Iteration in the checkpoint's state, otherwise in the folder's name, otherwise 0."""
     own = common.get("progress", {}).get("iteration", common.get("iteration"))
     return int(own) if own is not None else folders.iteration_of(folder)
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Facts about an iter_ folder in display order, None if unknown; ValueError if it is damaged."""
+    """Facts about an iter_ folder in display order (None: unknown); ValueError if damaged."""
     reader, manifest = CheckpointReader(folder), folders.Manifest.read(folder)
     common, weights = reader.common(), naming.logical_tensors(reader)
     config, progress = common.get("config") or {}, common.get("progress") or {}
@@ -88,7 +88,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def count_parameters(weights: Mapping[str, naming.LogicalTensor]) -> dict[str, int]:
-    """Number of trained parameters by group, and `total`."""
+    """Number of trained parameters in each group (`group_of`), and `total`."""
     counts: Counter[str] = Counter()
     for name, tensor in weights.items():
         if not name.endswith(BUFFERS):
@@ -97,7 +97,7 @@ def count_parameters(weights: Mapping[str, naming.LogicalTensor]) -> dict[str, i
 
 
 def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str, Any]) -> str:
-    """One-line description of the model, from the shapes of its weights and its settings (may be empty)."""
+    """One-line description of a model, from weight shapes and from the settings, which may be empty."""
     layers = {layer for name in weights if (layer := naming.layer_of(name)[0]) is not None}
     routers = [tensor.shape for name, tensor in weights.items() if name.endswith(".router.weight")]
     words = [f"{len(layers)} layers"]
@@ -115,12 +115,12 @@ def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str,
 
 
 def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
-    """Name, shape, dtype, chunks and bytes of tensors that match a shell pattern; ValueError if none does."""
+    """Name, shape, dtype, chunks and bytes of tensors that match a shell pattern; ValueError if none."""
     reader = CheckpointReader(folder)
     found = [stored for key, stored in sorted(reader.tensors.items()) if fnmatch.fnmatchcase(key, pattern)]
     if not found:
         example = min(reader.tensors, default="no tensors")
-        fix = f"use a pattern such as '*' ({example})"
+        fix = f"use a pattern such as '*', which matches {example}"
         raise folders.unusable(f"tensors={pattern}", f"matches none of {len(reader.tensors)} tensors", fix)
     facts: list[dict[str, Any]] = []
     for stored in found:
@@ -131,7 +131,7 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
 
 
 def describe_all(checkpoints: Path) -> list[dict[str, Any]]:
-    """Iteration, size, state (by file sizes) and whether it is the latest, for each checkpoint."""
+    """For each checkpoint: iteration, size, state (from its file sizes), and whether it is the latest."""
     latest, found = folders.latest_iteration(checkpoints), []
     for iteration in folders.iterations(checkpoints):
         folder = folders.iteration_folder(checkpoints, iteration)
@@ -155,7 +155,7 @@ def _state(folder: Path) -> str:
 
 
 def print_info(report: Mapping[str, Any]) -> None:
-    """Prints the known facts of `describe`."""
+    """Prints the facts from `describe`, except unknown ones."""
     parameters = dict(report["parameters"])
     total = parameters.pop("total")
     optimizer = ": ".join(filter(None, [report["optimizer_setting"], ", ".join(report["optimizer"])]))

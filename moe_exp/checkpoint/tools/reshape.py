@@ -1,10 +1,10 @@
-"""Rewrites a checkpoint in one process: with other keys (see keys.py), another dtype, only the weights, or as
-the weighted average of several checkpoints.
+"""Rewrites a checkpoint in one process: with other keys (see keys.py), another dtype or only the weights.
+Also writes the weighted average of several checkpoints.
 
-The new checkpoint has one chunk per layer and expert. Only this chunk and recent source chunks are in memory.
+The new checkpoint has one chunk per layer and expert. Memory holds one new chunk and recent source chunks.
 
-Averaging the last checkpoints of a run with a constant learning rate can replace its decay (Tian et al. 2025,
-WSM, arXiv 2507.17634). With weights c_0 ... c_k for the checkpoints t_0 ... t_k, the average is t_0 plus all
+Averaging the last checkpoints of a run with a constant learning rate can replace a decay of the rate (Tian et
+al. 2025, WSM, arXiv 2507.17634). With weights c_0 ... c_k of checkpoints t_0 ... t_k, the average is t_0 plus
 later updates, where the updates from t_{i-1} to t_i are multiplied by w_i = c_i + ... + c_k. A decay
 w_1 >= ... >= w_k therefore corresponds to c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
 """
@@ -58,7 +58,7 @@ _BLOCK = 2**18  # values per step of an fp64 sum
 
 @dataclass(frozen=True)
 class Reshaping:
-    """The changes to make."""
+    """Changes that `reshape` makes to a checkpoint."""
 
     # drop optimizer, schedule, random streams and progress: a run that loads it starts at iteration 0
     weights_only: bool = False
@@ -80,8 +80,8 @@ def reshape(
     source: Path, target: Path, changes: Reshaping, *, keep_bytes: int = naming.KEEP_BYTES,
     values: Tensors | None = None, facts: Mapping[str, Any] | None = None,
 ) -> Written:  # fmt: skip
-    """Rewrites an iter_ folder into a new checkpoints folder, created atomically. `keep_bytes` is the memory
-    for recent source chunks. `values` replace the weights, and `facts` describe them in the manifest.
+    """Rewrites an iter_ folder into a new checkpoints folder, created atomically. Keeps up to `keep_bytes` of
+    recent source chunks in memory. `values` replace the weights; `facts` are added to the manifest.
     ValueError if the source is damaged, the changes do not apply, `target` exists, or the disk lacks space.
     """
     folders.check_target(target)
@@ -122,7 +122,7 @@ def reshape(
 
 
 class _Work:
-    """Plans what to read and write. Raises ValueError if the changes do not apply to the checkpoint."""
+    """Plans reads and writes of `reshape`. Raises ValueError if `changes` do not apply to the checkpoint."""
 
     def __init__(self, reader: CheckpointReader, changes: Reshaping, values: Tensors | None):
         self.reader, self.changes, self.values = reader, changes, values
@@ -144,7 +144,7 @@ class _Work:
             self.layers_stacked = changes.layers == "stacked"
         for key in [] if changes.weights_only else filter(naming.is_optimizer, reader.tensors):
             if (state := naming.optimizer_state(key)) is None or state[2] not in reader.tensors:
-                rule = f"{key} depends on the layout that wrote it and cannot be rewritten"
+                rule = f"{key} depends on the parallel layout of its run and cannot be rewritten"
                 raise folders.unusable(f"SRC={reader.folder}", rule, "pass --weights-only")
         rule = ""
         if self.layers_stacked and len(set(map(frozenset, layers.values()))) > 1:
@@ -159,7 +159,7 @@ class _Work:
             raise folders.unusable("DTYPE=bf16", rule, "add --weights-only")
 
     def tensors(self) -> Iterator[tuple[str, naming.LogicalTensor, torch.dtype]]:
-        """Yields key prefix, values and new dtype of all weights, then of the optimizer's states."""
+        """Yields key prefix, values and new dtype of all weights, then of all optimizer states."""
         main = naming.logical_tensors(self.reader, "param") if self.changes.dtype == "fp32" else {}
         for name, stored in self.weights.items():
             dtype = stored.dtype
@@ -172,7 +172,7 @@ class _Work:
                 yield prefix, tensor, tensor.dtype
 
     def chunks(self, tensor: naming.LogicalTensor) -> Iterator[_Chunk]:
-        """Yields key, values, whole shape and offsets of each chunk of a tensor."""
+        """Yields each chunk of a tensor: key, values, shape of the whole tensor, and the chunk's offsets."""
         key = tensor.boxes[0].stored.key
         _, _, key = naming.optimizer_state(key) or ("", "", key)
         key, axes = self._styled(key, tensor.name)
@@ -190,7 +190,7 @@ class _Work:
             yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
 
     def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
-        """Key of a logical tensor in the new style, and index and size on each of its leading axes."""
+        """Key of a logical tensor in the new style, and (index, size) on each leading axis for this key."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
         (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []
@@ -204,7 +204,7 @@ class _Work:
         return key, axes
 
     def objects(self) -> Iterator[tuple[str, Any]]:
-        """Yields the new checkpoint's objects by full key."""
+        """Yields full key and value of each object in the new checkpoint."""
         for full_key in self.reader.objects:
             key, match = full_key, _OBJECT.fullmatch(full_key)
             if full_key == COMMON_OBJECT:  # written as common.pt
@@ -222,7 +222,7 @@ class _Work:
             yield key, value[0] if isinstance(value, list) and len(value) == 1 else value
 
     def new_common(self) -> dict[str, Any]:
-        """common.pt of the new checkpoint."""
+        """Content of common.pt in the new checkpoint."""
         common = dict(self.common)
         if self.changes.weights_only:
             kept = {name: common[name] for name in ("config", "content_metadata") if name in common}
@@ -236,22 +236,22 @@ class _Work:
 
 
 def _expert_of(name: str) -> int:
-    """Expert of a logical tensor; -1 for other tensors."""
+    """Expert index in a logical tensor's name; -1 if the tensor is not an expert's."""
     match = _EXPERT.fullmatch(name)
     return int(match[1]) if match else -1
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
     """Weights of `number` checkpoints, oldest first, with sum 1. `name`: the decay that the average replaces
-    (`uniform` for a linear one, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight is `ema_decay` times
-    the next), or comma-separated numbers. ValueError for an unknown name or unsuitable numbers.
+    (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight is `ema_decay` times
+    the next weight), or comma-separated numbers. ValueError for an unknown name or unsuitable numbers.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]
         return [now - after for now, after in pairwise(decay)]
     if name == "ema":
         if not 0 < ema_decay < 1:
-            raise setting_error("ema_decay", ema_decay, "must be between 0 and 1", "use 0.9, for example")
+            raise setting_error("ema_decay", ema_decay, "must be between 0 and 1", "use a value such as 0.9")
         found = [ema_decay ** (number - 1 - i) for i in range(number)]
     else:
         try:
@@ -268,7 +268,7 @@ def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]
 
 
 def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
-    """Resolves paths to iter_ folders: all, or the `last`, of each run; ValueError for duplicates."""
+    """Returns the iter_ folders in `paths`: all, or the `last` newest per path; ValueError for duplicates."""
     if last < 0:
         raise setting_error("last", last, "must not be negative", "use the number of checkpoints to average")
     found: list[Path] = []
@@ -285,8 +285,8 @@ def average(
     sources: Sequence[Path], target: Path, weights: Sequence[float], *, of_ema: bool = False
 ) -> Written:
     """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
-    checkpoint with the last one's iteration. `of_ema` averages the run's moving averages (EMA_DECAY) and the
-    expert bias, which has none. ValueError if models differ or have no moving average, and as `reshape`.
+    checkpoint with the last source's iteration. With `of_ema`, averages moving averages (EMA_DECAY) instead
+    of weights, except the expert bias. ValueError if models differ or lack moving averages, or as `reshape`.
     """
     keep_bytes = naming.KEEP_BYTES // len(sources)
     readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]
@@ -298,7 +298,7 @@ def average(
             raise setting_error("SRC", reader.folder, "has no moving average of the weights", fix)
     for source, tensors in zip(sources, stored, strict=True):
         if rule := _difference(source, tensors, sources[-1], stored[-1]):
-            raise setting_error("SRC", source, rule, "average checkpoints of one model")
+            raise setting_error("SRC", source, rule, "average only checkpoints of one model")
     # Tensors with fp32 main weights in all checkpoints are averaged from those, which are more precise.
     values: dict[str, naming.LogicalTensor] = {}
     for name in stored[-1]:
@@ -315,7 +315,7 @@ def average(
 
 
 def _difference(source: Path, tensors: Tensors, last: Path, expected: Tensors) -> str:
-    """Describes how the model of `source` differs from that of `last`; empty if it does not."""
+    """Describes how the models of `source` and `last` differ; empty if they do not."""
     for name in sorted(expected.keys() | tensors.keys()):
         shapes = [list(one[name].shape) if name in one else None for one in (tensors, expected)]
         if shapes[0] != shapes[1]:
@@ -338,13 +338,13 @@ def _difference(source: Path, tensors: Tensors, last: Path, expected: Tensors) -
 
 @dataclass(frozen=True)
 class _Averaged(naming.LogicalTensor):
-    """Weighted sum of tensors, computed on request."""
+    """Weighted sum of tensors, computed when it is read."""
 
     parts: tuple[naming.LogicalTensor, ...] = ()
     weights: tuple[float, ...] = ()
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Reads all values or a box of them; the sum is rounded once."""
+        """Reads all values, or the box at `offsets` with `sizes`; rounds the fp64 sum once."""
         # Integer tensors are not averaged: the last checkpoint's values are used.
         *values, out = [part.read(offsets, sizes).contiguous() for part in self.parts]
         if out.is_floating_point():

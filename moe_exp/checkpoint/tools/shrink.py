@@ -1,8 +1,8 @@
-"""`moe-exp ckpt shrink`: rewrites plain PyTorch files without the parts of storages that no tensor uses.
+"""`moe-exp ckpt shrink`: rewrites files of `torch.save` without the parts of storages that no tensor uses.
 
 `torch.save` writes a tensor's whole storage, even for one row of a matrix or one layer of a flat buffer.
-Here, every tensor gets a storage of its own size. Identical views (tied weights) stay shared; overlapping
-views share a storage trimmed to the range that they cover. Only tensors and plain containers are supported.
+`shrink` gives every tensor a storage of its own size. Identical views (tied weights) stay shared; overlapping
+views share one storage for the range that they cover. Only tensors and plain containers are supported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATTERNS = ("*.pt", "*.pth", "*.bin")
 
 @dataclass
 class ShrunkFile:
-    """File sizes before and after; `problem` is the reason why a file was not changed."""
+    """File sizes before and after `shrink`; `problem` is the reason why a file was not changed."""
 
     path: Path
     before_bytes: int
@@ -40,14 +40,14 @@ class ShrunkFile:
 
 
 def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bool = True) -> list[Path]:
-    """`path` if it is a file, otherwise the matching files in it; ValueError if there are none."""
+    """File `path`, or all matching files in the folder `path`; ValueError if no file matches."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise setting_error("PATH", path, "does not exist", "name a file or a folder")
     for pattern in patterns:
         if not pattern or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
-            fix = "use one such as '*.pt', and pass the folder as PATH"
+            fix = "use a pattern such as '*.pt', and pass the folder as PATH"
             raise setting_error("pattern", pattern, "must match names inside PATH", fix)
     glob = path.rglob if recursive else path.glob
     found = sorted({file for pattern in patterns for file in glob(pattern) if file.is_file()})
@@ -58,8 +58,8 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
 
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
-    """Rewrites a torch.save file if that makes it smaller. The result is read back and compared first.
-    `target` must not exist; None replaces the old file and keeps its permissions and time.
+    """Rewrites a torch.save file if this makes the file smaller, after comparing the new file with the old.
+    `target` must not exist; None replaces the old file. The new file has the old permissions and times.
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
@@ -96,7 +96,7 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
 
 
 def _write(temporary: Path, loaded: Any, compact: _Compact, path: Path) -> str:
-    """Writes the file and reads it back; returns a problem or an empty string."""
+    """Writes the smaller file and reads it back; returns a problem, or an empty string on success."""
     state = path.stat()
     with temporary.open("wb") as file:
         torch.save(compact.replaced(loaded), file)
@@ -125,7 +125,7 @@ class _Unsupported(ValueError):
 
 
 def _nodes(value: Any, where: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yields place and value of nested containers and items, in order; enters each container only once."""
+    """Yields path and value of all nested containers and items, in order; enters each container only once."""
     yield where, value
     seen = set() if seen is None else seen
     if isinstance(value, dict | list | tuple) and id(value) not in seen:
@@ -162,7 +162,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class _Island:
-    """Overlapping views of one storage, which stay shared; of one dtype, since torch.save refuses several."""
+    """Overlapping views of one storage, which stay shared. All have one dtype: torch.save refuses several."""
 
     low: int
     high: int
@@ -179,7 +179,7 @@ class _Island:
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
     def parted(self) -> list[_Island]:
-        """One island per view if no views share elements (such as columns of a matrix), otherwise itself."""
+        """Splits the island into one per view if no views share elements (such as columns of a matrix)."""
         views: dict[View, list[Tensor]] = {}
         for tensor in self.members:
             views.setdefault(_view(tensor), []).append(tensor)
@@ -188,7 +188,7 @@ class _Island:
         return [_Island(*_extent(members[0]), members) for members in views.values()]
 
     def copied(self) -> dict[int, Tensor]:
-        """New tensors by id of the old ones."""
+        """Compact copies of the tensors, by `id` of the original tensor."""
         first = self.members[0]
         if self.num_bytes == first.nbytes and self.is_one_view:
             copy = first.detach().clone()
@@ -247,7 +247,7 @@ class _Compact:
         self._tensors: dict[int, Tensor] = {}
 
     def replaced(self, value: Any) -> Any:
-        """Returns `value` with the new tensors; dicts and lists are changed in place."""
+        """Returns `value` with compact copies of its tensors; changes dicts and lists in place."""
         for island in self._islands:
             self._tensors |= island.copied()
         return self._replaced(value, {})
@@ -270,7 +270,7 @@ class _Compact:
 
 
 def difference(a: Any, b: Any) -> str:
-    """First difference between two loaded files in structure, values or sharing; empty if they are equal."""
+    """First difference of two loaded files in structure, values or shared tensors; empty if equal."""
 
     def alike(a: Any, b: Any) -> bool:
         # Tensors are compared bit by bit. Containers are skipped, since _nodes also visits their items.
@@ -292,5 +292,5 @@ def difference(a: Any, b: Any) -> str:
     for index, pair in enumerate(zip(_tensors_of(a), _tensors_of(b), strict=True)):
         firsts = [known.setdefault(_view(tensor), index) for known, tensor in zip(views, pair, strict=True)]
         if firsts[0] != firsts[1]:
-            return f"tensor {index} is shared in only one of them"
+            return f"tensor {index} is shared in only one of the files"
     return ""

@@ -57,8 +57,8 @@ class BackendSettings(ExpertSettings):
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        "FP8 matrix products; e4m3: all in e4m3; hybrid: gradients in e5m2. EXPERT_BACKEND=te uses "
-        "Transformer Engine; triton covers only the experts (e4m3, FP8_RECIPE=blockwise)",
+        "FP8 matrix products; e4m3: all in e4m3; hybrid: gradients in e5m2. EXPERT_BACKEND=te: computed by "
+        "Transformer Engine; triton: only in the experts (with e4m3 and FP8_RECIPE=blockwise)",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",
@@ -102,7 +102,7 @@ class BackendSettings(ExpertSettings):
                 yield self.problem("upcycle_granularity", "has no effect without UPCYCLE_FROM", fix)
             return
         if not self.use_moe:
-            rule = "a dense model has no experts to fill"
+            rule = "a dense model has no experts to initialize"
             yield self.problem("upcycle_from", rule, "set USE_MOE=true, or omit UPCYCLE_FROM")
             return
         yield from self.broken(
@@ -119,7 +119,7 @@ class BackendSettings(ExpertSettings):
         factor = self.expert_capacity_factor
         if factor is not None and factor * self.topk < self.num_experts:
             least = math.ceil(self.num_experts / self.topk)
-            rule = "may drop tokens, which upcycling must not"
+            rule = "may drop tokens, which would change the output of the dense model"
             fix = f"set MOE_TYPE=dmoe, or CAPACITY_FACTOR to at least {least}"
             yield problem("capacity_factor", factor, rule, fix)
         yield from self._granularity_problems(self.upcycle_granularity)
@@ -127,7 +127,7 @@ class BackendSettings(ExpertSettings):
     def _granularity_problems(self, shards: int) -> Iterator[str]:
         whole = self.ffn_hidden_size
         if self.expert_ffn_size * shards != whole:
-            rule = f"is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY = {whole} / {shards}"
+            rule = f"must be FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY = {whole} / {shards}"
             fix = f"set MOE_FFN_HIDDEN_SIZE={whole // shards}"
             if whole % shards:
                 fix = f"set UPCYCLE_GRANULARITY to {choices(divisors(whole, shards))}"

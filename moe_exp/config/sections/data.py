@@ -58,9 +58,9 @@ class DataSettings(OptimizerSettings):
 
     train_data: Blend = data(
         "",
-        "training data: 'A' or 'WEIGHT A WEIGHT B ...', each a folder, file or pattern of text (.txt, .md, "
-        ".jsonl, .json, .parquet, .arrow) or the prefix of Megatron .bin/.idx files; empty: the embedded "
-        "corpus",
+        "training data: 'A' or 'WEIGHT A WEIGHT B ...', where A and B are each a folder, file or pattern of "
+        "text (.txt, .md, .jsonl, .json, .parquet, .arrow) or the prefix of Megatron .bin/.idx files; empty: "
+        "the embedded corpus",
     )
     valid_data: Blend = data(
         "", "validation data, in the format of TRAIN_DATA; empty: hold out part of the text (docs/corpus.md)"
@@ -105,15 +105,15 @@ class DataSettings(OptimizerSettings):
     document_packing: Literal["concatenate", "best_fit"] = data(
         "concatenate",
         "packing of documents into samples; concatenate: join all documents and cut every SEQ_LEN tokens; "
-        "best_fit: combine whole documents that best fill a sample, cut only longer ones",
+        "best_fit: combine whole documents that best fill a sample; cut only documents longer than a sample",
     )
     allow_other_data: bool = data(
         False, "resume at the same sample number although data or order differ from the checkpoint's"
     )
     num_workers: NonNegative = data(
         ...,
-        "processes per rank that prefetch training data; 0: the rank reads it itself (default: 2 with GPUs, "
-        "else 0)",
+        "processes per rank that prefetch training data; 0: the rank reads the data itself (default: 2 with "
+        "GPUs, else 0)",
         default_factory=lambda: 2 if count_gpus() else 0,
         compared=False,
     )
@@ -126,22 +126,22 @@ class DataSettings(OptimizerSettings):
 
     @property
     def context_stripes(self) -> int:
-        """Number of parts of a sequence that are each split over all context-parallel ranks. With documents
-        there are several, which balances the pairs of tokens per rank.
+        """Number of parts of a sequence that are each split over all context-parallel ranks. With
+        DOCUMENT_MASK, several parts balance the number of token pairs per rank.
         """
         wanted = (4, 2) if self.document_mask and self.cp > 1 else ()
         return next((number for number in wanted if self.seq_len % (2 * self.cp * number) == 0), 1)
 
     @property
     def split_shares(self) -> list[float]:
-        """SPLIT as numbers; empty if there are too many or the first is 0."""
+        """SPLIT as numbers; empty if there are more than three or the training share is 0."""
         shares = [float(share) for share in self.split.split(",") if share]
         return shares if len(shares) <= 3 and any(shares[:1]) else []
 
     @property
     def stages(self) -> list[DataStage]:
         """The initial stage (TRAIN_DATA and SEQ_LEN), then those of DATA_STAGES. Stages given in tokens start
-        with a batch only after `with_stage_begins`.
+        at the start of a batch only after `with_stage_begins`.
         """
         stages = [DataStage(0, self.train_data, self.seq_len)]
         for given in self._given_stages:
@@ -224,7 +224,7 @@ class DataSettings(OptimizerSettings):
                 fits = [begin + left_out, begin + left_out + self.batches.size_at(begin)]
                 fits = [place for place in fits if place > before.first_sample]
                 rule = f"stage {number} begins at sample {first}, which is inside a batch"
-                fix = f"start it at sample {' or '.join(map(str, fits))}"
+                fix = f"start the stage at sample {' or '.join(map(str, fits))}"
                 yield self.problem("data_stages", rule, fix)
 
     def _batch_start(self, sample: int, begin: int) -> int:
@@ -244,7 +244,7 @@ class DataSettings(OptimizerSettings):
         fills = self.document_packing == "best_fit"
         yield from self.broken(
             (self.split and self.valid_data, "split",
-             f"cannot be combined with VALID_DATA={self.valid_data}", "set only one of them"),
+             f"cannot be combined with VALID_DATA={self.valid_data}", "omit SPLIT or VALID_DATA"),
             (self.split and not self.split_shares, "split",
              "must be up to three numbers (training, validation, test), the first above 0",
              "set for example SPLIT=99,1"),
@@ -286,7 +286,7 @@ class DataSettings(OptimizerSettings):
                 yield self.problem("data_stages", f"stage {number} {rule}", fix)
             if bad := [path for _, path in blend_members(stage.train_data) if is_url(path)]:
                 rule = f"stage {number} has {bad[0]}, but stages only support local files"
-                yield self.problem("data_stages", rule, "download it with moe-exp data pull")
+                yield self.problem("data_stages", rule, "download the data with moe-exp data pull")
 
     def _stage_problem(self, before: DataStage, stage: DataStage, total: int) -> tuple[str, str] | None:
         """First rule that the stage breaks and the fix, or None."""
@@ -296,11 +296,11 @@ class DataSettings(OptimizerSettings):
             return f"{begins} but the previous stage at {before.place}", fix
         if stage.first_sample >= total:
             end = f"{total} samples" if stage.from_tokens is None else f"{total * self.seq_len} tokens"
-            return f"{begins} but the run ends after {end}", "start it earlier, or raise TRAIN_ITERS"
+            return f"{begins} but the run ends after {end}", "start the stage earlier, or raise TRAIN_ITERS"
         factor, rest = divmod(stage.seq_len, self.seq_len)
         if rest:
             rule = f"has seq_len={stage.seq_len}, which must be a multiple of SEQ_LEN={self.seq_len}"
-            return rule, f"set it to {max(1, factor) * self.seq_len} or {(factor + 1) * self.seq_len}"
+            return rule, f"set seq_len to {max(1, factor) * self.seq_len} or {(factor + 1) * self.seq_len}"
         size, replicas = self.microbatch_samples(stage.seq_len), self.data_parallel_size
         steps = self.batches.steps(total)
         ends = accumulate(step.samples for step in steps)

@@ -2,7 +2,7 @@
 
 The section classes inherit from each other in the order of `--help`, from LaunchSettings to `config.Config`;
 pydantic keeps that order of fields. Methods may use the fields of their own section and of earlier ones, so a
-rule between sections is in the last of them. Rules that depend on the machine: launch/machine_checks.py.
+rule about several sections is in the last of these. Rules about the machine: launch/machine_checks.py.
 """
 
 from collections.abc import Iterator

@@ -46,27 +46,27 @@ class LearningSettings(ParallelSettings):
     )
     lr_decay_style: Annotated[str, one_of(SCHEDULES, read=read_composed)] = learning(
         "cosine",
-        "learning-rate schedule: a name, or a comma-separated list of phases such as 'constant:80%,linear', "
-        "80% of the iterations constant, then linear (docs/learning_rate.md)",
+        "learning-rate schedule: a name, or a comma-separated list of phases such as 'constant:80%,linear' "
+        "(constant for 80% of the iterations, then linear decay; docs/learning_rate.md)",
         measured="constant",
     )
     mbsz: Positive = learning(8, "micro-batch size (samples)", costs=True)
     gbsz: Positive = learning(64, "global batch size (samples)", costs=True)
     train_iters: Positive = learning(40000, "number of training iterations")
     warmup_iters: NonNegative = learning(
-        1000, "linear warm-up (iterations); if only TRAIN_ITERS is set, at most a tenth of it", measured=0
+        1000, "linear warm-up (iterations); at most TRAIN_ITERS / 10 if only TRAIN_ITERS is set", measured=0
     )
     decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", measured=0)
     wsd_decay_iters: NonNegative = learning(
         0, "length of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S) (iterations)"
     )
     wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
-        "linear", "shape of the decays of WSD_DECAY_ITERS; minus_sqrt: 1 - sqrt"
+        "linear", "shape of the decays of WSD_DECAY_ITERS; minus_sqrt: 1 - sqrt(elapsed fraction)"
     )
     wsd_decay_ends: IterationsOrShares = learning(
         "",
-        "where earlier decay phases end: iterations or fractions such as 25%,50%; after each, the learning "
-        "rate returns to LR (LR_DECAY_STYLE=WSD-S)",
+        "ends of the decays before the final decay: iterations or fractions such as 25%,50%; after each of "
+        "these decays, the learning rate returns to LR (LR_DECAY_STYLE=WSD-S)",
     )
     lr_power_a: float = learning(
         4.0, "A of LR_DECAY_STYLE=power, whose learning rate is min(LR, GBSZ * A * tokens^B)", gt=0
@@ -74,8 +74,8 @@ class LearningSettings(ParallelSettings):
     lr_power_b: float = learning(-0.51, "B of LR_DECAY_STYLE=power", lt=0)
     rampup_batch_size: str = learning(
         "",
-        "batch size ramp-up 'START INCREMENT SAMPLES': START to GBSZ in steps of INCREMENT, over SAMPLES "
-        "samples",
+        "batch size ramp-up 'START INCREMENT SAMPLES': from START to GBSZ in steps of INCREMENT, over "
+        "SAMPLES samples",
         measured="",
     )
 
@@ -122,7 +122,7 @@ class LearningSettings(ParallelSettings):
         """Pieces of the schedule after the warm-up, in order; at least one if there are no `problems`.
 
         The first piece begins at the end of the warm-up. As in Megatron, a final decay longer than the
-        remaining iterations starts part-way. Raises ValueError for an unsupported LR_DECAY_STYLE.
+        remaining iterations starts part-way down. Raises ValueError for an unsupported LR_DECAY_STYLE.
         """
         pieces, start = [], self.warmup_iters
         for style, end, target in self._pieces_in_iterations():
@@ -208,8 +208,8 @@ class LearningSettings(ParallelSettings):
         is_fp8 = self.fp8 != "none" and not self.is_fp8_by_kernels and self.impl != "local"
         return self.broken(
             (self.use_moe and self.token_rounding > slots, "token_rounding",
-             f"must be at most the {slots} slots of a micro-batch (MBSZ * SEQ_LEN * TOPK)",
-             "set it to the tile size of the kernels (64 or 128), or TOKEN_ROUNDING=0"),
+             f"must be at most {slots}, the token-expert pairs of a micro-batch (MBSZ * SEQ_LEN * TOPK)",
+             "set TOKEN_ROUNDING to the tile size of the kernels (64 or 128), or to 0"),
             (is_fp8 and tokens % multiple, "seq_len",
              f"with MBSZ={self.mbsz} a rank has {tokens} tokens, but FP8_RECIPE={self.fp8_recipe} requires a"
              f" multiple of {multiple}", "change SEQ_LEN or MBSZ, or set FP8=none"),
@@ -232,7 +232,7 @@ class LearningSettings(ParallelSettings):
         schedule = SCHEDULES[style]
         least = int(schedule.needs_it)
         if schedule.has_final_decay and not least <= self.wsd_decay_iters <= decay:
-            fix = f"set WSD_DECAY_ITERS to {least} to {decay}, or another LR_DECAY_STYLE"
+            fix = f"set WSD_DECAY_ITERS to a value from {least} to {decay}, or another LR_DECAY_STYLE"
             rule = f"must be from {least} to {decay_name}={decay} with LR_DECAY_STYLE={style}"
             yield self.problem("wsd_decay_iters", rule, fix)
         elif style == "WSD-S":
@@ -246,14 +246,14 @@ class LearningSettings(ParallelSettings):
     def _decay_problems(self) -> Iterator[str]:
         """Checks that the decays of WSD-S do not overlap and end before the final decay begins."""
         if not self.wsd_decay_ends:
-            rule = "LR_DECAY_STYLE=WSD-S requires the iterations at which its earlier decays end"
-            yield self.problem("wsd_decay_ends", rule, "set it, for example WSD_DECAY_ENDS=25%,50%")
+            rule = "LR_DECAY_STYLE=WSD-S requires the iterations at which the decays before the final one end"
+            yield self.problem("wsd_decay_ends", rule, "set for example WSD_DECAY_ENDS=25%,50%")
             return
         before, what = self.warmup_iters, "the warm-up"
         for end in self.decay_ends:
             begin = end - self.wsd_decay_iters
             if begin < before:
-                rule = f"a decay of WSD_DECAY_ITERS={self.wsd_decay_iters} up to iteration {end} begins at"
+                rule = f"a decay of WSD_DECAY_ITERS={self.wsd_decay_iters} to iteration {end} begins at"
                 rule += f" {begin}, before {what} ends at {before}"
                 fix = "list iterations in order, at least WSD_DECAY_ITERS apart and before the end of the run"
                 yield self.problem("wsd_decay_ends", rule, fix)
@@ -261,19 +261,19 @@ class LearningSettings(ParallelSettings):
             before, what = end, "the previous decay"
 
     def _composed_problems(self, decay_name: str) -> Iterator[str]:
-        """Checks that the pieces are in order, between the end of the warm-up and that of the schedule."""
+        """Checks that the pieces are in order, from the end of the warm-up to the end of the schedule."""
         pieces = self.pieces
         before, what = self.warmup_iters, "the warm-up"
         for number, piece in enumerate(pieces, 1):
             end = piece.end // self.gbsz
             if end <= before:
                 rule = f"piece {number} ends at iteration {end}, but {what} ends at {before}"
-                yield self.problem("lr_decay_style", rule, "list iterations or fractions in order")
+                yield self.problem("lr_decay_style", rule, "list iterations or fractions in ascending order")
                 return
             before, what = end, "the previous piece"
         if before > self.decay_end:
-            rule = f"its last piece ends at iteration {before}, after {decay_name}={self.decay_end}"
-            yield self.problem("lr_decay_style", rule, f"omit that end, or raise {decay_name}")
+            rule = f"the last piece ends at iteration {before}, after {decay_name}={self.decay_end}"
+            yield self.problem("lr_decay_style", rule, f"omit this end, or raise {decay_name}")
         if pieces[0].style == "inverse-square-root" and not self.warmup_iters:
             rule = "must be positive: an inverse square root decays from the end of the warm-up"
             yield self.problem("warmup_iters", rule, "set WARMUP_ITERS to 1 or more")

@@ -41,7 +41,7 @@ class ModelSettings(LaunchSettings):
     head_dim: OptionalWidth = model(0, "channels per attention head; 0: HIDDEN_SIZE / NUM_HEADS")
     multi_latent_attention: bool = model(
         False,
-        "multi-head latent attention (MLA, DeepSeek), with the next five sizes; NUM_QUERY_GROUPS is ignored",
+        "multi-head latent attention (MLA) with sizes Q_LORA_RANK to V_HEAD_DIM; ignores NUM_QUERY_GROUPS",
     )
     q_lora_rank: OptionalWidth = model(0, "compressed width of queries (MLA); 0: no compression")
     kv_lora_rank: Width = model(512, "compressed width of keys and values (MLA)")
@@ -73,7 +73,7 @@ class ModelSettings(LaunchSettings):
     rope_scaling_factor: float = model(1.0, "factor by which ROPE_SCALING extends the sequence length", ge=1)
     rope_original_seq_len: NonNegative = model(
         0,
-        "sequence length before scaling (tokens); 0: 8192 with llama3 (the only value), 4096 with yarn",
+        "sequence length before scaling (tokens); 0: 4096 with yarn, 8192 with llama3 (no other allowed)",
     )
     yarn_beta_fast: float = model(
         32.0,
@@ -202,7 +202,7 @@ class ModelSettings(LaunchSettings):
             (self.rope_scaling == "llama3", "rope_scaling",
              "Megatron's MULTI_LATENT_ATTENTION only supports YaRN", "set ROPE_SCALING=yarn or none"),
             (self.qk_pos_emb_head_dim % 2, "qk_pos_emb_head_dim",
-             "rotary position embedding rotates pairs of channels, so it must be even",
+             "rotary position embedding rotates pairs of channels, so the number must be even",
              f"set QK_POS_EMB_HEAD_DIM={self.qk_pos_emb_head_dim + 1}"),
         )  # fmt: skip
 
@@ -214,7 +214,7 @@ class ModelSettings(LaunchSettings):
             fix = "set ROPE_SCALING_FACTOR, or ROPE_SCALING=none"
             yield self.problem("rope_scaling", "has no effect while ROPE_SCALING_FACTOR=1", fix)
         if self.rope_scaling == "llama3" and self.rope_seq_len != 8192:
-            rule = "Megatron only supports the original length of Llama 3"
+            rule = "with ROPE_SCALING=llama3, Megatron only supports 8192"
             fix = "set ROPE_ORIGINAL_SEQ_LEN=8192, or ROPE_SCALING=yarn"
             yield self.problem("rope_original_seq_len", rule, fix)
         if self.rope_scaling != "yarn":
@@ -237,11 +237,11 @@ class ModelSettings(LaunchSettings):
         return self.broken(
             (not self.mup_base_hidden_size, "mup_base_hidden_size",
              "PARAMETRIZATION=mup requires the sizes of a base model",
-             "set it to the HIDDEN_SIZE on which LR was tuned"),
+             "set MUP_BASE_HIDDEN_SIZE to the HIDDEN_SIZE at which LR was tuned"),
             (self.tie_embeddings, "parametrization",
              "cannot be combined with TIE_EMBEDDINGS=true: embedding and output layer scale differently",
              "set TIE_EMBEDDINGS=false"),
             (self.multi_latent_attention, "parametrization",
-             "cannot be combined with MULTI_LATENT_ATTENTION=true: no rule covers its compressed widths",
+             "cannot be combined with MULTI_LATENT_ATTENTION=true: no muP rule covers compressed widths",
              "set MULTI_LATENT_ATTENTION=false"),
         )  # fmt: skip

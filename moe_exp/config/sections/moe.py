@@ -1,6 +1,6 @@
 """MoE layer settings: position, expert sizes and capacity.
 
-Those of the router are in sections/router.py, the remaining ones of the section Mixture of experts in
+Router settings are in sections/router.py, and the other settings of the section Mixture of experts in
 sections/backends.py.
 """
 
@@ -26,7 +26,7 @@ class ExpertSettings(RouterSettings):
     )
     moe_ffn_hidden_size: OptionalWidth = experts(0, "width of each routed expert; 0: FFN_HIDDEN_SIZE")
     moe_layer_freq: LayerPattern = experts(
-        "1", "every n-th layer is an MoE layer, or a pattern (1: MoE, 0: dense): '[0]*3+[1]*21', '0,1,1,1'"
+        "1", "n: every n-th layer is MoE; or a pattern of 1 (MoE) and 0 (dense): '[0]*3+[1]*21', '0,1,1,1'"
     )
     first_k_dense: NonNegative = experts(0, "number of dense layers at the start of the model")
     shared_expert_size: OptionalWidth = experts(
@@ -37,11 +37,11 @@ class ExpertSettings(RouterSettings):
     )
     moe_latent_size: OptionalWidth = experts(
         0,
-        "latent width (LatentMoE): a shared projection reduces tokens to this width before dispatch and "
-        "another restores it after combine; 0: none",
+        "latent width (LatentMoE): a shared projection reduces tokens to this width before dispatch, and "
+        "another projection restores the model width after combine; 0: none",
     )
     capacity_factor: Rate = experts(
-        0.0, "expert capacity relative to an equal share of the tokens (MOE_TYPE=moe); 0: 1.0"
+        0.0, "expert capacity relative to an equal share of the tokens (MOE_TYPE=moe); 0: same as 1.0"
     )
     min_capacity: NonNegative = experts(0, "minimum expert capacity (tokens per micro-batch; MOE_TYPE=moe)")
     pad_to_capacity: bool = experts(
@@ -61,7 +61,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Flag per layer, true for MoE layers. A pattern keeps its length even if it is not NUM_LAYERS."""
+        """Flag per layer, true for MoE layers. A pattern keeps its length even if NUM_LAYERS differs."""
         if not self.use_moe:
             return [False] * self.num_layers
         return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))
@@ -125,7 +125,7 @@ class ExpertSettings(RouterSettings):
              f"must be at most HIDDEN_SIZE={self.hidden_size}",
              f"set MOE_LATENT_SIZE to at most {self.hidden_size}, or 0 for none"),
             (latent and self.parametrization == "mup", "parametrization",
-             f"cannot be combined with MOE_LATENT_SIZE={latent}: no rule covers its projections",
+             f"cannot be combined with MOE_LATENT_SIZE={latent}: no muP rule covers the latent projections",
              "set MOE_LATENT_SIZE=0"),
         )  # fmt: skip
 
@@ -133,11 +133,11 @@ class ExpertSettings(RouterSettings):
         for name in ("capacity_factor", "min_capacity"):
             if self.moe_type == "dmoe" and getattr(self, name):
                 fix = f"set MOE_TYPE=moe, or {name.upper()}=0"
-                yield self.problem(name, "only applies to MOE_TYPE=moe, MOE_TYPE=dmoe has no capacity", fix)
+                yield self.problem(name, "only applies to MOE_TYPE=moe; MOE_TYPE=dmoe has no capacity", fix)
         if self.moe_type == "moe" and self.token_rounding:
             fix = "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"
             yield self.problem(
                 "token_rounding",
-                "only applies to MOE_TYPE=dmoe, with MOE_TYPE=moe the capacity sets the number of rows",
+                "only applies to MOE_TYPE=dmoe; with MOE_TYPE=moe, the capacity sets the number of rows",
                 fix,
             )

@@ -42,8 +42,8 @@ class OptimizerSettings(LearningSettings):
     muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)")
     qk_clip: Rate = learning(
         0.0,
-        "maximum attention logit: after each step, scales down the query and key projections of heads above "
-        "it (QK-clip; with OPTIMIZER=muon MuonClip; 100 in Kimi K2); 0: off",
+        "maximum attention logit: after each step, scales down the query and key projections of heads with "
+        "larger logits (QK-clip; MuonClip if OPTIMIZER=muon; 100 in Kimi K2); 0: off",
         costs=True,
     )
     weight_decay: Rate = learning(
@@ -106,7 +106,7 @@ class OptimizerSettings(LearningSettings):
              f"cannot be combined with OPTIMIZER={self.optimizer}: muP requires Adam", "set OPTIMIZER=adam"),
             (self.ema_decay and self.average_every > self.train_iters, "average_every",
              f"must be at most TRAIN_ITERS={self.train_iters}, or EMA_DECAY={self.ema_decay:g} averages"
-             " nothing", f"set it to at most {self.train_iters}"),
+             " nothing", f"set AVERAGE_EVERY to at most {self.train_iters}"),
             (self.qk_clip and self.distributed_optimizer, "qk_clip",
              "requires whole heads, but the distributed optimizer shards ranges of values",
              "set DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0"),
@@ -119,7 +119,7 @@ class OptimizerSettings(LearningSettings):
         )  # fmt: skip
 
     def _state_problems(self) -> Iterator[str]:
-        """Checks that the optimizer supports moments in bf16 and that they can decay."""
+        """Checks that the optimizer supports moments in bf16 and that bf16 moments can decay."""
         if not OPTIMIZERS[self.optimizer].has_bf16:
             rule = f"only applies to Adam, but OPTIMIZER={self.optimizer}"
             fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"
@@ -127,7 +127,7 @@ class OptimizerSettings(LearningSettings):
             return
         for name in ("adam_beta1", "adam_beta2"):
             if getattr(self, name) > _LARGEST_BF16_BETA:
-                rule = "is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, rounding would stop the decay"
+                rule = "is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, as rounding would stop the decay"
                 fix = f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32"
                 yield self.problem(name, rule, fix)
 
@@ -163,4 +163,4 @@ class OptimizerSettings(LearningSettings):
                 )
                 sizes = multiples(row_bytes // num_bytes * ways, value)
                 fix = f"set {name.upper()} to {sizes}, or EXPERT_BACKEND=loop"
-                yield problem(name, value, f"{rule}, which {row} in {self.dtype} is not", fix)
+                yield problem(name, value, f"{rule}, but rows have {row} values in {self.dtype}", fix)

@@ -24,21 +24,21 @@ class OutputSettings(DataSettings):
     load_dir: PathText = output(
         "",
         "checkpoint to start from: a checkpoints folder, a run folder, the folder of one iteration, or a URL "
-        "in an object store. Includes optimizer and iteration, unless made by ckpt reshape --weights-only; "
-        "empty: the run's own",
+        "in an object store. Optimizer state and iteration are loaded too, unless ckpt reshape "
+        "--weights-only removed them; empty: the run's own checkpoints",
         measured="",
     )
     remote_dir: str = output(
         "",
         "object store folder (s3://, gs://) to which each checkpoint is copied, with config.yaml and "
-        "metrics.jsonl; a run folder without checkpoints resumes from it",
+        "metrics.jsonl; a run folder without checkpoints resumes from this copy",
         measured="",
         compared=False,
     )
     allow_other_model: bool = output(
         False,
-        "resume although the checkpoint's model, of the same shapes, computes something else (router, norms, "
-        "rotary base)",
+        "resume although settings that change the model's computation, but not its shapes, differ from the "
+        "checkpoint's (router, norms, rotary base)",
     )
     allow_other_optimizer: bool = output(
         False, "resume from a checkpoint of another optimizer, with moments reset to zero"
@@ -53,7 +53,7 @@ class OutputSettings(DataSettings):
     )
     async_save: bool = output(
         False,
-        "continue training while checkpoint files are written; the next save waits for them",
+        "continue training while checkpoint files are written; the next save waits until they are written",
         measured=False,
         compared=False,
     )
@@ -77,7 +77,7 @@ class OutputSettings(DataSettings):
     )
     verify_checkpoint: bool = output(
         True,
-        "verify the checksums of a checkpoint's files before loading; false: only their sizes",
+        "verify the checksums of a checkpoint's files before loading; false: verify only the file sizes",
         compared=False,
     )
     exit_interval: NonNegative = output(
@@ -91,7 +91,7 @@ class OutputSettings(DataSettings):
     eval_iters: NonNegative = output(10, "number of global batches per evaluation")
     tensorboard_axes: bool = output(
         False,
-        "also write losses by tokens, FLOPs and training time to TensorBoard, as runs named by_*",
+        "also write losses over tokens, FLOPs and training time to TensorBoard, as runs named by_*",
         compared=False,
     )
     wandb_project: str = output("", "Weights & Biases project; empty: not used", measured="", compared=False)
@@ -133,8 +133,8 @@ class OutputSettings(DataSettings):
             (not self.eval_iters, "eval_iters",
              f"must be positive with EVAL_INTERVAL={interval}", "set EVAL_ITERS=10 or EVAL_INTERVAL=0"),
             (self.train_data and not has_valid, "valid_data",
-             f"required for EVAL_INTERVAL={interval}, as TRAIN_DATA={shown(self.train_data)} is no folder or"
-             " file of text on this machine",
+             f"required for EVAL_INTERVAL={interval}, as TRAIN_DATA={shown(self.train_data)} is not a"
+             " folder or file of text on this machine",
              "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0, or correct TRAIN_DATA if it should name text"),
             (shares and not sum(shares[1:2]), "split",
              f"has no validation share, but EVAL_INTERVAL={interval}",
@@ -142,17 +142,17 @@ class OutputSettings(DataSettings):
         )  # fmt: skip
 
     def _checkpoint_problems(self) -> Iterator[str]:
-        """Checks which checkpoints are kept, and the one to start from."""
+        """Checks the settings for checkpoints to keep and for the checkpoint to start from."""
         no_effect = "has no effect with KEEP_LAST=0, which keeps all checkpoints"
         save, evaluate = self.save_interval, self.eval_interval
         return self.broken(
             (self.keep_every and not self.keep_last, "keep_every", no_effect, "set KEEP_LAST"),
             (self.keep_best and not self.keep_last, "keep_best", no_effect, "set KEEP_LAST"),
             (save and self.keep_every % save, "keep_every",
-             f"must be a multiple of SAVE_INTERVAL={save}", f"set it to {save}"),
+             f"must be a multiple of SAVE_INTERVAL={save}", f"set KEEP_EVERY={save}"),
             (self.keep_best and (not evaluate or not save or save % evaluate), "keep_best",
              f"requires an evaluation at every save, but SAVE_INTERVAL={save} is not a multiple of"
-             f" EVAL_INTERVAL={evaluate}", "set both to the same number"),
+             f" EVAL_INTERVAL={evaluate}", "set SAVE_INTERVAL and EVAL_INTERVAL to the same number"),
             (self.upcycle_from and self.use_moe and self.load_dir, "upcycle_from",
-             f"cannot be combined with LOAD_DIR={self.load_dir}", "set only one of them"),
+             f"cannot be combined with LOAD_DIR={self.load_dir}", "omit UPCYCLE_FROM or LOAD_DIR"),
         )  # fmt: skip

@@ -24,7 +24,7 @@ SIZE_MULTIPLES = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 class ParallelSettings(BackendSettings):
     """Settings of the section Parallelism."""
 
-    tp: NumRanks = layout(1, "tensor-parallel size; above 1, sequence parallelism is on")
+    tp: NumRanks = layout(1, "tensor-parallel size; sizes above 1 turn on sequence parallelism")
     pp: NumRanks = layout(1, "pipeline-parallel size")
     first_stage_layers: NonNegative = layout(
         0, "number of layers in the first pipeline stage (with the embedding); 0: as in the other stages"
@@ -35,7 +35,7 @@ class ParallelSettings(BackendSettings):
     pipeline_layers: StageLayers = layout(
         "",
         "number of layers in every pipeline stage, such as '8,9*10,8'; replaces FIRST_STAGE_LAYERS and "
-        "LAST_STAGE_LAYERS; only the first and last stage may have 0",
+        "LAST_STAGE_LAYERS; only the first and last stage may have 0 layers",
     )
     vpp: OptionalPositive = layout(
         None, "number of model chunks per pipeline rank (interleaved schedule); none: no interleaving"
@@ -46,12 +46,13 @@ class ParallelSettings(BackendSettings):
     distributed_optimizer: bool = layout(True, "shard the optimizer state across data-parallel ranks")
     overlap: Literal["auto", "true", "false"] = layout(
         "auto",
-        "overlap gradient reduction and parameter gathering with compute; auto: if a stage has several GPUs",
+        "overlap gradient reduction and parameter gathering with compute; auto: if each stage has several "
+        "GPUs",
     )
     recompute: Literal["none", "moe_act", "selective", "full"] = layout(
         "none",
-        "activation recomputation; moe_act: the experts' activation function; selective: MoE layers (both: "
-        "attention scores in a dense model); full: every layer",
+        "activation recomputation; moe_act: the experts' activation function; selective: MoE layers; full: "
+        "every layer (in a dense model, moe_act and selective recompute the attention scores)",
     )
     cuda_graph: Literal["auto", "on", "off"] = layout(
         "auto",
@@ -102,16 +103,16 @@ class ParallelSettings(BackendSettings):
         ep, etp = self.ep, self.etp
         yield from self.broken(
             (self.dispatcher == "local" and ep * etp > 1, "dispatcher",
-             f"needs every expert on every rank, but EP={ep} and ETP={etp}",
+             f"requires every expert on every rank, but EP={ep} and ETP={etp}",
              "set DISPATCHER=alltoall, or EP=1 and ETP=1"),
             (self.dispatcher == "deepep" and (ep == 1 or etp > 1), "dispatcher",
-             f"sends tokens between whole experts, but EP={ep} and ETP={etp}", "set DISPATCHER=alltoall"),
+             f"requires EP of at least 2 and ETP=1, but EP={ep} and ETP={etp}", "set DISPATCHER=alltoall"),
             (self.add_bias_linear and etp > 1, "add_bias_linear",
-             "Megatron has expert biases with ETP=1 only", "set ADD_BIAS_LINEAR=false or ETP=1"),
+             "Megatron supports expert biases only with ETP=1", "set ADD_BIAS_LINEAR=false or ETP=1"),
         )  # fmt: skip
 
     def _fp8_size_problems(self) -> Iterator[str]:
-        """Matrix products of Transformer Engine in FP8."""
+        """Checks the sizes of matrices in Transformer Engine's FP8 products."""
         multiple = SIZE_MULTIPLES[self.fp8_recipe]
         has_dense = not all(self.moe_layers) and (self.moe_ffn_hidden_size or not self.use_moe)
         sizes = (  # whether there is such a matrix product, setting, value, ranks that it is split over
@@ -160,11 +161,11 @@ class ParallelSettings(BackendSettings):
             yield from self._given_end_problems()
         elif self.num_layers % self.pp:
             fix = f"set PP to {choices(divisors(self.num_layers, self.pp))}"
-            fix += ", or set PIPELINE_LAYERS to the layers of every stage"
+            fix += ", or set PIPELINE_LAYERS to the number of layers in every stage"
             yield self.problem("pp", f"must divide NUM_LAYERS={self.num_layers}", fix)
 
     def _given_stage_problems(self) -> Iterator[str]:
-        """Checks that PIPELINE_LAYERS covers all stages and layers; only end stages may be empty."""
+        """Checks that PIPELINE_LAYERS covers all stages and layers, and that no middle stage is empty."""
         stages, num_layers = self.stage_layers, self.num_layers
         for name in ("first_stage_layers", "last_stage_layers"):
             if getattr(self, name):
@@ -191,7 +192,7 @@ class ParallelSettings(BackendSettings):
             yield self.problem(given[0], "requires several pipeline stages, but PP=1", fix)
         elif others == 0 and left:
             rule = f"FIRST_STAGE_LAYERS + LAST_STAGE_LAYERS = {_plus(layers)} is not NUM_LAYERS={whole}"
-            yield self.problem(given[0], rule, "set one of them to 0; it then gets the remaining layers")
+            yield self.problem(given[0], rule, "set one of the two to 0; its stage gets the remaining layers")
         elif others and (left < others or left % others):
             rule = f"leaves {left} of NUM_LAYERS={whole} layers, which cannot be divided equally among the"
             rule += f" other {others} of PP={self.pp} stages"
@@ -205,7 +206,7 @@ class ParallelSettings(BackendSettings):
             yield self.problem("vpp", "requires several pipeline stages, but PP=1", fix)
             return
         if vpp == 1:
-            rule = "must be at least 2, one model chunk per rank cannot be interleaved"
+            rule = "must be at least 2, as one model chunk per rank cannot be interleaved"
             yield self.problem("vpp", rule, "set VPP=none or VPP to at least 2")
         if self.pipeline_layers or self.first_stage_layers or self.last_stage_layers:
             odd = next((layers for layers in self.stage_layers if layers % vpp), None)

@@ -25,7 +25,7 @@ class ReliabilitySettings(OutputSettings):
     """Settings of the section Reliability and debugging."""
 
     fingerprints: bool = care(
-        True, "store a fingerprint of each tensor in checkpoints and compare it after loading"
+        True, "store a fingerprint of each tensor in checkpoints, and verify the fingerprints after loading"
     )
     check_interval: NonNegative = care(
         0,
@@ -43,8 +43,8 @@ class ReliabilitySettings(OutputSettings):
     )
     disk_check: Literal["run", "one", "none"] = care(
         "run",
-        "free disk space required at start; run: for all remaining checkpoints (a resumed run: for the next "
-        "one); one: for one checkpoint, if you delete others yourself; none: not checked",
+        "free disk space required at start; run: for all remaining checkpoints (in a resumed run, for the "
+        "next checkpoint); one: for one checkpoint, if you delete old ones yourself; none: not checked",
     )
     max_bad_steps: NonNegative = care(
         10,
@@ -60,7 +60,7 @@ class ReliabilitySettings(OutputSettings):
         measured="none",
     )
     max_rollbacks: NonNegative = care(
-        5, "maximum number of rollbacks; the run fails at the next spike", compared=True
+        5, "maximum number of rollbacks; a further loss spike makes the run fail", compared=True
     )
     preflight: bool = care(
         False,
@@ -69,20 +69,20 @@ class ReliabilitySettings(OutputSettings):
         measured=False,
     )
     preflight_timeout: Positive = care(
-        300, "time for which nodes wait for each other at the start of the preflight (seconds)"
+        300, "maximum time for which nodes wait for each other at the start of the preflight (seconds)"
     )
     preflight_slow: float = care(
-        0.7, "fraction of the other nodes' median speed below which a node is slow", gt=0, le=1
+        0.7, "fraction of the other nodes' median speed below which a node counts as slow", gt=0, le=1
     )
     hang_timeout: Timeout = care(
         "auto",
         "time limit of an iteration (seconds), after which stacks are written to hang/ and the ranks exit "
-        "for a restart; auto: ten times the median, at least 180; none: no limit",
+        "for a restart; auto: ten times the median iteration time, at least 180; none: no limit",
     )
     hang_timeout_other: OptionalPositive = care(
         1500,
-        "time limit as in HANG_TIMEOUT (seconds) for each phase of the start, the first iterations, a batch "
-        "of an evaluation and a save; none: no limit",
+        "time limit (seconds), enforced as HANG_TIMEOUT is, for each startup phase, each of the first "
+        "iterations, each evaluation batch and each save; none: no limit",
     )
     trace_calls_from: NonNegative = care(
         0,
@@ -90,7 +90,7 @@ class ReliabilitySettings(OutputSettings):
         "training); 0: never",
     )
     trace_calls_mb: Positive = care(
-        16, "size of each rank's call record (MB); newer calls replace older ones"
+        16, "size of each rank's call record (MB); new calls replace the oldest calls"
     )
     trace_calls_in: str = care(
         "moe_exp,megatron,torch.distributed", "packages and modules whose calls are recorded"
@@ -108,7 +108,7 @@ class ReliabilitySettings(OutputSettings):
         "", "iterations traced by the PyTorch profiler, such as 10-12 or 10,20; empty: none", measured=""
     )
     profile_ranks: RankList = care(
-        "0", "ranks for PROFILE_ITERS and MEMORY_SNAPSHOT, such as 0 or 0,3, or all"
+        "0", "ranks recorded by PROFILE_ITERS and MEMORY_SNAPSHOT, such as 0 or 0,3; all: every rank"
     )
     memory_snapshot: Iterations = care(
         "",
@@ -124,7 +124,7 @@ class ReliabilitySettings(OutputSettings):
         for name, others in (("profile_ranks", ", or all"), ("dump_ranks", "")):
             ranks = [int(rank) for rank in getattr(self, name).split(",") if rank not in ("", "all")]
             if missing := [rank for rank in ranks if rank >= self.world_size]:
-                rule = f"rank {missing[0]} does not exist, the run has {self.world_size} ranks"
+                rule = f"rank {missing[0]} does not exist in a run of {self.world_size} ranks"
                 yield self.problem(name, rule, f"list ranks from 0 to {self.world_size - 1}{others}")
         rolls_back = self.spike_action == "rollback"
         yield from self.broken(
@@ -134,8 +134,8 @@ class ReliabilitySettings(OutputSettings):
              "requires checkpoints during the run, but SAVE_INTERVAL=0",
              "set SAVE_INTERVAL, or SPIKE_ACTION=log"),
             (rolls_back and self.keep_last == 1, "keep_last",
-             "would leave SPIKE_ACTION=rollback no checkpoint before a spike that follows a save",
-             "set KEEP_LAST=2 or more, or 0 for all"),
+             "keeps only the last save, but SPIKE_ACTION=rollback may need an earlier checkpoint",
+             "set KEEP_LAST=2 or more, or 0 to keep all"),
         )  # fmt: skip
 
     def _traced_problems(self, name: str) -> Iterator[str]:
@@ -146,5 +146,5 @@ class ReliabilitySettings(OutputSettings):
             (any(first > last_of_run for first, _ in ranges), name,
              f"must not exceed TRAIN_ITERS={last_of_run}", f"list iterations up to {last_of_run}"),
             (most > _MOST_TRACED, name,
-             f"has {most} iterations, more than a viewer can load", f"list at most {_MOST_TRACED}"),
+             f"has a range of {most} iterations, too many for a viewer", f"list at most {_MOST_TRACED}"),
         )  # fmt: skip

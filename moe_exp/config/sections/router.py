@@ -1,4 +1,4 @@
-"""Router settings: of one router (`RouterConfig`, which the layers take) and of a run, with their rules."""
+"""Settings of one router (`RouterConfig`, an argument of layers) and of a run's routers, with their rules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -36,12 +36,12 @@ class RouterRules:
         hidden_size: D.
         num_experts: E.
         topk: K.
-        score: `softmax`, `sigmoid` (DeepSeek-V3), `sqrtsoftplus`, the square root of softplus, or `relu`
-            (ReMoE, arXiv:2412.14711): a token uses the experts with positive logits, which are the weights;
-            the loss `l1` adjusts their mean number to K.
-        top_p: fraction of its scores for which a token uses the fewest of its K experts; 1: all K.
+        score: `softmax`, `sigmoid` (DeepSeek-V3), `sqrtsoftplus` (square root of softplus) or `relu` (ReMoE,
+            arXiv:2412.14711). With `relu`, a token uses the experts with positive logits, which are the
+            weights, and the loss `l1` adjusts the mean number of these experts to K.
+        top_p: a token uses the fewest of its K experts whose scores add up to this fraction; 1: all K.
         num_null_experts: null experts in addition to E, which compute nothing: a token that chooses one uses
-            one expert less. They are balanced like the others.
+            one expert less. Null experts are balanced like other experts.
         pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral).
         normalize: divide the chosen weights by their sum. None: as in the literature, True for sigmoid and
             sqrtsoftplus with K > 1, False for softmax. True with softmax is Qwen3's `norm_topk_prob`.
@@ -54,7 +54,7 @@ class RouterRules:
             (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
         bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` by a step towards the
             mean load, `quantile` to the value that would have balanced the batch (router/balance.py).
-        bias_update_rate: size of that step (ROUTER_BIAS_UPDATE_RATE).
+        bias_update_rate: size of the step of `sign` (ROUTER_BIAS_UPDATE_RATE).
         global_fractions: store the token fractions of the last global batch, for the loss `global_aux_loss`.
         dtype: `fp32` or `fp64`, for logits, scores and weights regardless of the input dtype.
         jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
@@ -92,7 +92,7 @@ class RouterRules:
         """Yields a line for each invalid value or combination.
 
         Args:
-            names: names of the fields as settings, whose notation is then used for values; None: field names.
+            names: the setting of each field, for messages about settings; None: messages name the fields.
         """
         name = {field.name: (names or {}).get(field.name, field.name) for field in fields(self)}
         write = as_given if names else str
@@ -135,10 +135,10 @@ class RouterRules:
                 f"{given['topk']}: every token uses every expert": topk == num_experts,
             }
             for other in (other for other, is_set in others.items() if is_set):
-                yield line("bias_rule", f"cannot be combined with {other}", "set it to sign")
+                yield line("bias_rule", f"cannot be combined with {other}", "use sign instead of quantile")
         elif is_sinkhorn and (self.num_groups or self.expert_bias):
             other = name["num_groups" if self.num_groups else "expert_bias"]
-            yield line("assignment", f"balances loads and cannot be combined with {other}", "use one of them")
+            yield line("assignment", f"balances loads and cannot be combined with {other}", "use only one")
         yield from self._number_problems(name, given, line)
         yield from self._group_problems(name, line)
 
@@ -159,7 +159,7 @@ class RouterRules:
                 name[number[-1]]: is_relu and len(number) > 1,
             }
             for other in (other for other, is_set in others.items() if is_set):
-                yield line(number[0], f"cannot be combined with {other}", "use one of them")
+                yield line(number[0], f"cannot be combined with {other}", "use only one of the two")
 
     def _group_problems(self, name: Mapping[str, str], line: Callable[[str, str, str], str]) -> Iterator[str]:
         groups, used, num_experts = self.num_groups, self.group_topk, self.num_experts
@@ -175,7 +175,7 @@ class RouterRules:
             fix = f"set {name['group_topk']} to at most {groups}"
             yield line("group_topk", f"must be from 1 to {name['num_groups']}={groups}", fix)
         elif num_experts % groups == 0 and self.topk > (reach := used * num_experts // groups):
-            rule = f"must be at most {reach}, the experts in {name['group_topk']}={used} groups"
+            rule = f"must be at most {reach}, the number of experts in {name['group_topk']}={used} groups"
             least = -(-self.topk * groups // num_experts)
             fix = f"set {name['topk']} to at most {reach}, or {name['group_topk']} to at least {least}"
             yield line("topk", rule, fix)
@@ -295,7 +295,7 @@ class RouterSettings(ModelSettings):
     )
     aux_loss_coeff: Numbers = experts(
         "0.01",
-        "weight of the load-balancing losses, or a comma-separated list with one per loss",
+        "weight of the load-balancing losses, or a comma-separated list with one weight per loss",
         costs=False,
     )
     z_loss_coeff: Rate = experts(0.0, "weight of the router z-loss")
@@ -369,14 +369,14 @@ class RouterSettings(ModelSettings):
         return self.broken(
             (num_coeffs not in (1, num_losses), "aux_loss_coeff",
              f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={self.aux_loss_type}",
-             "give one weight, or one per loss"),
+             "give one weight for all losses, or one per loss"),
             (self.router_bias_rule == "quantile" and self.router_bias_update_rate, "router_bias_update_rate",
-             "ROUTER_BIAS_RULE=quantile has no step size", "set it to 0"),
+             "ROUTER_BIAS_RULE=quantile has no step size", "set ROUTER_BIAS_UPDATE_RATE=0"),
             (self.aux_loss_type == "sinkhorn" and self.force_routing != "none", "force_routing",
              "cannot be combined with AUX_LOSS_TYPE=sinkhorn: both choose the experts",
-             "set one of them to none"),
+             "set FORCE_ROUTING=none or AUX_LOSS_TYPE=none"),
             (is_relu and not coeff, "router_score",
-             "requires the loss l1, which limits the experts per token",
+             "requires the loss l1, which limits the number of experts per token",
              "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, the initial weight"),
             (coeff is not None and not is_relu, "aux_loss_type",
              "l1 requires ROUTER_SCORE=relu", "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"),

@@ -43,7 +43,7 @@ class Epoch:
 
 class Corpus:
     """Windows of one prefix: in each epoch, its documents are concatenated and cut. Arguments and errors as
-    in `SampleStream`; `key` is the shuffle key. Memory: 8 bytes per document, 16 more per cached epoch.
+    in `SampleStream`; `key` is the shuffle key. Memory per document: 8 bytes, plus 16 per cached epoch.
     """
 
     def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
@@ -70,7 +70,7 @@ class Corpus:
         return tokens
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """Numbers in the file of the documents in window `index`."""
+        """Documents in window `index`, as numbers in the file."""
         return tuple(piece.document for piece in self._place(index))
 
     def _place(self, index: int) -> Iterable[CorpusPiece]:
@@ -168,8 +168,8 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Item(NamedTuple):
-    """Pieces of one length in a group: `each` per sample; `first` is the number of the first one among all
-    pieces of this length.
+    """Pieces of one length in a group. Each sample has `each` pieces; the first piece of the group is number
+    `first` among all pieces of this length.
     """
 
     length: int
@@ -227,11 +227,11 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
 
 
 class PackedCorpus(Corpus):
-    """Windows of whole documents, padded with end-of-document tokens. Memory: 16 bytes per document and
-    cached epoch more than `Corpus`.
+    """Windows of whole documents, padded with end-of-document tokens. Memory: as for `Corpus`, plus 16 bytes
+    per document and cached epoch.
 
-    Every token of a piece except its last is an input once per epoch; a cut document repeats that token as
-    the first of its next piece. Documents of one token are omitted.
+    Every token of a piece except its last is an input once per epoch; the last token is also the first token
+    of the document's next piece, if any. Documents of one token are omitted.
     """
 
     def _filler_of(self, files: TokenFiles) -> int:
@@ -309,8 +309,8 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
 def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate") -> float:
     """Mean fraction of query-key pairs in a sample that are in the same document, 0 to 1.
 
-    Computed for samples cut in file order, from a subset of very large files; shuffled samples have nearly
-    the same value.
+    Computed for samples cut in file order, in very large files for a subset of the documents; shuffled
+    samples have nearly the same value.
     """
     bounds = files.document_bounds
     firsts, block = np.array([0]), len(bounds) - 1

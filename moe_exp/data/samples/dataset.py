@@ -37,7 +37,7 @@ class DataStage(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Prefix of a sample's token files, and the numbers (from 0) of its documents there."""
+    """Prefix of a sample's token files, and the numbers (from 0) of its documents in these files."""
 
     prefix: str
     documents: tuple[int, ...]
@@ -57,7 +57,7 @@ class Samples(Protocol):
 
 
 class _StagePart(NamedTuple):
-    """A stage of a `SampleStream`: each file's corpus, and its windows used by earlier stages."""
+    """A stage of a `SampleStream`: each file's corpus, and the number of windows that earlier stages used."""
 
     first_sample: int
     seq_len: int
@@ -106,7 +106,7 @@ class SampleStream:
         """Switches to another blend at `first_sample`; files continue at their current windows.
 
         If `seq_len` changes (to a multiple of the first stage's), a file starts a new epoch and drops the
-        rest of the old one. `first_sample` must be a whole number of samples after the previous stage.
+        rest of the old epoch. `first_sample` must be a whole number of samples after the previous stage.
         """
         last = self._stages[-1]
         num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len
@@ -146,7 +146,7 @@ class SampleStream:
         return Origin(corpus.prefix, corpus.documents(window))
 
     def _place(self, index: int) -> tuple[Corpus, int]:
-        """Corpus of a sample, and the number of its window there."""
+        """Corpus of a sample, and the number of the sample's window in this corpus."""
         stage = self._stages[self.stage_at(index).number]
         local = (index - stage.first_sample) * self.seq_len // stage.seq_len
         position, window = blend_position(local, stage.weights)
@@ -154,7 +154,7 @@ class SampleStream:
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples that cover the numbers [first, first + count): int64 token ids of shape [count/F, S1].
-        Raises ValueError if these are not whole samples of one stage.
+        Raises ValueError if the numbers do not cover whole samples of one stage.
         """
         number, seq_len, _ = self.stage_at(first)
         # A longer sample covers several numbers.
@@ -183,7 +183,7 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
 
 
 def content_of(prefixes: Sequence[str]) -> str:
-    """Hash (16 hex digits) of the tokens: of all up to 64 MiB, else of evenly spaced blocks of 16 KiB.
+    """Hash (16 hex digits) of the tokens: of all tokens up to 64 MiB, else of evenly spaced blocks of 16 KiB.
 
     Always detects a changed range longer than 1/4096 of all files; `moe-exp data verify` reads everything.
     Takes about 0.1 s for 64 MiB on a local disk.
@@ -203,7 +203,7 @@ def content_of(prefixes: Sequence[str]) -> str:
 
 
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
-    """Data set of sample `index` of a blend, and the number of earlier samples from it.
+    """Data set of sample `index` of a blend, and the number of earlier samples from this data set.
 
     The data sets form a binary tree. Of the n samples that reach a node, round(n * p) go to its left half,
     where p is the weight share of that half; this closed form needs no history. Rounding adds at most 1/2 per
@@ -334,8 +334,8 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
 def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
-    """Ranges to skip after resuming: the checkpoint's own (`saved`), plus those of the run (`wanted`) beyond
-    its position. For earlier samples, only the checkpoint records whether they were skipped or trained on.
+    """Ranges to skip after resuming: the checkpoint's (`saved`), plus the run's (`wanted`) beyond the
+    checkpoint's position. For earlier samples, only the checkpoint records which were skipped.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.

@@ -3,7 +3,7 @@
 The same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ give the same samples as in Megatron-LM.
 
 Megatron stores the order in index files that it identifies by path and settings. If other text is tokenized
-to the same path, it would read the new tokens with the old document lengths. Here each folder of index files
+to the same path, Megatron would read the new tokens with the old document lengths. Here each index folder
 belongs to one content of the token files (`dataset.fingerprint_of`) and is renamed into place when complete.
 """
 
@@ -94,7 +94,7 @@ class MegatronOrder:
 
 
 def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSamples, MegatronSamples | None]:
-    """Training and validation samples. Every rank must call it, with torch.distributed up if several.
+    """Training and validation samples. All ranks must call this; several ranks need torch.distributed.
 
     The first call for an order writes about 12 bytes per sample and 4 per document and epoch to `cache_dir`
     on rank 0, so all nodes must share that folder.

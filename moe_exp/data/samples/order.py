@@ -55,8 +55,8 @@ class SampleOrder:
         cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = (),
         documents: DocumentTokens | None = None,
     ) -> SampleOrder:  # fmt: skip
-        """Order for `config` and files with this fingerprint and content. `stage_prints`: hash of both for
-        each later stage. `documents`: document tokens of the files.
+        """Order for `config` and files with this fingerprint and content. `stage_prints`: hash of both values
+        for each later stage. `documents`: document tokens of the files.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -173,11 +173,11 @@ def order_changes(
         add("TRAIN_DATA", f"{rule}, {same}", fix, consequence="some samples have other text")
     elif "weights" in differing:  # not if the files differ: weights may follow from their sizes
         ours, theirs = (_shown(one) or "sequential" for one in (order.weights, saved["weights"]))
-        rule = f"the blend weights are {ours}, in {checkpoint} {theirs}"
+        rule = f"the blend weights are {ours} here but {theirs} in {checkpoint}"
         add("TRAIN_DATA", rule, "restore the old weights")
     if "share" in differing:
         ours, theirs = (f"{share[0]:.4g} to {share[1]:.4g}" for share in (order.share, saved["share"]))
-        rule = f"the training part of each file is {ours}, in {checkpoint} {theirs}"
+        rule = f"the training part of each file is {ours} here but {theirs} in {checkpoint}"
         add("SPLIT", rule, "restore the old SPLIT")
     settings = {name: name.upper() for name in ("seed", "seq_len", "data_order")}
     for fact, name in (settings | {"packing": "DOCUMENT_PACKING"}).items():
@@ -189,7 +189,7 @@ def order_changes(
         rule, fix = f"is not the tokenizer of {checkpoint} {prints}", "restore the old tokenizer"
         add("TOKENIZER", rule, fix, consequence="token ids would have another meaning")
     if rule := _other_stage(order.stages, saved.get("stages", []), checkpoint, next_sample):
-        add("DATA_STAGES", rule, "restore the old stage; only later stages may change")
+        add("DATA_STAGES", rule, "restore the old stage (later stages may change)")
     if "num_samples" in differing and "data_order" not in differing:
         rule = f"with DATA_ORDER=megatron the order depends on TRAIN_ITERS * GBSZ = {order.num_samples}"
         rule += f", which was {saved['num_samples']} in {checkpoint} (DATA_ORDER=stream has no such limit)"
@@ -228,12 +228,12 @@ def _other_stage(
         # Only stages that have begun are compared: later ones may change.
         rule = f"stage {number} began before sample {next_sample}, the position of {checkpoint}, and"
         if ours is None or theirs is None:
-            what, stage = ("has it", theirs) if ours is None else ("lacks it", ours)
+            what, stage = ("has this stage", theirs) if ours is None else ("lacks this stage", ours)
             return f"{rule} {checkpoint} {what} at sample {stage['first_sample']}"
         for name in ours:
             if name != "from_tokens" and ours[name] != theirs.get(name):
                 mine, other = _shown(ours[name]), _shown(theirs.get(name))
-                return f"{rule} its {name} is {mine}, in the checkpoint {other}"
+                return f"{rule} its {name} is {mine} here but {other} in the checkpoint"
     return ""
 
 

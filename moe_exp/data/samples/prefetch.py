@@ -1,9 +1,9 @@
 """Worker processes that read a rank's next micro-batches while it computes.
 
-They are forked DataLoader workers, which share the sample order with the rank and start in milliseconds;
-`spawn` and `forkserver` would import the training loop and Megatron in each. A forked process
-inherits the memory of its parent but not the threads, so it must not use CUDA, gloo or NCCL. These workers
-are safe: they only read files and copy integers.
+The processes are forked DataLoader workers, which share the sample order with the rank and start in
+milliseconds; `spawn` and `forkserver` would import the training loop and Megatron in each process. A forked
+process inherits the memory of its parent but not the threads, so it must not use CUDA, gloo or NCCL. These
+workers are safe: they only read files and copy integers.
 """
 
 import atexit
@@ -56,7 +56,7 @@ class ReadAhead:
     returns wrong samples.
 
     Args:
-        starts: maps the first sample of a batch to (first sample, number of samples) of it and later ones.
+        starts: maps a batch's first sample to (first sample, number of samples) of this and later batches.
         num_workers: number of processes (at least 1), started at the first batch.
         pin_memory: copy batches to page-locked memory for asynchronous copies to the GPU.
     """
@@ -92,7 +92,7 @@ class ReadAhead:
             if not is_cut_off and not str(error).startswith("DataLoader worker"):  # raised by the samples
                 raise
             rule = f"a worker died ({error}): it was killed, or memory or /dev/shm is full"
-            fix = "check the kernel log, or set NUM_WORKERS=0 to read in the rank itself"
+            fix = "check the kernel log, or set NUM_WORKERS=0 to read samples in the rank itself"
             raise RuntimeError(f"NUM_WORKERS={self._num_workers}: {rule}. Fix: {fix}.") from error
         self._next = next(self._expected)
         return tokens

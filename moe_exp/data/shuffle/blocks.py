@@ -1,7 +1,7 @@
 """Block-wise reader with the checks and counts of `documents.read_documents` at a fraction of its CPU time.
 
 All blocks are read into one reused buffer, so that its pages stay in cache and no line is copied. Per line,
-it only finds the end, parses once and hashes twice; everything else is vectorized over a block.
+the reader only finds the end, parses once and hashes twice; everything else is vectorized over a block.
 """
 
 import os

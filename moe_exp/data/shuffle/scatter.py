@@ -4,10 +4,10 @@ Every document gets a 64-bit key from the seed and its number among all input do
 the order of the keys, independent of buckets and memory. Keys are distinct: splitmix64 (Steele, Lea, Flood,
 "Fast splittable pseudorandom number generators", OOPSLA 2014) is a bijection of its counter.
 
-A key depends on the number of preceding documents, so `index` finds, checks and hashes them first. `scatter`
-then reads the inputs in blocks and appends the lines of each, sorted by bucket, to one file and their records
-to another. A bucket is a range of keys of training or validation documents. A single task does both passes at
-once (`index_and_scatter`).
+A key depends on the number of preceding documents, so `index` first finds, checks and hashes all documents.
+`scatter` then reads the inputs in blocks and appends the lines of each block, sorted by bucket, to one file
+and the records of the lines to another file. A bucket is a range of keys of training or validation documents.
+A single task does both passes at once (`index_and_scatter`).
 
     indexed/      00003.documents   00003.json
     scattered/    00003.lines       00003.records   00003.index   00003.json
@@ -77,14 +77,14 @@ def document_keys(seed: int, first: int, count: int) -> Keys:
 
 
 def text_choices(seed: int, text_digests: bytes) -> Keys:
-    """A number per text that depends only on the text and the seed; the smallest select validation texts."""
+    """A number per text from only the text and the seed; the smallest numbers select validation texts."""
     start = xxhash.xxh3_64_intdigest(f"validation {seed}".encode())
     return mix(np.frombuffer(text_digests, dtype=">u8")[::2].astype(np.uint64) ^ np.uint64(start))
 
 
 @dataclass
 class ValidTally:
-    """Counts of validation documents: those with a choice below `threshold`, else with the smallest one."""
+    """Counts of validation documents: choices below `threshold`, or else the smallest choice."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -139,7 +139,7 @@ def most_buckets(longest_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class TaskShuffle:
-    """A shuffle that runs in tasks, to which it is pickled."""
+    """A shuffle that runs in tasks; each task receives a pickled copy."""
 
     folder: Path  # of the stage
     settings: dict[str, Any]  # of `shuffle`: name, seed, num_shards, valid_fraction, text_field, skip_bad
@@ -309,7 +309,7 @@ def index_and_scatter(job: TaskShuffle) -> int:
 
 
 def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: Iterator[_Block]) -> int:
-    """Copies the lines of blocks. `first`: number of their first document among all documents."""
+    """Copies the lines of blocks. `first`: number of the blocks' first document among all documents."""
     num_documents, written = 0, np.zeros(2, dtype=np.int64)
     paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
     total = np.zeros((buckets.number, 2), dtype=np.int64)
@@ -369,7 +369,7 @@ def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_
                 start += lines_end
                 through.advance(lines_end)
             if count or len(left):
-                fix = "add --start-over, and do not change the file meanwhile"
+                fix = "add --start-over, and do not change the file during the shuffle"
                 raise ValueError(f"{one.path}: changed during the shuffle. Fix: {fix}.")
             through.end_file(one.num_bytes)
 

@@ -2,7 +2,7 @@
 
 The output bytes depend only on the seed, the inputs and their order, not on memory, number of tasks, machine
 or interruptions. Shards are ranges of the shuffled order and differ by at most one document. A document is
-held out for validation if a hash of seed and text is below the wanted fraction (if none is, the smallest hash
+held out for validation if a hash of seed and text is below the wanted fraction (if no hash is, the smallest
 is used), so duplicates stay together. Lines are written without BOM and CR, each with an LF.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
@@ -55,7 +55,7 @@ _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 class Memory(NamedTuple):
     """Division of a memory budget: `longest_bytes` for the read buffer and longest line (parsing takes six
-    times that), `piece_bytes` for documents sorted at once. The interpreter (about 45 MB) is not included.
+    times that size), `piece_bytes` for documents sorted at once. Excludes the interpreter (about 45 MB).
     """
 
     budget_bytes: int
@@ -91,13 +91,13 @@ def shuffle_documents(
     Args:
         inputs: files of the kinds in `moe_exp.data.kinds`, or folders of them. The order matters.
         output: output folder.
-        name: prefix of the file names in it.
-        tasks: number of reading tasks; as many write, but at most one per output file. Must not change when
-            resuming. Default: the local workers of `execution`, else 1 (in this process).
+        name: prefix of the output file names.
+        tasks: number of tasks that read; equally many tasks write, but at most one per output file. Must not
+            change when resuming. Default: the local workers of `execution`, else 1 (in this process).
         execution: where the tasks run (default: this machine).
         seed: seed of the order and of the choice of validation documents.
         num_shards: number of training files; some are empty if there are fewer documents.
-        valid_fraction: fraction of distinct texts held out for validation; at least one text is.
+        valid_fraction: fraction of distinct texts held out for validation (at least one text).
         memory_bytes: memory budget of each task. Default: the tasks share a quarter of this machine's (or
             container's) free memory, or each uses most of its job's memory.
         skip_bad: skip and count invalid lines instead of stopping at the first.

@@ -231,7 +231,7 @@ class _Writer:
 
 
 class LineBuffer:
-    """Memory for the lines of a piece, reused by the next one."""
+    """Memory for the lines of a piece, reused by the next piece."""
 
     def __init__(self) -> None:
         self.view = memoryview(b"")

@@ -30,7 +30,7 @@ BLOCK_BYTES = 2**30
 
 @dataclass(frozen=True)
 class TaskTokens:
-    """A tokenization in `num_tasks` tasks per pass, to which it is pickled."""
+    """A tokenization in `num_tasks` tasks per pass; each task receives a pickled copy."""
 
     folder: Path
     bin_path: Path

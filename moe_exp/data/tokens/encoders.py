@@ -1,10 +1,10 @@
 """Encoders from texts to token ids: the tokenizer's own package, or gigatoken, verified against it.
 
 gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
-and digits added in Unicode 17) are split from their neighbors by only one of them. Whether that changes the
-ids depends on the merges, so a sample of texts cannot show it. Therefore each non-ASCII character is tried
-once with a vocabulary that reveals the splits, and documents with differing characters use the tokenizer's
-own package.
+and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether the
+different split changes the ids depends on the merges, so a sample of texts cannot show it. Therefore each
+non-ASCII character is tried once with a vocabulary that reveals the splits, and documents with differing
+characters use the tokenizer's own package.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Probe:
 
 
 class Encoders:
-    """Encoders of a tokenizer, loaded when needed. They run in the calling thread (see `one_thread`)."""
+    """Encoders of a tokenizer, loaded when needed. Encoders run in the calling thread (see `one_thread`)."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
@@ -85,7 +85,7 @@ class Encoders:
 
 
 class CheckedGigatoken:
-    """gigatoken, except for documents with characters that it splits differently than the own package."""
+    """gigatoken, except for documents with characters that the tokenizer's own package splits differently."""
 
     def __init__(self, encoders: Encoders):
         self.num_rerouted = 0
@@ -149,7 +149,7 @@ def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> 
     """
     backend, reason = "tokenizers", "requested"
     if requested != "tokenizers" and encoders.tokenizer.kind == "bytes":
-        reason = "bytes require no package"
+        reason = "the byte tokenizer requires no package"
     elif requested != "tokenizers":
         texts = [*probe_texts(encoders.tokenizer), *sample]
         try:

@@ -63,7 +63,7 @@ def documents_of(blend: str) -> DocumentTokens | None:
 def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentTokens | None:
     """Document tokens of a run's training data; None if unknown.
 
-    `order`: `SampleOrder.facts` of its checkpoint; if it lacks the tokens, the token files are read.
+    `order`: `SampleOrder.facts` of the checkpoint; if the facts lack the tokens, the token files are read.
     """
     if (order.get("eod_id"), order.get("bos_id")) != (None, None):
         return DocumentTokens(order["eod_id"], order["bos_id"])
@@ -74,7 +74,7 @@ def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentToken
 
 
 def tokenizer_problems(config: Config) -> Iterator[str]:
-    """Yields an error if, by the manifests, the data and TOKENIZER do not share one tokenizer."""
+    """Yields an error if, according to the manifests, the data and TOKENIZER do not share one tokenizer."""
     # Another check reports a tokenizer that does not exist.
     is_there = bool(config.tokenizer) and Path(config.tokenizer).exists()
     if is_there and not config.train_data:
@@ -82,13 +82,13 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
         fix = "set TRAIN_DATA, or omit TOKENIZER"
         if not own.is_file():
             rule = "cannot be compared with the embedded corpus's tokenizer, which does not exist yet"
-            yield problem("tokenizer", config.tokenizer, rule, f"{fix}: the corpus has its own")
+            yield problem("tokenizer", config.tokenizer, rule, f"{fix}: the corpus has its own tokenizer")
         elif not is_tokenizer_of(config.tokenizer, load_named_tokenizer(str(own)).recorded()):
             rule = "is not the tokenizer of the embedded corpus (TRAIN_DATA is empty)"
             yield problem("tokenizer", config.tokenizer, rule, fix)
     blends = [("train_data", config.train_data), ("valid_data", config.valid_data)]
     blends += [("data_stages", blend) for blend in config.stage_blends]
-    fix = "tokenize all data with one tokenizer, or set ALLOW_OTHER_DATA=true if they give the same ids"
+    fix = "tokenize all data with one tokenizer, or set ALLOW_OTHER_DATA=true if all give the same ids"
     prefixes: list[str] = []
     for name, blend in blends:
         members = [prefix_of(member) for _, member in blend_members(blend) if not is_text(member)]
@@ -101,12 +101,12 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
     recorded = next((prefix for prefix in prefixes if "hash" in facts[prefix]), None)
     if is_there and recorded and not is_tokenizer_of(config.tokenizer, facts[recorded]):
         rule = f"is not the tokenizer of {recorded} (according to its manifest)"
-        fix = "set TOKENIZER to that of the files, or ALLOW_OTHER_DATA=true if both give the same ids"
+        fix = "set the tokenizer of the files, or ALLOW_OTHER_DATA=true if both give the same ids"
         yield problem("tokenizer", config.tokenizer, rule, fix)
 
 
 def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int | None]:
-    """Errors for token files without an end-of-document token or with differing ones; and the token."""
+    """Errors for missing or differing end-of-document tokens in token files, and the first token found."""
     name = "document_mask" if config.document_mask else "eod_mask_loss"
     problems, found = [], {}
     for prefix in dict.fromkeys(prefixes):

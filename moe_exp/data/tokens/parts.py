@@ -84,7 +84,7 @@ def default_part_bytes(paths: Sequence[Path]) -> int:
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Parts of the inputs: plain JSONL is cut every `part_bytes`, a stream is one part, empty files none."""
+    """Cuts plain JSONL every `part_bytes`; a stream is one part, and an empty file has no part."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
@@ -117,13 +117,13 @@ def part_lines(
 
 
 def line_number(part: Slice, number: int) -> int:
-    """Line number in the file of a line of a part; reads the file up to the part."""
+    """Number in the whole file of line `number` of a part; reads the file up to the part."""
     return number if part.end is None else number + lines_before(part.path, part.start)
 
 
 @dataclass(frozen=True)
 class PartSettings:
-    """Settings that determine the tokens; raises ValueError for `append_eod` without such a token."""
+    """Settings that determine the tokens; raises ValueError for `append_eod` without an EOD token."""
 
     tokenizer: TextTokenizer
     json_key: str = "text"  # field with the text
@@ -134,7 +134,7 @@ class PartSettings:
     def __post_init__(self) -> None:
         if self.append_eod and self.tokenizer.eod_id is None:
             rule = f"the tokenizer {self.tokenizer.name} defines no end-of-document token"
-            raise setting_error("append_eod", True, rule, "set it with --eod-token")
+            raise setting_error("append_eod", True, rule, "set one with --eod-token")
 
     def facts(self) -> dict[str, Any]:
         """Facts for a manifest: everything that determines the tokens."""
@@ -233,7 +233,7 @@ class PartEncoder:
             self._encoder.num_rerouted = 0
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
             rule = f"returned ids outside its vocabulary 0..{tokenizer.vocab_size - 1}"
-            raise ValueError(f"{tokenizer.name}: {rule}. Fix: correct its files.")
+            raise ValueError(f"{tokenizer.name}: {rule}. Fix: correct the tokenizer's files.")
         ids, lengths = self._without_special(part, batch, ids, lengths, counts.tally)
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))

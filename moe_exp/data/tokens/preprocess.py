@@ -1,7 +1,7 @@
 """Tokenization of document files into .bin/.idx, reproducible and resumable after any crash.
 
 The inputs are cut into parts (parts.py). Worker processes tokenize them in any order while this process joins
-them in input order; or tasks do both on many machines (by_tasks.py).
+them in input order; alternatively, tasks on many machines make and join the parts (by_tasks.py).
 """
 
 import logging
@@ -91,7 +91,7 @@ def tokenize_documents(
         start_over: replace existing files.
         part_bytes: input size per part (default: `default_part_bytes`).
         block_bytes: block size of the .bin for one task to copy and hash. With several blocks, the manifest
-            has a hash of their hashes.
+            has a hash of the block hashes.
 
     Returns:
         The manifest; None while SLURM jobs are running: repeat the call to publish their output.
@@ -185,7 +185,7 @@ def usable(workers: int) -> int:
     """Number of workers, limited to the cores of this process."""
     available = num_cores()
     if workers > available:
-        what = "%d workers requested, starting %d: this process has no more cores"
+        what = "%d workers requested, but starting only %d because this process has no more cores"
         logger.info(what, workers, available)
     return min(workers, available)
 
@@ -194,14 +194,14 @@ def _pinned_backend(
     stage: CorpusStage, encoders: Encoders, requested: str, inputs: Sequence[Path], settings: PartSettings,
     num_apart: int,
 ) -> str:  # fmt: skip
-    """Backend of the first call; the first call chooses it with a sample."""
+    """Backend of this tokenization, which the first call chooses by means of a sample."""
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]
         if requested not in ("auto", begun):
             rule = f"{stage.output} was started with {begun}"
             raise setting_error("backend", requested, rule, f"set --backend {begun}, or add --start-over")
-        logger.info("backend: %s (%s was started with it)", begun, stage.output)
+        logger.info("backend: %s (as when %s was started)", begun, stage.output)
         return begun
     estimate = _Estimate(inputs, settings, encoders, requested, num_apart, _SAMPLE_BYTES)
     probe = estimate.probe
@@ -232,7 +232,7 @@ class _PartMaker:
 
 
 def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: JoinedParts) -> None:
-    """Makes the missing parts and joins all in order as they become available."""
+    """Makes the missing parts and joins all parts in order as they become available."""
     folder = maker.folder
     for leftover in folder.glob("*.tmp"):
         leftover.unlink()
@@ -420,7 +420,7 @@ def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
     """Checks the shards; returns their token dtype and total size in bytes."""
     for prefix in prefixes:
         if wrong := bin_idx_problem(prefix, in_order=False):
-            raise setting_error("merge", prefix, wrong, "tokenize that shard again")
+            raise setting_error("merge", prefix, wrong, "tokenize this shard again")
         if prefix.absolute() == output.absolute():
             raise setting_error(
                 "output_prefix", output, "must not be one of the shards", "set another prefix"
@@ -428,7 +428,7 @@ def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
     dtypes = {read_index(prefix).dtype.name: str(prefix) for prefix in prefixes}
     if len(dtypes) > 1:
         places = " and ".join(f"{dtype} in {prefix}" for dtype, prefix in dtypes.items())
-        fix = "merge shards of one tokenizer"
+        fix = "merge only shards tokenized with the same tokenizer"
         raise setting_error("merge", prefixes[0], f"tokens are stored as {places}", fix)
     if wrong := other_tokenizer(map(str, prefixes)):
         logger.warning("merge: %s", wrong)

@@ -156,7 +156,7 @@ class RemoteTokens:
                 # Checked after the read, because the file may be replaced at any time.
                 if found is None or found.version != self._version:
                     rule = "was replaced while it was being read"
-                    fix = "restart; the run resumes if the tokens are the same"
+                    fix = "restart the run, which resumes if the tokens are the same"
                     raise ValueError(f"{self._store.url}/{self._name}: {rule}. Fix: {fix}.")
                 if self._keeps:
                     self._keep(block, data)
@@ -200,7 +200,7 @@ class RemoteTokens:
             os.pwrite(self._files[1], _hash(data), block * _HASH_BYTES)
         except OSError as error:
             self._keeps = False
-            what = "%s: no longer caching blocks, which will be read again from the store: %s"
+            what = "%s: blocks are no longer cached but read from the store each time: %s"
             logger.warning(what, self._name, error.strerror)
 
 

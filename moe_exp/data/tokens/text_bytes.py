@@ -19,7 +19,7 @@ from moe_exp.data.tokens.tokens import Int64Array
 _NUM_BYTES = 256
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD = re.compile(r"[a-z]+")
-NOT_KEPT = "bits per byte: the tokenizer %s is lossy (%s), so only the bytes that it keeps are counted"
+NOT_KEPT = "bits per byte: the tokenizer %s is lossy (%s), so only the preserved bytes are counted"
 
 _BYTE_SPACE = "\u0120"  # ByteLevel's symbol for a space
 _SPACE = "\u2581"  # Metaspace's and SentencePiece's symbol for a space
@@ -105,7 +105,7 @@ class TokenBytes:
         self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool = False
     ) -> tuple[int, int]:
         """Total bytes and number of the labels of samples [B, S1] (all tokens but the first); with
-        `eod_mask_loss` excluding those after an EOD.
+        `eod_mask_loss` excluding the labels after an EOD.
         """
         before, labels = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()
         is_after_end = before == (-1 if self.eod_id is None else self.eod_id)

@@ -1,9 +1,9 @@
 """Tokenizers for the corpus tools: files, vocabulary size and end-of-document token.
 
-They encode only the text: truncation, padding, dropout and post-processors (which add BOS) are removed, as
-Megatron encodes with `add_special_tokens=False`. Special tokens in a text are read as text unless
+The tokenizers encode only the text: truncation, padding, dropout and post-processors (which add BOS) are
+removed, as Megatron encodes with `add_special_tokens=False`. Special tokens in a text are read as text unless
 `allow_special`. Unigram and WordLevel models have `</s>` in their own vocabulary and cannot read it as text;
-documents encoded with such an id (`special_tokens`) are treated like invalid lines.
+documents encoded with the id of a special token (`special_tokens`) are treated like invalid lines.
 """
 
 import logging
@@ -87,7 +87,7 @@ class TextTokenizer:
     def log_left_out(self) -> None:
         """Logs a warning if documents lack the BOS that the tokenizer itself would add."""
         if self.bos_token is not None and self.bos_id is None:
-            text = "tokenizer %s adds %s before a text, but documents are stored without it (to add it: %s)"
+            text = "tokenizer %s adds %s before a text, but documents lack this token (to add it: %s)"
             logger.warning(text, self.name, self.bos_token, "--prepend-bos, PREPEND_BOS=true")
 
     def recorded(self) -> dict[str, Any]:

@@ -395,12 +395,12 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:
-    """Manifest next to the token files or of their folder, or {}; raises ValueError if it is damaged."""
+    """Manifest next to the token files, else of their folder, else {}; raises ValueError if it is damaged."""
     if is_url(prefix):
         return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
         if path.is_file():
-            content = read_json(path, fix="restore it, or remove it")
+            content = read_json(path, fix="restore or remove this file")
             return content if isinstance(content, dict) else {}
     return {}
 

@@ -1,5 +1,5 @@
-"""Preflight checks of a rank: its device by exact matrix products and memory patterns, its links by messages,
-all-reduce and all-to-all.
+"""Preflight checks of a rank: exact matrix products and memory patterns test its device; messages, all-reduce
+and all-to-all test its links.
 """
 
 import math
@@ -43,14 +43,14 @@ _LATENCY_REPEATS = 30
 def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: int = 0) -> dict[str, Any]:
     """Multiplies matrices whose product is known and compares every element bit for bit.
 
-    The factors are Sylvester's Hadamard matrices H (H H' = n I, all elements 1 or -1, n a power of two;
-    Sylvester 1867), with rows of the left and columns of the right one in random order and with random signs.
-    The product is n times a signed permutation matrix. Each partial sum is an integer of at most n, and over
-    an aligned power-of-two range it is 0 or the range's length. So any tiling of the sum is exact with fp32
-    accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
+    Both factors are Sylvester's Hadamard matrix H (H H' = n I, all elements 1 or -1, n a power of two;
+    Sylvester 1867). The rows of the left factor and the columns of the right factor get a random order and
+    random signs, so the product is n times a signed permutation matrix. Each partial sum is an integer of
+    magnitude at most n; over an aligned power-of-two range, the magnitude is 0 or the length of the range. So
+    any tiling of the sum is exact with fp32 accumulation, and so are results in fp32, tf32, bf16, fp16.
 
-    Returns `wrong`, the number of wrong elements over all patterns, `teraflops` of the fastest product, and
-    `size`, n (default: 512 on a CPU, 8192 on a GPU).
+    Returns `wrong` (number of wrong elements over all patterns), `teraflops` of the fastest product, and
+    `size` (n; default: 512 on a CPU, 8192 on a GPU).
     """
     size = size or (_CUDA_SIZE if device.type == "cuda" else _CPU_SIZE)
     generator = torch.Generator().manual_seed(seed)
@@ -101,9 +101,9 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Fills up to `num_bytes` of memory with patterns before reading any of it back.
+    """Fills up to `num_bytes` of memory with patterns before reading any byte back.
 
-    Returns `wrong` 8-byte words, filled `bytes`, and `gigabytes_per_second` of the fastest pass (both ways).
+    Returns `wrong` (8-byte words), `bytes` (filled), and `gigabytes_per_second` of the fastest write + read.
     """
     chunks = _allocated(device, num_bytes)
     wrong, best = 0, math.inf
@@ -135,7 +135,7 @@ def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """Bytes to check per rank: 90% of a GPU's free memory; on a CPU its share of 20% (at most 1 GiB)."""
+    """Bytes to check per rank: 90% of free GPU memory; on a CPU, all ranks share 20% (at most 1 GiB)."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)
@@ -166,7 +166,7 @@ class LinkError(RuntimeError):
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Makes `ranks` (global numbers) the default process group inside the block; no other may use `store`."""
+    """Makes global `ranks` the default process group inside the block; no other group may use `store`."""
     # Not subgroups: they need a group of all ranks first, which one bad link prevents, and torch numbers them
     # per process, so names would differ between ranks that were in different numbers of them.
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
@@ -181,11 +181,11 @@ def process_group(
 
 
 def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None = None) -> dict[str, float]:
-    """Measures the default process group of two or more global `ranks`; a collective call.
+    """Measures the default process group, which consists of two or more global `ranks`; a collective call.
 
-    Returns the best of several measurements: `latency_us` of an 8-byte all-reduce; `all_reduce`, `all_to_all`
-    and, with the global rank `twin` as the partner, `point_to_point` in GB/s. Raises LinkError if a result is
-    wrong, and RuntimeError if other ranks do not respond.
+    Returns the best of several measurements: `latency_us` of an 8-byte all-reduce, and GB/s of `all_reduce`,
+    `all_to_all` and, if the global rank `twin` is given, `point_to_point` with that rank. Raises LinkError if
+    a result is wrong, and RuntimeError if other ranks do not respond.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     small = torch.zeros(1, dtype=torch.float64, device=device)
@@ -226,7 +226,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 
 
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
-    """Transfer size and repeats that are fast enough on this group's links; equal on all ranks."""
+    """Bytes per transfer and number of repeats that suit the speed of the links; equal on all ranks."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
     first = dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True)
     assert first is not None  # torch returns None only to ranks outside the group
@@ -242,7 +242,7 @@ def _affordable(device: torch.device, size: int) -> tuple[int, int]:
 
 
 def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest all-reduce of integers, whose sum is exact in any order."""
+    """Seconds of the fastest all-reduce of integers, which is exact in any order of additions."""
     size, rank = dist.get_world_size(), dist.get_rank()
     factor = size * (size + 1) // 2
     most = max(2, min(1021, 2**24 // factor))  # integers are exact in fp32 up to 2^24

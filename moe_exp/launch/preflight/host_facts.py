@@ -32,7 +32,7 @@ def host_facts(run_dir: Path) -> dict[str, Any]:
 
 
 def disk(path: Path) -> dict[str, Any]:
-    """Path, free bytes, and the reason why a file cannot be written and read back, or ''."""
+    """Path and free bytes of a disk, and why a file on it cannot be written and read back, or ''."""
     if not path.is_dir():
         return {"path": str(path), "free_bytes": None, "problem": "not found"}
     # random bytes, since zeros could come from a hole in the file
@@ -94,12 +94,12 @@ def expanded_hosts(text: str) -> list[str]:
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """This node's name in SLURM, which --exclude requires and which may differ from the host name."""
+    """This node's name in SLURM, as --exclude requires it; the host name may differ."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Host names by NODE_RANK from `given` or SLURM_JOB_NODELIST, in SLURM's form; empty if unknown."""
+    """Host names in NODE_RANK order from `given` or SLURM_JOB_NODELIST (SLURM's form); empty if unknown."""
     # a list of another length belongs to another job or has a typo: better no names than wrong ones
     hosts = expanded_hosts(given or environ.get("SLURM_JOB_NODELIST", ""))
     return hosts if len(hosts) == num_nodes else []
@@ -121,7 +121,7 @@ THROTTLING = {
 
 
 def query_gpus() -> tuple[list[dict[str, str]], str]:
-    """FIELDS of each GPU from nvidia-smi, except those that an older driver rejects, and the error or ''."""
+    """Values of each GPU for the FIELDS that nvidia-smi supports, and nvidia-smi's error or ''."""
     fields = list(FIELDS)
     # nvidia-smi reports only the first unknown field: each round removes or renames one
     for _ in FIELDS:
@@ -144,11 +144,11 @@ def query_gpus() -> tuple[list[dict[str, str]], str]:
         columns = [names.get(field, field) for field in fields]
         rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
         return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)], ""
-    return [], "nvidia-smi supports none of the fields"
+    return [], "nvidia-smi supports none of the queried fields"
 
 
 def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
-    """Problems of GPUs from `query_gpus`, each as a grade (see verdicts.py) and a line."""
+    """Yields a grade (see verdicts.py) and a line for each problem of the GPUs from `query_gpus`."""
     for gpu in gpus:
         where = f"GPU {gpu.get('index', '?')} ({gpu.get('pci.bus_id', 'unknown bus')})"
         if (errors := _number(gpu.get("ecc.errors.uncorrected.volatile.total"))) > 0:

@@ -49,11 +49,11 @@ _MOST_MISSING = 8
 
 
 def preflight(config: Config, *, hosts: str = "") -> Verdict:
-    """Checks the nodes of a job; called on every node, and returns the same verdict on all.
+    """Checks the nodes of a job. Every node calls this function and gets the same verdict.
 
-    `hosts`: node names in SLURM's form by NODE_RANK, to name missing nodes (default: $SLURM_JOB_NODELIST).
-    Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, or NNODES or NODE_RANK do not
-    match.
+    `hosts`: node names in SLURM's form and NODE_RANK order, used to name missing nodes (default:
+    $SLURM_JOB_NODELIST). Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, NNODES differs
+    between nodes, or two nodes have the same NODE_RANK.
     """
     if problems := list(config.node_rank_problems()):
         raise ConfigError(problems)
@@ -80,7 +80,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
         if server:
             server.stop_listening()
         if config.node_rank not in came:
-            rule = f"{here['host']} joined after the others had stopped waiting"
+            rule = f"{here['host']} joined after the other nodes had stopped waiting"
             raise NotReached(f"NODE_RANK={config.node_rank}: {rule}. Fix: restart the job.")
         if len(came) < config.nnodes:
             return verdict_without(config, came, planned_hosts(config.nnodes, hosts))
@@ -114,7 +114,7 @@ _WENT_AWAY = Finding("failed", "disconnected during the checks")
 
 
 def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
-    """Verdict if nodes are missing, which says nothing about the others."""
+    """Verdict if nodes are missing, without findings on the nodes that joined."""
     verdict, missing = Verdict.on(came), sorted(set(range(config.nnodes)) - set(came))
     text = f"did not join within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
     late = Finding("failed", text, is_its_fault=len(missing) <= max(1, config.nnodes // _MOST_MISSING))
@@ -123,7 +123,7 @@ def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names
 
 
 def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
-    """Runs this node's ranks with a timeout and returns their results by rank; `key`: node 0's."""
+    """Runs this node's ranks with a timeout and returns the results in rank order; `key`: node 0's key."""
     first = config.node_rank * config.gpus_per_node
     ranks = range(first, first + config.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
@@ -176,7 +176,7 @@ def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Path of a rank's results so far, which it writes and its launcher reads."""
+    """Path of the file to which a rank writes its results so far, for its launcher."""
     return folder / f"rank_{rank}.json"
 
 
@@ -197,7 +197,7 @@ def wait_for_port(config: Config, seconds: float = 5.0) -> None:
 
 
 def passes(config: Config) -> bool:
-    """Whether training may start (PREFLIGHT=1); every node's launcher calls it and gets the same result.
+    """Whether training may start (PREFLIGHT=1); the launchers of all nodes call this and get the same result.
 
     Node 0 prints the table, adds bad nodes to the exclude list, and records the event `preflight`.
     """
@@ -223,6 +223,6 @@ def passes(config: Config) -> bool:
     if verdict.grade != "failed":
         return True
     complain(*(f"preflight {line}" for line in findings_lines(verdict) if line.startswith("failed")))
-    fix = "restart the job without it, or set PREFLIGHT=0 to train anyway"
+    fix = "restart the job without that node, or set PREFLIGHT=0 to train anyway"
     complain(f"not training: a node failed the preflight. Fix: {fix}.")
     return False

@@ -1,7 +1,7 @@
-"""The preflight of one rank, started by torchrun: first its device, then its links, step by step.
+"""The preflight of one rank, started by torchrun: checks the rank's device, then its links, step by step.
 
-No rank may block the others for long: process groups have short timeouts, ranks wait for each other at
-torch's store rather than in a collective, and each step first writes the results so far, for node.py to read.
+No rank may block other ranks for long. So process groups have short timeouts, ranks wait for each other at
+torch's store rather than in a collective, and each step starts by writing the results so far for node.py.
 """
 
 import datetime
@@ -39,7 +39,7 @@ _JOIN_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class _Rank:
-    """This rank's results, which it writes at the start of each step, and its connection to the others."""
+    """This rank's results, written to a file at the start of each step, and its connection to other ranks."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -63,7 +63,7 @@ class _Rank:
         write_json(rank_file(Path(os.environ[RESULTS_FOLDER]), self.number), self.values)
 
     def check_device(self) -> None:
-        """Checks arithmetic and memory of this rank's device, and the host's memory if that is a GPU."""
+        """Checks arithmetic and memory of this rank's device, and also host memory if the device is a GPU."""
         self.begin("matmul")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", self.local_rank)
@@ -78,7 +78,7 @@ class _Rank:
             self.values["host_memory"] = check_memory(host, bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
-        """Measures links inside the node, between pairs of nodes (or of one node's ranks), and of all."""
+        """Measures links inside nodes, between pairs of nodes (of ranks on one node), and among all ranks."""
         config = self.config
         if config.world_size == 1:
             return
@@ -115,7 +115,7 @@ class _Rank:
         self._store.wait([f"{step}/all"], _STEP_TIMEOUT)
 
     def _measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
-        """Result or error of `measure_group`; after an error, the other links are still measured."""
+        """Result of `measure_group`, or its error, so that later steps can measure other links."""
         self._meet(step)
         store = PrefixStore(name, self._store)
         try:
@@ -131,7 +131,7 @@ class _Rank:
 
 
 def main() -> None:
-    """Runs all steps with the launcher's settings in RESULTS_FOLDER."""
+    """Runs all steps with the settings that the launcher has written to RESULTS_FOLDER."""
     settings = Path(os.environ[RESULTS_FOLDER]) / SETTINGS
     rank = _Rank(Config.model_validate_json(settings.read_text()))
     try:

@@ -1,7 +1,7 @@
-"""Roll call of a job's nodes before torch is loaded: node 0 serves MASTER_PORT, with lines of JSON. No torch.
+"""Roll call of a job's nodes before torch is loaded: nodes send JSON lines to node 0's MASTER_PORT. No torch.
 
-The main operation is `meet`: each node sends a value and receives those of all nodes that joined, the same on
-every node.
+The main operation is `meet`: each node sends a value and receives the values of all nodes that joined. All
+nodes receive the same values.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _CLOCK_ROUNDS = 9
 
 
 def listener(port: int, backlog: int) -> socket.socket:
-    """Listens on all addresses of this host, with IPv6 if available; port 0: any free one. Raises OSError."""
+    """Listens on all addresses of this host (IPv6 if available); port 0: any free port. Raises OSError."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(
@@ -57,7 +57,7 @@ class _Meeting:
 
 
 class Server:
-    """Node 0's server. Raises OSError if the port is not available."""
+    """Server on node 0. Raises OSError if the port is not available."""
 
     def __init__(self, port: int, num_nodes: int):
         self._num_nodes = num_nodes
@@ -75,7 +75,7 @@ class Server:
         close_listener(self._listener)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Waits until the nodes have disconnected, so that all have their answers."""
+        """Waits until the nodes have disconnected, so that each node receives its last answer."""
         # torchrun needs the port next; nodes that have joined keep their connections
         self.stop_listening()
         deadline = time.monotonic() + seconds
@@ -121,7 +121,7 @@ class Server:
                 rule = f"NNODES={question['num_nodes']}: node 0 has NNODES={self._num_nodes}"
                 return {"error": f"{rule}. Fix: set the same value on all nodes."}
             if node in self._hosts:
-                rule = f"NODE_RANK={node}: {self._hosts[node]} has the same"
+                rule = f"NODE_RANK={node}: {self._hosts[node]} has the same NODE_RANK"
                 return {"error": f"{rule}. Fix: number the nodes from 0 to NNODES - 1."}
             self._hosts[node] = host
         return {"address": address}
@@ -146,8 +146,8 @@ class Server:
 
 
 class RollCall:
-    """A node's connection to node 0's server at `host`:`port`. Raises NotReached without an answer within
-    `seconds`, and ValueError if NNODES differs or another node has the same NODE_RANK.
+    """A node's connection to node 0's server at `host`:`port`. Raises NotReached if node 0 does not answer in
+    `seconds`, and ValueError if node 0 has another NNODES or another node has the same NODE_RANK.
     """
 
     def __init__(self, host: str, port: int, *, node: int, num_nodes: int, seconds: float):
@@ -170,26 +170,26 @@ class RollCall:
             except OSError as error:
                 if time.monotonic() + _RETRY_SECONDS >= deadline:
                     reason = error.strerror or str(error)
-                    fix = "start node 0 with the same PREFLIGHT, and make its port reachable from this host"
+                    fix = "start node 0 with the same PREFLIGHT, and make that port reachable from this host"
                     where = f"{self._place} cannot reach port {port} in {seconds:.0f} s ({reason})"
                     raise NotReached(f"{where}. Fix: {fix}.") from None
                 time.sleep(_RETRY_SECONDS)
 
     def meet(self, what: str, value: Any, seconds: float) -> dict[int, Any]:
-        """Returns the values of all nodes, by node; every node calls it. Raises NotReached if node 0 is gone.
+        """Sends `value` and returns the values of all nodes, by node. Raises NotReached if node 0 is gone.
 
-        `what`: unique name of the meeting; `value`: this node's, in JSON types; `seconds`: timeout, from the
-        first node on. Late nodes are left out, on all nodes.
+        Every node calls this with the same unique name `what`; `value` has JSON types. Nodes that call later
+        than `seconds` after the first node are missing from the result, which is the same on every node.
         """
         ask = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
         answer = self._ask(ask, seconds + _PATIENCE_SECONDS)
         return {int(node): found for node, found in answer["values"].items()}
 
     def clock_offset(self, clock: Callable[[], float] = time.time) -> tuple[float, float]:
-        """Seconds that node 0's clock is ahead of this node's, and the uncertainty.
+        """Seconds by which node 0's clock is ahead of this node's clock, and the uncertainty.
 
-        As in NTP (RFC 5905, section 8): node 0 reads its clock halfway between question and answer, plus or
-        minus half the round trip; the shortest round trip of several counts.
+        As in NTP (RFC 5905, section 8), node 0 is assumed to read its clock halfway between question and
+        answer; the error is at most half the round trip. The shortest of several round trips is used.
         """
         rounds = []
         for _ in range(_CLOCK_ROUNDS):
@@ -217,7 +217,7 @@ class RollCall:
         except (OSError, ValueError) as error:
             self.close()
             what = f"{self._place} lost its connection to node 0 ({error})"
-            raise NotReached(f"{what}. Fix: read node 0's output.") from None
+            raise NotReached(f"{what}. Fix: see the output of node 0.") from None
 
 
 _KNOCK_SECONDS = 5.0
@@ -226,7 +226,7 @@ _SIOCGIFADDR = 0x8915  # Linux: returns an interface's address
 
 
 class Door:
-    """A port that echoes a byte until it is closed, for other nodes to test the connection."""
+    """A port that echoes one byte per connection, so that other nodes can test their connection."""
 
     def __init__(self) -> None:
         self._listener = listener(0, backlog=256)
@@ -254,7 +254,7 @@ def knock(address: str, port: int) -> str:
 
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Maps nodes that this one cannot reach to the reason; `doors`: address and port of every node."""
+    """Maps nodes that this node cannot reach to the reason; `doors`: address and port of every node."""
     peers = peers_of(node, doors)
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)
@@ -262,7 +262,7 @@ def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]
 
 
 def peers_of(node: int, nodes: Iterable[int]) -> list[int]:
-    """Nodes to connect to: all, or in a large job those at distances 1, 2, 4, ... in both directions."""
+    """Nodes to connect to: all, or in a large job the nodes at distances 1, 2, 4, ... in both directions."""
     order = sorted(nodes)
     place, count = order.index(node), len(order)
     if count <= _MOST_PEERS + 1:

@@ -1,4 +1,4 @@
-"""Verdicts on slow or broken nodes from all nodes' measurements, the same on every node. No torch."""
+"""Verdicts on slow or broken nodes; every node derives the same verdicts from all measurements. No torch."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class NodeVerdict:
 
     @property
     def own_grade(self) -> str:
-        """Worst grade of the node's own faults; jobs should avoid it if that is slow or failed."""
+        """Worst grade of the node's own faults; jobs should avoid a slow or failed node."""
         return worst(finding for finding in self.findings if finding.is_its_fault)
 
     @property
     def reason(self) -> str:
-        """The worst of the node's own faults, in one line."""
+        """The node's own faults of the worst grade, in one line."""
         own, grade = (finding for finding in self.findings if finding.is_its_fault), self.own_grade
         return "; ".join(finding.text for finding in own if finding.grade == grade)
 
@@ -84,7 +84,7 @@ class Verdict:
 
     @classmethod
     def on(cls, reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
-        """A verdict without findings on the nodes of `reports`, which contain their host."""
+        """A verdict without findings on the nodes of `reports`; each report contains the host name."""
         return cls([NodeVerdict(node, str(report["host"])) for node, report in sorted(reports.items())])
 
     @property
@@ -101,7 +101,7 @@ class Verdict:
         return found if 2 * len(found) <= len(self.nodes) else []
 
     def as_json(self) -> dict[str, Any]:
-        """The verdict with grades in JSON types, for --json."""
+        """The verdict and its grades in JSON types, for --json."""
         nodes = [asdict(node) | {"grade": node.grade} for node in self.nodes]
         excluded = [node.host for node in self.to_exclude()]
         return {"grade": self.grade} | asdict(self) | {"nodes": nodes, "exclude": excluded}
@@ -156,7 +156,7 @@ def _host(report: Mapping[str, Any], needed_bytes: int, has_gpus: bool) -> Itera
     for grade, text in gpu_findings(report["gpus"]):
         yield Finding(grade, text)
     if 0 < len(report["gpus"]) < ranks:
-        yield Finding("failed", f"nvidia-smi lists {len(report['gpus'])} GPUs, GPUS_PER_NODE={ranks}")
+        yield Finding("failed", f"nvidia-smi lists {len(report['gpus'])} GPUs, but GPUS_PER_NODE={ranks}")
     if has_gpus and any(rank["device"] == "cpu" for rank in report["ranks"]):
         yield Finding("failed", "has no usable GPU, unlike other nodes")
     if report["gpu_problem"]:
@@ -184,7 +184,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    """Blames nodes for failed pairs; in a single node, pairs consist of ranks, and the node is at fault."""
+    """Blames nodes for failed pairs of nodes, or the only node of a job for failed pairs of ranks."""
     failed: dict[tuple[int, int], str] = {}
     for node, report in reports.items():
         for rank in report["ranks"]:
@@ -203,7 +203,7 @@ def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def blame_pairs(verdict: Verdict, failed: Mapping[tuple[int, int], str], what: str) -> None:
-    """Blames failed pairs on the nodes that they have in common, else on the link."""
+    """Blames nodes that several failed pairs have in common, or else the link between the two nodes."""
     hosts = {named.node: named.host for named in verdict.nodes}
     # a broken node fails with every partner; in the remaining pairs, either end may be at fault
     blamed, left = culprits(failed)
@@ -245,7 +245,7 @@ SPEEDS = (
 
 
 def _speeds(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]], slow: float) -> None:
-    """Compares each rank with the ranks of other nodes, or in a single node with its other ranks."""
+    """Compares each rank with the ranks of other nodes, or if a job has one node, with its other ranks."""
     for speed in SPEEDS:
         values = {
             (node, rank["rank"], rank["device"]): value
@@ -295,7 +295,7 @@ Pair = tuple[int, int]
 
 
 def rounds_of_pairs(count: int) -> list[list[Pair]]:
-    """At most 6 rounds of disjoint pairs (a, b), a < b < count; at least two partners each if count > 2."""
+    """At most 6 rounds of disjoint pairs (a, b), a < b < count; if count > 2, each has 2 or more partners."""
     strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
     edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
     rounds: list[list[Pair]] = []
@@ -312,7 +312,7 @@ def rounds_of_pairs(count: int) -> list[list[Pair]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Nodes that explain the failed pairs, found greedily by number of pairs, and the remaining pairs."""
+    """Nodes that explain failed pairs (repeatedly the node with most pairs), and the unexplained pairs."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:
@@ -363,6 +363,6 @@ def findings_lines(verdict: Verdict) -> list[str]:
 
 
 def add_to_list(verdict: Verdict, path: Path) -> list[str]:
-    """Adds bad nodes to a list of excluded nodes; returns the new ones."""
+    """Adds bad nodes to a list of excluded nodes; returns the hosts that were not in the list."""
     bad = [(node.host, f"preflight: {node.reason}") for node in verdict.to_exclude() if node.host]
     return [host for host, reason in bad if exclude(path, host, reason)]

@@ -42,7 +42,7 @@ class RunJob:
 
     @property
     def name(self) -> str:
-        """Name in the queue."""
+        """Name of the jobs in SLURM's queue."""
         return self.slurm.job_name or self.config.name.replace("/", "_")
 
     @property
@@ -56,9 +56,9 @@ def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
     options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
     lines = directives([*(f"--{option}" for option in options), *job.slurm.extra_options])
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    written = f"# Written by run_slurm.sh, {now}: submit it with sbatch."
+    written = f"# Written by run_slurm.sh, {now}; submit this file with sbatch."
     head = ["#!/bin/bash", *lines, written, "set -uo pipefail", ""]
-    head.append("# Settings of the run; all others have their defaults.")
+    head.append("# Settings of the run; all other settings have their defaults.")
     # quoted here, since the body of the script is constant
     head += [f"export {name.upper()}={_shell(value)}" for name, value in sorted(job.given.items())]
     return "\n".join([*head, "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
@@ -97,7 +97,7 @@ def _options(job: RunJob) -> list[str]:
 
 
 def checked_line(text: str) -> str:
-    """Raises ConfigError if `text` has control characters; only paths can, since settings were checked."""
+    """Returns `text`, or raises ConfigError on control characters, which unchecked paths may contain."""
     if not is_one_line(text):
         fix = "rename the file or folder"
         raise ConfigError([problem("sbatch file", text, NOT_ONE_LINE_RULE, fix)])
@@ -109,7 +109,7 @@ def _shell(text: object) -> str:
 
 
 def directives(options: Iterable[str]) -> list[str]:
-    """`#SBATCH` lines for options --name=value, quoted for sbatch; the last of the same name counts."""
+    """`#SBATCH` lines for options --name=value, quoted for sbatch; the last option of each name counts."""
     lines = []
     for option in map(checked_line, options):
         plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)
@@ -161,7 +161,7 @@ def _word(text: str) -> str:
 
 
 def mounts(job: RunJob) -> list[str]:
-    """Folders that a container mounts under the same path: `own_folders` and CONTAINER_MOUNTS."""
+    """Folders to mount in the container: `own_folders` and CONTAINER_MOUNTS."""
     more = filter(None, job.slurm.container_mounts.split(","))
     return list(dict.fromkeys([*own_folders(job), *more]))
 

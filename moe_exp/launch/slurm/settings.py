@@ -1,6 +1,6 @@
 """Settings of a run's SLURM jobs, except NNODES and GPUS_PER_NODE, which belong to the run. No torch.
 
-They are resolved like the run's settings: default < environment < command line.
+The command line overrides environment variables, which override the defaults, as for the run's settings.
 """
 
 import os
@@ -42,44 +42,44 @@ class SlurmSettings(BaseModel):
     _one_line = field_validator("*", mode="before")(one_line)
 
     num_jobs: Positive = _field(
-        1, "consecutive jobs; unused ones are canceled when the run finishes", le=10_000
+        1, "number of consecutive jobs; unused jobs are canceled when the run finishes", le=10_000
     )
     chain: Literal["array", "dependency"] = _field(
-        "array", "form of the chain: a job array with %1, or jobs that each depend on the previous one"
+        "array", "array: a job array, one job at a time; dependency: each job waits for the previous job"
     )
-    after: str = _field("", "ids of jobs to wait for, such as '123 124', to extend a queued chain")
+    after: str = _field("", "job ids to wait for, such as '123 124'; extends a queued chain of jobs")
     time_limit: str = _field("24:00:00", "time limit of each job: MINUTES or [DAYS-]HOURS:MINUTES:SECONDS")
-    signal_seconds: Positive = _field(600, "time reserved before the limit to save a checkpoint (seconds)")
-    job_name: str = _field("", "name in the queue; empty: RUN_NAME")
-    partition: str = _field("", "partition, or several separated by commas")
+    signal_seconds: Positive = _field(600, "time reserved before TIME_LIMIT to save a checkpoint (seconds)")
+    job_name: str = _field("", "job name in the queue; empty: RUN_NAME")
+    partition: str = _field("", "partition, or several partitions separated by commas")
     account: str = _field("", "account to charge")
     qos: str = _field("", "quality of service")
     constraint: str = _field("", "required node features, such as 'h100&ib'")
     nice: NonNegative = _field(0, "reduction of the job priority")
     exclusive: bool = _field(True, "allocate whole nodes with all of their memory")
     cpus_per_task: NonNegative = _field(0, "cores per node for the launcher and its ranks; 0: all cores")
-    cpu_nodes: bool = _field(False, "use nodes without GPUs; GPUS_PER_NODE is the number of processes")
+    cpu_nodes: bool = _field(False, "use nodes without GPUs; GPUS_PER_NODE: processes per node")
     exclude_file: PathText = _field(
         "", "file of nodes to avoid, one per line; empty: RUN_DIR/exclude_nodes.txt"
     )
-    requeue: bool = _field(True, "requeue a job if it or its node fails")
-    max_failures: Positive = _field(3, "consecutive failures without a new checkpoint that end the chain")
+    requeue: bool = _field(True, "requeue a job if the job or its node fails")
+    max_failures: Positive = _field(3, "consecutive failures without a new checkpoint before the chain ends")
     retry_seconds: NonNegative = _field(
-        60, "delay before a retry, times the consecutive failures so far (seconds)"
+        60, "delay before a retry (seconds), multiplied by the number of consecutive failures"
     )
     modules: str = _field("", "environment modules to load, such as 'cuda/12.6 nccl'")
-    setup: PathText = _field("", "file that the batch script sources before it starts the run")
+    setup: PathText = _field("", "shell script that the batch script sources before the run starts")
     container: str = _field("", "container image: a name for pyxis and enroot, or an apptainer file")
     container_runtime: Literal["auto", "pyxis", "apptainer"] = _field(
         "auto", "container runtime; auto: apptainer for a .sif file, else pyxis"
     )
     container_mounts: str = _field("", "additional folders to mount, such as '/data,/scratch:/scratch'")
-    container_python: str = _field("python3", "Python inside the container")
+    container_python: str = _field("python3", "Python command inside the container")
     pass_env: str = _field(
         "",
         "variables to pass from this shell to jobs, such as 'WANDB_API_KEY WANDB_ENTITY', in addition to "
         + ", ".join(f"{prefix}*" for prefix in PASSED_PREFIXES)
-        + "; their values are not written to any file",
+        + "; the values are not written to any file",
     )
     extra_sbatch: str = _field("", "additional sbatch options, such as '--reservation=x --mail-type=FAIL'")
 
@@ -106,7 +106,7 @@ class SlurmSettings(BaseModel):
 
 
 def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> SlurmSettings:
-    """Resolves default < environment < `flags`; raises ConfigError with all invalid values."""
+    """Settings from `flags`, else `environ`, else defaults; raises ConfigError with all invalid values."""
     given = given_values(flags, environ, SlurmSettings)
     try:
         settings = SlurmSettings(**given)
@@ -123,7 +123,7 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
 
 
 def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that jobs get from the submitting shell, with values to print; secret ones are hidden."""
+    """Variables that jobs get from the submitting shell, with values to print; secret values are hidden."""
     names = [name for name in sorted(environ) if re.fullmatch(r"\w+", name, re.ASCII)]
     names = [name for name in names if name.startswith(PASSED_PREFIXES) and name not in settings.passed]
     passed = {name: "(not shown)" if _SECRET.search(name) else shown(environ[name]) for name in names}
@@ -131,7 +131,7 @@ def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dic
 
 
 def time_limit_seconds(text: str) -> int | None:
-    """Seconds of a SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for anything else."""
+    """Seconds of a SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for any other text."""
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
     if not match:
         return None
@@ -165,7 +165,7 @@ def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[s
         options = settings.extra_options
     except ValueError as error:
         rule, options = f"cannot be split into options ({error})", []
-        yield problem("extra_sbatch", settings.extra_sbatch, rule, "quote it as in a shell")
+        yield problem("extra_sbatch", settings.extra_sbatch, rule, "quote options as in a shell")
     for option in options:
         name = option.removeprefix("--").partition("=")[0]
         if not re.match(r"--[a-z]", option):
@@ -175,7 +175,7 @@ def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[s
             fix = (
                 "list the nodes in EXCLUDE_FILE"
                 if name == "exclude"
-                else "use the setting of that name, or omit it"
+                else "use the corresponding setting, or omit the option"
             )
             yield problem("extra_sbatch", option, f"--{name} is set by this command", fix)
     yield from _place_problems(settings, environ)
@@ -189,14 +189,14 @@ def _place_problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iter
         fix = "name an image file, or set CONTAINER_RUNTIME=pyxis"
         yield problem("container", image, "not found", fix)
     if settings.exclude_file and Path(settings.exclude_file).is_dir():
-        fix = "name a file, which need not exist yet"
+        fix = "name a file (it may not exist yet)"
         yield problem("exclude_file", settings.exclude_file, "is a folder", fix)
     if settings.container_mounts and not settings.container:
-        rule, fix = "has no effect without CONTAINER", "set CONTAINER or omit it"
+        rule, fix = "has no effect without CONTAINER", "set CONTAINER or omit CONTAINER_MOUNTS"
         yield problem("container_mounts", settings.container_mounts, rule, fix)
     for name in settings.passed:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            rule = "must be a variable name; its value comes from this shell"
+            rule = "must be a variable name; the variable's value comes from this shell"
             yield problem("pass_env", name, rule, "list only names, such as 'WANDB_API_KEY WANDB_ENTITY'")
         elif name not in environ:
-            yield problem("pass_env", name, "is not set in this shell", f"export {name}, or omit it")
+            yield problem("pass_env", name, "is not set in this shell", f"export or omit {name}")

@@ -31,9 +31,9 @@ _NO_SBATCH = "sbatch: not found. Fix: run the command on a login node, or use --
 
 
 def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space: bool = True) -> RunJob:
-    """The job to submit; raises ConfigError with all problems; `with_space`: also checks the disk space."""
+    """Returns the job to submit or raises ConfigError with all problems; `with_space`: checks disk space."""
     if not is_one_line(str(Path.cwd())):  # part of every relative path
-        raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "run it in another folder")])
+        raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "use another folder")])
     flags = with_file(flags, environ)
     of_slurm = {name: value for name, value in flags.items() if name in SlurmSettings.model_fields}
     of_run = {name: str(value) for name, value in flags.items() if name in Config.model_fields}
@@ -84,17 +84,17 @@ def _place_problems(job: RunJob) -> Iterator[str]:
             what = "a comma or a colon"
         if what:
             rule = f"the job needs {folder}, but {runtime} cannot mount a path with {what}"
-            fix = "rename it, or use a symbolic link with another name"
+            fix = "rename the folder, or use a symbolic link with another name"
             yield problem("container", job.slurm.container, rule, fix)
 
 
 def script_of(job: RunJob) -> str:
-    """The sbatch file with the current EXCLUDE_FILE; raises ValueError on an invalid line in it."""
+    """The sbatch file with the current EXCLUDE_FILE; raises ValueError if that has an invalid line."""
     return batch_script(job, excluded=read_excluded(job.exclude_file))
 
 
 def planned_commands(job: RunJob) -> list[str]:
-    """The sbatch calls that `submit` would make, as shell lines."""
+    """The sbatch commands that `submit` would run, as shell lines."""
     path, number = shlex.quote(str(job.folder / "TIME.sbatch")), job.slurm.num_jobs
     jobs = [f"job {this} of {number}" for this in range(1, number + 1)]
     if job.slurm.chain == "array" or number == 1:
@@ -109,7 +109,7 @@ def planned_commands(job: RunJob) -> list[str]:
 
 def submit(job: RunJob) -> list[str]:
     """Writes the sbatch file into the run folder and submits it; returns the job ids. Raises ValueError if
-    jobs of the run are queued, the jobs' Python cannot train, or sbatch fails (submitted jobs are canceled).
+    jobs of the run are queued, the jobs' Python cannot train, or sbatch fails (jobs so far are canceled).
     """
     if not job.slurm.container and (lacking := training_problem()):
         raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without a container use this Python.")
@@ -118,7 +118,7 @@ def submit(job: RunJob) -> list[str]:
     known = submitted.read_text().split() if submitted.exists() else []
     if (there := still_there(known)) and not job.slurm.jobs_before:
         fix = f"scancel {' '.join(there)}, or set AFTER={there[-1]} to append jobs"
-        rule = f"its jobs {', '.join(there)} are already in the queue"
+        rule = f"the run's jobs {', '.join(there)} are already in the queue"
         raise ValueError(f"{job.run_folder}: {rule}. Fix: {fix}.")
     if not there:  # a new chain resets the count of failures
         (job.folder / "failures").unlink(missing_ok=True)
@@ -132,7 +132,7 @@ def submit(job: RunJob) -> list[str]:
         for _ in range(num_calls):
             before = _dependency(ids[-1:] or job.slurm.jobs_before)
             command = ["sbatch", "--parsable", *before, str(path)]
-            fix = f"correct the setting it names, or retry: {shlex.join(command)}"
+            fix = f"correct the setting that sbatch names, or retry: {shlex.join(command)}"
             ids.append(sbatch(command, _NO_SBATCH, fix))
             # recorded immediately: the first job may end before the last is submitted
             with submitted.open("a") as file:
@@ -146,7 +146,7 @@ def submit(job: RunJob) -> list[str]:
 
 
 def sbatch(command: Sequence[str], missing: str, fix: str) -> str:
-    """Calls `sbatch --parsable ...` and returns the job's id; raises ValueError(`missing`) without sbatch."""
+    """Calls `sbatch --parsable ...` and returns the job id; if there is no sbatch, ValueError(`missing`)."""
     # Drop other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
     others = ("SLURM_", "SBATCH_", "SRUN_")
     names = [name for name in os.environ if name in _KEPT or not name.startswith(others)]

@@ -1,6 +1,6 @@
 """All-gather dispatcher: every rank receives all tokens and selects the rows of its experts.
 
-Shape suffixes in `moe_exp.layers`, plus A tokens of all ranks, S source ranks (ETP*EP).
+Shape suffixes: see `moe_exp.layers`; also A tokens of all ranks, S source ranks (ETP*EP).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from moe_exp.layers.router.decision import without_dropped
 
 
 class AllGatherDispatcher(SpreadDispatcher):
-    """Gathers tokens and routing over `ep_group`, then `etp_group`; combine sums the results per token.
+    """Gathers tokens and routing over `ep_group`, then `etp_group`; `combine` sums each token's results.
 
-    A token is sent once to every rank, while all-to-all sends it up to K times but only where it is needed.
-    So prefer all-gather if K is not small compared to EP. A token's results are summed on each rank, then
-    over ranks, in the dtype of the rows. Synchronizes with the device once, for token and row counts.
+    All-gather sends a token once to every rank; all-to-all sends it up to K times, but only to its experts'
+    ranks. Prefer all-gather if K is close to EP or larger. A token's results are summed on each rank, then
+    over ranks, in the dtype of the rows. Synchronizes with the device once, to read token and row counts.
     """
 
     name = "allgather"
@@ -107,10 +107,10 @@ class AllGatherDispatcher(SpreadDispatcher):
 
 
 class _Sizes(NamedTuple):
-    """Sizes of the exchanges of this rank."""
+    """Numbers of tokens and rows that this rank exchanges."""
 
     num_sent: int  # tokens that this rank sends
     tokens_ep: tuple[int, ...]  # tokens per rank of the expert parallel group
     tokens_etp: tuple[int, ...]  # tokens per rank of the expert tensor parallel group, after the first gather
     splits: tuple[int, ...]  # rows per local expert, on the host
-    rows_L: Tensor  # the same on the device
+    rows_L: Tensor  # rows per local expert, on the device

@@ -1,11 +1,11 @@
-"""Differentiable collectives over rows. Shape suffixes in `moe_exp.layers`.
+"""Differentiable collectives over rows. Shape suffixes: see `moe_exp.layers`.
 
-An `Exchange` moves rows between ranks. Its `reverse` is the transpose, which moves the gradients. Two ways to
-run it:
+An `Exchange` moves rows between ranks. Its `reverse` is the transposed exchange, which moves the gradients.
+There are two ways to run an exchange:
 
-- `exchange_rows(exchange, x)` launches and waits.
-- `arrive(depart(exchange, x, ...))` launches in `depart` and waits in `arrive`. Both are nodes of the
-  autograd graph: in backward, `arrive` launches the reverse exchange and `depart` waits for it.
+- `exchange_rows(exchange, x)` launches the exchange and waits for the result.
+- `arrive(depart(exchange, x, ...))` launches in `depart` and waits in `arrive`. `depart` and `arrive` are
+  nodes of the autograd graph: in backward, `arrive` launches the reverse exchange and `depart` waits for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from moe_exp.host import gloo
 
 # Waits for a collective in flight and returns its results. On a GPU the current stream waits, not the host.
-# It must be the stream of the launch; otherwise the allocator could reuse memory that is still being sent.
+# This must be the stream of the launch; otherwise the allocator could reuse memory that is still being sent.
 Arrival = Callable[[], list[Tensor | None]]
 
 
@@ -31,16 +31,16 @@ class Exchange(Protocol):
     """An exchange of rows between ranks."""
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
-        """Starts to move `tensors` (None stays None) and keeps them alive until `Arrival` is called."""
+        """Starts moving `tensors` (None stays None), and keeps them alive until the `Arrival` is called."""
 
     @property
     def reverse(self) -> Exchange:
-        """The transpose, which moves gradients back."""
+        """The transposed exchange, which moves gradients back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OneByOne(ABC):
-    """Moves each tensor with its own collective, all in flight concurrently."""
+    """Moves each tensor with its own collective; all collectives run concurrently."""
 
     group: ProcessGroup | None
 
@@ -59,12 +59,12 @@ class _OneByOne(ABC):
 
     @abstractmethod
     def _launch(self, x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-        """Starts to move one tensor; the returned function waits for the result."""
+        """Starts moving one tensor, and returns a function that waits for the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll(_OneByOne):
-    """Sends `send[i]` rows to rank i, in order, and receives `receive[i]` rows from it."""
+    """Sends `send[i]` rows to each rank i, in rank order, and receives `receive[i]` rows from rank i."""
 
     send: Sequence[int]
     receive: Sequence[int]
@@ -207,20 +207,20 @@ Departed = tuple[Tensor, _Flight]  # edge in the graph and tensors in flight; pa
 
 
 def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
-    """Launches the exchange of `tensors` (the first must be floating-point); in backward, waits."""
+    """Launches the exchange of `tensors` (the first must be floating-point). Backward waits for it."""
     flight = _Flight(exchange)
     return _Depart.apply(flight, *tensors), flight
 
 
 def arrive(departed: Departed) -> tuple[Tensor, ...]:
-    """Waits for the tensors of `depart`; a second call is an error, because both would send gradients."""
+    """Waits for the tensors of `depart`. A second call is an error, as each call would send gradients."""
     if departed[1].outward is None:
         raise RuntimeError("arrive: called twice for one depart. Fix: reuse the first result.")
     return _Arrive.apply(*departed)
 
 
 def exchange_rows(exchange: Exchange, x_RD: Tensor) -> Tensor:
-    """Launches and waits. Supports higher derivatives."""
+    """Launches the exchange and waits for the result. Supports higher derivatives."""
     return _Exchanged.apply(x_RD, exchange)
 
 

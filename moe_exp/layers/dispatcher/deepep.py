@@ -1,8 +1,8 @@
 """DeepEP dispatcher: fused all-to-all kernels over NVLink and RDMA (github.com/deepseek-ai/DeepEP).
 
-A token is sent once to every rank that holds one of its experts, with its K experts and weights; the receiver
-sorts by expert. DeepEP's combine is the transpose of its dispatch, so each is the backward of the other.
-Shape suffixes in `moe_exp.layers`, plus A received tokens.
+A token is sent once to every rank that holds one of its experts, with its K expert indices and router
+weights; the receiving rank sorts by expert. DeepEP's combine is the backward of its dispatch, and vice versa.
+Shape suffixes: see `moe_exp.layers`; also A received tokens.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
 
 INSTALL = "pip install git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
-# Group sizes for which DeepEP has tuned configurations; it rejects others.
+# Group sizes for which DeepEP has tuned configurations; DeepEP rejects other sizes.
 SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 
 
 class DeepEPDispatcher(SpreadDispatcher):
     """Splits experts over `ep_group`. Requires bf16 rows, a CUDA device per rank and NVLink within a node.
 
-    In `start` the host waits for the counts, which DeepEP writes to host memory, while the rows are sent.
-    `ep_group` must be an NCCL group, and `etp_group` None or of one rank.
+    While the rows are sent, the host waits in `start` for the row counts, which DeepEP writes to host memory.
+    `ep_group` must be an NCCL group; `etp_group` must be None or have one rank.
     """
 
     name = "deepep"
@@ -99,12 +99,12 @@ def check_rows(x_TD: Tensor) -> None:
         raise ValueError(f"dispatcher=deepep: {rule}. Fix: set DTYPE=bf16, or use alltoall.")
     if x_TD.size(1) % 8:
         rule = "must be a multiple of 8 with dispatcher=deepep"
-        raise ValueError(f"hidden_size={x_TD.size(1)}: {rule}. Fix: change it, or use alltoall.")
+        raise ValueError(f"hidden_size={x_TD.size(1)}: {rule}. Fix: change hidden_size, or use alltoall.")
 
 
 @cache
 def shared_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
-    """DeepEP's communication buffer (hundreds of MB), which all layers share."""
+    """Returns DeepEP's communication buffer (hundreds of MB), which all layers share."""
     Buffer = importlib.import_module("deep_ep").Buffer
     configs = Buffer.get_dispatch_config(group.size()), Buffer.get_combine_config(group.size())
     nvlink = max(config.get_nvl_buffer_size_hint(hidden_bytes, group.size()) for config in configs)
@@ -147,7 +147,7 @@ class _Send:
 
 
 class _Return:
-    """Reverse of a `_Send`: sums results per token, and returns the gradients of the router weights."""
+    """Reverse of a `_Send`: sums each token's results, and returns the gradients of the router weights."""
 
     def __init__(self, there: _Send):
         self.there = there

@@ -1,11 +1,11 @@
-"""Token dispatchers: from tokens to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
+"""Token dispatchers: from tokens to rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
 `start` sends the tokens and `finish` receives the rows, so that other work can run in between; `dispatch`
-does both. The result includes a record for `combine`; a dispatcher itself has no state except cached sizes.
+calls both. The result includes the record that `combine` needs; the dispatcher itself only caches sizes.
 
     start:   tokens [T, D] -> rows sorted by expert (RowOrder) -> exchange departs
     finish:  exchange arrives -> rows sorted by local expert [R, D] (a second RowOrder)
-    combine: the same steps in reverse, from `DispatchRecord`; K results per token are summed
+    combine: these steps in reverse, as recorded in `DispatchRecord`; sums the K results of each token
 """
 
 from abc import ABC, abstractmethod
@@ -41,7 +41,7 @@ from moe_exp.layers.router import RoutingDecision
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """Record of a `dispatch`, whose steps `combine` reverses."""
+    """Record of the steps of a `dispatch`, which `combine` reverses."""
 
     order: RowOrder | None  # from this rank's tokens to the rows it sent; None: unchanged
     back: tuple[Exchange, ...] = ()  # exchanges that return the results, in order
@@ -61,15 +61,15 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens and their routing, if all experts are on this rank: no rows are written."""
+    """Tokens and their routing, for experts that are all on this rank and gather the rows themselves."""
 
     x_TD: Tensor
     decision: RoutingDecision
-    rows_per_expert: int | None = None  # see `Dispatcher.start`; the `triton` backend ignores it
+    rows_per_expert: int | None = None  # see `Dispatcher.start`; ignored by the `triton` backend
 
     @property
     def record(self) -> DispatchRecord:
-        """An empty record, because the experts sum each token's results."""
+        """An empty record, because the experts already sum each token's results."""
         # Not a field, because torch.compile does not support its default.
         return DispatchRecord(None)
 
@@ -78,10 +78,10 @@ Pending = Callable[[], Dispatched | RoutedTokens]  # a dispatch in flight; pass 
 
 
 class Dispatcher(ABC):
-    """Sends tokens to the ranks of their experts, and returns the results.
+    """Sends tokens to the ranks of their experts, and sends the results back.
 
     Tokens without a kept slot (such as padding) are not sent, and their result is zero. Every rank of the
-    groups must participate, even without tokens.
+    dispatcher's groups must participate, even a rank without tokens.
     """
 
     name: str
@@ -99,14 +99,14 @@ class Dispatcher(ABC):
 
         Args:
             x_TD: tokens, any float dtype.
-            decision: their experts.
-            rows_per_expert: pad each rank's rows for every expert to this number with zeros, so that shapes
-                do not depend on the data. It must be equal on all ranks, and no rank may keep more slots for
-                any expert. None: no padding.
+            decision: routing decision for the tokens.
+            rows_per_expert: pad the rows that each rank has for each expert with zeros to this number, so
+                that shapes do not depend on the data. The number must be equal on all ranks, and no rank may
+                keep more slots than this for an expert. None: no padding.
 
         Returns:
-            The argument of `finish`, to be called on the same CUDA stream. Work in between overlaps with the
-            exchange, in forward and backward.
+            The argument of `finish`, which must be called on the same CUDA stream as `start`. Work between
+            the two calls overlaps with the exchange, in forward and backward.
         """
 
     def finish(self, pending: Pending) -> Dispatched | RoutedTokens:
@@ -120,7 +120,7 @@ class Dispatcher(ABC):
         return self.finish(self.start(x_TD, decision, rows_per_expert=rows_per_expert))
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Returns the results, already weighted, and sums them per token: [R, D] to [T, D]."""
+        """Sends the weighted results back, and sums the results of each token: [R, D] to [T, D]."""
         if record.by_expert is not None:
             y_RD = record.by_expert.tokens(y_RD)
         for exchange in record.back:
@@ -131,7 +131,7 @@ class Dispatcher(ABC):
 class LocalDispatcher(Dispatcher):
     """Dispatcher for experts that are all on this rank.
 
-    It waits for the GPU only if slots were dropped and rows are not padded, to get the number of rows.
+    The host waits for the GPU only if slots were dropped and rows are not padded, to read the number of rows.
     """
 
     name = "local"
@@ -153,7 +153,7 @@ class LocalDispatcher(Dispatcher):
 class TokensDispatcher(Dispatcher):
     """Dispatcher for experts that are all on this rank and accept RoutedTokens.
 
-    `pads`: the experts need padded rows, so that shapes do not depend on the data.
+    `pads`: True if the experts need padded rows, so that shapes do not depend on the data.
     """
 
     name = "tokens"
@@ -176,7 +176,7 @@ class SpreadDispatcher(Dispatcher):
     """Base class of dispatchers that split experts over `ep_group` and each expert's width over `etp_group`.
 
     Args:
-        num_experts: E on all ranks, a multiple of the expert parallel size.
+        num_experts: number of experts on all ranks together, a multiple of the expert parallel size.
         ep_group: expert parallel group; rank i holds experts [i*L, (i+1)*L). None: this rank alone.
         etp_group: expert tensor parallel group. None: this rank alone.
     """
@@ -202,9 +202,9 @@ class _ExchangeSizes(NamedTuple):
 class AllToAllDispatcher(SpreadDispatcher):
     """Sends rows to the ranks of their experts by all-to-all.
 
-    A concurrent second all-to-all sends the router weights. If experts are split over `etp_group`, its ranks
-    gather the rows, each computes a part of every result, and combine sums the parts. Synchronizes once, for
-    the row counts, or never with `rows_per_expert`.
+    A second, concurrent all-to-all sends the router weights. If experts are split over `etp_group`, the ranks
+    of this group gather the rows, each rank computes a part of every result, and `combine` sums the parts.
+    Synchronizes once, to read the row counts; with `rows_per_expert`, never.
     """
 
     name = "alltoall"
@@ -257,7 +257,7 @@ class AllToAllDispatcher(SpreadDispatcher):
         )
 
     def _receive_counts(self, rows_per_expert_E: Tensor) -> Tensor:
-        """Rows from every source rank for every expert of this rank, [ETP*EP, L]."""
+        """Number of rows from every source rank for every expert of this rank, [ETP*EP, L]."""
         counts = rows_per_expert_E.contiguous()
         if self.ep > 1:
             received = torch.empty_like(counts)
@@ -283,36 +283,36 @@ class AllToAllDispatcher(SpreadDispatcher):
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:
-    """L; ValueError if `ep` does not divide `num_experts`."""
+    """Number of experts per rank. Raises a ValueError if `ep` does not divide `num_experts`."""
     if num_experts % ep:
         rule = f"must be divisible by the expert parallel size {ep}"
-        raise ValueError(f"num_experts={num_experts}: {rule}. Fix: set EP to a divisor.")
+        raise ValueError(f"num_experts={num_experts}: {rule}. Fix: set EP to a divisor of num_experts.")
     return num_experts // ep
 
 
 def local_row_order(
     decision: RoutingDecision, *, num_experts: int, rows_per_expert: int | None
 ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
-    """This rank's slots sorted by expert, and rows per expert: on the device, and on the host if known."""
+    """Row order of this rank's slots; rows per expert on the device, and on the host if known."""
     if rows_per_expert is not None:
         order = pad_slots(decision, num_experts=num_experts, rows_per_expert=rows_per_expert)
         counts_E = torch.full((num_experts,), rows_per_expert, device=order.slot_R.device)
         return order, counts_E, (rows_per_expert,) * num_experts
     slots = sort_slots(decision, num_experts=num_experts)
-    # With drops the host needs their sum. It fetches all counts, because the experts may need them there.
+    # With drops the host needs the sum of the counts. It fetches all of them, as the experts may need them.
     splits = tuple(slots.rows_per_expert_E.tolist()) if slots.has_drops else None
     return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
 
 
 def sort_slots(decision: RoutingDecision, *, num_experts: int) -> SortedSlots:
-    """`sort_by_expert` for a decision."""
-    # The decision's counts are those before drops.
+    """Calls `sort_by_expert` with the experts of a routing decision."""
+    # The decision's counts include dropped slots.
     counts_E = decision.tokens_per_expert_E if decision.kept_TK is None else None
     options: dict[str, Any] = {"num_experts": num_experts, "use_kernels": decision.use_kernels}
     return sort_by_expert(decision.expert_TK, decision.kept_TK, counts_E=counts_E, **options)
 
 
 def pad_slots(decision: RoutingDecision, *, num_experts: int, rows_per_expert: int) -> RowOrder:
-    """`pad_by_expert` for a decision."""
+    """Calls `pad_by_expert` with the experts of a routing decision."""
     sizes: dict[str, Any] = {"num_experts": num_experts, "rows_per_expert": rows_per_expert}
     return pad_by_expert(decision.expert_TK, decision.kept_TK, **sizes, use_kernels=decision.use_kernels)

@@ -1,8 +1,7 @@
-"""From slots to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
+"""Moves slots to rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
 Both directions are gathers without atomics, so results are bitwise reproducible. On a CUDA device Triton
-kernels compute the same order and sums, with int32 indices. The argument `use_kernels` is that of
-RouterConfig.
+kernels compute the same order and sums, with int32 indices. RouterConfig explains the argument `use_kernels`.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from moe_exp.layers.router.decision import count_per_expert, without_dropped
 
 @dataclass(frozen=True)
 class RowOrder:
-    """How slots become rows."""
+    """Mapping between slots and rows."""
 
     slot_R: Tensor  # slot of each row; N: padding row
     row_N: Tensor  # row of each slot; R: dropped slot
@@ -34,15 +33,15 @@ class RowOrder:
     use_kernels: bool | None = None
 
     def rows(self, x_TD: Tensor) -> Tensor:
-        """[T, D] to [R, D]; padding is zero."""
+        """Gathers the rows from the tokens: [T, D] to [R, D]. Padding rows are zero."""
         return _Moved.apply(x_TD, self, True)
 
     def tokens(self, y_RD: Tensor) -> Tensor:
-        """[R, D] to [T, D]: sums each token's K slots in slot order; dropped slots add nothing."""
+        """Sums the rows of each token's kept slots, in slot order: [R, D] to [T, D]."""
         return _Moved.apply(y_RD, self, False)
 
     def weights(self, weights_TK: Tensor) -> Tensor:
-        """[T, K] to [R]; padding is zero."""
+        """Gathers the weight of each row: [T, K] to [R]. Padding rows have weight zero."""
         if takes_kernels(weights_TK, self.use_kernels):
             # Each slot has its own weight, so treat every slot as a token with K = 1.
             return _Moved.apply(weights_TK.reshape(-1), replace(self, topk=1), True)
@@ -51,9 +50,9 @@ class RowOrder:
 
 @dataclass(frozen=True)
 class SortedSlots:
-    """Slots sorted by expert, dropped ones last."""
+    """Slots sorted by expert, dropped slots last."""
 
-    slot_N: Tensor  # slots in that order; within an expert, by position
+    slot_N: Tensor  # slots in sorted order; within an expert, by position
     rows_per_expert_E: Tensor  # kept slots per expert, int64, on the device
     topk: int  # slots per token
     has_drops: bool  # some slots may be dropped
@@ -61,7 +60,7 @@ class SortedSlots:
     use_kernels: bool | None = None
 
     def order(self, num_rows: int | None = None) -> RowOrder:
-        """The row order. `num_rows`: sum of rows_per_expert_E; None: synchronizes if slots may be dropped."""
+        """The row order. `num_rows`: sum of rows_per_expert_E. None synchronizes if slots may be dropped."""
         row_N = self.row_N
         if row_N is None:
             row_N = torch.empty_like(self.slot_N)
@@ -84,7 +83,7 @@ def sort_by_expert(
 
     Args:
         expert_TK: expert of every slot, integer, in [0, E) for kept slots.
-        kept_TK: bool, slots that are not dropped; None: all.
+        kept_TK: bool, True for slots that are not dropped; None: no slot is dropped.
         counts_E: kept slots per expert, int64, if known.
     """
     row_N: Tensor | None = None
@@ -106,11 +105,11 @@ def pad_by_expert(
     expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, rows_per_expert: int,
     use_kernels: bool | None = None,
 ) -> RowOrder:  # fmt: skip
-    """Row order with `rows_per_expert` zero-padded rows per expert: shapes do not depend on the data.
+    """Row order padded to `rows_per_expert` rows for each expert, so that shapes do not depend on the data.
 
     Args:
         expert_TK, kept_TK: as for `sort_by_expert`.
-        rows_per_expert: at least the number of kept slots of any expert. This is not checked: further slots
+        rows_per_expert: at least the number of kept slots of any expert. This is not checked; more slots
             would corrupt the rows of other experts.
     """
     padded = padded_order if takes_kernels(expert_TK, use_kernels) else padded_order_torch
@@ -122,11 +121,11 @@ def received_order(
     expert_AK: Tensor, here_AK: Tensor, splits: Sequence[int], *, counts_L: Tensor | None = None,
     rows_per_expert: int | None = None, use_kernels: bool | None = None,
 ) -> tuple[RowOrder, tuple[int, ...]]:  # fmt: skip
-    """Received slots sorted by this rank's experts, and the rows per expert [L].
+    """Row order that sorts the received slots by this rank's experts, and the rows per expert [L].
 
     Args:
         expert_AK: local expert of every received slot, int64.
-        here_AK: bool, slots of this rank's experts; others count as dropped.
+        here_AK: bool, True for slots of this rank's experts; other slots count as dropped.
         splits, counts_L: slots per expert on the host, and on the device if known.
         rows_per_expert: pad every expert to this number of rows.
     """
@@ -143,13 +142,13 @@ def received_order(
 
 
 def regroup_chunks(rows_SL: Tensor, *, num_rows: int, use_kernels: bool | None = None) -> RowOrder:
-    """Row order from chunks sorted by source, then expert, to chunks sorted by expert, then source."""
+    """Row order that transposes chunks of rows from [source, expert] to [expert, source] order."""
     regrouped = chunk_order if takes_kernels(rows_SL, use_kernels) else chunk_order_torch
     return RowOrder(*regrouped(rows_SL, num_rows), topk=1, use_kernels=use_kernels)
 
 
 class _Moved(torch.autograd.Function):
-    """Tokens to rows, or rows to tokens: each direction is the gradient of the other."""
+    """Moves tokens to rows, or rows to tokens. Each direction is the gradient of the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: RowOrder, to_rows: bool) -> Tensor:
@@ -188,7 +187,7 @@ def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
         # The host does not know the number of kept slots, so a dropped slot reads any row, times zero.
         row_TK = row_TK.clamp(max=y_RD.size(0) - 1)
         return embedding_bag(row_TK, y_RD, mode="sum", per_sample_weights=kept_TK.to(y_RD.dtype))
-    # The same as row_TK[kept_TK], without synchronizing.
+    # Computes row_TK[kept_TK] without synchronizing.
     kept_T, kept_N, num_kept = kept_TK.sum(dim=1), kept_TK.flatten(), y_RD.size(0)
     place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, num_kept)
     row_R = row_TK.new_empty(num_kept + 1).scatter_(0, place_N, row_TK.flatten())[:num_kept]
@@ -196,7 +195,7 @@ def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
 
 
 def _take(x: Tensor, index: Tensor, with_zero: bool) -> Tensor:
-    """x[index]; with `with_zero`, index len(x) returns zero."""
+    """x[index]; if `with_zero`, index len(x) selects zeros."""
     if with_zero:
         x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return x.index_select(0, index)

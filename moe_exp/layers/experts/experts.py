@@ -1,4 +1,4 @@
-"""The experts of one rank, with one weight tensor per projection. Shape suffixes in `moe_exp.layers`."""
+"""The experts of one rank, with one weight tensor per projection. Shape suffixes: see `moe_exp.layers`."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -36,9 +36,9 @@ def _check_activation(name: str) -> None:
 
 
 class Experts(nn.Module):
-    """y_r = (act(x_r W1^T + b1) * w_r) W2^T + w_r b2 for each row r, with its router weight w_r.
+    """y_r = (act(x_r W1^T + b1) * w_r) W2^T + w_r b2 for each row r with router weight w_r.
 
-    The weight is applied before W2, so its gradient does not need the outputs. There are three code paths:
+    The router weight is applied before W2, so its gradient does not need the outputs. The code paths are:
 
         backend              input                        function
         triton               Dispatched or RoutedTokens   fused.py: Triton kernels that gather the rows
@@ -51,18 +51,18 @@ class Experts(nn.Module):
     Args:
         ffn_size: F on this rank (width of an expert / expert tensor parallel size).
         backend: a name in grouped_gemm.BACKENDS or FUSED.
-        bias: add a bias after both projections. The second is multiplied by the router weight like the rest
-            of the output, so padding rows remain zero.
-        etp_rank, etp_size: place in the expert tensor parallel group. Each rank adds its part of D of the
-            second bias to its partial sum, so no parameter is replicated.
+        bias: add a bias after both projections. The second bias is multiplied by the router weight like the
+            rest of the output, so that padding rows remain zero.
+        etp_rank, etp_size: rank in the expert tensor parallel group, and size of the group. Each rank stores
+            D / etp_size columns of the second bias and adds them to its partial sum.
         recompute_activation: recompute the input of the second GEMM in backward, as fused.py and loop.py
             always do.
         adds_to_main_grad: the `triton` backend adds weight gradients to Megatron's `main_grad`, see fused.py.
-        fp8: the `triton` backend computes its products in e4m3, see kernels/fp8.
+        fp8: the `triton` backend computes its matrix products in e4m3, see kernels/fp8.
 
     Raises:
-        ValueError: if activation or backend are unknown, the backend cannot run, or the ranks cannot split
-            the bias evenly.
+        ValueError: if the activation or the backend is unknown, the backend cannot run, or the ranks cannot
+            split the bias evenly.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Experts(nn.Module):
         super().__init__()
         _check_activation(activation)
         if bias and hidden_size % etp_size:
-            rule = f"with a bias it must be a multiple of the expert tensor parallel size {etp_size}"
+            rule = f"with a bias, must be a multiple of the expert tensor parallel size {etp_size}"
             raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or omit the bias.")
         if backend not in FUSED and backend not in BACKENDS:
-            fix = f"use one of {', '.join((*FUSED, *BACKENDS))}, or grouped_gemm.choose_backend"
+            fix = f"use one of {', '.join((*FUSED, *BACKENDS))}, or the result of grouped_gemm.choose_backend"
             raise ValueError(f"expert_backend={backend}: unknown backend. Fix: {fix}.")
         if backend in FUSED and (rule := fused_problem(dtype=dtype)):
             raise ValueError(f"expert_backend={backend}: {rule}. Fix: use another backend.")
@@ -109,7 +109,7 @@ class Experts(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, inputs: Dispatched | RoutedTokens) -> Tensor:
-        """Weighted outputs of the rows [R, D]; given RoutedTokens, their sum per token [T, D]."""
+        """Weighted outputs of the rows, [R, D]; for RoutedTokens, the sum of each token's outputs, [T, D]."""
         # The only entry point, so that hooks of wrappers run (Megatron's overlapped parameter gather, FSDP2).
         if not isinstance(inputs, RoutedTokens):
             return self._of_rows(inputs)
@@ -123,7 +123,7 @@ class Experts(nn.Module):
 
     @property
     def needs_padding(self) -> bool:
-        """Whether static shapes require that the rows of every expert are padded."""
+        """Whether the rows of every expert must be padded to get static shapes."""
         return self.backend not in FUSED
 
     def takes_tokens(self, x: Tensor, *, few_kept: bool = False) -> bool:
@@ -200,9 +200,9 @@ class Experts(nn.Module):
 class SharedExpert(nn.Module):
     """y = (act(x W1) W2) * g, where g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1.
 
-    DeepSeekMoE (arXiv:2401.06066). For use outside Megatron, which has SharedExpertMLP with tensor
-    parallelism. Weights are in PyTorch's (out, in) order: `weight1` [2F or F, D], gate half first; `weight2`
-    [D, F]; `gate_weight` [1, D].
+    The shared expert of DeepSeekMoE (arXiv:2401.06066), for use outside Megatron. Inside Megatron, use its
+    SharedExpertMLP, which supports tensor parallelism. Weights are in PyTorch's (out, in) order: `weight1`
+    [2F or F, D], gate half first; `weight2` [D, F]; `gate_weight` [1, D].
     """
 
     def __init__(
@@ -225,14 +225,14 @@ class SharedExpert(nn.Module):
             nn.init.normal_(parameter, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
+        """Applies the shared expert: [..., D] to [..., D]."""
         hidden = activate(nn.functional.linear(x, self.weight1), self.activation)
         y = nn.functional.linear(hidden, self.weight2)
         return y if self.gate_weight is None else y * torch.sigmoid(nn.functional.linear(x, self.gate_weight))
 
 
 class _BiasOfRows(torch.autograd.Function):
-    """[L, F] to [R, F]: row r gets the bias of its expert."""
+    """Expands biases from [L, F] to [R, F]: each row gets the bias of its expert."""
 
     @staticmethod
     def forward(ctx: Any, bias_LF: Tensor, counts_L: Tensor, num_rows: int) -> Tensor:

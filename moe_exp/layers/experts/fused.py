@@ -1,6 +1,6 @@
-"""The `triton` backend: all experts of a rank in one autograd function. Shape suffixes in `moe_exp.layers`.
+"""The `triton` backend: all experts of a rank in one autograd function. Shape suffixes: see `moe_exp.layers`.
 
-Kernels gather rows from the tokens instead of copying them.
+The kernels read the rows directly from the tokens, without a sorted copy.
 """
 
 from typing import Any
@@ -23,14 +23,14 @@ def experts_of_tokens(
     weight2_LDF: Tensor, bias1_LW: Tensor | None = None, bias2_LD: Tensor | None = None, *, activation: str,
     adds_to_main_grad: bool = False, fp8: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y_t = sum over the kept k of w_tk * expert(x_t), [T, D], if all experts are on this rank.
+    """y_t = sum over the kept slots k of w_tk * expert_tk(x_t), [T, D], if all experts are on this rank.
 
     The host never waits for the device.
 
     Args:
         weights_TK: router weights, used in fp32.
-        kept_TK: bool, slots that are not dropped; None: all.
-        weight1_LWD: gate half first.
+        kept_TK: bool, True for slots that are not dropped; None: no slot is dropped.
+        weight1_LWD: first projection, gate half first.
         adds_to_main_grad, fp8: see `experts_of_rows`.
     """
     slot_N, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
@@ -47,12 +47,12 @@ def experts_of_rows(
     """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert.
 
     Args:
-        weights_R: used in fp32.
+        weights_R: router weights, used in fp32.
         tokens_per_expert_L: rows of each expert, on the device.
         weight1_LWD: as for `experts_of_tokens`.
-        adds_to_main_grad: the kernels add the gradients of weights to Megatron's fp32 `main_grad`, if they
-            have it, and `grad` contains no valid values. Ignored under torch.compile.
-        fp8: compute the products in e4m3, see kernels/fp8.
+        adds_to_main_grad: if a weight has Megatron's fp32 `main_grad`, the kernels add its gradient to
+            `main_grad`, and its `grad` contains no valid values. Ignored under torch.compile.
+        fp8: compute the matrix products in e4m3, see kernels/fp8.
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
     parameters = weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
@@ -60,7 +60,7 @@ def experts_of_rows(
 
 
 def _run(*args: Any) -> Tensor:
-    """Applies `_Experts`, and tells it whether backward can follow."""
+    """Applies `_Experts`, and passes whether a backward pass can follow."""
     # Inside an autograd function's forward, gradients are always disabled.
     has_backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
     return _Experts.apply(*args, has_backward)
@@ -113,7 +113,7 @@ class _Experts(torch.autograd.Function):
         mains: list[Tensor | None] = []  # main_grad to add to, as in Megatron's tensor_parallel/layers.py
         for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True):
             found = getattr(parameter, "main_grad", None) if needed else None
-            # Megatron-FSDP creates its buffer on access, without valid old values. The kernel adds in fp32.
+            # Megatron-FSDP creates `main_grad` on access, without valid old values. The kernel adds in fp32.
             if hasattr(parameter, "__fsdp_param__") or (found is not None and found.dtype != torch.float32):
                 found = None
             mains.append(found)
@@ -157,7 +157,7 @@ def _placeholder(parameter: Any) -> Tensor | None:
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    # Megatron's DDP hooks, which start the reduction, expect a gradient and free it immediately. It is
-    # created last in backward, when other memory has been freed.
+    # Megatron's DDP hooks, which start the reduction, expect a gradient and free it immediately. This
+    # gradient is created last in backward, when other memory has been freed.
     make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
     return make(parameter)

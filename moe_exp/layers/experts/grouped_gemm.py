@@ -1,9 +1,9 @@
-"""Grouped GEMM: one matrix product per expert over rows sorted by expert. Shape suffixes in `moe_exp.layers`.
+"""Grouped GEMM: a matrix product per expert, for rows sorted by expert. Shape suffixes: see `moe_exp.layers`.
 
-Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, except those in FUSED,
-which compute the experts in one function. `choose_backend` selects one. Those in PACKAGES were written from
-the sources of github.com/tgale96/grouped_gemm and nv-grouped-gemm (github.com/fanshiqing/grouped_gemm), which
-share the import name, megablocks and Transformer Engine 2.x. They have not been run with the packages yet.
+Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, except the backends in
+FUSED, which compute whole experts in one function. `choose_backend` selects a backend. The backends in
+PACKAGES have not been run yet: they follow the sources of github.com/tgale96/grouped_gemm, nv-grouped-gemm
+(github.com/fanshiqing/grouped_gemm, same import name), megablocks and Transformer Engine 2.x.
 """
 
 import functools
@@ -24,7 +24,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class _Loop(torch.autograd.Function):
-    """One matrix product per expert, written directly into the result."""
+    """Computes one matrix product per expert, directly into the result."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, w_LDF: Tensor, splits: Sequence[int]) -> Tensor:
@@ -51,7 +51,7 @@ class _Loop(torch.autograd.Function):
 
 
 def loop_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """One matrix product per expert, for any device and dtype. Synchronizes if `splits` is None."""
+    """Computes one matrix product per expert, for any device and dtype. Synchronizes if `splits` is None."""
     return _Loop.apply(x_RD, w_LDF, list(splits) if splits is not None else tokens_per_expert_L.tolist())
 
 
@@ -75,12 +75,12 @@ def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, spli
     ),
 )
 def _grouped_product(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
-    """[R, D] x [L, D, F] to [R, F], or [D, R] x [R, F] to [L, D, F]."""
+    """Multiplies [R, D] by [L, D, F] to get [R, F], or [D, R] by [R, F] to get [L, D, F]."""
     return torch.nn.functional.grouped_mm(a, b, offs=offsets_L)
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """grouped_mm for torch.compile on a CPU, where PyTorch 2.13 can trace it only in bf16."""
+    """grouped_mm for torch.compile on a CPU, where PyTorch 2.13 can trace grouped_mm only in bf16."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, w_LDF: Tensor, offsets_L: Tensor) -> Tensor:
@@ -132,22 +132,22 @@ def _gmm(
 ) -> Tensor:
     if x_RD.size(0) == 0:  # gmm rejects empty inputs; this product gives the weights a gradient of zero
         return x_RD @ w_LDF.sum(dim=0)
-    # On the host, where both cuBLAS and CUTLASS builds accept them.
+    # Counts on the host are accepted by both cuBLAS and CUTLASS builds.
     counts_L = tokens_per_expert_L.cpu() if splits is None else torch.tensor(splits)
     w_LFD = w_LDF.transpose(1, 2)
-    if w_LFD.is_contiguous():  # gmm requires contiguous weights; this is how ours are stored
+    if w_LFD.is_contiguous():  # gmm requires contiguous weights; our weights are stored this way
         return gmm(x_RD.contiguous(), w_LFD, counts_L.to(torch.int64), trans_b=True)
     return gmm(x_RD.contiguous(), w_LDF.contiguous(), counts_L.to(torch.int64), trans_b=False)
 
 
 def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """transformer_engine.pytorch.GroupedLinear with our weights; in its FP8 autocast, rows are padded."""
+    """transformer_engine.pytorch.GroupedLinear with our weights. Inside an FP8 autocast, rows are padded."""
     if x_RD.size(0) == 0:
         return x_RD @ w_LDF.sum(dim=0)
     sizes = tokens_per_expert_L.tolist() if splits is None else list(splits)
     module = _te_module(*w_LDF.shape, x_RD.dtype)
-    # Our weights are views of one parameter, so autograd concatenates the experts' gradients. That costs one
-    # more read and write of all gradients than a parameter per expert would.
+    # Our weights are views of one parameter, so autograd concatenates the experts' gradients. With one
+    # parameter per expert, autograd would save one read and write of all gradients.
     weights = {f"weight{expert}": w for expert, w in enumerate(w_LDF.transpose(1, 2).unbind(0))}
     if (multiple := te_row_multiple()) == 1:
         return torch.func.functional_call(module, weights, (x_RD, sizes))
@@ -157,7 +157,7 @@ def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits:
 
 @functools.cache
 def _te_module(num_experts: int, dim_in: int, dim_out: int, dtype: torch.dtype) -> Any:
-    """A GroupedLinear without memory for weights; functional_call passes ours."""
+    """A GroupedLinear without memory for weights; `functional_call` passes our weights."""
     from transformer_engine.pytorch import GroupedLinear
 
     return GroupedLinear(num_experts, dim_in, dim_out, bias=False, params_dtype=dtype, device="meta")
@@ -170,26 +170,26 @@ BACKENDS: dict[str, GroupedGemm] = {
     "te": te_backend,
     "megablocks": megablocks_backend,
 }
-# These need `splits` on the host; otherwise each product synchronizes.
+# Backends that need `splits` on the host; without `splits`, each product synchronizes.
 BY_SPLITS = frozenset(BACKENDS) - {"torch"}
 
-# Backends of fused.py: Triton kernels, or their plain-torch twins on a CPU.
+# Backends of fused.py: Triton kernels, or plain torch on a CPU.
 FUSED = ("triton",)
 
 
 def fused_problem(*, dtype: torch.dtype, device_type: str = "cpu", failure: str = "") -> str:
-    """Why `triton` cannot run; empty if it can."""
+    """Why the `triton` backend cannot run; empty if it can run."""
     if dtype == torch.float64:
         return "its kernels do not support float64"
     return failure or ("" if device_type == "cpu" else launch.missing())
 
 
 def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: str = "") -> tuple[str, str]:
-    """The expert backend to use, and the reason.
+    """Chooses the expert backend; returns its name and the reason.
 
     Args:
         name: `auto`, or a name in BACKENDS or FUSED.
-        failure: why Triton's kernels must not run, see `launch.failure_of`.
+        failure: reason why Triton kernels must not run, see `launch.failure_of`.
 
     Raises:
         ValueError: if the named backend is unknown or cannot run here.
@@ -212,20 +212,20 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: 
         fix = f"use auto or one of {', '.join((*FUSED, *BACKENDS))}"
         raise ValueError(f"expert_backend={name}: unknown backend. Fix: {fix}.")
     if device_type == "cpu":
-        return "loop", "grouped_mm is the same loop on a CPU"
+        return "loop", "on a CPU, grouped_mm is also a loop over experts"
     if dtype not in (torch.bfloat16, torch.float16):
         found = str(dtype).removeprefix("torch.")
-        return "loop", f"grouped GEMMs are a single kernel only in bf16 and fp16, not in {found}"
+        return "loop", f"grouped GEMMs run as a single kernel only in bf16 and fp16, not in {found}"
     if not (rule := fused_problem(dtype=dtype, device_type=device_type, failure=failure)):
         return "triton", "Triton kernels, which gather the rows and save the least for backward"
     if dtype == torch.float16:
-        return "loop", f"not triton: {rule}; the other grouped GEMMs are a single kernel only in bf16"
+        return "loop", f"not triton: {rule}; the other grouped GEMMs run as a single kernel only in bf16"
     name, reason = _choose_on_gpu(has_grouped_mm)
     return name, f"not triton: {rule}; {reason}"
 
 
 def _choose_on_gpu(has_grouped_mm: bool) -> tuple[str, str]:
-    """The first usable of PyTorch's grouped_mm, an installed package, and the loop."""
+    """Chooses the first usable backend: PyTorch's grouped_mm, an installed package, or the loop."""
     major, _ = torch.cuda.get_device_capability()
     if has_grouped_mm and major == 9:
         return "torch", "grouped_mm runs as one kernel on Hopper"
@@ -286,7 +286,7 @@ OLDEST_FOR_KERNELS = (8, 9)  # the first tensor cores with e4m3
 
 
 def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
-    """Raises a ValueError if the experts cannot compute in e4m3 with our kernels (on a CPU: their twins)."""
+    """Raises a ValueError if our kernels (on a CPU: plain torch) cannot compute the experts in e4m3."""
     if backend != "triton":
         rule = f"requires expert_backend=triton, not {backend}"
         raise ValueError(f"fp8=e4m3: {rule}. Fix: set EXPERT_BACKEND=triton, or FP8=none.")
@@ -297,7 +297,7 @@ def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
 
 
 def te_row_multiple() -> int:
-    """Required multiple of an expert's rows in the active FP8 autocast; 1 without autocast."""
+    """Multiple to which each expert's rows must be padded in the active FP8 autocast; 1 without autocast."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():
@@ -306,12 +306,12 @@ def te_row_multiple() -> int:
 
 
 def padded_splits(splits: Sequence[int], multiple: int) -> list[int]:
-    """Rows of each expert, rounded up to a multiple."""
+    """Rows of each expert, rounded up to a multiple of `multiple`."""
     return [-(-rows // multiple) * multiple for rows in splits]
 
 
 def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
-    """Appends zero rows to each expert, up to `padded_splits`; they do not affect weight gradients."""
+    """Appends zero rows to each expert, up to `padded_splits`. Zero rows do not affect weight gradients."""
     zeros = x_RD.new_zeros(multiple, x_RD.size(1))
     added = [padded - rows for padded, rows in zip(padded_splits(splits, multiple), splits, strict=True)]
     if not any(added):

@@ -1,7 +1,7 @@
-"""The `loop` backend on a CPU: expert by expert, so that their data stays in cache.
+"""The `loop` backend on a CPU: one expert after another, so that an expert's data stays in the cache.
 
-It allocates tensors of R rows only if backward or the next step needs them: on a CPU, touching new memory
-costs as much as the computation. Shape suffixes in `moe_exp.layers`.
+It allocates a tensor of R rows only if backward or the next step needs the tensor, because on a CPU, touching
+new memory costs as much as the computation. Shape suffixes: see `moe_exp.layers`.
 """
 
 import functools
@@ -33,12 +33,12 @@ def expert_loop(
 ) -> Tensor:  # fmt: skip
     """y = (act(x W1^T + b1) * w) W2^T + w * b2 per row, expert by expert.
 
-    Saves its arguments and x W1^T + b1; backward recomputes the activation while its input is in the cache.
+    Saves the arguments and h = x W1^T + b1. Backward recomputes the activation while h is in the cache.
 
     Args:
         x: rows sorted by expert [R, D]; with `order`, tokens [T, D].
         weight1_LFD: [L, 2F or F, D]; `bias1_LF` is [L, 2F or F].
-        bias2_LD: with expert tensor parallelism only a part of D, which starts at column `bias2_start`.
+        bias2_LD: with expert tensor parallelism, this rank's part of D, which starts at column `bias2_start`.
         rows_per_expert_L: rows of each expert, int64.
         order: how tokens become rows.
 
@@ -77,14 +77,14 @@ class _ExpertLoop(torch.autograd.Function):
 
 
 def _tokens(order: RowOrder | None) -> Tensor | None:
-    """Token of each row (T for padding); None if `x` already contains the rows."""
+    """Token index of each row (T for padding); None if `x` already contains the rows."""
     if order is None or order.topk == 1:
         return None if order is None else order.slot_R
     return order.slot_R // order.topk
 
 
 def _with_padding(x: Tensor, order: RowOrder | None) -> Tensor:
-    """Tokens, followed by a zero row for padding if needed."""
+    """Returns `x`, followed by a zero row if `order` has padding."""
     return x if order is None or not order.has_padding else torch.cat([x, x.new_zeros(1, x.size(1))])
 
 
@@ -150,7 +150,7 @@ def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list
 
 
 def _empty_gradients(*args: Any) -> list[Tensor]:
-    """Uninitialized results of `_backward`, whose arguments it takes (the first seven and `needs`)."""
+    """Uninitialized results of `_backward`. Takes the first seven arguments of `_backward`, and `needs`."""
     (x, *others), needs = args[1:7], args[-1]
     return [
         x.new_empty(others[0].size(0), x.size(1)) if needs[0] else x.new_empty(0),
@@ -167,7 +167,7 @@ def _backward(
     bias1_LF: Tensor | None, bias2_LD: Tensor | None, hidden_RF: Tensor, rows_per_expert_L: Tensor,
     bias2_start: int, activation: str, token_R: Tensor | None, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of the first six arguments of `_forward` (of `x`: per row); empty where `needs` is False."""
+    """Gradients of the first six arguments of `_forward` (for `x`: per row); empty if not needed."""
     splits = rows_per_expert_L.tolist()
     inputs = x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
     results = _empty_gradients(grad, *inputs, needs)
@@ -215,7 +215,7 @@ def _backward(
 
 
 def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[int], Tensor]:
-    """Function that returns a group's rows: a part of `x`, or gathered tokens."""
+    """Returns a function from a group to the group's rows: a part of `x`, or gathered tokens."""
     if token_R is None:
         return x.split(splits).__getitem__
     tokens = token_R.split(splits)
@@ -225,10 +225,10 @@ def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[
 def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
     """Calls `task(group)` for every group, without autograd; tasks must write to different memory.
 
-    Meanwhile torch.set_num_threads is 1 (for the whole process if PyTorch's BLAS is MKL).
+    While several threads run tasks, torch.set_num_threads is 1 (for the whole process if the BLAS is MKL).
 
     Args:
-        rows: rows of each group.
+        rows: number of rows of each group.
     """
     # Each thread processes whole groups, fullest first, so no thread waits for another inside a matrix
     # product. If a few groups have most of the rows, threads would be idle; then all threads work on each
@@ -254,7 +254,7 @@ def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
 
 
 def _drain(task: Callable[[int], None], groups: deque[int]) -> None:
-    """Runs the task for groups from the queue until it is empty."""
+    """Runs the task for groups from the queue until the queue is empty."""
     with torch.no_grad():  # this setting is per thread
         while groups:
             try:

@@ -1,1 +1,1 @@
-"""Triton kernels of the MoE layer, each with a plain-torch twin."""
+"""Triton kernels of the MoE layer, each with a plain-torch reference."""

@@ -1,6 +1,6 @@
-"""Gradient of the down-projection's input and, in the epilogue, of the weighted activation.
+"""Grouped GEMM of the down-projection's input gradient, with the activation's gradient in its epilogue.
 
-The gradient of the activation is never written to memory. Shape suffixes in `moe_exp.layers`.
+The gradient of the weighted activation is never written to memory. Shape suffixes: see `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CONFIGS = configs(
 )
 
 LARGEST_K = 64  # BLOCK_K
-# A router weight's gradient is a sum over its row. It is summed first in chunks of this many columns, so that
-# results do not depend on the tile size and need no atomics.
+# A router weight's gradient is a sum over its row. The sum is first taken over chunks of this many columns,
+# so that results do not depend on the tile size and need no atomics.
 CHUNK_COLUMNS = 16 if launch.INTERPRETED else 32
 
 
@@ -49,7 +49,7 @@ def _load(
     hidden_rows, is_row, first, width: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up for one chunk of columns; without a gate, both are the pre-activation."""
+    """Loads gate and up for one chunk of columns; without a gate, both are the pre-activation."""
     columns, mask = first + tl.arange(0, CHUNK), is_row[:, None]
     if not EVEN:
         mask = mask & (columns < width)[None, :]

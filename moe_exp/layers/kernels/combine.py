@@ -1,4 +1,4 @@
-"""Weighted sum of expert rows per token, also used for gradients. Shape suffixes in `moe_exp.layers`."""
+"""Weighted sum of expert rows per token, also used for gradients. Shape suffixes: see `moe_exp.layers`."""
 
 from __future__ import annotations
 

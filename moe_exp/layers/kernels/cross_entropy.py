@@ -1,4 +1,4 @@
-"""Cross entropy over a large vocabulary, possibly split over ranks: one pass over the logits per direction.
+"""Cross entropy over a vocabulary that may be split over ranks; forward and backward each read logits once.
 
 loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Shapes: N tokens, V words of this rank.
 """
@@ -66,7 +66,7 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
     ),
 )
 def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The loss's parts from this rank's words.
+    """Computes the parts of the loss that depend on this rank's words.
 
     Args:
         logits_NV: logits of this rank's words.
@@ -135,21 +135,21 @@ def _write_gradient(
 
 
 def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> tuple[str, str]:
-    """The cross entropy to use, `megatron` or `triton`, and the reason.
+    """Chooses the cross entropy, `megatron` or `triton`; returns the choice and the reason.
 
     Args:
-        name: one of these, or `auto`: triton on a GPU that can run its kernels.
+        name: `megatron`, `triton`, or `auto` (triton on a GPU that can run the Triton kernels).
         failure: why `auto` must not choose the kernels, see `launch.failure_of`.
     """
     if name == "megatron":
-        return "megatron", "Megatron's, which saves the probabilities in fp32; set by CROSS_ENTROPY"
+        return "megatron", "Megatron's function, which saves probabilities in fp32; set by CROSS_ENTROPY"
     if device_type == "cpu":
         if name == "auto":
-            return "megatron", "Megatron's; the kernels are for GPUs"
+            return "megatron", "Megatron's function; the Triton kernels are for GPUs"
         return "triton", "set by CROSS_ENTROPY; on a CPU in plain torch"
     if name == "auto":
         if rule := failure or launch.missing():
-            return "megatron", f"Megatron's, which saves the probabilities in fp32; not triton: {rule}"
+            return "megatron", f"Megatron's function, which saves probabilities in fp32; not triton: {rule}"
         return "triton", "Triton kernels, which save the logits and recompute the probabilities"
     if rule := launch.missing():
         raise ValueError(f"cross_entropy=triton: {rule}. Fix: set CROSS_ENTROPY=auto.")
@@ -162,7 +162,7 @@ def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = No
     Args:
         logits: logits of this rank's words, [..., V]. On a GPU, backward overwrites them with their gradient.
         target: target words in the whole vocabulary, [...].
-        group: ranks that hold the words, in rank order and equally many each; None: this rank alone.
+        group: ranks that share the vocabulary, split evenly in rank order; None: this rank alone.
     """
     flat_NV = logits.reshape(-1, logits.size(-1))
     return _TokenLosses.apply(flat_NV, target.reshape(-1), group).view(target.shape)

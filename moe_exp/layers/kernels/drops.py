@@ -1,6 +1,6 @@
-"""Kernels for capacity that do not synchronize: selecting the kept slots, and padding rows per expert.
+"""Kernels for expert capacity: they select the kept slots and pad each expert's rows, without synchronizing.
 
-They start from the result of `slot_sort`. Shape suffixes in `moe_exp.layers`.
+The kernels start from the result of `slot_sort`. Shape suffixes: see `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BLOCK_ROWS = 4096  # rows of one expert per step; one expert may have all rows
 
 @jit
 def _sort_key(x):
-    """Integers which, as unsigned, have the order of the floats; NaN is largest, -0 equals 0."""
+    """Maps floats to unsigned integers in the same order. NaN is largest, -0 equals 0."""
     x = tl.where(x == 0.0, 0.0, x.to(tl.float32))
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x != x, 0x7FFFFFFF, bits)
@@ -26,7 +26,7 @@ def _sort_key(x):
 
 @jit
 def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
-    """Keeps one expert's slots of largest weight, by radix selection with digits of 8 bits."""
+    """Keeps the slots of one expert with the largest weights, by radix selection with 8-bit digits."""
     expert = tl.program_id(0)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     limit = tl.load(limits + expert).to(tl.int32)
@@ -116,12 +116,12 @@ def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Te
     lambda expert_TK, weights_TK, limits_E: expert_TK.new_empty(expert_TK.shape, dtype=torch.bool),
 )
 def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
-    """Slots that remain when every expert keeps at most its limit, bool [T, K].
+    """Selects the slots that remain when every expert keeps at most its limit, bool [T, K].
 
     Args:
         expert_TK: chosen experts, int32 or int64; E for a padding slot, which is never kept.
-        weights_TK: fp32 router weights: the highest are kept, ties by position. None: the first are kept.
-        limits_E: slots per expert, int32, on the device.
+        weights_TK: fp32 router weights; the highest are kept (ties: by position). None: the first are kept.
+        limits_E: maximum number of kept slots of each expert, int32, on the device.
     """
     if not runs_kernel(expert_TK) or (weights_TK is not None and weights_TK.dtype != torch.float32):
         return keep_within_torch(expert_TK, weights_TK, limits_E)
@@ -173,11 +173,11 @@ def padded_order(
 
     Args:
         expert_TK, kept_TK: as for `slot_sort`.
-        rows_per_expert: an expert's later slots are dropped.
+        rows_per_expert: number of rows of each expert; further slots of an expert are dropped.
 
     Returns:
-        slot_R: slot of each row, int32; N: padding row.
-        row_N: row of each slot, int32; R: dropped.
+        slot_R: slot of each row, int32; N for a padding row.
+        row_N: row of each slot, int32; R for a dropped slot.
     """
     if not runs_kernel(expert_TK):
         return padded_order_torch(expert_TK, num_experts, rows_per_expert, kept_TK)

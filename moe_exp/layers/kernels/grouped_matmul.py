@@ -1,4 +1,4 @@
-"""Grouped GEMM: each row times its expert's matrix, optionally with a bias.
+"""Grouped GEMM: multiplies each row by its expert's matrix, and optionally adds a bias.
 
 It computes the down-projection and the gradients of rows; up_projection.py has its own kernel.
 """
@@ -41,7 +41,7 @@ def _kernel(
     """y[r] = x[r] @ w[e] + weights[r] * bias[e], where e is the expert of row r.
 
     x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O. `rows_class` and HAS_TMA are
-    only for the tuning key, PROGRAMS only for the grid.
+    used only in the tuning key, PROGRAMS only in the grid.
     """
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
@@ -108,8 +108,8 @@ def grouped_matmul(
     Args:
         x_RI: rows sorted by expert.
         w_LIO: matrices of the experts with any strides (also a transposed view).
-        bias_LO: added to each row, times the row's weight; None: 0.
-        weights_R: fp32, factors on the bias.
+        bias_LO: bias of each expert; a row gets its expert's bias times its weight. None: no bias.
+        weights_R: fp32, weight of each row, which multiplies only the bias.
     """
     if not launch.runs_kernel(x_RI):
         return grouped_matmul_torch(x_RI, w_LIO, offsets_L1, bias_LO, weights_R)

@@ -1,8 +1,8 @@
 """Functions shared by all kernels: selection, launch sizes and torch.compile support.
 
-A kernel's module contains the kernel, its twin in plain torch (`..._torch`: CPU path and test oracle) and the
-public function that selects one. If TRITON_INTERPRET=1 is set before the first import, Triton interprets
-kernels on CPU tensors (slowly), and they also replace the twins there.
+A kernel's module contains the kernel, its plain-torch reference (`..._torch`, also called twin, for CPUs and
+tests) and the public function that calls the kernel or the reference. If TRITON_INTERPRET=1 is set before the
+first import, Triton interprets the kernels (slowly) on CPU tensors, in place of the references.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ try:
     import triton.language
     import triton.runtime
     import triton.tools.tensor_descriptor
-except ImportError:  # or older than 3.4, without descriptors; `missing` reports it if kernels are requested
+except ImportError:  # or older than 3.4, without descriptors; `missing` reports the problem
     triton = None
 
 tl: Any = None if triton is None else triton.language
@@ -42,7 +42,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def missing() -> str:
-    """Why the kernels cannot run on this machine's CUDA device; empty if they can."""
+    """Why the kernels cannot run on this machine's CUDA device; empty if they can run."""
     if triton is None:
         installed = importlib.util.find_spec("triton") is not None
         return "the kernels require triton 3.4 or newer" if installed else "triton is not installed"
@@ -52,7 +52,7 @@ def missing() -> str:
 
 
 def runs_kernel(x: Tensor) -> bool:
-    """Whether kernels, not their twins, compute with `x`."""
+    """Whether kernels, not their plain-torch references, compute with `x`."""
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
@@ -72,14 +72,14 @@ def failure_of(part: str, failures: Sequence[KernelFailure]) -> str:
 
 
 def and_more(problems: Sequence[str]) -> str:
-    """The first problem and the number of further ones."""
+    """The first problem and the number of further problems."""
     return problems[0] + (f"; and {len(problems) - 1} more" if len(problems) > 1 else "")
 
 
 def choose_routing(
     name: str, *, device_type: str, router_problem: str = "", failure: str = ""
 ) -> tuple[str, str]:
-    """The implementation of router, drops and row order to use, and the reason.
+    """Chooses `triton` or `torch` for router, drops and row order; returns the choice and the reason.
 
     Args:
         name: `auto`: kernels on a GPU that can run them; `off`: always plain torch.
@@ -91,7 +91,7 @@ def choose_routing(
     if name == "off":
         return "torch", "set by ROUTING_KERNELS"
     if device_type == "cpu":
-        return "torch", "the kernels are for GPUs"
+        return "torch", "the Triton kernels are for GPUs"
     if rule := failure or missing():
         return "torch", f"not triton: {rule}"
     if router_problem:
@@ -100,7 +100,7 @@ def choose_routing(
 
 
 def takes_kernels(x: Tensor, use_kernels: bool | None) -> bool:
-    """Whether routing and row order use kernels for `x`; `use_kernels`: see RouterConfig."""
+    """Whether routing and row order use kernels for `x`; RouterConfig explains `use_kernels`."""
     if use_kernels is None:
         return x.is_cuda and not _missing()
     return use_kernels
@@ -116,7 +116,7 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit, without specialization on arguments that start with VARYING; no effect without Triton."""
+    """triton.jit that does not specialize arguments with a prefix in VARYING; no effect without Triton."""
     if triton is None:
         return function
     # The name in profilers consists of module and function, such as `up_projection_kernel`.
@@ -135,7 +135,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def is_of_device(error: Exception) -> bool:
-    """Whether the device, not a kernel config, caused the error: out of memory, or an illegal access."""
+    """Whether the device (out of memory, illegal access), not a kernel config, caused the error."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if not torch.cuda.is_available():
@@ -148,7 +148,7 @@ def is_of_device(error: Exception) -> bool:
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """`x`, or a contiguous copy if its last dimension is strided, which kernels do not support."""
+    """`x`, or a contiguous copy if the last dimension of `x` is strided, which kernels do not support."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -160,11 +160,11 @@ def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
 def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Tensor descriptors for TMA (Hopper and newer), which loads whole blocks without masks.
 
-    Values outside a tensor are read as zero. Block shapes are set by the `blocks` of `tuned`.
+    Values outside a tensor are read as zero. The argument `blocks` of `tuned` sets the block shapes.
 
     Returns:
-        One descriptor per tensor (None for None). All are None if the device has no TMA, an address or stride
-        is not a multiple of 16 bytes, or values do not have two bytes.
+        One descriptor per tensor (None for None). All descriptors are None if the device has no TMA, an
+        address or stride is not a multiple of 16 bytes, or the dtype does not have two bytes.
     """
     for x in tensors:
         if x is None:
@@ -181,7 +181,7 @@ def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def has_tma(x: Tensor) -> bool:
-    """Whether the device has TMA and the address of `x` is aligned for it."""
+    """Whether the device has TMA and the address of `x` is aligned for TMA."""
     return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
@@ -192,7 +192,7 @@ _num_free_processors = 0  # per process, because all layers share the device
 
 
 def free_processors() -> int:
-    """Number of processors set by `leave_free`."""
+    """Number of multiprocessors set by `leave_free`."""
     return _num_free_processors
 
 
@@ -206,9 +206,9 @@ def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1, takes_all
     """Number of programs of a persistent grid, each of which computes several tiles.
 
     Args:
-        num_tiles: upper limit.
+        num_tiles: upper limit on the number of programs.
         per_processor: programs that fit on a streaming multiprocessor together.
-        takes_all: ignore `leave_free`, because sums depend on the number of programs.
+        takes_all: ignore `leave_free`, for kernels whose sums depend on the number of programs.
     """
     num_processors = max(1, processors(x.device) - (0 if takes_all else _num_free_processors))
     return min(num_tiles, num_processors * (per_processor if x.is_cuda else 1))
@@ -232,13 +232,13 @@ def processors(device: torch.device) -> int:
 
 
 def dot_constants(x: Tensor) -> dict[str, Any]:
-    """Constants for kernels that call `tiles.dot`: TF32 only if PyTorch may use it; fp32 if interpreted."""
+    """Constants for kernels that call `tiles.dot`: TF32 only if PyTorch may use TF32; fp32 if interpreted."""
     allows_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return {"PRECISION": "tf32" if allows_tf32 else "ieee", "INTERPRET": INTERPRETED}
 
 
 def power_of_2(number: int) -> int:
-    """The smallest power of 2 not below `number`."""
+    """The smallest power of 2 that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -250,10 +250,10 @@ def cdiv(number: int, divisor: int) -> int:
 def compilable(
     name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Decorator: runs a function on its first tensor's device; in torch.compile as one opaque operator.
+    """Decorator that runs a function on its first tensor's device; in torch.compile, as an opaque operator.
 
     Args:
-        fake: returns uninitialized results for the same arguments.
+        fake: function of the same arguments that returns uninitialized results.
         mutates: names of the arguments that the function writes to.
     """
 
@@ -262,7 +262,7 @@ def compilable(
 
         @functools.wraps(function)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
-            # Triton launches on the current device, which need not be that of the tensors.
+            # Triton launches on the current device, which may differ from the device of the tensors.
             x = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), None)
             with current_device(x.device) if x is not None and x.is_cuda else nullcontext():
                 return function(*args, **kwargs)
@@ -284,7 +284,7 @@ current_device: Any = torch.cuda.device  # context manager for launches
 
 
 def _positional(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """The function with positional arguments only: PyTorch operators do not accept keyword-only tensors."""
+    """Makes all arguments positional, because PyTorch operators do not accept keyword-only tensors."""
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     by_keyword = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     first = len(kinds) - len(by_keyword)

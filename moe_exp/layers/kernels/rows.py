@@ -1,6 +1,6 @@
-"""Kernels that permute rows and sort chunks of rows. Shape suffixes in `moe_exp.layers`.
+"""Kernels that permute rows and sort chunks of rows. Shape suffixes: see `moe_exp.layers`.
 
-Both directions are gathers: the gradient of `gather_rows` is `combine` with the inverse index.
+Forward and backward are gathers: the gradient of `gather_rows` is `combine` with the inverse index.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _chunk_kernel(
     ends_by_expert, ends_by_source, slot, row, num_rows, num_sources, num_experts, BLOCK_R: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Every row finds its chunk by bisection, in a logarithmic number of STEPS."""
+    """Every row finds its chunk by bisection in STEPS steps."""
     mine = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_mine, num_chunks = mine < num_rows, num_sources * num_experts
     chunk = tl.zeros((BLOCK_R,), dtype=tl.int32)  # chunks that end at or before the row
@@ -63,11 +63,11 @@ def gather_rows_torch(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
 
 @compilable("gather_rows", lambda x, index_R, divisor=1: x.new_empty(index_R.size(0), *x.shape[1:]))
 def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
-    """x[index // divisor], [R, D] or [R]; zero past the last row of x.
+    """x[index // divisor], [R, D] or [R]; zero for an index past the last row of x.
 
     Args:
         x: [T, D] or [T], any dtype.
-        index_R: int32 or int64, not negative: the token of each row, or its slot if divisor is K.
+        index_R: int32 or int64, not negative: token of each row or, if `divisor` is K, slot of each row.
     """
     if not runs_kernel(x):
         return gather_rows_torch(x, index_R, divisor)
@@ -76,7 +76,7 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     if out.numel() == 0:
         return out
     x = x.contiguous() if x.dim() == 1 or x.stride(1) != 1 else x
-    # The largest power of 2 that divides the width, so that no column is masked, unless it is too small.
+    # The largest power of 2 that divides the width, unless too small, so that no column is masked.
     block_d = min(_TILE, width & -width)
     block_d = block_d if block_d >= _TILE // 8 else min(_TILE, power_of_2(width))
     block_r = _TILE // block_d
@@ -102,15 +102,15 @@ def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     lambda rows_SL, num_rows: tuple(rows_SL.new_empty(num_rows, dtype=torch.int32) for _ in range(2)),
 )
 def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row order from chunks sorted by source, then expert, to chunks sorted by expert, then source.
+    """Row order that transposes chunks of rows from [source, expert] to [expert, source] order.
 
     Args:
-        rows_SL: rows of every chunk, int64 or int32, on the device.
-        num_rows: R, their sum, below 2^31.
+        rows_SL: number of rows of every chunk, int64 or int32, on the device.
+        num_rows: R, the sum of `rows_SL`, below 2^31.
 
     Returns:
-        slot_R: original place of each sorted row, int32.
-        row_R: the inverse.
+        slot_R: original index of each sorted row, int32.
+        row_R: the inverse permutation.
     """
     if not runs_kernel(rows_SL):
         return chunk_order_torch(rows_SL, num_rows)

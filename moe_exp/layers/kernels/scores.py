@@ -26,7 +26,7 @@ def sigmoid(z):
 
 @jit
 def raw_scores(z, probabilities, SCORE: tl.constexpr):
-    """Unnormalized scores, which determine choice and weights."""
+    """Unnormalized scores, which determine the chosen experts and their weights."""
     if SCORE == "softmax":
         raw = probabilities
     elif SCORE == "sigmoid":
@@ -48,7 +48,7 @@ def softplus(z):
 
 @jit
 def log_scores(z, SCORE: tl.constexpr):
-    """Log of the raw scores of sigmoid and sqrtsoftplus, and its derivative; twin: `topk.scores_torch`."""
+    """Log of the raw sigmoid or sqrtsoftplus scores, and its derivative, as in `topk.scores_torch`."""
     if SCORE == "sigmoid":
         log, slope = -softplus(-z), sigmoid(-z)
     else:
@@ -62,14 +62,14 @@ def log_scores(z, SCORE: tl.constexpr):
 
 @jit
 def key_of(x):
-    """Integers in the order of the floats, all above LEAST: NaN is largest, as in torch.topk; -0 equals 0."""
+    """Maps floats to ordered integers above LEAST; NaN is largest (as in torch.topk), -0 equals 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The TOPK best experts and their values [BLOCK_T, BLOCK_K], and `key` with LEAST for the chosen."""
+    """TOPK best experts and their values [BLOCK_T, BLOCK_K], and `key` with LEAST for the chosen experts."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -84,9 +84,9 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 
 @jit
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Router weights from the chosen experts' raw scores.
+    """Router weights of the chosen experts.
 
-    `value` is instead the logits for a softmax after the choice, and log scores if normalized per-expert.
+    `value`: raw scores; logits if softmax follows the choice; log scores if per-expert scores are normalized.
     """
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
         value = tl.where(is_place, value, -float("inf"))

@@ -1,7 +1,7 @@
-"""Compares kernels with their plain-torch twins before training. Shape suffixes in `moe_exp.layers`.
+"""Compares kernels with plain-torch references before training. Shape suffixes: see `moe_exp.layers`.
 
 Kernels run as in training, with the model's widths but few rows, in all configs that may be chosen. Tuning
-uses the same calls with as many rows as in training. PyTorch's global random state is not changed.
+times the same calls with as many rows as in training. PyTorch's global random state is not changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INTERPRETED_WIDTH = 48  # with a model's width, an interpreted kernel takes abo
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and types for calling the kernels, as on one rank."""
+    """Sizes and types of the kernel calls on one rank."""
 
     dtype: torch.dtype  # of rows and weights
     hidden_size: int
@@ -60,7 +60,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """Result of comparing a kernel with its twin."""
+    """Result of comparing a kernel with its plain-torch reference."""
 
     kernel: str
     dtype: str  # of the operands, such as `bf16`
@@ -81,7 +81,7 @@ Outputs = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class _Case:
-    """One public function with its operands; `run` and `twin` return all results."""
+    """One public function with its operands; `run` (kernel) and `twin` (plain torch) return all results."""
 
     kernel: str
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class _Case:
 
 
 def can_check(device: torch.device) -> bool:
-    """Whether the device runs kernels, not their twins."""
+    """Whether the device runs kernels, not their plain-torch references."""
     return launch.runs_kernel(torch.empty(0, device=device)) and not launch.missing()
 
 
@@ -106,14 +106,14 @@ def versions() -> str:
 
 
 def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[KernelCheck]:
-    """Compares each kernel of a part with its twin.
+    """Compares each kernel of a part with its plain-torch reference.
 
     Args:
         part: `experts`, `routing` or `cross entropy`.
         sizes: sizes of the model; the interpreter uses small widths instead.
 
     Raises:
-        RuntimeError: if the device is out of memory or unusable; names the kernel.
+        RuntimeError: with the kernel's name, if the device is out of memory or unusable.
     """
     cases = {"experts": _expert_cases, "routing": _routing_cases, "cross entropy": _cross_entropy_cases}
     if launch.INTERPRETED and device.type == "cpu":
@@ -130,7 +130,7 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
 
 
 def compare(case: _Case, device: torch.device) -> KernelCheck:
-    """Compares one case in every candidate config."""
+    """Compares one case with its reference in every candidate config."""
     tuned, limit = case.tuned, LIMITS[case.dtype]
     if case.dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         limit = _LIMIT_TF32
@@ -168,7 +168,7 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
 
 
 def error_of(results: Outputs, expected: Outputs) -> float:
-    """Largest error of a result row relative to its norm or the mean norm; integers must be equal."""
+    """Largest error of a row relative to its norm (at least the mean norm); infinite for unequal integers."""
     errors = []
     for one, other in zip(results, expected, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -209,7 +209,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[_Case]:
-    """Calls of the kernels with several configs as in the run, for each class of rows per expert."""
+    """Calls of kernels that have several configs, at the run's sizes, for each class of rows per expert."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts
@@ -287,7 +287,7 @@ def _expert_cases(
 
 
 def _case(run: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> _Case:
-    """Case for a public function and its twin, which is in the same module."""
+    """Case for a public function and its plain-torch reference, which is in the same module."""
     module = sys.modules[run.__module__]
     twin, kernel = getattr(module, f"{run.__name__}_torch"), getattr(module, "_kernel", None)
     if run is topk.router_topk:
@@ -337,7 +337,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
 
 
 def _with_gradient(function: Any) -> Any:
-    """The router's results, and the logits' gradient for random gradients of the differentiable results."""
+    """Returns a function that also computes the logits' gradient, from random gradients of the results."""
 
     @functools.wraps(function)
     def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:

@@ -1,4 +1,4 @@
-"""Counting sort of slots by expert, without synchronizing. Shape suffixes in `moe_exp.layers`."""
+"""Counting sort of slots by expert, without synchronizing. Shape suffixes: see `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ def slot_sort(
 
     Args:
         expert_TK: expert of every slot, int32 or int64; dropped if outside [0, E). N is below 2^31.
-        kept_TK: bool, slots that are not dropped; None: all.
+        kept_TK: bool, True for slots that are not dropped; None: no slot is dropped.
 
     Returns:
         slot_N: slot of each row, int32.
-        row_N: row of each slot, int32; N: dropped.
+        row_N: row of each slot, int32; N for a dropped slot.
         offsets_E1: first row of each expert; the last value is the number of kept slots.
     """
     if not runs_kernel(expert_TK):
@@ -110,9 +110,9 @@ def slot_sort(
     expert_TK, kept_TK = contiguous(expert_TK, kept_TK)
     sizes = num_slots, num_experts, num_blocks
     constants = {"BLOCK_E": power_of_2(num_experts + 2), "BLOCK": _BLOCK}
-    # Three steps: count each block's slots per expert; sum these over experts, then blocks, which gives the
-    # place where a block's slots of an expert begin; move every slot to its place. The order does not depend
-    # on the block size, so results are bitwise reproducible.
+    # Three steps: count each block's slots per expert; sum the counts over experts, then blocks, which gives
+    # the place where a block's slots of an expert begin; move every slot to its place. The order does not
+    # depend on the block size, so results are bitwise reproducible.
     counts = slot_N.new_empty((num_experts + 1) * num_blocks + 1)
     _count_kernel[(num_blocks,)](expert_TK, kept_TK, counts, *sizes, **constants)
     starts = counts.cumsum(0, dtype=torch.int32)

@@ -1,6 +1,6 @@
 """Parts of the grouped GEMM kernels: tile order, products, column chunks and activations.
 
-Rows are sorted by expert; expert e has rows offsets[e] to offsets[e + 1]. Shape suffixes in `moe_exp.layers`.
+Expert e has the sorted rows offsets[e] to offsets[e + 1] - 1. Shape suffixes: see `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.const
 
 @jit
 def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
-    """Expert, first row and end of the expert's rows for a row tile in [0, last of `tile_ends`)."""
+    """Expert and first row of the row tile with index `tile`, and end of the expert's rows."""
     is_before = tile_ends <= tile
     expert = tl.sum(is_before.to(tl.int32), 0)
     tiles_before = tl.max(tl.where(is_before, tile_ends, 0), 0)
@@ -34,7 +34,7 @@ def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
 
 @jit
 def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Indices of the tile in both dimensions."""
+    """Row and column index of the tile."""
     # GROUP_M rows of tiles use the same columns consecutively, while these are in the L2 cache.
     tiles_in_group = GROUP_M * num_n
     first_m = (tile // tiles_in_group) * GROUP_M
@@ -47,7 +47,7 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def tile_place(
     tile, num_m, num_n, tile_ends, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """`row_tile` of the tile with this index among num_m x num_n, and the index of its columns."""
+    """Results of `row_tile`, and column index, of the tile with index `tile` among num_m x num_n tiles."""
     tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
     expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
     return expert, row, row_end, tile_n
@@ -55,7 +55,7 @@ def tile_place(
 
 @jit
 def row_sources(tokens, rows, row_end, num_tokens):
-    """The operand's row for each row of a tile, and whether it is a token, not padding.
+    """The operand's row for each row of a tile, and whether that row is a token, not padding.
 
     If `tokens` is None, the operand contains the rows themselves.
     """
@@ -84,7 +84,7 @@ def load_where(block, mask, IS_WHOLE: tl.constexpr):
 
 @jit
 def column_chunks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Chunks of columns from left to right, for epilogues that would need too many registers for all."""
+    """Chunks of columns from left to right, for epilogues that lack registers for all columns at once."""
     # Triton cannot slice a block, but it can split an axis of size 2: halve the columns repeatedly.
     tl.static_assert(COLUMNS // CHUNK <= 8)
     chunks = (x,)
@@ -149,7 +149,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
 
 @jit
 def linear_unit(up, ACTIVATION: tl.constexpr):
-    """The factor on the activated gate: up, for some activations clamped and shifted."""
+    """The factor on the activated gate: `up`, which some activations clamp and shift."""
     if ACTIVATION == "clamped_swiglu":
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
     return up
@@ -157,7 +157,7 @@ def linear_unit(up, ACTIVATION: tl.constexpr):
 
 @jit
 def linear_unit_grad(dunit, up, ACTIVATION: tl.constexpr):
-    """Gradient of `up` from that of `linear_unit`."""
+    """Gradient of `up` from the gradient of the result of `linear_unit`."""
     if ACTIVATION == "clamped_swiglu":
         dunit = tl.where(tl.abs(up) > LIMIT, 0.0, dunit)
     return dunit

@@ -1,6 +1,6 @@
-"""The router after its logits in one kernel: scores, top-k, weights, and all sums for losses and statistics.
+"""One kernel for the router after the logits: scores, top-k, weights, all sums for losses and statistics.
 
-It never writes the scores of all experts or their gradient. Shape suffixes in `moe_exp.layers`.
+It never writes the scores of all experts, or their gradient, to memory. Shape suffixes: see `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TopK(NamedTuple):
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
-    """Logits (-inf past the last expert), whether a token exists, and whether it is not padding."""
+    """Logits (-inf past the last expert), whether a token exists, and whether the token is not padding."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -198,14 +198,14 @@ def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]
         raw_TE = logits_TE.relu()
         return raw_TE, logits_TE, raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + _EPSILON)
     # A softmax of the logarithms gives scores / sum of scores even where the scores underflow (in fp32,
-    # sigmoid below -103). If all of a token's logits are below -14, it equals softmax(z) for sigmoid and
-    # softmax(z / 2) for sqrtsoftplus. If all logits are large, it approaches 1/E.
+    # sigmoid below -103). If all of a token's logits are below -14, the result equals softmax(z) for sigmoid
+    # and softmax(z / 2) for sqrtsoftplus. If all logits are large, the result approaches 1/E.
     log_TE = _LogScores.apply(logits_TE, SCORE_FUNCTIONS[score])
     return SCORE_FUNCTIONS[score].raw(logits_TE, log_TE), log_TE, log_TE.softmax(dim=-1)
 
 
 class ScoreFunction(NamedTuple):
-    """A per-expert score: `raw(logits, logs)`, `log(logits)` and its derivative `slope(logits)`."""
+    """A per-expert score: `raw(logits, logs)`, `log(logits)` and `slope(logits)`, the derivative of `log`."""
 
     raw: Callable[[Tensor, Tensor], Tensor]
     log: Callable[[Tensor], Tensor]
@@ -259,7 +259,7 @@ def router_topk_torch(
     normalize: bool = False, scaling_factor: float = 1.0, bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:  # fmt: skip
-    """Plain-torch twin of `router_topk` in the dtype of the logits."""
+    """Plain-torch reference of `router_topk`, in the dtype of the logits."""
     raw_TE, log_TE, scores_TE = scores_torch(logits_TE, score)
     is_softmax = not SCORES[score].per_expert
     by_score_TE = (raw_TE if is_softmax else logits_TE).detach()
@@ -285,7 +285,7 @@ def router_topk_torch(
 
 
 def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The K best experts of each token, and slots per expert without padding."""
+    """The K best experts of each token, and the number of slots per expert without padding."""
     # Not torch.topk, which does not define the order of ties.
     expert_TK = choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
     ones_TK = torch.ones_like(expert_TK)
@@ -300,18 +300,18 @@ def router_topk(
     normalize: bool = False, scaling_factor: float = 1.0, bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:  # fmt: skip
-    """Chooses the K experts of highest score and computes their weights; formulas are in `Router`.
+    """Chooses the K experts of highest score and computes their weights; `Router` has the formulas.
 
     Backward recomputes the scores.
 
     Args:
         logits_TE: fp32.
         score: `softmax`, `sigmoid` or `sqrtsoftplus`.
-        pre_softmax: softmax over all experts; else over the chosen K.
+        pre_softmax: apply softmax over all experts; if False, over the K chosen experts.
         normalize: divide the weights by their sum.
         scaling_factor: factor on the weights.
         bias_E: fp32, added to the scores for the choice but not to the weights.
-        valid_T: bool, tokens that are not padding; None: all.
+        valid_T: bool, True for tokens that are not padding; None: no token is padding.
     """
     options: dict[str, Any] = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize}
     options["scaling_factor"] = float(scaling_factor)

@@ -1,4 +1,4 @@
-"""Choice among the configs of a kernel: by timing, from a file, or from rank 0."""
+"""Chooses among the configs of a kernel: by timing, from a file, or as rank 0 chose."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class KernelConfig:
 
 
 class Tuned:
-    """A kernel with several configs: `kernel[grid](...)` launches the fastest. For arguments see `tuned`.
+    """A kernel with several configs: `kernel[grid](...)` launches the fastest. Arguments: see `tuned`.
 
     The configs are timed at the first launch with a new key: the values of some arguments and the dtypes of
-    all tensors. A config that fails is dropped with one warning and replaced by another. After `take_choices`
-    nothing is timed, and a new key uses the config of the most similar key.
+    all tensors. A config that fails is dropped with one warning, and another config is used. After
+    `take_choices` nothing is timed, and a new key uses the config of the most similar key.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Tuned:
 
     @contextmanager
     def only(self, config: KernelConfig) -> Iterator[None]:
-        """Inside the context, uses this config; UnsuitedError if it does not support the operands."""
+        """Inside the context, uses only `config`; UnsuitedError if `config` does not support the operands."""
         self._only = config
         try:
             yield
@@ -78,7 +78,7 @@ class Tuned:
             self._only = None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Launches the fastest config, or the next one if that fails."""
+        """Launches the fastest config or, if the launch fails, another config."""
         if self._only is not None:
             if not self._only.suits(kwargs):
                 raise UnsuitedError(f"kernel {self.name}: config {self._only}: operands not supported")
@@ -127,7 +127,7 @@ class Tuned:
         return [x for x in self.configs if x not in self._dropped and x.suits(kwargs)]
 
     def take(self, choices: dict[Key, KernelConfig]) -> None:
-        """See `take_choices`; ignores configs that failed in this process."""
+        """Replaces the choices, see `take_choices`; ignores configs that failed in this process."""
         self.choices = {key: config for key, config in choices.items() if config not in self._dropped}
         self.is_decided = True
 
@@ -178,7 +178,7 @@ class Tuned:
             return known
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             operands, rule = self._in_words(key), "configs cannot be timed during CUDA graph capture"
-            fix = "call it once with operands of these sizes before the capture"
+            fix = "call the kernel once with operands of these sizes before the capture"
             raise RuntimeError(f"kernel {self.name}: {operands}: {rule}. Fix: {fix}.")
         found: dict[KernelConfig, float] = {}
         error: Exception | None = None
@@ -241,7 +241,7 @@ def choices() -> dict[str, dict[Key, int]]:
 
 
 def take_choices(found: dict[str, dict[Key, int]]) -> None:
-    """Replaces this process's choices with those of another; nothing is timed afterwards."""
+    """Replaces this process's choices with the choices of another process; nothing is timed afterwards."""
     for name, kernel in TUNED.items():
         kernel.take({key: kernel.configs[number] for key, number in found.get(name, {}).items()})
 
@@ -254,7 +254,7 @@ def device_facts() -> tuple[str, ...]:
 
 
 class UnsuitedError(ValueError):
-    """The config does not support these operands, for example because they lack tensor descriptors."""
+    """The config does not support the operands, for example because the operands lack tensor descriptors."""
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
@@ -265,7 +265,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def configs(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
-    """Configs for `tuned`: one per row, whose values have these `names`."""
+    """Configs for `tuned`, one per row; `names` are the names of the values in a row."""
     # The kernels' configs are predicted, not measured: see docs/kernels.md.
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
@@ -279,13 +279,13 @@ def tuned(
     """Decorator for a kernel that is launched with the fastest of `configs`; see Tuned.
 
     Args:
-        configs: see KernelConfig. The keyword argument HAS_TMA says whether there are tensor descriptors. The
-            first config is used for deterministic algorithms and the interpreter.
+        configs: see KernelConfig. The keyword argument HAS_TMA says whether there are tensor descriptors.
+            With deterministic algorithms, and in the interpreter, only the first config is used.
         key: names of kernel arguments; configs are timed for each new combination of their values.
-        trial: name of an argument that the tuner sets to 1 while timing and else to 0, for kernels that
-            accumulate into their output. If it is 1, the kernel must leave the output unchanged.
-        blocks: returns the block shapes of the descriptors by argument name, given all arguments; called
-            before each launch with TMA=1, whose values have two bytes.
+        trial: name of an argument that the tuner sets to 1 while timing and to 0 otherwise, for kernels that
+            accumulate into their output. If the argument is 1, the kernel must leave the output unchanged.
+        blocks: function of all arguments that returns the block shape of each descriptor, by argument name;
+            called before each launch with TMA=1, where values have two bytes.
     """
     # Instead of `trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
 
@@ -301,7 +301,7 @@ def tuned(
 
 
 def make_config(config: dict[str, int]) -> KernelConfig:
-    """A config of `tuned`; small tiles if interpreted."""
+    """Makes a config for `tuned`, with small tiles if kernels are interpreted."""
     if INTERPRETED:
         blocks = {name: size for name, size in config.items() if name.startswith("BLOCK_")}
         config = config | {name: min(size, _INTERPRETED_TILE) for name, size in blocks.items()}
@@ -316,7 +316,7 @@ _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 
 def rows_class(num_rows: int, num_groups: int = 1) -> int:
-    """0, 1 or 2 for less than 64, less than 512, or more rows per group, which need different tiles."""
+    """Class of the number of rows per group: 0 (below 64), 1 (below 512) or 2. Tiles differ by class."""
     # Part of the tuning keys, so that a process that first generates a few tokens does not use their config
     # for training. Coarse, because every class is timed.
     return sum(num_rows >= num_groups * size for size in (64, 512))

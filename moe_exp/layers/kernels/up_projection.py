@@ -1,6 +1,6 @@
 """Grouped GEMM of the up-projection, which gathers rows and applies the weighted activation in its epilogue.
 
-Shape suffixes in `moe_exp.layers`.
+Shape suffixes: see `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def up_projection(
         keeps_hidden: write hidden for backward.
 
     Returns:
-        hidden [R, W] (or [0, W]) and the weighted activation [R, F], in the dtype of x. Rows from offsets[L]
-        on are undefined.
+        hidden [R, W] ([0, W] without `keeps_hidden`) and the weighted activation [R, F], in the dtype of x.
+        Rows from offsets[L] on are undefined.
     """
     options: dict[str, Any] = {"activation": activation, "token_R": token_R, "keeps_hidden": keeps_hidden}
     if not launch.runs_kernel(x):

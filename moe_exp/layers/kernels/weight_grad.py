@@ -1,7 +1,7 @@
 """Gradients of the experts' matrices: sums of products over rows. Both operands may be gathered.
 
 One program computes one tile of one expert's matrix from all of its rows, without atomics, so results are
-bitwise reproducible. Shape suffixes in `moe_exp.layers`.
+bitwise reproducible. Shape suffixes: see `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK_E = 64
 
 @jit
 def _num_rows(experts, offsets, num_experts):
-    """Rows of each expert; -1 past the last one."""
+    """Number of rows of each expert; -1 past the last expert."""
     is_expert = experts < num_experts
     end = tl.load(offsets + experts + 1, mask=is_expert, other=0)
     return end - tl.load(offsets + experts, mask=is_expert, other=1)
@@ -115,7 +115,7 @@ def _kernel(
 
 @jit
 def _rows_of(index, rows, is_row):
-    """Row indices into an operand, arbitrary where `is_row` is False. `is_row` None: all rows exist."""
+    """Row indices into an operand, arbitrary where `is_row` is False. If `is_row` is None, all rows exist."""
     if index is not None:
         rows = tl.load(index + rows) if is_row is None else tl.load(index + rows, mask=is_row, other=0)
     return rows
@@ -154,13 +154,13 @@ def weight_grad(
     a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
     b_index_R: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum over the rows of every expert, dw_e = sum_r a_r^T b_r, accumulated in fp32.
+    """Computes dw_e = sum_r a_r^T b_r over the rows r of every expert e, accumulated in fp32.
 
     Args:
-        a: [R, M], sorted by expert, or the source of `a_index_R`.
-        b: [R, N], the same.
-        a_index_R: int32, row of `a` for each row; None: already in order.
-        b_index_R: the same for `b`.
+        a: rows [R, M] sorted by expert, or the tensor that `a_index_R` indexes.
+        b: rows [R, N] sorted by expert, or the tensor that `b_index_R` indexes.
+        a_index_R: int32, row of `a` for each row; None: `a` is already sorted.
+        b_index_R: int32, row of `b` for each row; None: `b` is already sorted.
         out: fp32 [L, M, N] to add to in place, such as Megatron's main_grad; its last dimension must be
             contiguous.
 

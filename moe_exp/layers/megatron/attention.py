@@ -1,7 +1,7 @@
 """Causal attention core, norms and rotary embedding of the local spec.
 
-Shapes: S sequence on this rank, C context parallel size, B batch, H query heads and G key/value heads on this
-rank, d head size of queries and keys, v head size of values (equal to d except in multi-latent attention).
+Shapes: S sequence length on this rank, C context parallel size, B batch, H query heads and G key/value heads
+on this rank, d head size of queries and keys, v head size of values (d except in multi-latent attention).
 """
 
 # Why not Megatron's: its wrapper of PyTorch's norms does not support sequence parallelism. Its rotary
@@ -27,7 +27,7 @@ class KeyValueCache:
     """Keys (after the rotary embedding) and values of one layer, cached for generation.
 
     Args:
-        num_positions: capacity (tokens per sequence), allocated at the first call of `extend`.
+        num_positions: capacity in tokens per sequence; the first call of `extend` allocates the memory.
     """
 
     # Megatron's inference context caches keys before the rotary embedding and rotates all of them for every
@@ -54,14 +54,14 @@ class KeyValueCache:
         return self._keys[:, :, :end].permute(2, 0, 1, 3), self._values[:, :, :end].permute(2, 0, 1, 3)
 
     def advance(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` tokens of the last `extend`; the rest was padding."""
+        """Keeps the first `num_tokens` tokens of the last `extend`; later tokens were padding."""
         self.length += num_tokens
 
 
 def choose_attention(
     device_type: str, dtype: torch.dtype, *, other_value_size: bool = False
 ) -> tuple[str, str]:
-    """The attention kernel to use, and the reason. `other_value_size`: v differs from d."""
+    """Chooses the attention kernel; returns its name and the reason. `other_value_size`: v differs from d."""
     if device_type == "cpu":
         return "sdpa", "flash-attn requires a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -76,8 +76,8 @@ def choose_attention(
 class CausalAttention(nn.Module):
     """Causal softmax(q k^T / sqrt(d)) v, with the signature of Megatron's core attention.
 
-    With context parallelism, rank i holds blocks i and 2C-1-i of 2C of the sequence. Keys and values are
-    gathered over the ranks, and each of the two query blocks attends to the keys up to its own end.
+    With context parallelism, rank i holds blocks i and 2C-1-i of the 2C blocks of the sequence. Keys and
+    values are gathered over the ranks, and each query block attends to the keys up to its own end.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CausalAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        """Query [S, B, H, d], key [S, B, G, d] and value [S, B, G, v] to [S, B, H*v].
+        """Computes [S, B, H*v] from query [S, B, H, d], key [S, B, G, d] and value [S, B, G, v].
 
         Attention is restricted to each document if `packed_seq_params` is a `Documents`.
         """
@@ -149,7 +149,7 @@ class CausalAttention(nn.Module):
         return documents.joined(parts, query.size(1))
 
     def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-        """All segments, concatenated: [queries, H, d] and [keys, G, d] to [queries, H, d]."""
+        """Attends in all segments, concatenated: [queries, H, d] and [keys, G, d] to [queries, H, d]."""
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
@@ -172,7 +172,7 @@ class CausalAttention(nn.Module):
         return in_sequence_order(rows, sequence_blocks(size, num_stripes))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Queries [Sq, B, H, d] and keys [Sk, B, G, d] to [Sq, B, H, v]; the last query sees the last key."""
+        """Attends: queries [Sq, B, H, d], keys [Sk, B, G, d] to [Sq, B, H, v]; last query sees all keys."""
         self._measure(query, key)
         if self.use_flash:
             from flash_attn import flash_attn_func
@@ -206,7 +206,7 @@ class CausalAttention(nn.Module):
             torch.maximum(self.max_logits_H, found, out=self.max_logits_H)
 
     def take_max_logits(self) -> Tensor:
-        """Returns the largest logit of each head since the last call [H], and resets it."""
+        """Returns the largest logit of each head since the last call, [H], and resets the maximum."""
         assert self.max_logits_H is not None
         taken = self.max_logits_H.clone()
         self.max_logits_H.fill_(-math.inf)
@@ -217,20 +217,20 @@ class CausalAttention(nn.Module):
 
 def takes_groups(query: Tensor) -> bool:
     """Whether SDPA supports fewer key heads than query heads without storing all scores."""
-    # On GPUs only its flash attention does, which requires 16-bit values and sm_80.
+    # On GPUs only the flash attention of SDPA does, which requires 16-bit values and sm_80.
     has_two_bytes = query.dtype in (torch.bfloat16, torch.float16)
     return not query.is_cuda or (has_two_bytes and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 @torch.no_grad()
 def largest_logits(query: Tensor, key: Tensor, scale: float, *, max_values: int = 1 << 24) -> Tensor:
-    """Largest q k * scale of each head over all causal pairs, fp32 [H].
+    """Largest logit (q k * scale) of each head over all causal query-key pairs, fp32 [H].
 
     Args:
         query: [Sq, B, H, d].
-        key: [Sk, B, G, d]; the last query sees the last key.
+        key: [Sk, B, G, d]; the last query sees all keys.
         scale: factor on the logits.
-        max_values: limit on the number of products in memory (at least those of one query).
+        max_values: limit on the number of logits in memory, but at least the logits of one query.
     """
     (num_queries, batch, heads, size), groups = query.shape, key.size(2)
     keys, before = key.permute(1, 2, 3, 0), key.size(0) - num_queries
@@ -250,7 +250,7 @@ def largest_logits(query: Tensor, key: Tensor, scale: float, *, max_values: int 
 
 
 def choose_norm(device_type: str) -> tuple[str, str]:
-    """The norm to use, and the reason."""
+    """Chooses the norm; returns its name and the reason."""
     reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
     if device_type == "cuda":
         has_kernel = hasattr(torch.ops.aten, "_fused_rms_norm")
@@ -262,8 +262,8 @@ def choose_norm(device_type: str) -> tuple[str, str]:
 class Norm:
     """torch.nn.RMSNorm or LayerNorm (by `config.normalization`), marked for sequence parallelism.
 
-    With sequence parallelism a rank sees a part of the tokens, and Megatron sums the gradients of marked
-    parameters.
+    With sequence parallelism a rank sees a part of the tokens, so Megatron sums the gradients of marked
+    parameters over ranks.
     """
 
     # A class with the signature of Megatron's norms, because specs are built from classes.
@@ -282,11 +282,11 @@ class ProjectionNorm(nn.Module):
     """RMSNorm of a query or key projection over all heads: OLMo 2 (arXiv:2501.00656, sec. 3.1), OLMoE.
 
     y = weight * x / sqrt(mean(x^2) + eps), with the mean over all H*d channels, in at least fp32. Heads and
-    weights are split over tensor parallel ranks, which exchange their sums of squares (S*B numbers per rank)
-    and the gradients of these.
+    weights are split over tensor parallel ranks, which exchange sums of squares (S*B numbers per rank) and
+    the gradients of the sums.
 
     Args:
-        num_channels: H*d over all ranks.
+        num_channels: H*d, where H counts the heads of all ranks.
         group: ranks that hold the other heads of the same tokens.
     """
 
@@ -312,7 +312,7 @@ class ProjectionNorm(nn.Module):
 
 
 def install_rotary() -> bool:
-    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's kernel is used."""
+    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if it uses Transformer Engine's kernel."""
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate
@@ -323,8 +323,8 @@ def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False) -> Tensor:
 
     Args:
         x: [S, B, H, D].
-        angles: [S, 1 or B, 1, P], equal for both values of a pair; values after the first P are unchanged.
-        interleaved: pairs are adjacent values; else their distance is P / 2.
+        angles: [S, 1 or B, 1, P], equal for both values of a pair; `x[..., P:]` is unchanged.
+        interleaved: a pair is two adjacent values; otherwise, two values at distance P / 2.
     """
     # Cosine [..., P] and sine of every pair [..., P / 2], cached on the angles, which all layers share.
     known = vars(angles).setdefault("cos_and_sin", {})
@@ -354,7 +354,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, sign: int) -> Tensor:
-    """Rotates by the angle; with sign -1, back."""
+    """Rotates by the angle or, with sign -1, by the negative angle."""
     width, out = cos.size(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
     source, turned = x[..., :width], out[..., :width]
     torch.mul(source, cos, out=turned)

@@ -26,17 +26,17 @@ REFUSED = {
     "fp4": ("the experts compute in fp8 or bf16", "leave it at None, or use fp8"),
     "moe_apply_probs_on_input": ("router weights multiply the experts' hidden rows", "leave it at False"),
     "moe_enable_routing_replay": ("has no effect", "use Router.replay, a RoutingReplay"),
-    "moe_expert_rank_capacity_factor": ("capacity is per expert", "set moe_expert_capacity_factor"),
-    "moe_mlp_glu_interleave_size": ("gates and linear units are two halves", "leave it at None"),
+    "moe_expert_rank_capacity_factor": ("capacity limits each expert", "set moe_expert_capacity_factor"),
+    "moe_mlp_glu_interleave_size": ("gate and up halves are not interleaved", "leave it at None"),
     "moe_paged_stash": ("activations are not kept in pages", "leave it at False"),
     "moe_router_force_biased": ("the router adds no random bias", "leave it at None"),
     "moe_router_quantile_balancing_ema": (
         "quantile balancing has no moving average",
-        'leave it at 0; router={"expert_bias": True, "bias_rule": "quantile"} of decoder_spec selects it',
+        'leave it at 0, and pass router={"expert_bias": True, "bias_rule": "quantile"} to decoder_spec',
     ),
-    "moe_shared_expert_glu_interleave_size": ("gates and linear units are two halves", "leave it at None"),
+    "moe_shared_expert_glu_interleave_size": ("gate and up halves are not interleaved", "leave it at None"),
     "moe_token_dropping": ("has no effect", "set moe_expert_capacity_factor"),
-    "overlap_moe_expert_parallel_comm": ("the schedule is not supported", "leave it at False"),
+    "overlap_moe_expert_parallel_comm": ("this schedule is not supported", "leave it at False"),
 }
 
 # Fields that only choose how Megatron's layer computes the same result, or that its __post_init__ translates
@@ -63,7 +63,7 @@ FOLLOWED, IRRELEVANT = frozenset(_FOLLOWED.split()), frozenset(_IRRELEVANT.split
 def check_fields(config: TransformerConfig) -> None:
     """Raises a ValueError for a field that changes Megatron's MoE layer but would not change ours.
 
-    This includes moe_ fields of newer Megatron versions that differ from their default.
+    It also rejects moe_ fields of newer Megatron versions, unless a field has its default value.
     """
     defaults = {field.name: field.default for field in fields(config)}
     unknown = [
@@ -80,8 +80,8 @@ def check_fields(config: TransformerConfig) -> None:
 
 
 def check_attention(config: TransformerConfig) -> None:
-    """Raises a ValueError for a field that our attention and norm do not support, unlike Megatron's."""
+    """Raises a ValueError for a field that Megatron's attention and norm support, but ours do not."""
     for name, usual in _OF_ATTENTION.items():
         if (value := getattr(config, name, usual)) != usual:
-            rule = "is not supported by attention and norm of this layer spec"
-            raise ValueError(f"{name}={value}: {rule}. Fix: leave it at {usual}, or use_te=True.")
+            rule = "is not supported by the attention and norm of this layer spec"
+            raise ValueError(f"{name}={value}: {rule}. Fix: leave it at {usual}, or set use_te=True.")

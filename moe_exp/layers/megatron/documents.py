@@ -1,7 +1,7 @@
 """Document boundaries in a micro-batch, for attention and positions. Does not import megatron.
 
-Megatron passes a `Documents` to every layer as `packed_seq_params`. Its PackedSeqParams describes one long
-sequence of documents. Here tokens stay [S, B], so that capacity and balancing losses keep their scopes.
+Megatron passes a `Documents` to every layer as `packed_seq_params`, in place of PackedSeqParams, which
+describes one long sequence. Tokens stay [S, B], so capacity and losses apply per micro-batch or sequence.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ Lengths = tuple[tuple[int, ...], ...]
 
 
 def document_lengths(tokens_BS: Tensor, eod_id: int) -> Lengths:
-    """Number of tokens of each document in each sample, in order, including its end-of-document token.
+    """Number of tokens of each document in each sample, in order, including the end-of-document token.
 
     Args:
         tokens_BS: token ids [B, S], on the CPU.
         eod_id: end-of-document token.
 
     Returns:
-        For each sample, lengths that add up to S; a document that crosses its boundary is cut.
+        For each sample, lengths that add up to S; a document that crosses a sample boundary is cut.
     """
     num_tokens = tokens_BS.size(1)
     found = []
@@ -34,7 +34,7 @@ def document_lengths(tokens_BS: Tensor, eod_id: int) -> Lengths:
 
 
 def document_positions(lengths: Lengths) -> Tensor:
-    """Position of each token in its document, from 0: int64 [B, S]; `lengths` from `document_lengths`."""
+    """Position of each token in its document, from 0, int64 [B, S]. `lengths`: see `document_lengths`."""
     counts = torch.tensor([length for one in lengths for length in one])
     begins = torch.tensor([begin for one in lengths for begin in accumulate(one[:-1], initial=0)])
     places_BS = torch.arange(sum(lengths[0])).repeat(len(lengths), 1)
@@ -70,7 +70,7 @@ class Documents:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """This rank's segments, sample by sample; they cover every query once, in order."""
+        """This rank's segments, sample by sample; the segments cover every query once, in order."""
         found = []
         for sample, lengths in enumerate(self.lengths):
             bounds = list(pairwise(accumulate(lengths, initial=0)))
@@ -82,26 +82,26 @@ class Documents:
         return tuple(found)
 
     def queries_of(self, x: Tensor) -> list[Tensor]:
-        """[num_queries, H, d] of each segment, from [S/C, B, H, d]."""
-        # The segments of a sample cover this rank's part of it, so they split it completely.
+        """Splits queries [S/C, B, H, d] into [num_queries, H, d] for each segment."""
+        # The segments of a sample cover this rank's part of the sample, so the split is complete.
         found: list[Tensor] = []
         for sample, row in enumerate(x.unbind(1)):
             found += row.split([one.num_queries for one in self.segments if one.sample == sample])
         return found
 
     def keys_of(self, x: Tensor) -> list[Tensor]:
-        """[num_keys, G, d] of each segment, from whole samples [S, B, G, d]."""
-        # The backward pass of split writes every gradient once, unlike that of separate slices.
+        """Selects keys [num_keys, G, d] for each segment from whole samples [S, B, G, d]."""
+        # The backward pass of split writes every gradient once, unlike the backward pass of separate slices.
         documents = [row.split(lengths) for row, lengths in zip(x.unbind(1), self.lengths, strict=True)]
         return [documents[one.sample][one.document][: one.num_keys] for one in self.segments]
 
     def joined(self, parts: list[Tensor], batch_size: int) -> Tensor:
-        """[S/C, B, H, d] from the segments' parts; the inverse of `queries_of`."""
+        """Joins the segments' parts to [S/C, B, H, d]; the inverse of `queries_of`."""
         return torch.cat(parts).unflatten(0, (batch_size, -1)).transpose(0, 1)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Cumulative numbers of queries and keys over segments, from 0: int32 [segments + 1] each."""
+        """Cumulative numbers of queries and keys over segments, starting at 0, int32 [segments + 1] each."""
         counts = [[one.num_queries for one in self.segments], [one.num_keys for one in self.segments]]
         sums = torch.tensor([list(accumulate(count, initial=0)) for count in counts], dtype=torch.int32)
         queries, keys = sums.to(self.positions_BS.device, non_blocking=True)
@@ -125,7 +125,7 @@ class RestartingPositions(nn.Module):
         return documents or self.rotary.get_rotary_seq_len(context, transformer, inputs, config, **options)
 
     def forward(self, positions: Any, *args: Any, **options: Any) -> Any:
-        """Angles [S, B, 1, d] for `Documents`, else [positions, 1, 1, d]; with YaRN also its factor."""
+        """Angles [S, B, 1, d] for `Documents`, else [positions, 1, 1, d]; with YaRN, also YaRN's factor."""
         if not isinstance(positions, Documents):
             return self.rotary(positions, *args, **options)
         found = self.rotary.get_emb(max(map(max, positions.lengths)))

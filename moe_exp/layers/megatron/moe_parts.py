@@ -45,7 +45,7 @@ def device_of_model() -> torch.device:
 
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
-    """RouterConfig for Megatron's settings; `overrides`: fields of RouterConfig."""
+    """Builds a RouterConfig from Megatron's settings; `overrides`: values of RouterConfig fields."""
     states = {loss.needs.state for loss in balancing_losses(config)}
     assignment = "sinkhorn" if "sinkhorn" in config.moe_router_load_balancing_type else "topk"
     mine = RouterConfig(
@@ -107,7 +107,7 @@ class MegatronRouter(Router):
         self.update_rules(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
-        """Updates the rules that Megatron's finalize_model_grads, called before, does not support."""
+        """Updates the balance rules that Megatron's finalize_model_grads (called before) does not support."""
         self.update_rules(self.batch_group, QuantileBias, L1Factor)
 
 
@@ -115,7 +115,7 @@ def router_in_megatron(router_class: type[Router]) -> type[MegatronRouter]:
     """Combines a subclass of Router with MegatronRouter."""
     if not (isinstance(router_class, type) and issubclass(router_class, Router)):
         rule = "must be a subclass of moe_exp.layers.router.Router"
-        raise ValueError(f"router_class={router_class}: {rule}. Fix: derive it from Router.")
+        raise ValueError(f"router_class={router_class}: {rule}. Fix: derive the class from Router.")
     if issubclass(router_class, MegatronRouter):
         return router_class
     # By the order of the bases, MegatronRouter calls the constructor of `router_class`.
@@ -152,7 +152,7 @@ class MegatronExperts(Experts):
             device=device,
         )
         # Megatron's random state for experts differs between EP and ETP ranks, unlike its default state.
-        # Programs with one rank need not seed it.
+        # Programs with one rank need not seed the state for experts.
         tracker, name = tensor_parallel.get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
         with tracker.fork(name) if name in tracker.get_states() else nullcontext():
             config.init_method(self.weight1)
@@ -182,7 +182,7 @@ class MegatronExperts(Experts):
         )
 
     def backward_dw(self) -> None:
-        """Does nothing: Megatron calls it for delayed weight gradients, but ours are already computed."""
+        """Does nothing: Megatron calls this for delayed weight gradients, but ours are already computed."""
 
 
 def _take_extra_states(experts: torch.nn.Module, keys: Any) -> None:
@@ -214,7 +214,7 @@ def activation_name(config: TransformerConfig) -> str:
 
 
 class MegatronMoELayer(MegatronMoE):
-    """Replaces Megatron's MoE layer; a subclass only because Megatron checks the type."""
+    """Replaces Megatron's MoE layer. It is a subclass only because Megatron checks the type."""
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules | None = None,
@@ -265,7 +265,7 @@ class MegatronMoELayer(MegatronMoE):
 
     @property
     def statistics(self) -> MoEStatistics:
-        """Sums over micro-batches, for the log."""
+        """Statistics for the log, summed over micro-batches."""
         return self._token_layer[0].statistics
 
     def set_timers(self, timers: PhaseTimers) -> None:
@@ -279,13 +279,13 @@ class MegatronMoELayer(MegatronMoE):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """[S, B, D] to [S, B, D], and None for Megatron's bias."""
+        """Maps hidden states [S, B, D] to the output [S, B, D], and returns None for Megatron's bias."""
         if self.training and (tp := self.tp_group.size()) > 1 and not self.config.sequence_parallel:
             # Every rank would route the same tokens: the output is right, but gradients are multiplied by TP.
             rule = f"training with TP={tp} requires sequence parallelism"
             raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
         if padding_mask is not None:
-            # Megatron's is [B, S]; True is padding in its code, although its docstrings say the opposite.
+            # In Megatron's code the mask is [B, S] and True is padding (its docstrings say the opposite).
             mask = padding_mask.transpose(0, 1).bool()
             is_own = mask.size(0) == hidden_states.size(0)  # else of all sequence parallel ranks
             padding_mask = mask if is_own else mask.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -324,7 +324,7 @@ def _settings(
 
 
 def ffn_per_rank(ffn_size: int, etp: int) -> int:
-    """F on this rank; ValueError if `etp` does not divide `ffn_size`."""
+    """Expert width on this rank. Raises a ValueError if `etp` does not divide `ffn_size`."""
     if ffn_size % etp:
         rule = f"must be divisible by ETP={etp}"
         raise ValueError(f"moe_ffn_hidden_size={ffn_size}: {rule}. Fix: set ETP to a divisor.")
@@ -357,9 +357,9 @@ def latent_projections(
 ) -> tuple[Any, Any]:
     """The projections of a LatentMoE, under Megatron's names `fc1_latent_proj` and `fc2_latent_proj`.
 
-    They map from hidden to latent size and back (arXiv:2601.18089; Nemotron 3, arXiv:2512.20856). Every
-    tensor parallel rank holds both completely and projects its part of the tokens. Their gradients are summed
-    over these ranks, like the router's. `linear`: Linear, or Transformer Engine's TELinear.
+    The projections map from hidden to latent size and back (arXiv:2601.18089; Nemotron 3, arXiv:2512.20856).
+    Every tensor parallel rank holds both projections and projects its part of the tokens. Their gradients are
+    summed over ranks, like the router's. `linear`: Linear, or Transformer Engine's TELinear.
     """
     # Linear is always duplicated; TELinear finds the group itself.
     mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}
@@ -378,7 +378,7 @@ def latent_projections(
 
 
 def projecting(projection: Any) -> Callable[[Tensor], Tensor] | None:
-    """The projection as a function of tokens."""
+    """Returns the projection as a function of tokens; None without a projection."""
     # A partial, not a closure: deepcopy of the layer then copies the projection.
     return None if projection is None else partial(_project, projection)
 

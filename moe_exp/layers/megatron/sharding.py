@@ -1,11 +1,11 @@
-"""Expert tensors as shards of Megatron's checkpoint tensors. Shape suffixes in `moe_exp.layers`.
+"""Expert tensors as shards of Megatron's checkpoint tensors. Shape suffixes: see `moe_exp.layers`.
 
-Megatron's SequentialMLP and TEGroupedMLP write the same tensors in one of two formats. `X` is
+Megatron's SequentialMLP and TEGroupedMLP write the same tensors in one of two formats, where `X` is
 `linear_fc1.weight` [W, D], `linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
 
 - `experts.X`, with an expert axis before the axes of X. The gate is the first half of W.
-- with `singleton_local_shards`, as Megatron-LM's training script sets it: `experts.<expert index>.X` for
-  each expert; a gated linear_fc1 is split into `X_w` (gate half) and `X_v`.
+- with `singleton_local_shards`, which Megatron-LM's training script sets: `experts.<expert index>.X` for each
+  expert; a gated linear_fc1 is split into `X_w` (gate half) and `X_v`.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """A rank's part of the experts: block `ep_rank` of `ep_size`, and in it part `etp_rank` of `etp_size`."""
+    """A rank's part of the experts: part `etp_rank` of `etp_size` in block `ep_rank` of `ep_size`."""
 
     ep_rank: int
     ep_size: int
     etp_rank: int
     etp_size: int
-    edp_rank: int  # among ranks that hold the same part; the first one writes it
+    edp_rank: int  # among ranks that hold the same part; the first rank writes the part
 
 
 def shard_experts(
@@ -46,16 +46,16 @@ def shard_experts(
     """Sharded state of this rank's expert tensors for dist_checkpointing.
 
     Args:
-        tensors: `weight1` [L, W, D], `weight2` [L, D, F], optionally `bias1` [L, W] and `bias2` [L, D]. W, F
-            and D of `bias2` are this rank's part over expert tensor parallelism.
+        tensors: `weight1` [L, W, D], `weight2` [L, D, F], optionally `bias1` [L, W] and `bias2` [L, D]. With
+            expert tensor parallelism, W, F and the D of `bias2` are this rank's part.
         prefix: prefix of the module, with a dot: `decoder.layers.0.mlp.experts.`.
         gated: W consists of a gate half and an up half.
-        sharded_offsets: axes that Megatron puts before those of a tensor: the layer, if layers share a key.
-        singleton_local_shards: use the second format above.
+        sharded_offsets: axes that Megatron puts before a tensor's axes (the layer, if layers share a key).
+        singleton_local_shards: use the format `experts.<expert index>.X`.
 
     Returns:
-        `prefix` + our name to ShardedTensor (ShardedTensorFactory if one tensor is several shards), and
-        Megatron's empty `_extra_state` objects.
+        Maps `prefix` + our name to a ShardedTensor (ShardedTensorFactory if a tensor consists of several
+        shards); includes Megatron's empty `_extra_state` objects.
     """
     state: dict[str, Any] = {}
     num_local_experts, singleton = tensors["weight1"].size(0), singleton_local_shards
@@ -98,7 +98,7 @@ class _Part:
         return self._stacked(key, tensor, (self.place.etp_rank, self.place.etp_size), replica_id)
 
     def _stacked(self, key: str, tensor: Tensor, fragment: tuple[int, int], replica_id: Any) -> ShardedTensor:
-        """`tensor` with its expert axis; `fragment` is (index, count) along the split axis."""
+        """Shards `tensor`, which has an expert axis; `fragment` is (index, count) along the split axis."""
         first = len(self.sharded_offsets)
         offsets = (
             *self.sharded_offsets,

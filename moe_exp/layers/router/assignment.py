@@ -1,4 +1,4 @@
-"""Assignment of tokens to experts by their scores, as pure functions. Shape suffixes in `moe_exp.layers`."""
+"""Assignment of tokens to experts by scores, as pure functions. Shape suffixes: see `moe_exp.layers`."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from moe_exp.layers.groups import group_size, sum_over
 def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_topk: int = 0) -> Tensor:
     """The K experts of highest value, [T, K]; with groups, only from the `group_topk` best groups.
 
-    A group's value is the sum of its K/group_topk best experts (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
+    A group's value is the sum over its K/group_topk best experts (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
     """
     if num_groups:
         grouped_TGe = choice_TE.view(choice_TE.size(0), num_groups, -1)
@@ -25,11 +25,11 @@ def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_top
 def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
     """The fewest first slots of each token whose scores add up to at least `top_p`, bool [T, K].
 
-    At least one; all K if their sum is smaller. Huang et al. 2024, Harder Tasks Need More Experts
-    (arXiv:2403.07652), equation 5, with at most K experts.
+    At least one slot; all K slots if the sum of their scores is smaller. Huang et al. 2024, Harder Tasks Need
+    More Experts (arXiv:2403.07652), equation 5, with at most K experts.
 
     Args:
-        scores_TK: scores of the chosen experts, best first; over all experts they sum to 1.
+        scores_TK: scores of the chosen experts, best first; the scores of all experts sum to 1.
     """
     # Not torch.cumsum, which is not deterministic on a GPU.
     earlier_KK = scores_TK.new_ones(scores_TK.size(1), scores_TK.size(1)).tril(-1)
@@ -44,20 +44,20 @@ def sinkhorn(
     logits_TE: Tensor, valid_T: Tensor | None = None, *, group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:  # fmt: skip
-    """exp(logits), with rows and columns scaled so that mass is equal for all tokens and for all experts.
+    """exp(logits), with rows and columns scaled so that all tokens have equal mass, and all experts too.
 
     Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified
     Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like Megatron-Core, when
-    the mean change of the expert factors is at most `tolerance`. Unlike Megatron-Core, it covers the whole
-    micro-batch and cannot overflow: logits are shifted per row, which the row factors undo.
+    the mean change of the expert factors is at most `tolerance`. Unlike Megatron-Core, this function covers
+    the whole micro-batch and cannot overflow: logits are shifted per row, which the row factors undo.
 
     Args:
-        valid_T: tokens that are not padding, which has no mass.
+        valid_T: bool, True for tokens that are not padding; padding has no mass.
         group: ranks that hold the rest of the micro-batch.
         tolerance: convergence limit.
 
     Returns:
-        [T, E], each row proportional to that of the transport plan; its top-k is the assignment.
+        [T, E]; each row is proportional to the transport plan's row. The top-k of a row is the assignment.
     """
     cost_TE = (logits_TE - logits_TE.amax(dim=-1, keepdim=True)).exp() if logits_TE.numel() else logits_TE
     num_tokens = torch.tensor(float(logits_TE.size(0) * group_size(group)))
@@ -82,7 +82,7 @@ def zipf_experts(
 ) -> Tensor:
     """K distinct experts per token, drawn in proportion to (e + 1)^-exponent, to benchmark imbalance.
 
-    The top-k of log weights plus Gumbel noise; its own generator makes every call return the same draw.
+    Takes the top-k of log weights plus Gumbel noise. A fixed seed makes all calls return the same draw.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     uniform_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Rules that balance the experts' load over global batches.
 
-Their state is in buffers of the router, where Megatron's finalize_model_grads and checkpoints expect it. A
-rule counts in each training forward pass and updates its state at the end of the global batch. Shape suffixes
-in `moe_exp.layers`; B bins.
+The state of a rule is in buffers of the router, where Megatron's finalize_model_grads and checkpoints expect
+it. A rule counts in each training forward pass and updates its state at the end of the global batch. Shape
+suffixes: see `moe_exp.layers`; B: number of bins.
 """
 
 import math
@@ -28,21 +28,21 @@ class BalanceRule:
     initial = 0.0  # initial value of the buffers in `saved`
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        """New buffers, by name: fp32 [E], unless overridden."""
+        """Creates the buffers by name: fp32 [E], unless a subclass overrides this method."""
         names = *self.saved, *self.counts
         return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
 
     def count(self, router: Any, decision: RoutingDecision) -> None:
-        """Counts a forward pass."""
+        """Counts the slots of a forward pass."""
 
     def count_choice(self, router: Any, choice_TE: Tensor, valid_T: Tensor | None) -> None:
-        """Counts the values by which a forward pass chooses: score plus expert bias."""
+        """Counts the values that decide the choice in a forward pass: score plus expert bias."""
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert of highest score, as the losses do."""
+        """Counts a micro-batch's slots per expert, chosen by score alone, as in the losses."""
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
-        """Updates the state after a global batch; the ranks of `group` routed its other tokens."""
+        """Updates the state after a global batch; the ranks of `group` routed the batch's other tokens."""
 
 
 class SignBias(BalanceRule):
@@ -58,14 +58,14 @@ class SignBias(BalanceRule):
         router.local_tokens_per_expert += decision.tokens_per_expert_E
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
-        # Not called in Megatron, whose finalize_model_grads does the same.
+        # Not called in Megatron, whose finalize_model_grads updates the bias.
         counts_E = sum_over(router.local_tokens_per_expert, group)
         router.expert_bias += torch.sign(counts_E.mean() - counts_E) * router.config.bias_update_rate
         router.local_tokens_per_expert.zero_()
 
 
 class QuantileBias(BalanceRule):
-    """Quantile balancing: sets each bias so that the expert would have got its share of the last batch.
+    """Quantile balancing: sets each bias so that the expert would have received its share of the last batch.
 
     It has no step size or coefficient. Kimi K3's report, section 2.3.3; Megatron-LM#5349.
     """
@@ -152,7 +152,7 @@ _RANGE = math.asinh(_LARGEST / _SCALE)
 
 
 def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = None) -> Tensor:
-    """Tokens per expert and bin of cutoff - choice, int64 [E, B], without padding.
+    """Number of tokens for each expert and each bin of `cutoff - choice`, int64 [E, B], without padding.
 
     Choice is score plus bias, and cutoff its (K+1)-th largest value.
     """

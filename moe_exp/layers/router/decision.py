@@ -1,4 +1,4 @@
-"""A router's decision and counts of its slots. Shape suffixes in `moe_exp.layers`."""
+"""A router's decision and counts of its slots. Shape suffixes: see `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RoutingDecision:
         cls, expert_TK: Tensor, weights_TK: Tensor, *, scores_TE: Tensor, logits_TE: Tensor,
         valid_T: Tensor | None = None, used_TK: Tensor | None = None, use_kernels: bool | None = None,
     ) -> RoutingDecision:  # fmt: skip
-        """Builds a decision, including its counts; arguments are described at the attributes.
+        """Builds a decision and counts its slots; the attributes explain the arguments.
 
         Args:
             used_TK: slots that a token uses, bool; None: all.
@@ -57,7 +57,7 @@ class RoutingDecision:
                 rule = f"has shape {list(x.shape)}, which does not match scores_TE {list(scores_TE.shape)}"
                 raise ValueError(f"{name}: {rule}. Fix: return {list(shape)}.")
         if expert_TK.dtype != torch.int64:
-            raise ValueError(f"expert_TK: must be torch.int64, not {expert_TK.dtype}. Fix: convert it.")
+            raise ValueError(f"expert_TK: must be torch.int64, not {expert_TK.dtype}. Fix: use .long().")
         kept_TK = kept_slots(used_TK, valid_T, expert_TK)
         counts_E = count_kept(expert_TK, kept_TK, num_experts)
         options: dict[str, Any] = {"valid_T": valid_T, "use_kernels": use_kernels, "counted_TK": used_TK}

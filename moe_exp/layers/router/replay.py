@@ -33,7 +33,7 @@ class RoutingReplay:
     A replay also computes the weights from the scores of the current pass, so gradients reach the router.
 
     Args:
-        recorded: decisions to replay; None: record.
+        recorded: decisions to replay; None: record new decisions.
     """
 
     def __init__(self, recorded: Sequence[Tensor] | None = None):
@@ -52,7 +52,7 @@ class RoutingReplay:
             chosen_TK = expert_TK
             self.decisions.append(chosen_TK.detach())
         elif self._next == len(self.decisions):
-            rule = f"only {self._next} were recorded"
+            rule = f"the recording ends after pass {self._next}"
             raise ValueError(f"routing replay={self._next + 1} passes: {rule}. Fix: record more passes.")
         else:
             chosen_TK = self.decisions[self._next].to(expert_TK.device)
@@ -73,7 +73,7 @@ def _routers(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Inside the context, records every router's decisions: name to a [T, K] tensor per forward pass."""
+    """Inside the context, records every router's decisions by name: a [T, K] tensor per forward pass."""
     replays = {name: RoutingReplay() for name in _routers(model)}
     with _attached(model, replays):
         yield {name: replay.decisions for name, replay in replays.items()}

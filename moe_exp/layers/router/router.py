@@ -1,4 +1,4 @@
-"""The router: scores, top-k, weights, expert bias. Shape suffixes in `moe_exp.layers`."""
+"""The router: scores, top-k, weights, expert bias. Shape suffixes: see `moe_exp.layers`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,13 +31,13 @@ class Router(nn.Module):
         sqrtsoftplus:  like sigmoid with s = sqrt(softplus(z))
         relu:          w = s = max(z, 0), for all experts with positive z
     Weights are multiplied by the scaling factor. With null experts or `top_p` a token uses only some of its K
-    slots, and weights are normalized over those.
+    slots, and weights are normalized over the used slots.
 
-    Quotients s / sum of s (scores of the losses, normalized weights) are computed as softmax(log s): exact to
+    Quotients s / sum of s (scores of the losses, normalized weights) are computed as softmax(log s), exact to
     1e-6 in fp32 for any logits. Where s underflows, unnormalized weights are 0 and only the bias decides.
 
     Args:
-        microbatch_group: ranks that hold the micro-batch's other tokens, over which Sinkhorn balances.
+        microbatch_group: ranks that hold the micro-batch's other tokens; Sinkhorn balances over these ranks.
 
     Attributes:
         weight: [E, D]; here and below, E includes null experts.
@@ -48,7 +48,7 @@ class Router(nn.Module):
         gap_counts: [E, B], int64, counts of the current global batch, for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, initially zero.
         replay: RoutingReplay that records or replays decisions, or None.
-        needs_scores: whether scores and logits are needed, not only their sums, so that no kernel can route.
+        needs_scores: whether scores and logits are needed, not only their sums; if True, no kernel can route.
     """
 
     bias: nn.Parameter | None
@@ -79,7 +79,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Initializes weight, biases and buffers; FSDP2 calls it after `to_empty`."""
+        """Initializes weight, biases and buffers; FSDP2 calls this method after `to_empty`."""
         nn.init.normal_(self.weight, std=std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -108,7 +108,7 @@ class Router(nn.Module):
         return decision
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Logits [T, E] of tokens [T, D], in fp32 or fp64, without the bias. Subclasses may override it."""
+        """Logits [T, E] of tokens [T, D], in fp32 or fp64, without the bias. Subclasses may override this."""
         dtype = _DTYPES[self.config.dtype]
         if self.config.jitter and self.training:
             x_TD = x_TD.to(dtype)
@@ -116,10 +116,10 @@ class Router(nn.Module):
         return _LinearIn.apply(x_TD, self.weight, dtype)
 
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
-        """The decision for tokens with these logits; `valid_T` (bool): not padding, None: all.
+        """Routes tokens by their logits; `valid_T` (bool): True for tokens that are not padding; None: all.
 
-        A subclass may override it and return `RoutingDecision.of(...)`. `forward` counts its slots for the
-        expert bias (rule `sign`) and the losses.
+        A subclass may override this method and return `RoutingDecision.of(...)`. `forward` counts the slots
+        of the decision for the expert bias (rule `sign`) and the losses.
         """
         problem = kernel_problem(self.config, needs_scores=self.needs_scores)
         if problem == "" and self.replay is None and takes_kernels(logits_TE, self.config.use_kernels):
@@ -160,11 +160,11 @@ class Router(nn.Module):
 
     @property
     def _counting_rules(self) -> tuple[BalanceRule, ...]:
-        """Rules to call in this forward pass: none if it does not count."""
+        """Rules to call in this forward pass; empty if the pass does not count."""
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots [E] by highest score, as the losses do."""
+        """Counts a micro-batch's slots per expert [E], chosen by score alone, as in the losses."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
@@ -172,13 +172,13 @@ class Router(nn.Module):
         """Updates expert bias and loss state after a global batch's last forward pass.
 
         Args:
-            group: all ranks that route tokens to these experts: data, context and tensor parallel.
+            group: all (data, context and tensor parallel) ranks that route tokens to these experts.
         """
         self.update_rules(group, BalanceRule)
 
     @torch.no_grad()
     def update_rules(self, group: ProcessGroup | None, *kinds: type[BalanceRule]) -> None:
-        """Does the part of `end_of_batch` for rules of these kinds (Megatron itself updates SignBias)."""
+        """Runs `end_of_batch` only for rules of the given kinds (Megatron itself updates SignBias)."""
         for rule in self.rules:
             if isinstance(rule, kinds):
                 rule.end_of_batch(self, group)
@@ -296,16 +296,16 @@ def bf16_grads(
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
     """Why kernels/topk.py cannot route with this config, or "". `needs_scores`: see Router."""
     if config.assignment != "topk":
-        return f"its kernel supports only top-k, not {config.assignment}"
+        return f"the router kernel supports only top-k, not {config.assignment}"
     if config.num_groups:
-        return "its kernel does not support groups of experts"
+        return "the router kernel does not support groups of experts"
     if config.top_p < 1 or config.num_null_experts:
-        return "its kernel gives every token K experts"
+        return "the router kernel gives every token K experts"
     if config.finds_quantiles:
         return "quantile balancing needs the scores of all experts"
     if config.dtype != "fp32":
-        return f"its kernel computes in fp32, not in {config.dtype}"
+        return f"the router kernel computes in fp32, not in {config.dtype}"
     if config.score not in KERNEL_SCORES:
-        return f"its kernel does not support the score {config.score}"
+        return f"the router kernel does not support the score {config.score}"
     by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
     return f"{' or '.join(by_all)} needs the scores of all experts" if needs_scores else ""

@@ -19,12 +19,12 @@ tensor is counted once, at its last reader:
 
 With FP8, the input of a product is kept in FP8, one byte per number. The experts' grouped GEMM has no weights
 of its own (`grouped_gemm._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
-columns, for each micro-batch: 2 bytes per weight. This has not been compared with a GPU.
+columns, for each micro-batch: 2 bytes per weight. This size has not been compared with measurements on a GPU.
 
 The unfused case without dropout, sequence parallelism and gates is from Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout). With sequence parallelism (section 4.2.2),
-terms that are not divided by t above have tokens/t. We add gates, grouped queries, experts and other kernels.
-Checked on a CPU against the tensors that autograd saves, and on GPUs against the peaks of four runs.
+the terms above without a division by t count tokens/t. We add gates, grouped queries, experts and kernels.
+Checked on a CPU against the tensors that autograd saves, and on GPUs against four runs' peaks.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Activations:
 def activations_of(
     job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
-    """Returns the activations of a micro-batch. `imbalance`: a dropless rank's rows over its fair share."""
+    """Returns a micro-batch's activations. `imbalance`: a dropless rank's rows, relative to a fair share."""
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 
@@ -121,7 +121,7 @@ class _Account:
         )  # fmt: skip
 
     def _saved(self) -> dict[str, float]:
-        """Bytes that a layer saves through `Engine.recompute`, by module."""
+        """Bytes that a layer need not keep because of `Engine.recompute`, by module."""
         modules = self._job.engine.recompute
         if not modules or self._config.recompute == "full":
             return {}
@@ -150,7 +150,7 @@ class _Account:
     # Attention
 
     def _attention(self) -> float:
-        """Bytes of projections and core, without the preceding norm."""
+        """Bytes of attention's projections and core, without the preceding norm."""
         config = self._config
         is_latent, per_token = config.multi_latent_attention, float(self._input * self._hidden)
         if is_latent:  # inputs of latent attention's norms and projections (arXiv:2405.04434)
@@ -215,7 +215,7 @@ class _Account:
 
     @cached_property
     def _writes_scores(self) -> bool:
-        """Whether scores are kept; PyTorch's fused CPU kernel lacks dropout and latent attention."""
+        """Whether attention scores are kept. Fused CPU attention lacks dropout and latent attention."""
         by_torch = bool(self._config.multi_latent_attention or self._config.attention_dropout)
         return not self._job.fused_attention or (self._on_cpu and by_torch)
 
@@ -287,7 +287,7 @@ class _Account:
         return slots * (self._imbalance if factor is None else min(self._imbalance, factor))
 
     def _work(self) -> float:
-        """Temporary bytes of a layer's backward pass: gradients of its widest part and weights, scores."""
+        """Temporary bytes of a layer's backward pass: the largest of MLP, experts and attention scores."""
         config, ways = self._config, 2 if self._config.gated else 1
         mlp = experts = scores = 0.0
         if self._has_dense:

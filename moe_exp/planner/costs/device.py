@@ -1,7 +1,7 @@
 """Time of matrix products, memory traffic, collectives and token exchange on a device. No torch.
 
 Ranks are numbered as in Megatron: tensor-parallel ranks are adjacent, followed by context, (expert,) data and
-pipeline parallelism. A group inside a node uses the node's links; others use the network.
+pipeline parallelism. A group inside a node uses the node's links; other groups use the network.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Group:
 
     def all_to_all(self, num_bytes: float, share: float, *, to_nodes: float | None = None) -> float:
         """Returns the seconds of an all-to-all in which each rank splits `num_bytes` equally among all ranks.
-        `to_nodes`: bytes to all nodes together if data for several ranks of a node are sent only once.
+        `to_nodes`: total bytes sent to all nodes, if data for several ranks of a node are sent only once.
         """
         if self.size == 1:
             return 0.0
@@ -227,7 +227,7 @@ def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> fl
 
 
 def places_of_token(config: Config, num_places: float) -> float:
-    """Returns on how many of N nodes or ranks a token's experts are: N * (1 - (1 - 1/N)^TOPK) at most."""
+    """Returns how many of N nodes or ranks have a token's experts: at most N * (1 - (1 - 1/N)^TOPK)."""
     places = num_places * (1 - (1 - 1 / num_places) ** config.experts_per_token)
     if config.num_router_groups:
         places = min(places, config.router_group_topk * max(1.0, num_places / config.num_router_groups))

@@ -13,10 +13,10 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
     A multiply-add is two operations and the backward pass takes twice the forward pass: 6 FLOPs per weight
     that a token uses. Of the S^2 scores, only the half below the causal mask counts; until late 2024,
-    Megatron-LM counted all of them (S/h instead of S/(2*h)).
-    With DOCUMENT_MASK, the S in the bracket is DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn counts l/h
-    times, and the two projections of an MoE layer add 4*h*l forward.
-    Norms, softmax, router and recompute are not counted; Megatron-LM counts the norms of latent attention.
+    Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in the bracket is
+    DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn counts l/h times, and the two projections of an MoE
+    layer add 4*h*l forward. Norms, softmax, router and recompute are not counted; Megatron-LM counts the
+    norms of latent attention.
 
     Args:
         batch_size: samples of SEQ_LEN in the iteration (default: GBSZ).
@@ -53,6 +53,6 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
 
 def attended_tokens(config: Config) -> int:
-    """Returns the keys per query before the causal mask: its sample, or its document with DOCUMENT_MASK."""
+    """Returns keys per query before causal masking: sample length, or document length with DOCUMENT_MASK."""
     in_document = config.document_mask and config.document_tokens
     return min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len

@@ -21,7 +21,7 @@ Precision = Literal["fp32", "fp16", "bf16", "bf16_fp32grad"]
 
 @dataclass(frozen=True)
 class Engine:
-    """Properties of the training program. The defaults are those of this package."""
+    """Properties of the training program. The defaults describe this package."""
 
     dispatcher: str = ""  # token dispatcher that DISPATCHER does not offer: hybridep; empty: DISPATCHER
     overlaps_exchange: bool = False  # exchanges tokens of one micro-batch while computing another
@@ -90,7 +90,7 @@ class PlannedJob:
 
     @cached_property
     def products(self) -> dict[str, list[Shape]]:
-        """Matrix products of its layers, see `products.products`."""
+        """Matrix products of the job's layers, see `products.products`."""
         return products(self.config, sequence_parallel=self.sequence_parallel)
 
     @cached_property

@@ -24,10 +24,10 @@ _BUCKET_ELEMENTS = 5e8  # of DeepSpeed's buckets for 16-bit gradients and, with 
 class MemoryConstants:
     """Constants of the memory model, fitted to measured runs by `calibration.py`."""
 
-    context_bytes: float = free(3e9, 0.4, "bytes of CUDA context and NCCL buffers (only nvidia-smi)")
+    context_bytes: float = free(3e9, 0.4, "bytes of CUDA context and NCCL buffers (only nvidia-smi counts)")
     cached_share: float = free(0.3, 0.4, "bytes that the allocator caches, relative to activations")
     flat_bytes: float = free(0.4, 0.4, "bytes per parameter of DeepSpeed's flat copies and padding")
-    bf16_copy_bytes: float = free(2.0, 0.2, "the same for its bf16 optimizer, in addition to flat_bytes")
+    bf16_copy_bytes: float = free(2.0, 0.2, "bytes that DeepSpeed's bf16 optimizer adds per parameter")
     load_spread: float = free(0.5, 0.2, "spread of dropless experts' loads, relative to their mean")
 
 
@@ -141,12 +141,13 @@ def _activation_parts(
 
 
 def expected_imbalance(config: Config, spread: float) -> float:
-    """Returns the rows relative to a rank's fair share that a dropless layer must have room for: 1 + spread *
+    """Returns the rows that a dropless layer needs memory for, relative to a rank's fair share: 1 + spread *
     sqrt((EP - 1) / E).
 
-    The loads of all experts have a fixed sum and a standard deviation of `spread` times their mean. The sum
-    of n = E/EP of them then deviates by spread * sqrt((1 - n/E) / n) of its mean. The first iterations of the
-    reference runs (balancing loss 1.44) needed a spread of 0.5 on rank 0; later it is near 0.
+    The loads of all experts have a fixed sum and a standard deviation of `spread` times their mean. The
+    summed load of a rank's n = E/EP experts then deviates by spread * sqrt((1 - n/E) / n) of its mean. The
+    first iterations of the reference runs (balancing loss 1.44) needed a spread of 0.5 on rank 0; later
+    spreads are near 0.
     """
     if not config.use_moe or config.force_routing == "balanced":
         return 1.0
@@ -155,11 +156,11 @@ def expected_imbalance(config: Config, spread: float) -> float:
 
 def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float]:
     """Returns the number of micro-batches whose activations each stage keeps at once; a model chunk counts as
-    a fraction of one.
+    a fraction of a micro-batch.
 
-    1F1B (Narayanan et al. 2021, arXiv:2104.04473): one for each stage from this one to the last. With the
-    interleaved schedule of v chunks on each of p ranks, Megatron runs 2 * (p - stage - 1) + (v - 1) * p
-    chunks ahead; the first stage keeps 1 + (p - 1) / (p * v) times as much as with 1F1B.
+    With 1F1B (Narayanan et al. 2021, arXiv:2104.04473), a stage keeps one micro-batch for itself and one for
+    each later stage. With the interleaved schedule of v chunks on each of p ranks, Megatron runs
+    2 * (p - stage - 1) + (v - 1) * p chunks ahead; stage 0 keeps 1 + (p - 1) / (p * v) times as much as 1F1B.
     """
     stages, chunks = config.pp, config.vpp or 1
     if chunks == 1:

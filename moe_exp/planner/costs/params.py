@@ -61,7 +61,7 @@ def parameters_of_stages(
 ) -> list[RankParameters]:
     """Counts the parameters of a rank in each pipeline stage.
 
-    PP is the length of `stage_layers`, whose stages may have no layers; TP, EP, ETP and VPP are those of the
+    PP is the length of `stage_layers`, whose stages may have no layers; TP, EP, ETP and VPP come from the
     config. `learned_positions`: the embedding has a row per position, replicated over tensor-parallel ranks.
     """
     num_moe_before = list(accumulate(config.moe_layers, initial=0))
@@ -89,7 +89,7 @@ def parameters_of_stages(
 
 
 def tables_of_stages(config: Config, num_stages: int) -> list[int]:
-    """Counts the parameters of embedding and output layer on a rank in each stage, once if tied there."""
+    """Counts a rank's embedding and output layer parameters per stage; a tied pair on a stage counts once."""
     tables, embedding = [0] * num_stages, config.padded_vocab_size // config.tp * config.hidden_size
     tables[0] += embedding
     if num_stages > 1 or not config.tie_embeddings:
@@ -199,7 +199,7 @@ def _attention(config: Config, tp: int) -> int:
 
 
 def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
-    """Parameters of a layer on a rank without routed experts; norms and router are replicated."""
+    """Parameters of a layer on a rank, except routed experts. Norms and router are replicated."""
     hidden, latent = config.hidden_size, config.moe_latent_size
     common = _attention(config, tp) + 2 * _norm(config, hidden)
     if not is_moe:
@@ -231,7 +231,7 @@ def counted(count: int) -> str:
 
 def split_layers(num_layers: int, num_stages: int, *, count_ends: bool = False) -> list[int]:
     """Splits layers over the stages as evenly as possible, with the longer stages in the middle. `count_ends`
-    counts embedding and output layer as a layer each: 106 layers on 12 stages are 8, ten times 9, and 8.
+    counts embedding and output layer as a layer each: 106 layers on 12 stages become 8, ten times 9, and 8.
     """
     if num_stages == 1:
         return [num_layers]

@@ -24,7 +24,7 @@ def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
 
 
 def fp8_parts(config: Config) -> tuple[bool, bool]:
-    """Whether the linear layers of routed experts, and those of other layers, compute in FP8.
+    """Returns whether routed experts' linear layers compute in FP8, and whether all other linear layers do.
 
     With EXPERT_BACKEND=triton, only the experts do. Otherwise FP8 requires Transformer Engine, so IMPL=auto
     counts as te. Output layer, router and embedding remain in bf16.
@@ -37,13 +37,13 @@ def fp8_parts(config: Config) -> tuple[bool, bool]:
 
 
 def fp8_kept(config: Config) -> tuple[bool, bool]:
-    """Whether these layers keep inputs and weights for the backward pass in FP8. Our kernels keep bf16."""
+    """Returns whether experts and other layers keep FP8 tensors for backward; our kernels keep bf16."""
     return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
     """Returns EXPERT_BACKEND or, for `auto`, the choice of `grouped_gemm.choose_backend`; `auto` stands for
-    any GPU backend but triton, all of which need the same memory.
+    the GPU backends other than triton, which all need the same memory.
     """
     backend = priced(config, "expert_backend", {name: name for name in PRICED_BACKENDS})
     if backend != "auto":
@@ -69,7 +69,7 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
         if config.expert_backend == "auto":
             said = f"{backend}, the choice of EXPERT_BACKEND=auto on this device"
         if backend == "auto":
-            needs = "its kernels require compute capability 8.0 or newer"
+            needs = "the Triton kernels require compute capability 8.0 or newer"
             why = "DTYPE=fp32" if config.dtype == "fp32" else needs
             said = f"separate grouped GEMMs, not triton: {why}"
         words["experts"] = f"{said} (affects the memory; the predicted time is the same for all backends)"
@@ -78,7 +78,7 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
         words["cross entropy"] = f"triton: memory of its kernel, {timed}"
     if config.fp8 != "none":
         what = " and ".join(compress(("experts", "other layers"), fp8_parts(config)))
-        words["FP8"] = f"{what}: FP8 peak and casts; the memory has not been verified by measurements"
+        words["FP8"] = f"{what}: planned with FP8 peak and casts; the memory is not verified by measurements"
     return words
 
 
@@ -167,7 +167,7 @@ def padded_slots(config: Config, tokens: float) -> float:
     """Returns the rows that a rank's experts compute with PAD_TO_CAPACITY, if each rank has `tokens` tokens.
 
     Each rank sends each expert as many rows as the capacity for its tokens (layers/moe_layer.py). With TP or
-    CP it sends more if a rank keeps more than its share, which is not counted here.
+    CP, a rank that keeps more than its share sends more rows; these are not counted here.
     """
     share = tokens * config.topk / config.num_experts
     capacity = max(config.min_capacity, math.ceil(share * (config.expert_capacity_factor or 1.0)))

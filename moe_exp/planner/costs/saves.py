@@ -9,7 +9,7 @@ With a random failure every M seconds on average and d seconds per save, a save 
     equation 37):
         t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    for d < 2M, else t = M
 
-Its cost follows from Daly's model of the total time (equation 20), where saves and restarts can fail as well:
+The cost of t follows from Daly's model of the total time (equation 20), in which saves and restarts can fail:
 
     T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: from a failure to the
                                                    next iteration
@@ -42,7 +42,7 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
 def lost_share(
     interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
 ) -> float:
-    """Returns the time lost to saves and failures, relative to that of the work (Daly, equation 20)."""
+    """Returns the time lost to saves and failures, relative to the time of the work (Daly, equation 20)."""
     exponents = restart_seconds / mtbf_seconds, (interval_seconds + save_seconds) / mtbf_seconds
     # exp would overflow; such a run practically never finishes
     if max(exponents) > 700:
@@ -125,8 +125,8 @@ def disk_use(
     """Returns the disk space that a run needs up to TRAIN_ITERS; an upper bound if some checkpoints are kept
     for two reasons.
 
-    A checkpoint is removed only when the next one is complete (`which_to_remove`). The one that this start
-    resumed from is kept.
+    A checkpoint is removed only when the next one is complete (`which_to_remove`). The checkpoint from which
+    this start resumed is kept.
 
     Args:
         iteration: the iteration that the run resumes from; 0: none.

@@ -2,7 +2,7 @@
 
 If a micro-batch takes time t_i on stage i, an iteration of m micro-batches takes sum(t) + (m - 1) * max(t)
 with the 1F1B schedule. V model chunks per rank reduce the time to fill and drain the pipeline to 1/V
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Data-parallel communication follows, except for the
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Data-parallel communication adds time, except for the
 part that the backward pass of the last micro-batch hides.
 """
 
@@ -99,7 +99,7 @@ class StagePass:
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
-    """Returns the passes of each stage. Forward has half of the collectives, with recompute a third."""
+    """Returns each stage's passes. Forward has half of the collectives, or a third with recompute."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, counts = layer_times(job, device), _counts(job)
     parts = _parts_of_stages(job, device, times, counts)
@@ -164,7 +164,7 @@ def _counts(job: PlannedJob) -> list[tuple[int, int]]:
 
 
 def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> dict[str, float]:
-    """Returns the seconds of a layer for one micro-batch, forward, recompute and backward, by part."""
+    """Returns the seconds of a layer's forward, recompute and backward for one micro-batch, by part."""
     config, hardware, constants = job.config, device.hardware, device.constants
     one, repeated = times.layer(is_moe), times.repeated(is_moe)
     forwards = 2 if config.recompute == "full" else 1
@@ -218,7 +218,7 @@ def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> 
 def _data_parallel(
     job: PlannedJob, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
 ) -> float:
-    """Returns the seconds of reduce and gather of dense and expert parameters, minus the `hidden` seconds."""
+    """Returns the seconds to reduce gradients and gather parameters, minus the `hidden` seconds."""
     config, engine = job.config, job.engine
     gradient = 4 if job.precision in ("bf16_fp32grad", "fp32") else 2
     weight = 4 if job.precision == "fp32" else 2
@@ -248,8 +248,8 @@ def _muon_seconds(
     """Returns the seconds of Muon's products on the slowest stage; 0 for other optimizers.
 
     Muon orthogonalizes each [r, c] matrix, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`): x
-    x^T, its square, their sum times x. This takes 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole matrix,
-    even with TP. Ranks with the same matrices share the work. `layers`: (dense, MoE) layers per stage.
+    x^T, its square, and a sum of both times x. The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the
+    whole matrix, even with TP. Ranks with the same matrices share work. `layers`: (dense, MoE) per stage.
     """
     if config.optimizer != "muon":
         return 0.0

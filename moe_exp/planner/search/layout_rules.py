@@ -1,4 +1,4 @@
-"""Layouts that a search tries, and the rules that exclude others. No torch.
+"""Layouts that a search tries, and the rules that exclude layouts. No torch.
 
 A layout is a Config with its layout settings filled in, so the rules of training apply. `Config.problems` is
 checked level by level (tensor and context parallelism, pipeline, experts, micro-batch), with sizes of later
@@ -107,12 +107,12 @@ class Family:
 
 
 def with_layout(config: Config, **layout: Any) -> Config:
-    """Returns the settings with this layout; settings that are not given become 1, none or 0."""
+    """Returns the settings with this layout; layout settings that are not given become 1, none or 0."""
     return config.model_copy(update=_ONE | layout)
 
 
 def model_problems(config: Config) -> list[str]:
-    """Returns the problems that no layout can fix: those of training on one GPU."""
+    """Returns the problems that no layout can fix: the problems of training on one GPU."""
     alone: dict[str, Any] = {"nnodes": 1, "gpus_per_node": 1, "node_rank": 0}
     alone |= {"profile_ranks": "0", "dump_ranks": ""}  # checked below, with the real number of ranks
     if config.dispatcher == "deepep":  # requires EP > 1; checked with each EP
@@ -135,7 +135,7 @@ def _over_nodes(config: Config) -> Iterator[str]:
 
 
 def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Yields the valid part of a space, for a `config` without `model_problems`; counts the `rejected`."""
+    """Yields a space's valid layouts, for a `config` without `model_problems`; counts the `rejected` ones."""
     for tp, cp in product(space.tp, space.cp):
         leaves = len(space.ep) * len(space.etps(tp)) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
         splits = {pp: space.stages or stage_splits(config, pp) for pp in space.pp}
@@ -163,7 +163,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns the reason of the first problem with a layout setting; `fallback` if there are only others."""
+    """Returns the reason of the first problem with a layout setting; `fallback` for other problems only."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 

@@ -38,7 +38,7 @@ def parse_wanted(text: str, config: Config) -> dict[str, Any]:
         name = "mbsz" if name in ("mbs", "micro_batch_size") else name
         if not equals or name not in (*LAYOUT_SETTINGS, "dp"):
             fix = f"use the form TP=4,PP=12 with settings from {', '.join(LAYOUT_SETTINGS).upper()}"
-            rule = "must be SETTING=VALUE of a layout setting"
+            rule = "must be SETTING=VALUE, where SETTING is a layout setting"
             problems.append(problem("explain", part, rule, fix))
         pairs[name] = value.strip()
     if problems:
@@ -73,7 +73,7 @@ def _value(name: str, text: str) -> Any:
         return text
     if name == "pipeline_layers":
         if not re.fullmatch(_STAGES, text):
-            raise setting_error(name, text, "must be the layers of each stage", "use a form such as 8,9*10,8")
+            raise setting_error(name, text, "must be the layers of each stage", "write 8,9,9,8 or 8,9*2,8")
         return text
     if name == "vpp" and text.lower() == "none":
         return None
@@ -142,10 +142,10 @@ def exported_settings(
     config: Config, defaults: Config, *, overrides: bool = True
 ) -> Iterator[tuple[str, str]]:
     """Yields the settings with which `moe-exp train` runs a layout: the layout's settings, and others that
-    differ from the preset's `defaults`, without those of a node or host.
+    differ from the preset's `defaults`, except node and host settings.
 
-    `overrides` (for environment variables) includes unused layout settings as empty values, to override
-    those of an earlier layout. ValueError if the preset sets one of them, as empty variables count as unset.
+    `overrides` (for environment variables) includes unused layout settings as empty values, to override an
+    earlier layout. ValueError if the preset sets an unused layout setting, as empty variables count as unset.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.

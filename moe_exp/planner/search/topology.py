@@ -121,7 +121,7 @@ class _Evaluation:
                 levels = levels or ({} if vpp else needed)
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
-        """Returns the first recompute index that fits, by micro-batch size; at least that of VPP=none."""
+        """Returns the lowest recompute index that fits, by micro-batch size, but never below `least`."""
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
         # If the previous layout did not fit, this one probably won't either: try the smallest case first.
         if sizes and not self._last_fitted and not least:
@@ -157,7 +157,7 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """Returns the settings that determine the layers' total time without recompute, which only adds to it."""
+    """Returns the settings that determine the layers' total time without recompute; recompute adds time."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 
@@ -177,8 +177,8 @@ def explain(
     found: Search, config: Config, hardware: Hardware, wanted: Mapping[str, Any], *,
     fixed: Mapping[str, Sequence[Any]] | None = None, constants: Constants | None = None,
 ) -> Explanation:  # fmt: skip
-    """Explains why the settings `wanted` are rejected, or how the fastest layout with them ranks. The other
-    arguments are those of the search that returned `found`.
+    """Explains why the settings `wanted` are rejected, or how the fastest layout with these settings ranks.
+    The other arguments must equal those of the search that returned `found`.
     """
     narrowed = {**(fixed or {}), **{name: (value,) for name, value in wanted.items()}}
     # Searching again with the settings fixed finds the best layout that has them, not just any.

@@ -52,7 +52,7 @@ def run_comparison(comparison: Comparison) -> int:
 
     Raises:
         ConfigError: if the settings cannot run on this machine or in this folder.
-        ValueError: if the folder is in use or, with `time`, a variant fails.
+        ValueError: if the folder is in use or, with --match time, a variant fails in the speed measurement.
         KeyboardInterrupt: on Ctrl-C, SIGTERM or SIGHUP, after the current run has saved a checkpoint.
     """
     if comparison.options.repeats > 1:
@@ -98,7 +98,7 @@ def run_comparison(comparison: Comparison) -> int:
 
 
 def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
-    """Trains a run to its end, unless it is finished."""
+    """Trains a run to its end, unless the run is finished."""
     if is_finished(run):
         return read_ended(run)
     # The launcher appends to the log; only the output of this start explains a failure.
@@ -134,7 +134,7 @@ def ended_line(ended: Ended, name: str) -> str:
 
 
 def predicted_seconds(variant: Variant) -> float | None:
-    """Returns the predicted seconds per iteration on this host's device; None without a profile."""
+    """Returns the predicted seconds per iteration on this host's device; None if it has no profile."""
     if not (profile := profile_of(device_name())):
         return None
     cost = cost_of(variant.config, load_hardware(profile))
@@ -142,7 +142,7 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
-    """Adds the measured median seconds per iteration to `known`; ValueError if a variant fails."""
+    """Returns `known` plus the measured seconds per iteration of other variants; ValueError if one fails."""
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace, folder = dict(known), comparison.folder / "pace"
     if not left:
@@ -166,7 +166,7 @@ def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[st
 
 
 def need_packages(field: str, *packages: str) -> None:
-    """Raises ConfigError if a package of the tables is missing, before the first run rather than after it."""
+    """Raises ConfigError before the first run if a package that the tables need is missing."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             rule = "the tables require this package, which is not installed"
@@ -177,7 +177,7 @@ def check_runs(
     runs: Sequence[Case],
     problems_of: Callable[[Config], Iterable[str]] = lambda one: [*one.problems(), *check_environment(one)],
 ) -> None:
-    """Raises ConfigError with a line per problem if any run cannot start; names the runs unless all fail."""
+    """Raises ConfigError with a line per problem if a run cannot start; names these runs unless all fail."""
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:

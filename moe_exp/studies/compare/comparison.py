@@ -76,7 +76,7 @@ class Comparison:
     @classmethod
     def of(cls, options: Options, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Comparison:
         """Reads all settings and chooses the sizes without touching the disk; ConfigError with all problems.
-        `flags`: settings of the runs by field name; None: not given.
+        `flags` are settings of the runs by field name; None means not given.
         """
         if problems := options.problems():
             raise ConfigError(problems)
@@ -92,7 +92,7 @@ class Comparison:
 
     @property
     def reference(self) -> Variant:
-        """The variant whose size the others match."""
+        """The variant that the other variants match in size."""
         return reference_of(self.variants)
 
     @property
@@ -112,7 +112,7 @@ class Comparison:
         return runs
 
     def paced(self, seconds: Mapping[str, float]) -> Comparison:
-        """Returns the comparison with equal training time for all, given seconds per iteration by variant."""
+        """Returns the comparison with equal training times, given seconds per iteration by variant."""
         budget = self.options.seconds or self.reference.config.train_iters * seconds[self.reference.name]
         counts = [max(1, round(budget / seconds[one.name])) for one in self.variants]
         chosen = [with_iterations(*pair) for pair in zip(self.variants, counts, strict=True)]
@@ -125,7 +125,7 @@ class Comparison:
         return {name: seconds for name, seconds in paces.items() if seconds}
 
     def keep(self, pace: Mapping[str, float]) -> None:
-        """Writes compare.json, preserving variants of earlier calls."""
+        """Writes compare.json; keeps the variants of earlier calls in the file."""
         entries = self._kept().get("variants", {})
         for variant in self.variants:
             seconds = pace.get(variant.name)
@@ -158,7 +158,7 @@ class Comparison:
         path = self.folder / "compare.json"
         if not path.exists():
             return {}
-        fix = "delete it; the comparison is then rebuilt from the results in its folder"
+        fix = "delete this file; the comparison is then rebuilt from the results in its folder"
         kept = read_json(path, fix=fix)
         if not isinstance(kept, dict) or not isinstance(kept.get("variants"), dict):
             raise ValueError(f"{path}: invalid content. Fix: {fix}.")
@@ -186,12 +186,12 @@ class Ended:
 
     @property
     def final_loss(self) -> float | None:
-        """Mean training loss over the last 5% of its tokens, nats per token; None if not finite."""
+        """Mean training loss over the last 5% of the run's tokens, nats per token; None if not finite."""
         return self.numbers.final_loss if math.isfinite(self.numbers.final_loss) else None
 
     @property
     def validated_loss(self) -> float | None:
-        """Validation loss after the last iteration (nats per token); None if not measured there."""
+        """Validation loss after the last iteration (nats per token); None if not measured then."""
         table = self.recorded.valid
         if not len(table["iteration"]) or table["iteration"][-1] < self.run.config.train_iters:
             return None
@@ -205,7 +205,7 @@ def is_finished(run: Case) -> bool:
 
 
 def read_ended(run: Case, *, status: str = "", reason: str = "") -> Ended:
-    """Reads a run's state from its folder. `status` and `reason`: why it did not finish, if known."""
+    """Reads a run's state from its folder. `status`, `reason`: why the run did not finish, if known."""
     recorded = read_run(run.folder.path)
     numbers = Overview(recorded, float("nan"), None, 0.0)
     return Ended(run, status or str(_summary(run).get("status") or "left"), recorded, numbers, reason)
@@ -219,8 +219,8 @@ def _summary(run: Case) -> dict[str, Any]:
 
 
 def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, list[float | None]] | None:
-    """Returns x on `axis` at the end of the shortest run, and each run's smoothed loss there, interpolated
-    linearly (None if unknown); None if fewer than two runs can be compared.
+    """Returns the position on `axis` at which the shortest run ends, and each run's smoothed loss there, by
+    linear interpolation (None: unknown). Returns None if fewer than two runs can be compared.
     """
     # All runs use the same window in tokens: a shorter one would only cover later, lower losses.
     window = window_of([one.recorded for one in ended])

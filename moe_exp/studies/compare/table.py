@@ -20,13 +20,13 @@ _MOST_COLUMNS = 6  # up to this number, variants are columns, else rows
 
 
 def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, measured: bool) -> str:
-    """Describes the variants, their sizes, how well these match, and the expected duration. `seconds`:
-    seconds per iteration by variant, either `measured` or predicted; None if unknown.
+    """Describes the variants, their sizes, the mismatch of sizes, and the expected duration. `seconds` per
+    iteration, by variant, are either `measured` or predicted; None if unknown.
     """
     variants, options = comparison.variants, comparison.options
     config = comparison.reference.config
     head = f"{comparison.folder}: {', '.join(comparison.names)}, matched by {options.match}"
-    head += f", {options.repeats} runs of each with seeds from {config.seed}" if options.repeats > 1 else ""
+    head += f", {options.repeats} runs per variant, seeds from {config.seed}" if options.repeats > 1 else ""
     rows = {**_size_rows(comparison), "iterations": [f"{one.config.train_iters:,}" for one in variants]}
     tokens = [one.config.train_iters * one.config.gbsz * one.config.seq_len for one in variants]
     rows["tokens"] = [*map(count_text, tokens)]
@@ -34,7 +34,7 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     how = "measured speed" if measured else "rough prediction"
     rows[f"training time ({how})"] = [*map(_duration, times)]
     lines = [head, "", *_table(comparison.names, rows), ""]
-    lines.append("data and their order, seed, batch and all settings are equal, except")
+    lines.append("data, data order, seed, batch and all settings are equal, except")
     for name, values in differences(variants).items():
         # As in the shell: `true`, not `True`. A dash marks a setting that does not apply to the variant.
         texts = ["-" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values]
@@ -45,7 +45,7 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
         total = _duration(options.repeats * sum(known))
         number = options.repeats * len(variants)
         lines.append(f"all {number} runs: {total}, plus startup and evaluation")
-        lines += [f"times differ by {max(known) / min(known) - 1:.1%}"] if measured else []
+        lines += [f"training times differ by {max(known) / min(known) - 1:.1%}"] if measured else []
     return "\n".join(lines)
 
 
@@ -72,7 +72,7 @@ def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
-    """Returns the Markdown report: sizes, losses at equal tokens, FLOPs and time, failures, and pairs."""
+    """Returns the Markdown report: sizes, losses at equal tokens, FLOPs and time, pairs, and failures."""
     by_name = {name: [one for one in ended if one.run.variant == name] for name in comparison.names}
     counts = [Counter(one.status for one in runs) for runs in by_name.values()]
     statuses = [
@@ -107,7 +107,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     lines += [f"- {one.run.name} {one.status}: {one.reason}" for one in ended if one.reason]
     note = (
         "Losses are training losses in nats per token, averaged over the last 5% of a run's tokens (of the"
-        " shortest run's when runs are compared). Times exclude evaluation and checkpoints."
+        " shortest run's tokens when runs are compared). Times exclude evaluation and checkpoints."
     )
     if comparison.options.repeats > 1:
         note += " ± is the standard deviation over seeds; brackets are 90% intervals of means (Student's t)."
@@ -115,7 +115,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
-    """Compares pairs seed by seed; with many variants, only pairs with the reference or a dense model."""
+    """Compares pairs of variants seed by seed; of many, only pairs with the reference or a dense model."""
     for (name, earlier), (other, later) in combinations(by_name.items(), 2):
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
@@ -147,8 +147,8 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
         mean = Parity(run, against, tokens=statistics.fmean(shares["the tokens"]))
         opposite = opposite_text(mean, ranking([*run.runs, *against.runs]))
         yield (
-            f"{known[0].run.name} against {known[0].other.name}, means of {len(known)} seeds: to reach the"
-            f" lowest common {what}, {loss}, it needed {cost}{'.' if opposite else ''}{opposite}"
+            f"{known[0].run.name} against {known[0].other.name}, means of {len(known)} seeds: reached the"
+            f" lowest common {what}, {loss}, with {cost}{'.' if opposite else ''}{opposite}"
         )
 
 
@@ -168,7 +168,7 @@ def _mean_text(
 
 
 def half_interval(deviation: float, count: int, degrees: int) -> float:
-    """Returns half the 90% interval (Student's t) of a mean of `count` values with this deviation."""
+    """Returns half of Student's 90% interval of a mean of `count` values with this standard deviation."""
     from scipy.stats import t
 
     return float(t.ppf(0.95, degrees)) * deviation / math.sqrt(count)
@@ -181,7 +181,7 @@ def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
     """Returns the lines of a Markdown table that is also readable in a terminal. The first row is the header;
-    the first `num_left` columns are aligned left, the others right.
+    the first `num_left` columns are aligned left, other columns right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligns = [str.ljust] * num_left + [str.rjust] * (len(widths) - num_left)

@@ -1,5 +1,5 @@
-"""Variants of a comparison, parsed from `moe,dense` and `name:NUM_EXPERTS=16,TOPK=2`, and matched in FLOPs or
-active parameters per token, or in training time. No torch.
+"""Variants of a comparison, parsed from text such as `moe,dense` or `name:NUM_EXPERTS=16,TOPK=2`, and matched
+in FLOPs per token, active parameters per token or training time. No torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Variant:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Settings that all runs of a variant share, including those of later calls."""
+        """Settings that are equal in all runs of a variant, including runs of later calls."""
         return {name: value for name, value in self.config.model_dump().items() if TRAITS[name].compared}
 
     def having(self, **settings: Any) -> Variant:
@@ -63,8 +63,8 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
     """Parses the variants of a comparison; ConfigError with all problems.
 
     Args:
-        runs: comma-separated names from KINDS. If it is empty and fewer than two variants are `written`, the
-            MoE layer of the settings and dense are added.
+        runs: comma-separated names from KINDS. If `runs` is empty and fewer than two variants are `written`,
+            the settings' MOE_TYPE and dense are added.
         written: further variants, each `NAME:SETTING=VALUE,SETTING=VALUE`.
         given: shared settings, see `child_runs.given_settings`.
     """
@@ -85,7 +85,7 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
                 for line in error.problems
             ]
     if len(variants) < 2 and not problems:
-        fix = "add another, as in --runs dmoe,dense"
+        fix = "add another variant, as in --runs dmoe,dense"
         rule = "a comparison requires at least two variants"
         problems.append(problem("runs", ",".join([runs, *written]), rule, fix))
     if problems:
@@ -115,7 +115,7 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
             problems.append(problem("variant", text, rule, fix))
         elif field in _SAME_FOR_ALL:
             rule = f"{field.upper()} must be the same for all runs of a comparison"
-            problems.append(problem("variant", text, rule, "set it outside the variant"))
+            problems.append(problem("variant", text, rule, "set it for all runs instead"))
         own[field] = value.strip()
     if problems:
         raise ConfigError(problems)
@@ -123,12 +123,12 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
 
 
 def reference_of(variants: Sequence[Variant]) -> Variant:
-    """Returns the variant whose size the others match: the first MoE, or the first if all are dense."""
+    """Returns the variant that other variants match in size: the first MoE, or the first if all are dense."""
     return next((variant for variant in variants if variant.config.use_moe), variants[0])
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Returns the settings that differ, with the variants' values; None for MoE settings of dense models."""
+    """Returns settings that differ, with a value per variant; None for MoE settings of dense models."""
     found = {}
     for name in (name for name in Config.model_fields if name != "run_name"):
         is_of_experts = TRAITS[name].part == "experts"
@@ -152,7 +152,7 @@ def flops_per_token(config: Config) -> float:
 
 
 def active_parameters(config: Config) -> float:
-    """Returns the parameters that a token uses, which are all in a dense model."""
+    """Returns the number of parameters that a token uses: all parameters in a dense model."""
     return count_parameters(config).active_per_token
 
 
@@ -173,7 +173,7 @@ def width_setting(config: Config) -> str:
 
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
-    """Returns the MLP width whose `measure` is nearest to `target`; 0 if none is small enough."""
+    """Returns the MLP width whose `measure` is nearest to `target`; 0 if no width is small enough."""
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
     def measured(width: int) -> float:
@@ -193,7 +193,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Sets MLP widths to match the reference, unless a variant sets its own; ConfigError if impossible."""
+    """Sets MLP widths to match the reference, unless a variant sets a width; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:
@@ -214,7 +214,7 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
 
 
 def with_iterations(variant: Variant, iterations: int) -> Variant:
-    """Returns the variant with this TRAIN_ITERS and its learning rate schedule scaled in proportion."""
+    """Returns the variant with TRAIN_ITERS=`iterations` and its learning rate schedule scaled to match."""
     before = variant.config
     if iterations == before.train_iters:
         return variant

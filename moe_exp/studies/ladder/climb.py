@@ -1,4 +1,4 @@
-"""Runs a ladder on this node or as SLURM jobs, and predicts the last rung before it runs. No torch."""
+"""Runs a ladder locally or as SLURM jobs; predicts the last rung's losses before this rung runs. No torch."""
 
 import math
 import re
@@ -52,7 +52,7 @@ def check(ladder: Ladder) -> None:
 
 
 def dry_run(ladder: Ladder) -> str:
-    """Describes a ladder without touching files; ConfigError if it cannot run."""
+    """Describes a ladder without touching files; ConfigError if the ladder cannot run."""
     check(ladder)
     for comparison in ladder.rungs:
         back_to_back.check_planned_files(comparison)
@@ -60,8 +60,8 @@ def dry_run(ladder: Ladder) -> str:
 
 
 def run_ladder(ladder: Ladder, executor: Executor) -> int:
-    """Performs the remaining runs of a ladder and updates its reports after each; returns the exit code: 1 if
-    a run failed, timed out or diverged, else TO_BE_CONTINUED if runs remain.
+    """Performs the remaining runs of a ladder and updates the reports after each run. Returns the exit code:
+    1 if a run failed, timed out or diverged, else TO_BE_CONTINUED if runs remain.
 
     Raises:
         ConfigError: if the settings cannot run on this machine or in this folder.
@@ -120,7 +120,7 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
 
 
 def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Comparison, Case]]) -> Iterator[Ended]:
-    """Runs the `waiting` runs on this node or as SLURM jobs, and yields them as they end."""
+    """Runs the `waiting` runs on this node or as SLURM jobs, and yields their results as they end."""
     if executor.name == "local":
         for comparison, run in waiting:
             yield run_one(comparison, run, f"{comparison.folder.name}/{run.name}")

@@ -1,4 +1,4 @@
-"""A ladder: the same variants at several sizes; each rung is a comparison at equal FLOPs per token. No torch.
+"""A ladder: the same variants at several sizes (rungs), each a comparison at equal FLOPs per token. No torch.
 
 $RUN_DIR/NAME/
   rung_1/ rung_2/ ...   comparisons, see studies/compare/comparison.py
@@ -31,8 +31,8 @@ from moe_exp.studies.compare.variants import POINTS, Variant, apart, with_iterat
 PUBLISHED = Path(__file__).parents[1] / "ladders"
 
 RULE = (
-    "width, depth, MLP widths and heads proportionally; tokens and warm-up in proportion to active parameters"
-    " without embeddings; LR and MIN_LR by the inverse square root of the width (constant with"
+    "depth, MLP widths and heads in proportion to the width; tokens and warm-up in proportion to active"
+    " parameters without embeddings; LR and MIN_LR in proportion to 1 / sqrt(width) (constant with"
     " PARAMETRIZATION=mup)"
 )
 
@@ -40,9 +40,9 @@ RULE = (
 # Types of a definition's fields, and their names in errors.
 _KINDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("name", "about", "runs", "baseline"), (str, "text")),
-    "settings": (dict[str, Any], "settings by name"),
+    "settings": (dict[str, Any], "a mapping of settings"),
     "variants": (list[str], "a list of NAME:SETTING=VALUE,..."),
-    "rungs": (list[dict[str, Any]], "a list of settings by name"),
+    "rungs": (list[dict[str, Any]], "a list of mappings of settings"),
     "sizes": (list[int], "a list of whole numbers"),
     "repeats": (int, "a whole number"),
     "asymptote": (float, "a number"),
@@ -66,7 +66,7 @@ class Definition:
 
     @classmethod
     def read(cls, name: str) -> Definition:
-        """Reads the package's definition of this name, or a YAML file; ConfigError if it is invalid."""
+        """Reads the package's definition of this name, or a YAML file; ConfigError if invalid."""
         own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
         path = own.get(name, Path(name))
         if not path.is_file():
@@ -94,11 +94,11 @@ class Definition:
     def problems(self) -> list[str]:
         found, number = [], len(self.rungs or self.sizes)
         if self.rungs and self.sizes:
-            found.append(problem("sizes", self.sizes, "cannot be combined with rungs", "omit one of them"))
+            found.append(problem("sizes", self.sizes, "cannot be combined with rungs", "omit sizes or rungs"))
         elif not number:
             found.append(problem("sizes", "", "a ladder requires rungs", "set --sizes, such as 16,24,32,48"))
         elif number < 2:
-            fix = "add larger sizes; four are enough for laws and a prediction"
+            fix = "add larger sizes; four sizes are enough for laws and a prediction"
             found.append(problem("sizes", number, "a ladder requires at least two sizes", fix))
         if any(size < 1 for size in self.sizes):
             found.append(problem("sizes", self.sizes, "must be widths above 0", "correct it"))
@@ -107,7 +107,7 @@ class Definition:
             found.append(problem(name, self.settings[name], "unknown setting", fix))
         if self.asymptote is not None and not 0 <= self.asymptote < math.inf:
             rule = "must be a loss of at least 0 (nats per token)"
-            found.append(problem("asymptote", self.asymptote, rule, "omit it to fit it"))
+            found.append(problem("asymptote", self.asymptote, rule, "omit it to fit E"))
         return found
 
 
@@ -143,7 +143,7 @@ class Ladder:
         listed = [{name.lower(): value for name, value in rung.items()} for rung in definition.rungs]
         asked = {name for name, value in flags.items() if value is not None}
         if doubly := sorted(asked & {name for rung in listed for name in rung}):
-            rule = "cannot be set, as the definition's rungs set it"
+            rule = "cannot be set, because the definition sets it for each rung"
             raise ConfigError([problem(name, flags[name], rule, "omit it") for name in doubly])
         name = base.run_name or "_".join(filter(None, ("ladder", definition.name, base.preset)))
         folder = Path(base.run_dir).expanduser() / name
@@ -165,7 +165,7 @@ class Ladder:
         return ladder
 
     def problems(self) -> list[str]:
-        """Checks that the baseline exists, rungs ascend in FLOPs, and variants match."""
+        """Checks that the baseline exists, FLOPs increase from rung to rung, and FLOPs of variants match."""
         found = []
         if self.baseline not in self.names:
             fix = f"use one of {', '.join(self.names)}"
@@ -177,14 +177,14 @@ class Ladder:
         for number, (before, after) in enumerate(pairwise(budgets), start=2):
             if after <= before:
                 rule = f"its {after:.3g} FLOPs must exceed the {before:.3g} of the previous rung"
-                found.append(problem("rungs", f"rung {number}", rule, "list them in ascending order"))
+                found.append(problem("rungs", f"rung {number}", rule, "list rungs in ascending order"))
         for number, comparison in enumerate(self.rungs, start=1):
             reference = comparison.reference
             for variant in comparison.variants:
                 share = apart(variant.config, reference.config, "flops")
                 if abs(share) > 0.02:
                     rule = f"FLOPs per token differ by {share:+.1%} from {reference.name}"
-                    fix = "omit its MLP width, or choose one that matches"
+                    fix = "omit the variant's MLP width, or choose a width that matches"
                     found.append(problem("variant", f"{variant.name} of rung {number}", rule, fix))
         return found
 
@@ -198,7 +198,7 @@ class Ladder:
 
     @property
     def grows(self) -> bool:
-        """Whether the models grow from rung to rung, rather than only the number of tokens."""
+        """Whether the models grow from rung to rung; if not, only the number of tokens grows."""
         first, *others = ([count_parameters(one.config) for one in rung.variants] for rung in self.rungs)
         return any(other != first for other in others)
 

@@ -1,9 +1,9 @@
 """Scaling laws L(C) = E + A C^-alpha of several variants, and effective speedups, with intervals. No torch.
 
-E is the irreducible loss. Variants that grow with compute C share it, as they are trained on the same data; a
-model of constant size has its own, higher one. The form is that of Hoffmann et al. 2022 (arXiv:2203.15556,
-section 3.3), in C only. The effective speedup of a variant is the compute that the baseline needs to reach
-the variant's loss, divided by the variant's compute. scipy is imported inside functions.
+E is the irreducible loss. Models that grow with compute C share E, because they are trained on the same data;
+a model of constant size has a higher E of its own. The form, without variables other than C, is from Hoffmann
+et al. 2022 (arXiv:2203.15556, section 3.3). The effective speedup of a variant is the compute that the
+baseline needs to reach the variant's loss, divided by the variant's compute. scipy is imported in functions.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ class Fit:
         return found
 
     def loss(self, name: str, compute: float) -> Estimate:
-        """Returns a variant's loss at `compute` by its law, with the law's interval."""
+        """Returns a variant's loss at `compute` by its law, with a confidence interval of the law."""
         return estimate(self.laws[name].loss(compute), [one[name].loss(compute) for one in self.draws])
 
     def prediction(self, name: str, compute: float, noise: Noise, num_seeds: int, seed: int = 2) -> Estimate:
-        """Returns the same with the prediction interval of a mean over `num_seeds` future runs."""
+        """Like `loss`, but with a prediction interval for a mean over `num_seeds` future runs."""
         error = noise.of_mean(num_seeds, np.random.default_rng(seed), len(self.draws))
         draws = [one[name].loss(compute) + own for one, own in zip(self.draws, error, strict=True)]
         return estimate(self.laws[name].loss(compute), draws)
 
 
 def fit_problem(variants: Mapping[str, Points], asymptote: float | None) -> str:
-    """Returns why these points cannot be fitted and what to add, or "" if they can."""
+    """Returns why the points cannot be fitted and what to add, or "" if a fit is possible."""
     fewest = 2 if asymptote is not None else 3
     for name, points in variants.items():
         rungs = int(np.isfinite(points.means).sum())
@@ -119,10 +119,10 @@ def fit_laws(
     variants: Mapping[str, Points], *, asymptote: float | None = None, is_shared: bool = True,
     num_draws: int = 400, seed: int = 0,
 ) -> Fit:  # fmt: skip
-    """Fits the laws by least squares, jointly if they share the asymptote; ValueError if `fit_problem`.
+    """Fits the laws by least squares, jointly if the laws share the asymptote; ValueError if `fit_problem`.
 
     Each bootstrap draw adds noise to the mean of each rung (see `Noise`); without repeated seeds there are no
-    draws. `asymptote`: E in nats per token; None: fitted.
+    draws. `asymptote`: E in nats per token; None: E is fitted.
     """
     if problem := fit_problem(variants, asymptote):
         raise ValueError(problem)
@@ -145,7 +145,7 @@ def fit_laws(
 
 @dataclass(frozen=True)
 class Noise:
-    """Deviation of losses between seeds, pooled over all rungs and variants."""
+    """Standard deviation of losses between seeds, pooled over all rungs and variants."""
 
     deviation: float  # standard deviation of a run (nats per token)
     freedom: int  # its degrees of freedom; 0 without repeated seeds
@@ -166,7 +166,7 @@ class Noise:
         return np.asarray(points.means + self.of_mean(num_seeds, generator, len(num_seeds)))
 
     def of_mean(self, num_seeds: Any, generator: np.random.Generator, number: int) -> Floats:
-        """Draws `number` samples of the noise of a mean over `num_seeds` runs (one number, or one each)."""
+        """Draws `number` samples of the noise of a mean over `num_seeds` runs (an int, or one per sample)."""
         # Student's t distribution, as the deviation is estimated
         noise = generator.standard_t(self.freedom, number) if self.freedom else np.zeros(number)
         return np.asarray(noise * self.deviation / np.sqrt(num_seeds))
@@ -236,7 +236,7 @@ def _fit_means(
 
 
 def estimate(value: float, draws: Sequence[float], covered: float = COVERED) -> Estimate:
-    """Returns the value with an interval from the percentiles of its draws, which may be infinite."""
+    """Returns the value with an interval between percentiles of the draws; draws may be infinite."""
     if not draws:
         return Estimate(value)
     tail = 100 * (1 - covered) / 2
@@ -257,7 +257,7 @@ class Speedup:
 
 
 def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str, *, seed: int = 1) -> Speedup:
-    """Returns the baseline's compute for the variant's mean losses, over the variant's, at each rung."""
+    """Returns, per rung, the baseline's compute for the variant's mean loss over the variant's compute."""
     points, means = variants[name], variants[name].means
     noise, generator = Noise.of(variants), np.random.default_rng(seed)
     values = _ratios(fit.laws[baseline], points.compute, means)

@@ -38,7 +38,7 @@ svg {{ max-width: 100%; height: auto }}
 
 @dataclass(frozen=True)
 class Predicted:
-    """Prediction of the last rung by variant, made before it ran."""
+    """Predicted losses of the last rung by variant, from before this rung ran."""
 
     when: str
     losses: dict[str, Estimate]
@@ -104,7 +104,7 @@ def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Resu
     num_left = sum(one.status not in ("finished", "failed", "oom", "timeout") for one in everything)
     predicted = read_prediction(ladder)
     if predicted and predicted.is_validated != is_validated:
-        missing.append("the prediction is omitted: it is for another kind of loss than that of the runs")
+        missing.append("the prediction is omitted: the runs have another kind of loss (training, validation)")
         predicted = None
     seconds = float(np.nansum([one.numbers.seconds for one in everything]))
     return Results(points, left_out, seconds, num_left, is_validated, fit, missing, found, predicted)
@@ -122,12 +122,12 @@ def prediction_file(ladder: Ladder) -> Path:
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts the losses of the last rung, unless it has started; returns why it cannot, or ""."""
+    """Predicts the losses of the last rung, unless this rung has started; returns why not, or ""."""
     # After a rung has started, its losses could no longer be called predicted.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):
             return ""
-        return "The last rung was not predicted: it started before the others had ended."
+        return "The last rung was not predicted: this rung started before other rungs had ended."
     results = results_of(ladder)
     below = {name: points.until(len(ladder.rungs) - 1) for name, points in results.points.items()}
     if problem := fit_problem(below, ladder.definition.asymptote):
@@ -148,11 +148,11 @@ def predict(ladder: Ladder) -> str:
 
 
 def read_prediction(ladder: Ladder) -> Predicted | None:
-    """Reads the prediction of the last rung; None if it does not exist or belongs to other models."""
+    """Reads the prediction of the last rung; None if there is none or it belongs to other models."""
     path = prediction_file(ladder)
     if not path.exists():
         return None
-    kept = read_json(path, fix="delete it; the last rung then counts as not predicted")
+    kept = read_json(path, fix="delete this file; the last rung then counts as not predicted")
     # Another definition of the last rung may use the same file name.
     if kept.get("flops") != ladder.flops(-1):
         return None
@@ -190,7 +190,7 @@ def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
 def plan_text(ladder: Ladder) -> str:
     """Describes the rungs, their sizes and budgets, and the scaling rule."""
     head = f"{ladder.folder}: {', '.join(ladder.names)}, {len(ladder.rungs)} rungs,"
-    head += f" {ladder.definition.repeats} runs of each, baseline {ladder.baseline}"
+    head += f" {ladder.definition.repeats} seeds, baseline {ladder.baseline}"
     head += f"\n{main_settings(ladder.rungs[0].reference.config)}"
     rows = []
     for number, comparison in enumerate(ladder.rungs, start=1):
@@ -286,7 +286,7 @@ def interval_text(one: Estimate, unit: str = "", digits: int = 2) -> str:
 
 
 def page(ladder: Ladder, results: Results) -> str:
-    """Returns the report as a single HTML page: plot, table, sentences."""
+    """Returns the report as a single HTML page with plot, table and text."""
     names, *rows = _result_rows(ladder, results)
 
     def cells(row: Sequence[str], tag: str) -> str:

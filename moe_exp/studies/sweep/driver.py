@@ -42,7 +42,7 @@ _OWN_OF_CASE = {
 
 
 def case_of(flags: Mapping[str, Any], folder: Path, *, local: bool) -> Case:
-    """Creates the case with these settings. `local`: also check whether it can run on this machine."""
+    """Creates the case with these settings. With `local`, checks whether this machine can run the case."""
     config = load_config(flags, {})
     name = case_name(config)
     problems = list(config.problems())
@@ -69,7 +69,7 @@ def case_name(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as requested."""
+    """A requested sweep: its settings and its folder."""
 
     settings: SweepSettings
     given: dict[str, Any]  # settings of the runs that are not defaults
@@ -78,8 +78,8 @@ class Sweep:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Sweep:
-        """Reads all settings without touching the disk; ConfigError with all invalid values. `flags`:
-        settings of the sweep and its runs by field name; None: not given.
+        """Reads all settings without touching the disk; ConfigError with all invalid values. `flags`
+        are settings of the sweep and of its runs by field name; None means not given.
         """
         flags = with_file(flags, environ)
         fields = SweepSettings.model_fields
@@ -192,7 +192,7 @@ def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
 
 
 def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
-    """Returns the remaining cases; ConfigError if data or folders that they share are invalid."""
+    """Returns the remaining cases; ConfigError if their shared data or folders are invalid."""
     left = [row.case for row in rows if row.status == "left"]
     # Uses a run folder that does not exist, since the case's own may still be locked by a killed sweep.
     config = left[0].config.model_copy(update={"run_name": "none"}) if left else None
@@ -202,7 +202,7 @@ def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
 
 
 def _plan_lines(sweep: Sweep, rows: Sequence[Row], shown: Sequence[Row]) -> list[str]:
-    """Returns a line about the whole sweep, and one for each case in `shown`."""
+    """Returns a line about the whole sweep, and a line for each case in `shown`."""
     settings, num, counts = sweep.settings, len(rows), Counter(row.status for row in rows)
     said = ", ".join(f"{number} {status}" for status, number in counts.items()).replace(" left", " to run")
     head = (
@@ -236,7 +236,7 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     `retry_failed`: also run cases that failed, ran out of memory or timed out before.
 
     Raises:
-        ConfigError: if no case can run with the given data or folders, or the folder has other settings.
+        ConfigError: if no case can run with the given data or folders, or sweep.json has other settings.
         ValueError: if another sweep is using the folder.
     """
     rows = sweep.rows(retry_failed=retry_failed)
@@ -287,7 +287,7 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
 def _local_cases(
     cases: Sequence[Case], timeout: int, report: Callable[[str], None]
 ) -> Iterator[tuple[Case, int | None]]:
-    """Runs the cases and yields them as they end, with the launcher's exit code, or None after a timeout."""
+    """Runs the cases; yields each case with its launcher's exit code, or with None after a timeout."""
     # Without the sweep's lists, which would look like misspelled run settings.
     environ = child_runs.run_environment(also_without=SweepSettings.model_fields)
     for case in cases:

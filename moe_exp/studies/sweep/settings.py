@@ -1,7 +1,7 @@
 """Settings of a sweep: lists of layouts, iterations per case, and output folder. No torch.
 
-They are resolved like those of a run: default < environment < command line. TPS is the list of values for TP,
-and so on; without a list, the run setting applies.
+Like settings of a run, they are resolved in the order default < environment < command line. TPS lists values
+of TP, and so on for other settings; without a list, the value of the run setting applies.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ class SweepSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    gpus: Sizes = Field((), description="list of GPUs per node (processes on a CPU)")
-    nodes: Sizes = Field((), description="list of numbers of nodes; more than 1 requires EXECUTOR=slurm")
+    gpus: Sizes = Field((), description="list of GPU counts per node (process counts on a CPU)")
+    nodes: Sizes = Field((), description="list of node counts; more than 1 requires EXECUTOR=slurm")
     tps: Sizes = Field((), description="list of tensor-parallel sizes, such as '1 2 4'")
     pps: Sizes = Field((), description="list of pipeline-parallel sizes")
     vpps: OptionalSizes = Field((), description="list of model chunks per pipeline rank, such as 'none 2'")

@@ -60,15 +60,15 @@ class Result:
         try:
             return cls(**read_json(path))
         except (ValueError, TypeError):
-            rule = "must be the result of a case. Fix: delete it; the case then runs again"
+            rule = "must be the result of a case. Fix: delete this file; the case then runs again"
             raise ValueError(f"{path}: {rule}.") from None
 
 
 def result_of(
     case: Case, code: int | None, *, timeout: int = 0, num_warmup: int, num_iterations: int
 ) -> Result:
-    """Returns the result of a case that has ended with the exit `code` of its launcher (None: timed out, or
-    unknown). `timeout`: time limit of a local case (seconds); 0: SLURM enforces it.
+    """Returns the result of a case whose launcher has ended with exit `code` (None: it timed out, or the code
+    is unknown). `timeout`: time limit of a local case (seconds); 0: SLURM enforces it.
     """
     text = case.log.read_text(encoding="utf-8", errors="replace") if case.log.exists() else ""
     status: Status
@@ -136,17 +136,17 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Returns the job with memory as measured: resident on a CPU, else allocated by PyTorch."""
+    """Returns the job with the measured kind of memory: resident on a CPU, else allocated by PyTorch."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
 def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
-    """Returns a prediction that is comparable with measurements; None without a profile."""
+    """Returns a prediction that is comparable with measurements; None without a hardware profile."""
     return predict(job_of(config, device), load_hardware(gpu)) if gpu else None
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Returns why a layout should run out of memory, or "" if it fits. Processes share a CPU's memory."""
+    """Returns why a layout is predicted to run out of memory, or "". Processes on a CPU share its memory."""
     if not gpu:
         return ""
     # On a GPU, context and NCCL buffers must fit as well, not only PyTorch's allocations.
@@ -187,7 +187,7 @@ def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
 
 
 def to_markdown(rows: Sequence[Row], title: str) -> str:
-    """Returns the table, fastest first per number of GPUs, then rows without time, then invalid layouts."""
+    """Returns a table of measured rows, fastest first per GPU count, then other rows, then rejections."""
     lines, by_status = [f"# {title}"], _FASTEST_FIRST.index
     layouts = [row for row in rows if row.status != "rejected"]
     layouts.sort(key=lambda row: (by_status(row.status), row.case.config.world_size, row.seconds or 0.0))
@@ -220,7 +220,7 @@ def to_markdown(rows: Sequence[Row], title: str) -> str:
 
 
 def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Returns the rejected cases by the first rule that they violate, in words without numbers."""
+    """Returns the rejected cases by the first rule that they violate, with numbers removed from rules."""
     found: dict[str, list[Row]] = {}
     for row in (row for row in rows if row.status == "rejected"):
         # `PP=3: must divide NUM_LAYERS=4. Fix: ...` becomes `PP: must divide NUM_LAYERS`

@@ -1,1 +1,1 @@
-"""Hang detection: heartbeats, stacks, and the ranks that hold the others up."""
+"""Hang detection: heartbeats, stacks, and the ranks that block other ranks."""

@@ -1,8 +1,8 @@
 """Trace of a rank's latest function calls in a mapped file that survives kill -9 (TRACE_CALLS_FROM).
 
-One fixed-length line per call: number, seconds of the host's monotonic clock, function. The newest overwrites
-the oldest; `sort -n` restores the order. Only Python functions of chosen packages are recorded
-(TRACE_CALLS_IN). A recorded call costs one or two microseconds, any other call a fraction of one.
+One fixed-length line per call: number, seconds of the host's monotonic clock, function. The newest line
+overwrites the oldest line; `sort -n` restores the order. Only Python functions of chosen packages
+(TRACE_CALLS_IN) are recorded. A recorded call costs one or two microseconds, any other call far less.
 """
 
 import logging
@@ -26,7 +26,7 @@ _NAME_BYTES = _LINE_BYTES - 12 - 1 - 14 - 1 - 1
 
 
 def calls_file(folder: Path, rank: int) -> Path:
-    """Path of a rank's trace in `folder`, RUN/hang/calls."""
+    """Path of a rank's trace in `folder` (RUN/hang/calls)."""
     return folder / f"rank_{rank:05d}.txt"
 
 
@@ -104,4 +104,4 @@ def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> No
         try:
             CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)  # sys.setprofile keeps it alive
         except OSError as error:  # no reason to end a run
-            logger.warning("cannot trace calls to %s: %s", path, error.strerror or error)
+            logger.warning("cannot write call trace %s: %s", path, error.strerror or error)

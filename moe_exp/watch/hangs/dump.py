@@ -1,8 +1,8 @@
-"""Dumps the stacks of this node's ranks from outside: py-spy, else faulthandler in the rank, else /proc.
+"""Dumps the stacks of this node's ranks with py-spy, else faulthandler in the rank, else facts from /proc.
 
-py-spy reads a process's memory without stopping it, even that of a stopped process. For a hang it runs again
-for C frames, which stops the process for about a second. faulthandler writes on a signal, even while the GIL
-is held. It walks other threads' frames without a lock: safe in a hung process, mostly safe in a running one.
+py-spy reads the memory of a running or stopped process without stopping it. In a hang, a second py-spy run
+reads C frames and stops the process for about a second. faulthandler writes stacks on a signal, even while
+the GIL is held. It reads frames without a lock: safe in a hung process, mostly safe in a running process.
 """
 
 import errno
@@ -38,7 +38,7 @@ _NCCL_PREFIX = "nccl_trace_rank_"
 
 
 def ranks_of_node(local: Path) -> dict[int, int]:
-    """Maps rank to pid for all ranks of this node's launcher, identified by its heartbeat folder `local`."""
+    """Maps rank to pid for all ranks of the launcher on this node whose heartbeat folder is `local`."""
     found, parents = {}, {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -63,7 +63,7 @@ def nccl_environment(local: Path) -> dict[str, str]:
 
 
 def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
-    """Writes dumps of all ranks of this node into `folder`; `is_hang`: with C frames and NCCL's record."""
+    """Writes dumps of all ranks of this node into `folder`; `is_hang`: adds C frames and NCCL's record."""
     beats = {beat.rank: beat for beat in heartbeat.read_beats(local)}
     # a scan of processes also finds ranks that have no heartbeat yet
     pids = {rank: beat.pid for rank, beat in beats.items()} | ranks_of_node(local)
@@ -103,7 +103,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
 
 
 def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
-    """Host, pid, state (psutil's, TRACED or GONE), kernel wait function, number of GPUs, and heartbeat."""
+    """Host, pid, state (of psutil, TRACED or GONE), kernel function, number of GPUs, and heartbeat."""
     try:
         state = str(psutil.Process(pid).status())
     except psutil.Error:
@@ -160,7 +160,7 @@ def py_spy_program() -> str:
 
 
 def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[str, str]:
-    """Returns the output of `py-spy dump` (empty if it failed) and the reason for a failure."""
+    """Returns the output of `py-spy dump` (empty on failure) and the reason for a failure, or ''."""
     if not (program := py_spy_program()):
         return "", "not installed"
     command = [program, "dump", "--full-filenames", "--pid", str(pid), *(options or ("--nonblocking",))]
@@ -177,7 +177,7 @@ def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[s
 
 
 def _record(pipe: Path, path: Path) -> bool:
-    """Requests a rank's record of collectives through its pipe; returns whether it was written in time."""
+    """Requests a rank's record of collectives through `pipe`; returns whether `path` was written in time."""
     path.unlink(missing_ok=True)
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
@@ -192,7 +192,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Each process group's `last` collective, with how many it started, and the latest `entries`."""
+    """The `last` collective of each process group, with its number in the group, and latest `entries`."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

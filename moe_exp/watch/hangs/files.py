@@ -1,14 +1,14 @@
 """The files in RUN/hang: requests for stacks, the launchers' answers, and one dump per rank.
 
-    request.json           the latest request: folder for the answers, hang or stacks, reason
+    request.json           the latest request: folder for the answers, kind (hang or stacks), reason
     2026-11-22T03-50-12/   the answers to one request
-        node_00000.json    from a launcher: its ranks; `done` once their files are written
+        node_00000.json    a launcher's answer: its ranks; `done` once the ranks' files are written
         rank_00003.txt     facts, one per line, then the stacks as py-spy or faulthandler prints them
-        verdict.json       for a hang, from the requesting launcher: whether to kill the ranks
+        verdict.json       for a hang: the requesting launcher's decision whether to kill the ranks
         summary.txt
 
-Launchers check `request.json` once a second. All of them detect a hang at about the same time; node 0 creates
-the folder, and another node does so only if node 0's does not appear.
+Launchers check `request.json` once a second. All launchers detect a hang at about the same time. Node 0 then
+creates the folder; another node creates a folder only if node 0's folder does not appear.
 """
 
 import importlib.util
@@ -72,7 +72,7 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 
 def latest_request(folder: Path) -> Request | None:
-    """The latest request in RUN/hang, or the request that a folder of answers belongs to."""
+    """The latest request if `folder` is RUN/hang, or the request for which a folder has the answers."""
     return _read(Request, folder / "request.json")
 
 
@@ -81,7 +81,7 @@ def write_answer(folder: Path, answer: Answer) -> None:
 
 
 def read_answers(folder: Path) -> list[Answer]:
-    """The launchers' answers so far, by node."""
+    """The launchers' answers so far, in node order."""
     answers = (_read(Answer, path) for path in sorted(folder.glob("node_*.json")))
     return [answer for answer in answers if answer is not None]
 
@@ -96,7 +96,7 @@ def _read(kind: Callable[..., T], path: Path) -> T | None:
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:
-    """Waits `all_seconds` for all nodes, only `first_seconds` for the first; returns the answers so far."""
+    """Waits up to `first_seconds` for the first answer and `all_seconds` for all; returns the answers."""
     start = time.monotonic()
     while True:
         answers, waited = read_answers(folder), time.monotonic() - start
@@ -107,7 +107,7 @@ def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) 
 
 
 def wait_for_verdict(folder: Path, seconds: float) -> bool | None:
-    """Waits for the verdict: whether the run hangs, or None if none arrives in time."""
+    """Waits for the verdict and returns whether the run hangs; None if no verdict arrives in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -133,7 +133,7 @@ _FOLDERS = "packages"  # the fact that lists their folders
 
 
 def package_folders() -> list[str]:
-    """Folders of PACKAGES as this process would import them, without importing them."""
+    """Folders from which this process would import PACKAGES; does not import any package."""
     # Names are not enough: a clone may be in a folder called moe_exp or torch, next to unrelated files.
     specs = filter(None, map(importlib.util.find_spec, PACKAGES))
     folders = [folder for spec in specs for folder in spec.submodule_search_locations or ()]
@@ -151,7 +151,7 @@ class Frame:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Identity of the frame, the same for every tool."""
+        """Identity of the frame, equal in the output of every tool."""
         return self.name.rpartition(".")[2], self.file, self.line
 
     @property
@@ -213,7 +213,7 @@ def write_dump(
 
 
 def read_dumps(folder: Path) -> list[RankDump]:
-    """Reads the dumps of all ranks in a folder, by rank; skips invalid files with a warning."""
+    """Reads the dumps of all ranks in a folder, in rank order; skips invalid files with a warning."""
     dumps = []
     for path in sorted(folder.glob("rank_*.txt")):
         try:
@@ -240,7 +240,7 @@ def read_dumps(folder: Path) -> list[RankDump]:
 
 def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
     """Parses the output of `py-spy dump --full-filenames` or faulthandler; MainThread comes first.
-    Paths in `folders`, those of PACKAGES on the dump's host, are shortened to start at the package.
+    `folders`: folders of PACKAGES on the dump's host; paths in them are shortened to start at the package.
     """
 
     def from_package(file: str) -> str:

@@ -1,9 +1,9 @@
 """A rank's heartbeat: its iteration and phase in a small mapped file for its launcher (monitor.py). No torch.
 
-A rank that is stopped, or stuck in C with the GIL held, cannot report that itself. It only records where it
-is, in a microsecond or two, and the launcher decides what is overdue. The file survives a kill -9. In
-addition, faulthandler writes all stacks into a second file on STACKS_SIGNAL, and a sleeping thread writes
-torch's record of collectives when a pipe receives a byte.
+A rank that is stopped, or stuck in C with the GIL held, cannot report its state. So every rank only records
+each new phase (in a microsecond or two), and the launcher decides whether a rank is overdue. The file
+survives kill -9. In addition, faulthandler writes all stacks into a second file on STACKS_SIGNAL, and a
+sleeping thread writes torch's record of collectives when a pipe receives a byte.
 
 Without the launcher's environment variable, for instance under plain torchrun, all functions are no-ops.
 """
@@ -56,7 +56,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's `beat`, `stacks` (faulthandler's), `collectives.json`, or the `pipe` to request it."""
+    """Path of a rank's `beat`, `stacks` (of faulthandler), `collectives.json` or `pipe` (requests them)."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 
@@ -66,12 +66,12 @@ def hung_file(folder: Path) -> Path:
 
 
 def failures_file(folder: Path) -> Path:
-    """Path of the number of failures of the job so far; the agent writes it before the ranks start."""
+    """Path of the file with the job's number of failures; the agent writes it before the ranks start."""
     return folder / "failures"
 
 
 def read_beats(folder: Path) -> list[Heartbeat]:
-    """Reads the heartbeats of a node's ranks, by rank."""
+    """Reads the heartbeats of a node's ranks, in rank order."""
     beats = []
     for path in sorted(folder.glob("rank_*.beat")):
         rank = int(path.stem.removeprefix("rank_"))
@@ -116,7 +116,7 @@ class HeartbeatWriter:
         self._note()
 
     def begin(self, iteration: int, num_microbatches: int) -> None:
-        """Records the start of an iteration, with its first phase, and how long the previous one took."""
+        """Records the start of an iteration and of its first phase, and the previous iteration's duration."""
         self.enter(ITERATION_PHASES[0])
         if self._num_microbatches:
             # a ring: the newest duration replaces the oldest
@@ -168,7 +168,7 @@ def begin(iteration: int, num_microbatches: int) -> None:
 
 @contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Reports everything inside as `phase`, including phases entered there; works as a decorator."""
+    """Reports `phase` until the block ends, even if the block enters other phases; also a decorator."""
     global _outer
     if _heart is None:
         yield
@@ -189,7 +189,7 @@ def paused() -> AbstractContextManager[None]:
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
-    """Writes torch's flight recorder, or {}, whenever the pipe receives a byte; sleeps in C otherwise."""
+    """Writes the record of torch's flight recorder, or {}, for each byte in the pipe; sleeps in C between."""
     # read and write: as a mere reader, `read` would return at once after the other side has closed
     pipe = os.open(rank_file(folder, rank, "pipe"), os.O_RDWR)
     path = rank_file(folder, rank, "collectives.json")

@@ -1,7 +1,7 @@
 """The launcher's hang detection: monitors its ranks' heartbeats, collects all stacks, and kills the ranks.
 
 The launcher's loop calls `HangWatch.poll`, which costs a few small reads a second; slower work runs in a
-thread. A false alarm costs a restart, which is worse than a late one, so a run counts as hung only if
+thread. A false alarm costs a restart, which is worse than a late alarm. So a run counts as hung only if
 
 - every rank of the node is over its limit (`limit_seconds`), and no rank on any node is far from its limit,
   paused or under a debugger, and
@@ -65,8 +65,8 @@ _ANSWER_SECONDS = 120.0  # time for the other nodes to write their stacks
 def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None) -> float:
     """Time limit of a rank's iteration, or of its phase outside of iterations.
 
-    `hang_timeout`: auto, none or seconds; `other_seconds`: limit outside of iterations and until enough of
-    them have been timed; None: no limit.
+    `hang_timeout`: auto, none or seconds; `other_seconds`: limit outside of iterations and until enough
+    iterations have been timed (None: no limit).
     """
     other = math.inf if other_seconds is None else float(other_seconds)
     if hang_timeout == "none" or beat.phase == PAUSED:
@@ -86,7 +86,7 @@ def elapsed_seconds(beat: Heartbeat, now: float, running_since: float) -> float:
 
 
 class HangWatch:
-    """Monitors the ranks of this node; a context manager. The ranks need `environment`."""
+    """Context manager that monitors the ranks of this node; start the ranks with `environment`."""
 
     def __init__(self, config: Config, run: RunFolder):
         self._config, self._run, self._hang = config, run, run.path / "hang"
@@ -135,7 +135,7 @@ class HangWatch:
         elif watches and (reason := self._hang_reason(now)):
             self._begin(lambda: self._end_hang(reason))
         elif watches and self._hangs_at_stop(now):
-            complain("no rank has made progress since the stop request; killing them without a checkpoint")
+            complain("no rank has made progress since the stop request; killing ranks without a checkpoint")
             self._end_ranks()
         return self._hung_at < math.inf
 
@@ -222,7 +222,7 @@ class HangWatch:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes this node's stacks, waits for the verdict on a hang, and acts on it; None without one."""
+        """Writes this node's stacks; for a hang, waits for the verdict, obeys and returns it (or None)."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         # the requesting launcher decides for all nodes, since it reads the answers of all
@@ -293,7 +293,7 @@ class HangWatch:
         return True
 
     def _named_by_another(self) -> Request | None:
-        """Another node's request for the same hang, or None; node 0 does not wait for one."""
+        """Another node's request for the same hang, or None; node 0 does not wait for a request."""
         # all nodes detect the hang at about the same time, and their stacks belong in one folder
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:

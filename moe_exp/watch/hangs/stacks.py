@@ -1,15 +1,15 @@
-"""Compares the stacks of all ranks to find those that hold the others up.
+"""Compares the stacks of all ranks to find the ranks that block the other ranks.
 
-In a hang, nearly all ranks wait in a collective for a few that have not reached it. A rank is suspected if,
-in order of evidence:
+In a hang, nearly all ranks wait in a collective that a few ranks have not reached. The following rules
+suspect a rank, from strong to weak evidence:
 
-1. its process is stopped, gone or under a debugger, or its launcher has not answered;
-2. it is not waiting, while others are;
-3. it is an iteration behind the others;
-4. it has started fewer collectives of a process group than another rank in it (torch's flight recorder);
-5. its stack differs from that of a majority.
+1. The rank's process is stopped, gone or under a debugger, or its launcher has not answered.
+2. The rank is not waiting, while other ranks are.
+3. The rank is in an earlier iteration than other ranks.
+4. The rank has started fewer collectives of a process group than another rank (torch's flight recorder).
+5. The rank's stack differs from the stack of a majority.
 
-1 and 2 are combined; each of the others applies only if the earlier ones found nothing.
+Rules 1 and 2 apply together. Each of the rules 3 to 5 applies only if no earlier rule suspects a rank.
 """
 
 import shutil
@@ -50,7 +50,7 @@ _STATES = {
     STOPPED: "is stopped (by a signal such as SIGSTOP)",
     TRACED: "is under a debugger",
     GONE: "has ended",
-    _ABSENT: "was not found: its launcher did not answer, or it has ended",
+    _ABSENT: "was not found: its launcher did not answer, or the rank has ended",
 }
 _SHOWN_FRAMES, _SHOWN_CALLS = 12, 10
 _STILL_SECONDS = 60.0  # if all ranks have been in their phase this long, it may be an unreported hang
@@ -59,7 +59,7 @@ _ALL_SECONDS = 120.0
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
-    """Main thread's Python frames, innermost first, preceded by autograd's thread in a GPU backward pass."""
+    """Main thread's Python frames, innermost first; in a GPU backward pass, autograd's frames come first."""
     frames = next((thread.frames for thread in dump.threads if thread.name == MAIN), ())
     if any(frame.name.endswith("_engine_run_backward") for frame in frames[:2]):
         for thread in dump.threads:
@@ -70,7 +70,7 @@ def main_stack(dump: RankDump) -> tuple[Frame, ...]:
 
 
 def is_waiting(dump: RankDump) -> bool:
-    """Whether a rank waits in a torch collective, in its `wait`, or for work it has launched on a GPU."""
+    """Whether a rank waits in a torch collective, in `wait` of a collective, or for its own work on a GPU."""
     frames = main_stack(dump)
     if not frames:
         return False
@@ -115,7 +115,7 @@ def _grouped(dumps: Iterable[RankDump], key: Callable[[RankDump], object]) -> li
 
 
 def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
-    """Maps suspected ranks to the finding, by the rules at the top of this file."""
+    """Maps suspected ranks to the findings of the rules at the top of this file."""
     found = _by_state(dumps)
     waiting = [dump for dump in dumps if is_waiting(dump)]
     for dump in dumps:
@@ -168,7 +168,7 @@ class Summary(NamedTuple):
 
 
 def summarize(folder: Path) -> Summary:
-    """Summarizes a folder of answers, RUN/hang/TIME; raises ValueError if it has no stacks."""
+    """Summarizes a folder of answers, RUN/hang/TIME; raises ValueError if the folder has no stacks."""
     dumps, answers, request = read_dumps(folder), read_answers(folder), latest_request(folder)
     if not dumps and not answers:
         fix = "name a folder in RUN/hang, or a run folder to request new stacks from its launchers"
@@ -189,7 +189,7 @@ def summarize(folder: Path) -> Summary:
         whose = "launcher of node" if len(silent) == 1 else "launchers of nodes"
         head += [f"no answer from the {whose} {_numbers(silent)}"]
     if is_asked:
-        head += ["requested by a user: the run continues, and ranks need not be in the same place"]
+        head += ["requested by a user: the run continues, and ranks may be in different places"]
     if named or not is_asked:
         head += ["ranks that differ from the others:" if named else "no rank stands out"]
     short = []
@@ -213,7 +213,7 @@ def summarize(folder: Path) -> Summary:
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Yields stacks, latest calls of suspected ranks (all ranks if none), and fallback tools used."""
+    """Yields all stacks, latest calls of suspected ranks (of all ranks if none), and fallback tools."""
     # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])
@@ -250,8 +250,8 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Summary, Path]:
-    """Requests the stacks of a running job (run folder), or reads those in RUN/hang/TIME; returns their
-    summary and folder. Raises ValueError if no launcher answers within `first_seconds`, or without stacks.
+    """Requests new stacks if `place` is a run folder, else reads the stacks in RUN/hang/TIME. Returns summary
+    and folder. Raises ValueError if no launcher answers in `first_seconds` or the folder has no stacks.
     """
     run = RunFolder(place)
     if not run.config.exists():

@@ -1,7 +1,7 @@
 """Alerts by e-mail, to a webhook and into a file. No torch.
 
 Secrets (the password, and the webhook URL with its token) come from files or the environment, never from the
-command line, which every user of the host can read. Error messages never contain them.
+command line, which every user of the host can read. Error messages never contain secrets.
 """
 
 import base64
@@ -34,12 +34,12 @@ Security = Literal["tls", "starttls", "none"]
 
 
 class PartlySent(Exception):
-    """Raised if only some recipients got the message; a retry would not help the others."""
+    """Raised if only some recipients got the message; a retry would not help the other recipients."""
 
 
 @dataclass(frozen=True)
 class Mail:
-    """E-mail through an SMTP server with TLS, STARTTLS or neither; without `user`, it does not log in."""
+    """E-mail through an SMTP server with TLS, STARTTLS or neither; logs in only if `user` is set."""
 
     host: str
     port: int
@@ -60,7 +60,7 @@ class Mail:
         return (self.password, *(base64.b64encode(text.encode()).decode() for text in sent if self.password))
 
     def send(self, subject: str, text: str) -> None:
-        """Sends a message; raises OSError or SMTPException on failure, PartlySent if some were refused."""
+        """Sends a message; raises OSError or SMTPException on failure, PartlySent if some recipients fail."""
         message = EmailMessage()
         message["Subject"], message["From"], message["To"] = _line(subject), self.sender, ", ".join(self.to)
         message["Date"] = formatdate(localtime=True)
@@ -218,11 +218,11 @@ class _Flags:
         path = expanded(self.options["alert_file"]).absolute()
         if not path.parent.is_dir():
             fix = "create the folder or name another file"
-            self._wrong("--alert-file", path, "its folder does not exist", fix)
+            self._wrong("--alert-file", path, "the parent folder does not exist", fix)
         return AlertFile(path)
 
     def _secret(self, name: str, variable: str) -> str:
-        """First line of the file that the option `name` names, else the value of the variable."""
+        """First line of the file given by the option `name`, or else the value of `variable`."""
         if not (file := self.options.get(name)):
             return self.environ.get(variable, "")
         flag, secret = f"--{name.replace('_', '-')}", ""
@@ -234,7 +234,7 @@ class _Flags:
             self._wrong(flag, file, f"cannot be read ({reason})", fix)
         else:
             if not secret:
-                self._wrong(flag, file, "its first line is empty", "write the secret there")
+                self._wrong(flag, file, "its first line is empty", "write the secret in line 1")
         return secret
 
 

@@ -43,7 +43,7 @@ class Limits:
     """Thresholds for problems."""
 
     stuck_seconds: float | None = None  # without a new record while a job runs; None: derived from the speed
-    ahead_seconds: float = 86400.0  # how long before its end a chain that is too short is reported
+    ahead_seconds: float = 86400.0  # a chain of jobs that is too short is reported this long before its end
     wait_seconds: float = 86400.0  # without a running job, although jobs are queued
 
 
@@ -126,19 +126,19 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (text by key) of a run without a folder; `jobs`: describes its jobs; `missing`: the error."""
+    """Problems (text by key) of a run without a folder; `jobs`: text on its jobs; `missing`: the error."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
     if queue is None:  # no jobs to query, or no squeue, which is reported separately
-        add = "" if jobs else "; before its first job starts, add --slurm-name"
+        add = "" if jobs else "; before the first job starts, add --slurm-name"
         return {} if memory.busy else {"unknown": f"{missing}. Fix: {_NAME_IT}{add}."}
     if not (queue.all_jobs or memory.busy):
         # the path or the name of the jobs may be misspelled
         queued = f"and no job {jobs} is queued"
         return {"unknown": f"{missing}, {queued}. Fix: {_NAME_IT}, and check --slurm-name."}
     memory.busy = now if not memory.busy or queue.running else memory.busy
-    found = _scheduling(queue, memory, limits, now, jobs, "and its run folder was never created")
+    found = _scheduling(queue, memory, limits, now, jobs, "and the run folder was never created")
     # the job that has run longest should have created the folder
     begun = min((job.start.timestamp() for job in queue.running if job.start), default=now)
     if now - begun > (limits.stuck_seconds or START_SECONDS):
@@ -148,7 +148,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """The problem that the latest start failed, unless another job `begun` since; `since`: what followed."""
+    """The problem that the latest start failed, if no job has `begun` later; `since`: text on later jobs."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure
@@ -164,7 +164,7 @@ def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[s
 
 
 def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> dict[str, str]:
-    """The problem that a run has stopped writing records, if so; `since`: start of the running job."""
+    """The problem that a run has stopped writing records, or {}; `since`: start of the running job."""
     begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
     first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)
@@ -198,7 +198,7 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
-    """Unreported events (text by key), except those of the problem `failed`; updates `memory`."""
+    """Unreported events (text by key), except events of the problem `failed`; updates `memory`."""
     seen = memory.num_events
     # fewer than before: another run uses the folder now, so all are new
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]
@@ -304,7 +304,7 @@ class Reported:
 
 @dataclass
 class Memory:
-    """What checks of one run remember, in a state file."""
+    """Memory of the checks of one run, kept in a state file."""
 
     problems: dict[str, Reported] = field(default_factory=dict)  # by key
     num_events: int | None = None  # of metrics.jsonl that were checked
@@ -317,7 +317,7 @@ class Memory:
     failed_channels: dict[str, str] = field(default_factory=dict)  # why the last message failed
 
     def slurm_silence(self, silent: str, now: float) -> dict[str, str]:
-        """Records whether SLURM responds (`silent`: why not); returns a problem if it has not for a while."""
+        """Records whether SLURM responds (`silent`: why not); returns a problem after a long silence."""
         self.slurm_silent = (self.slurm_silent or now) if silent else 0.0
         if not silent or now - self.slurm_silent < _SLURM_SILENT_SECONDS:
             return {}
@@ -350,14 +350,14 @@ class Memory:
             self.problems[key].is_open = False
 
     def forget_old(self, now: float, again_seconds: float) -> None:
-        """Drops problems that are over and may be reported again."""
+        """Drops problems that are over and were last reported at least `again_seconds` ago."""
         for key, known in list(self.problems.items()):
             if not (known.since or known.is_open or now - known.reported < again_seconds):
                 del self.problems[key]
 
 
 def memory_file(folder: Path, run: Path) -> Path:
-    """Path of a run's state file, with its name and a hash of its path, since two runs may share a name."""
+    """Path of a run's state file; a hash of the run's path distinguishes runs that share a name."""
     path = os.path.abspath(run)  # noqa: PTH100  # does not access the disk, which may hang
     return folder / f"{Path(path).name}-{hashlib.sha256(path.encode()).hexdigest()[:10]}.json"
 

@@ -82,7 +82,7 @@ class RunView:
 
     @property
     def failure(self) -> tuple[float, list[Record]] | None:
-        """Time and events that ended the latest start; None if it has not failed, or another one followed."""
+        """Time and events that ended the latest start; None unless the latest start has failed."""
         ends, hung = list[Record](), list[Record]()
         for event in self.events:
             name = event["event"]
@@ -110,7 +110,7 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """Average time including evaluations (a forward pass takes a third of an iteration) and saves."""
+        """Average with evaluations (a forward pass is assumed to take a third of an iteration) and saves."""
         pace = self.seconds_per_iteration
         if pace is None:
             return None
@@ -136,7 +136,7 @@ class RunView:
 
     @property
     def gap_seconds(self) -> float | None:
-        """Median time from the end of a job to the start of the next one; None before the second job."""
+        """Median time from the end of a job to the start of the next job; None before the second job."""
         changes = [event for event in self.events if event["event"] in ("end", *_STARTS)]
         gaps = [
             max(0.0, event_time(after) - event_time(before))
@@ -147,7 +147,7 @@ class RunView:
 
     @property
     def patience_seconds(self) -> float:
-        """Allowed silence: 3 log intervals, one evaluation, twice the longest save, and ten minutes."""
+        """Allowed silence: 3 log intervals + one evaluation + twice the longest save + ten minutes."""
         pace = self.seconds_per_iteration or 0.0
         evaluated = int(self.settings["eval_iters"]) if self.settings["eval_interval"] else 0
         iterations = 3 * int(self.settings["log_interval"]) + evaluated
@@ -155,7 +155,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """Number of latest starts at the same iteration without a save between or since."""
+        """Number of latest starts at the same iteration, without a save between or after these starts."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -166,7 +166,7 @@ class RunView:
 
     @property
     def checkpoint_bytes(self) -> int | None:
-        """Size of the newest checkpoint that recorded it."""
+        """Size of the newest checkpoint with a recorded size."""
         return next((int(event["bytes"]) for event in reversed(self.saves) if event.get("bytes")), None)
 
 
@@ -176,7 +176,7 @@ def no_folder(path: Path) -> str:
 
 
 def view_run(path: Path, *, now: float | None = None) -> RunView:
-    """Reads a run folder; raises ValueError if it is not one."""
+    """Reads a run folder; raises ValueError if `path` is not a run folder."""
     folder = RunFolder(path)
     if not folder.config.exists():
         raise ValueError(f"{no_folder(path)}. Fix: name a run folder, $RUN_DIR/$RUN_NAME.")
@@ -197,7 +197,7 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
-    """Returns the result of `action`; raises TimeoutError, and abandons its thread, if a disk hangs."""
+    """Runs `action` in a thread and returns the result; raises TimeoutError after `seconds` (hung disk)."""
     result: Future[_Result] = Future()
 
     def work() -> None:
@@ -211,12 +211,12 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
     thread.start()
     thread.join(seconds)
     if not result.done():
-        raise TimeoutError(f"its file system did not respond in {seconds:.0f} s")
+        raise TimeoutError(f"the file system did not respond in {seconds:.0f} s")
     return result.result()
 
 
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
-    """Reads all events of a metrics.jsonl and its latest train records; both are empty without a file."""
+    """Reads all events of a metrics.jsonl and its latest train records; both are [] if there is no file."""
     # long runs have gigabytes of train records: parse only the needed lines
     events: list[Record] = []
     last: deque[bytes] = deque(maxlen=_LAST_RECORDS)
@@ -257,13 +257,13 @@ class Disk:
 
     @property
     def full_in_seconds(self) -> float | None:
-        """Time until the disk is full at this rate; None if it is not filling up."""
+        """Time until the disk is full at this rate; None if the disk is not filling up."""
         rate = self.bytes_per_second
         return self.free_bytes / rate if rate and rate > 0 else None
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """Samples of the last day plus a new one, which replaces the last one if they are frequent."""
+    """Samples of the last day plus a new sample, which replaces the last sample if samples are frequent."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:
@@ -272,7 +272,7 @@ def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample
 
 
 def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
-    """Measures the fill rate if `samples` span an hour and a few saves, else derives it from checkpoints."""
+    """Measures the fill rate if `samples` span an hour and a few saves, else derives it from save sizes."""
     settings, free, begin = view.settings, samples[-1][1], 0.0
     if settings["keep_last"]:
         # until the run has as many checkpoints as it keeps, the disk fills faster than afterwards

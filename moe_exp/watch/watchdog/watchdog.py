@@ -46,7 +46,7 @@ _READ_SECONDS = 60.0  # timeout for a file system
 
 @dataclass(frozen=True)
 class Watched:
-    """A run and the name of its jobs; empty: no query to SLURM."""
+    """A run and the name of its SLURM jobs (empty: SLURM is not queried)."""
 
     path: Path
     slurm_name: str = ""
@@ -65,7 +65,7 @@ class Watchdog:
     _kept: dict[Path, Memory] = field(default_factory=dict)  # lets a daemon survive a full disk
 
     def check(self, *, now: float | None = None) -> list[RunCheck]:
-        """Checks all runs and sends a message if needed; raises ValueError if another check blocks it."""
+        """Checks all runs and sends a message if needed; ValueError if another check does not end."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS):
@@ -127,7 +127,7 @@ class Watchdog:
         check.state = state_line(sight)
 
     def _check_queued(self, check: RunCheck, now: float) -> None:
-        """Checks a run by its jobs alone, before the first one has created the folder."""
+        """Checks a run by its jobs alone, before the first job has created the run folder."""
         run, submitted = check.run, RunFolder(check.run.path).submitted
         job_ids = [] if run.slurm_name or not submitted.exists() else submitted.read_text().split()
         queue, silent = self._queue(check, job_ids)
@@ -146,7 +146,7 @@ class Watchdog:
         check.state = "; ".join([*parts, *(["SLURM does not respond"] if silent else [])])
 
     def _queue(self, check: RunCheck, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str]:
-        """A run's jobs and why SLURM does not respond; reports a host without squeue as a problem."""
+        """A run's jobs, and SLURM's error or ''; reports a host without squeue as a problem."""
         name = check.run.slurm_name
         try:
             return read_queue(name, self.user, job_ids=job_ids) if name or job_ids else None, ""
@@ -157,7 +157,7 @@ class Watchdog:
             return None, str(error)
 
     def _send(self, checks: Sequence[RunCheck], now: float) -> None:
-        """Sends one message for all runs if needed; the next check reports failed channels via the others."""
+        """Sends one message for all runs if needed; the next check's message reports failed channels."""
         to_send = [check for check in checks if check.news or check.over]
         if not to_send or not self.channels:
             return
@@ -176,7 +176,7 @@ class Watchdog:
                 check.memory.confirm(check.news, check.over, now)
 
     def unknown_runs(self) -> list[str]:
-        """One line for each path that is neither a run folder nor that of a queued job; sends nothing."""
+        """One line per path that is neither the folder of a run nor the folder of a queued run; no alerts."""
         checks = [self._check_run(run, time.time()) for run in self.runs]
         return [check.found["unknown"] for check in checks if check.is_unknown]
 
@@ -188,7 +188,7 @@ class Watchdog:
 
 @dataclass
 class RunCheck:
-    """Result for one run: all problems, those to report now, and those that are over; each as text by key."""
+    """Result for one run: all problems, problems to report now, and problems that are over (text by key)."""
 
     run: Watched
     memory_path: Path
@@ -206,7 +206,7 @@ class RunCheck:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the path has never been a run folder or that of a queued job."""
+        """Whether the path has never been the folder of a started or queued run."""
         return "unknown" in self.found
 
     def text(self) -> str:
@@ -227,7 +227,7 @@ def _warn(text: str) -> None:
 
 
 def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> None:
-    """Checks every `every_seconds`, starting after that time, until a signal ends this process."""
+    """Checks every `every_seconds` (first after that time) until a signal ends this process."""
     start = time.monotonic()
     while True:
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))
@@ -240,7 +240,7 @@ def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> N
 
 
 def print_checks(checks: Sequence[RunCheck], *, quiet: bool) -> None:
-    """Prints reports on all runs; with `quiet`, only on those with problems."""
+    """Prints reports on all runs, or with `quiet` only on runs with problems."""
     for check in checks:
         if check.is_unknown:
             for text in all_texts(check.found):
@@ -263,7 +263,7 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
             problems.append(f"--{name}={text}: must be a time. Fix: {fix}.")
     names, run_dirs = list(options["slurm_name"]), list(options["run_dirs"])
     if names and len(names) != len(run_dirs):
-        rule = f"{len(names)} names for {len(run_dirs)} runs. Fix: set one per RUN_DIR, in the same order"
+        rule = f"{len(names)} names for {len(run_dirs)} runs. Fix: set a name per RUN_DIR, in the same order"
         problems.append(f"--slurm-name={' '.join(names)}: {rule}.")
         names = []
     for name in (name for name in names if re.search(r"[,\s]", name)):

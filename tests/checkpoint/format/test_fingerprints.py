@@ -199,7 +199,7 @@ def test_whatever_is_changed_after_a_load_is_named_on_every_rank(tmp_path):
     assert named[3] == "decoder.layers.1.self_attention.linear_proj.weight"
     for line in first[1:]:
         assert line.startswith(f"checkpoint={folder}: 1 of {len(saved)} tensors differ from what was saved")
-        assert "Fix: start again" in line
+        assert "Fix: start the run again" in line
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -279,5 +279,5 @@ def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path, capsys)
     (folder.parent / "iter_0000001").rmdir()
     assert load_config(settings, {}).fingerprints
     assert main(["ckpt", "verify", str(folder)]) == 1
-    assert f"{folder}: {name} differs from what was in memory" in capsys.readouterr().out
+    assert f"{folder}: {name} differs from the tensor in memory" in capsys.readouterr().out
     assert run_to_end(settings | {"train_iters": 4, "fingerprints": "false"})[0] == 0

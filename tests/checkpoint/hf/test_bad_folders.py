@@ -90,7 +90,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "layer types": ("qwen3", {"layer_types": ["full_attention", "x"]}, r"layer_types=x: "),
     "attention bias": ("llama", {"attention_bias": True}, r"attention_bias=True: biases in the attention"),
     "mlp bias": ("llama", {"mlp_bias": True}, r"mlp_bias=True: biases in the MLP"),
-    "activation": ("qwen3_moe", {"hidden_act": "gelu"}, r"hidden_act=gelu: other activations than SwiGLU"),
+    "activation": ("qwen3_moe", {"hidden_act": "gelu"}, r"hidden_act=gelu: activations other than SwiGLU"),
     "rope type": ("llama", {"rope_parameters": NEW_ROPE | {"rope_type": "long"}}, r"rope_type=long: "),
     "old rope type": (
         "llama", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, r"rope_type=dynamic: "
@@ -104,7 +104,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "own code": ("deepseek_v3", {"auto_map": {"AutoModel": "modeling.Model"}}, r"auto_map=\{\.\.\.\}: "),
     "unknown field": ("llama", {"logit_scale": 0.5}, r"logit_scale=0\.5: .*--ignore-field logit_scale"),
     "epsilon of MLA": ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05: must be 1e-06"),
-    "groups": ("deepseek_v3", {"num_experts_per_tok": 2}, r"topk_group=2: groups are ranked by"),
+    "groups": ("deepseek_v3", {"num_experts_per_tok": 2}, r"topk_group=2: a group is ranked by"),
     "part of heads": (
         "qwen3", {"rope_parameters": NEW_ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: "
     ),

@@ -85,7 +85,7 @@ def test_both_forms_are_written(form):
 def test_a_rope_scaling_without_a_form_is_refused_by_name():
     model = Config(**settings(LLAMA)).model_copy(update={"rope_scaling": "new"})
     with pytest.raises(
-        UnsupportedModel, match=r"^ROPE_SCALING=new: config.json cannot .* use none, llama3 or yarn"
+        UnsupportedModel, match=r"^ROPE_SCALING=new: config.json cannot .* set none, llama3 or yarn"
     ):
         fields_of(model, architecture_of(LLAMA))
 

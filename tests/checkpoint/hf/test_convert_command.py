@@ -36,7 +36,7 @@ def test_single_layers_and_experts_are_stacked_by_the_command_in_the_error(tmp_p
     assert main(["ckpt", "reshape", str(checkpoints["mixtral"]), str(tmp_path / "single"), *single]) == 0
     assert main(["convert", "to-hf", str(tmp_path / "single"), str(tmp_path / "none")]) == 1
     error = capsys.readouterr().err
-    advised = shlex.split(re.search(r"stack them first: .*(ckpt reshape .*)\.\n", error)[1])
+    advised = shlex.split(re.search(r"the checkpoint's keys first: .*(ckpt reshape .*)\.\n", error)[1])
     assert main(advised) == 0
     for source, name in ((Path(advised[3]), "hf"), (checkpoints["mixtral"], "expected")):
         assert main(["convert", "to-hf", str(source), str(tmp_path / name)]) == 0

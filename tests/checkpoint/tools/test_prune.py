@@ -61,7 +61,7 @@ def test_latest_stays_and_newer_ones_take_no_place(latest, last, kept, run):
 def test_not_while_a_run_writes(run, capsys):
     with FileLock(run / ".lock"):
         assert main(["ckpt", "prune", str(run), "--keep-last", "1"]) == 1
-        assert "a run is writing to it. Fix: wait until the run ends" in capsys.readouterr().err
+        assert "a run is writing to this folder. Fix: wait until the run ends" in capsys.readouterr().err
         assert iterations(run / "checkpoints") == list(LOSSES)
     assert main(["ckpt", "prune", str(run), "--keep-last", "1"]) == 0
     assert iterations(run / "checkpoints") == [50]

@@ -169,7 +169,7 @@ def test_mixed_layers_cannot_be_stacked(tmp_path):
 def test_an_optimizer_in_a_form_of_its_layout(tmp_path):
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16).bucket_idx_0.exp_avg"
     write_checkpoint(tmp_path / "a", tensors=drawn_state() | {bucket: torch.ones(8)})
-    assert f"{bucket} depends on the layout that wrote it" in refusals(tmp_path)
+    assert f"{bucket} depends on the parallel layout of its run" in refusals(tmp_path)
     written = reshape(tmp_path / "a" / "iter_0000005", tmp_path / "b", Reshaping(weights_only=True))
     assert bucket not in CheckpointReader(written.folder).tensors
 

@@ -123,7 +123,7 @@ def test_values_are_compared_bit_by_bit():
         assert difference({"x": x, "y": [y]}, b) == found
     shared = torch.ones(2)
     found = difference({"x": shared, "y": shared[:]}, {"x": shared, "y": shared.clone()})
-    assert found == "tensor 1 is shared in only one of them"
+    assert found == "tensor 1 is shared in only one of the files"
 
 
 def test_a_file_that_came_out_wrong_is_not_put_in_place(tmp_path, monkeypatch):

@@ -99,7 +99,7 @@ def test_optimizer_of_another_model(tmp_path):
     lines = findings(tmp_path, tensors)
     assert [line.partition(": ")[2] for line in lines] == [
         "the optimizer's exp_avg of more.weight has no matching weight",
-        "output_layer.weight has the shape [16, 8], the optimizer's exp_avg [17, 8]",
+        "output_layer.weight has the shape [16, 8], but the optimizer's exp_avg has [17, 8]",
     ]
 
 
@@ -116,7 +116,7 @@ def test_optimizer_of_another_model(tmp_path):
         ([((0, 0), (2, 6))], "is not filled by its chunks"),
         # As many values as there are, one of them twice.
         ([((0, 0), (3, 6)), ((3, 0), (1, 5)), ((0, 0), (1, 1))], "has overlapping chunks at [0, 0]"),
-        ([((0, 0), (4, 7))], "has a chunk at [0, 0] of [4, 7], outside its shape [4, 6]"),
+        ([((0, 0), (4, 7))], "has a chunk at [0, 0] with sizes [4, 7], outside its shape [4, 6]"),
     ],
 )
 def test_chunks_have_to_fill_a_tensor(boxes, problem):

@@ -91,11 +91,11 @@ REFUSED = [
     ("num_heads=1000000000", "NUM_HEADS=1000000000: must be less than or equal to 65536"),
     (
         "moe_layer_freq=[0,1]*200000000",
-        "MOE_LAYER_FREQ=[0,1]*200000000: describes 400000000 layers, the limit is 10000",
+        "MOE_LAYER_FREQ=[0,1]*200000000: describes 400000000 layers, more than the limit of 10000",
     ),
     (
         "pipeline_layers=9999*9999,1*2",
-        "PIPELINE_LAYERS=9999*9999,1*2: describes 10001 stages, the limit is 10000",
+        "PIPELINE_LAYERS=9999*9999,1*2: describes 10001 stages, more than the limit of 10000",
     ),
     ("gbsz=1000000000 rampup_batch_size='64 64 1000'", "...: must have at most 10000 steps and "),
     ("run_dir=~no_such_user/x", "RUN_DIR=~no_such_user/x: names the home folder of an unknown user"),
@@ -136,10 +136,10 @@ REFUSED = [
     ),
     (
         f"{MLA} qk_pos_emb_head_dim=7",
-        "QK_POS_EMB_HEAD_DIM=7: rotary position embedding rotates pairs of channels, so it",
+        "QK_POS_EMB_HEAD_DIM=7: rotary position embedding rotates pairs of channels, so the number",
     ),
     ("add_bias_linear=true shared_expert_size=64", "ADD_BIAS_LINEAR=true: Megatron's shared expert has"),
-    ("add_bias_linear=true etp=2 gpus_per_node=2", "ADD_BIAS_LINEAR=true: ... with ETP=1 only"),
+    ("add_bias_linear=true etp=2 gpus_per_node=2", "ADD_BIAS_LINEAR=true: ... only with ETP=1"),
     ("dispatcher=deepep dtype=bf16", "DISPATCHER=deepep: ... EP=1 and ETP=1"),
     ("dispatcher=deepep ep=2 gpus_per_node=2 dtype=fp32", "DISPATCHER=deepep: requires DTYPE=bf16, not fp32"),
     ("dispatcher=deepep ep=2 gpus_per_node=2 dtype=bf16 deterministic=true", "DISPATCHER=deepep: ... NaN "),
@@ -148,21 +148,21 @@ REFUSED = [
     ("first_k_dense=4", "FIRST_K_DENSE=4: leaves no MoE layer among NUM_LAYERS=4"),
     (
         "capacity_factor=2.0",
-        "CAPACITY_FACTOR=2.0: only applies to MOE_TYPE=moe, MOE_TYPE=dmoe has no capacity",
+        "CAPACITY_FACTOR=2.0: only applies to MOE_TYPE=moe; MOE_TYPE=dmoe has no capacity",
     ),
     (
         "token_rounding=64 moe_type=moe",
-        "TOKEN_ROUNDING=64: only applies to MOE_TYPE=dmoe, with MOE_TYPE=moe the capacity",
+        "TOKEN_ROUNDING=64: only applies to MOE_TYPE=dmoe; with MOE_TYPE=moe, the capacity",
     ),
     (
         "token_rounding=1000000",
-        "TOKEN_ROUNDING=1000000: must be at most the 2048 slots of a micro-batch (MBSZ *",
+        "TOKEN_ROUNDING=1000000: must be at most 2048, the token-expert pairs of a micro-",
     ),
     ("shared_expert_gate=true", "SHARED_EXPERT_GATE=true: has no effect without a shared expert"),
     ("moe_latent_size=129", "MOE_LATENT_SIZE=129: must be at most HIDDEN_SIZE=128"),
     (
         f"{MUP} moe_latent_size=64",
-        "PARAMETRIZATION=mup: cannot be combined with MOE_LATENT_SIZE=64: no rule covers",
+        "PARAMETRIZATION=mup: cannot be combined with MOE_LATENT_SIZE=64: no muP rule covers",
     ),
     (
         "moe_latent_size=6 expert_backend=torch",
@@ -174,7 +174,7 @@ REFUSED = [
     ("router_bias_rule=quantile router_bias_update_rate=0.1", "ROUTER_BIAS_UPDATE_RATE=0.1: ...quantile"),
     ("router_bias_rule=quantile num_router_groups=4 router_group_topk=2", "ROUTER_BIAS_RULE=...ROUTER_GROUP"),
     ("router_bias_rule=quantile aux_loss_type=sinkhorn", "ROUTER_BIAS_RULE=quantile: ...TYPE=sinkhorn"),
-    ("router_score=relu", "ROUTER_SCORE=relu: requires the loss l1, which limits the experts per token"),
+    ("router_score=relu", "ROUTER_SCORE=relu: requires the loss l1, which limits the number of experts"),
     ("aux_loss_type=l1", "AUX_LOSS_TYPE=l1: l1 requires ROUTER_SCORE=relu"),
     ("router_score=relu aux_loss_type=l1 router_bias_update_rate=0.1", "ROUTER_SCORE=relu: ...UPDATE_RATE."),
     ("router_score=relu aux_loss_type=l1 null_experts=2", "ROUTER_SCORE=relu: ... with NULL_EXPERTS."),
@@ -199,7 +199,7 @@ REFUSED = [
     ("topk=9", "TOPK=9: must be at most NUM_EXPERTS=8... set TOPK to at most"),
     ("etp=2 gpus_per_node=2 moe_ffn_hidden_size=99", "ETP=2: must divide MOE_FFN_HIDDEN_SIZE=99"),
     ("etp=2 gpus_per_node=2 ffn_hidden_size=99", "ETP=2: must divide FFN_HIDDEN_SIZE=99"),
-    ("dispatcher=local ep=2 gpus_per_node=2", "DISPATCHER=local: needs every expert ... EP=2 and ETP=1"),
+    ("dispatcher=local ep=2 gpus_per_node=2", "DISPATCHER=local: requires every expert ... EP=2 and ETP=1"),
     ("router_pre_softmax=false", "ROUTER_PRE_SOFTMAX=false: ...TOPK=1"),
     ("num_router_groups=4", "NUM_ROUTER_GROUPS=4: has no effect while ROUTER_GROUP_TOPK=0"),
     ("router_group_topk=2", "ROUTER_GROUP_TOPK=2: has no effect while NUM_ROUTER_GROUPS=0"),
@@ -207,7 +207,7 @@ REFUSED = [
     ("num_router_groups=2 router_group_topk=3", "ROUTER_GROUP_TOPK=3: must be from 1 to NUM_ROUTER_GROUPS=2"),
     (
         "num_router_groups=4 router_group_topk=1 topk=3",
-        "TOPK=3: must be at most 2, the experts in ROUTER_GROUP_TOPK=1 groups",
+        "TOPK=3: must be at most 2, the number of experts in ROUTER_GROUP_TOPK=1 groups",
     ),
     ("expert_backend=torch ffn_hidden_size=258", "FFN_HIDDEN_SIZE=258: EXPERT_BACKEND=torch ... 256 or 260"),
     ("expert_backend=torch dtype=bf16 ffn_hidden_size=260", "FFN_HIDDEN_SIZE=260: ... 256 or 264, "),
@@ -257,7 +257,7 @@ REFUSED = [
     ("pp=2 vpp=2 pipeline_layers=0,4 gpus_per_node=2", "VPP=2: requires layers in every stage"),
     ("vpp=2", "VPP=2: requires several pipeline stages, but PP=1... set VPP=none or PP to at least"),
     ("pp=2 vpp=3 gpus_per_node=2", "VPP=3: must divide NUM_LAYERS/PP=2... set VPP to one of 1,"),
-    ("pp=2 vpp=1 gpus_per_node=2", "VPP=1: must be at least 2, one model chunk per rank cannot be"),
+    ("pp=2 vpp=1 gpus_per_node=2", "VPP=1: must be at least 2, as one model chunk per rank cannot"),
     ("pp=2 vpp=2 gbsz=24 gpus_per_node=2", "VPP=2: requires a multiple of PP=2 micro-batches, but GBSZ /"),
     # Optimizer
     ("qk_clip=100", "QK_CLIP=100.0: requires whole heads, but the distributed optimizer shards"),
@@ -269,7 +269,7 @@ REFUSED = [
     ("optimizer=sgd optimizer_state_dtype=bf16", "OPTIMIZER_STATE_DTYPE=bf16: ...Adam, but OPTIMIZER=sgd"),
     (
         "optimizer_state_dtype=bf16 adam_beta2=0.999",
-        "ADAM_BETA2=0.999: is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, rounding",
+        "ADAM_BETA2=0.999: is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, as rounding",
     ),
     ("ema_decay=0.9 average_every=11 train_iters=10 warmup_iters=0", "AVERAGE_EVERY=11: ... to at most 10."),
     # Batches
@@ -296,7 +296,7 @@ REFUSED = [
     ("lr_decay_style=cosin", "LR_DECAY_STYLE=cosin: must be 'cosine', ... or 'power'"),
     (
         "lr_decay_style=constant:80%,line",
-        "LR_DECAY_STYLE=constant:80%,line: line is not a piece, must be one of linear, cosine,",
+        "LR_DECAY_STYLE=constant:80%,line: line is not a piece; pieces are linear, cosine,",
     ),
     (
         "lr_decay_style=constant:80,WSD",
@@ -313,7 +313,7 @@ REFUSED = [
     ),
     ("lr_decay_style=constant:80%,linear:200", "LR_DECAY_STYLE=...: piece 2 ends at iteration 200, but the "),
     ("lr_decay_style=constant:20,linear", "...: piece 1 ends at iteration 20, but the warm-up ends at 20"),
-    ("lr_decay_style=constant:20%,linear:301", "...: its last piece ends at iteration 301, after"),
+    ("lr_decay_style=constant:20%,linear:301", "...: the last piece ends at iteration 301, after"),
     (
         "lr_decay_style=inverse-square-root warmup_iters=0",
         "WARMUP_ITERS=0: must be positive: LR_DECAY_STYLE=inverse-square-root is LR *",
@@ -327,10 +327,10 @@ REFUSED = [
         "WSD_DECAY_ITERS=301: must be from 0 to TRAIN_ITERS=300 with LR_DECAY_STYLE=power",
     ),
     ("lr_power_b=0.5", "LR_POWER_B=0.5: ... less than 0"),
-    (WSD_S, "WSD_DECAY_ENDS=: LR_DECAY_STYLE=WSD-S requires the iterations at which its"),
-    (f"{WSD_S} wsd_decay_ends=49,200", "WSD_DECAY_ENDS=49,200: ...up to iteration 49 begins at 19, before "),
-    (f"{WSD_S} wsd_decay_ends=50%,60%,50", "WSD_DECAY_ENDS=...up to iteration 50 begins at 20, ... at 180."),
-    (f"{WSD_S} wsd_decay_ends=271", "WSD_DECAY_ENDS=271: ... up to iteration 300 begins at 270, ... at 271."),
+    (WSD_S, "WSD_DECAY_ENDS=: LR_DECAY_STYLE=WSD-S requires the iterations at which the"),
+    (f"{WSD_S} wsd_decay_ends=49,200", "WSD_DECAY_ENDS=49,200: ...to iteration 49 begins at 19, before "),
+    (f"{WSD_S} wsd_decay_ends=50%,60%,50", "WSD_DECAY_ENDS=...to iteration 50 begins at 20, ... at 180."),
+    (f"{WSD_S} wsd_decay_ends=271", "WSD_DECAY_ENDS=271: ... to iteration 300 begins at 270, ... at 271."),
     (
         "wsd_decay_ends=1,,2",
         "WSD_DECAY_ENDS=1,,2: must be comma-separated iterations or fractions such as 25%",
@@ -362,7 +362,7 @@ REFUSED = [
         "LR_GROUPS=*norm*: has a wd, but only matches norms and biases, which never decay",
     ),
     # Data
-    ("train_data=a", "VALID_DATA=: required for EVAL_INTERVAL=100, as TRAIN_DATA=a is no folder"),
+    ("train_data=a", "VALID_DATA=: required for EVAL_INTERVAL=100, as TRAIN_DATA=a is not a folder"),
     ("split=99,1", "SPLIT=99,1: the embedded corpus has its own validation data"),
     ("train_data=a valid_data=b split=99,1", "SPLIT=99,1: cannot be combined with VALID_DATA=b"),
     ("train_data=a split=0,1", "SPLIT=0,1: must be up to three numbers"),
@@ -373,10 +373,10 @@ REFUSED = [
     # Checkpoints
     (f"{SAVES} keep_every=2000", "KEEP_EVERY=2000: has no effect with KEEP_LAST=0, which keeps all"),
     (f"{SAVES} keep_best=1", "KEEP_BEST=1: has no effect with KEEP_LAST=0"),
-    (f"{SAVES} keep_last=1 keep_every=1500", "KEEP_EVERY=1500: ...SAVE_INTERVAL=1000. Fix: set it to 1000."),
+    (f"{SAVES} keep_last=1 keep_every=1500", "KEEP_EVERY=1500: ...SAVE_INTERVAL=1000. ... KEEP_EVERY=1000."),
     (
         f"{SAVES} keep_last=1 spike_action=rollback",
-        "KEEP_LAST=1: would leave SPIKE_ACTION=rollback no checkpoint before a",
+        "KEEP_LAST=1: keeps only the last save, but SPIKE_ACTION=rollback may",
     ),
     ("save_interval=1000 eval_interval=300 keep_last=1 keep_best=1", "KEEP_BEST=1: ...EVAL_INTERVAL=300"),
 ]

@@ -108,7 +108,7 @@ def test_a_file_and_text_are_the_same(tmp_path):
         ("{a: 1}", "must be a list of stages"),
         ("[{train_data: a}]", "stage 1 must have either from_samples or from_tokens"),
         ("[{from_samples: 8, from_tokens: 8, seq_len: 8}]", "stage 1 must have either"),
-        ("[{from_samples: 8}]", "stage 1 changes nothing: requires train_data or seq_len"),
+        ("[{from_samples: 8}]", "stage 1 changes nothing: add train_data or seq_len"),
         ("[{from_samples: 8, weights: 1}]", "stage 1 has 'weights'"),
         ("[{from_samples: -8, seq_len: 8}]", "from_samples=-8 must be a whole number of at least 1"),
         ("[{from_samples: 8.5, seq_len: 8}]", "from_samples=8.5 must be a whole number"),
@@ -120,7 +120,7 @@ def test_what_cannot_be_read(text, rule):
         config(text)
 
 
-IN_ORDER, WITHIN = "put the stages in order, at least a batch apart", "start it earlier, or raise TRAIN_ITERS"
+IN_ORDER, WITHIN = "put the stages in order, at least a batch apart", "start the stage earlier"
 VPP = {"pp": 2, "vpp": 2, "num_layers": 4, "gpus_per_node": 2, "mbsz": 1, "gbsz": 4}
 STEPS = {"rampup_batch_size": "4 2 40", "mbsz": 1, "gpus_per_node": 2, "gbsz": 8}
 OF_MEGATRON = {"data_order": "megatron", "train_data": "a"}
@@ -139,7 +139,7 @@ OF_MEGATRON = {"data_order": "megatron", "train_data": "a"}
         ("{from_samples: 800, train_data: a}", {},
             "stage 1 begins at sample 800, but the run ends after 800 samples", WITHIN),
         ("{from_samples: 80, seq_len: 100}", {}, "seq_len=100, which must be a multiple of SEQ_LEN=64",
-            "set it to 64 or 128"),
+            "set seq_len to 64 or 128"),
         ("{from_samples: 80, seq_len: 192}", {},
             "counts as 3, but a batch of 8 is not a multiple of the 3 samples per micro-batch times DP=1",
             "set GBSZ to a multiple of 3, or MBSZ to a multiple of 3"),
@@ -186,7 +186,7 @@ def test_stages_begin_with_a_batch(begins, changes, consumed, skipped, fits):
     stages = [{"from_samples": first, "train_data": "a"} for first in begins]
     found = list(config(stages, **changes).stage_begin_problems(consumed, skipped))
     rule = f"stage {len(begins)} begins at sample {begins[-1]}, which is inside a batch"
-    expected = [f"{rule}. Fix: start it at sample {fits}."] if fits else []
+    expected = [f"{rule}. Fix: start the stage at sample {fits}."] if fits else []
     assert [line.partition("]: ")[2] for line in found] == expected
 
 

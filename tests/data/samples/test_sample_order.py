@@ -47,8 +47,8 @@ def test_same_order(settings):
     ("settings", "rule", "fix"),
     [
         ({"fingerprint": "11ee"}, "(fingerprint 11ee instead of 00ff)", "the old files in their old order"),
-        ({"train_data": "0.5 a 0.5 b"}, "the blend weights are 1/2 : 1/2, ", "restore the old weights"),
-        ({"split": "90,10"}, "the training part of each file is 0 to 0.9, ", "restore the old SPLIT"),
+        ({"train_data": "0.5 a 0.5 b"}, "the blend weights are 1/2 : 1/2 here ", "restore the old weights"),
+        ({"split": "90,10"}, "the training part of each file is 0 to 0.9 here ", "restore the old SPLIT"),
         ({"seed": 2}, "has SEED=1", "set SEED=1"),
         ({"seq_len": 32}, "has SEQ_LEN=64", "set SEQ_LEN=64"),
         ({"data_order": "megatron"}, "has DATA_ORDER=stream", "set DATA_ORDER=stream"),

@@ -83,7 +83,7 @@ def test_documents_of_the_training_decide(flags, bos, tmp_path, caplog):
     data = tokenize(tmp_path, "data", folder, *flags)
     eod_token = flags[-1] if "--eod-token" in flags else "</s>"
     left_out = bos and "--prepend-bos" not in flags
-    assert left_out == ("adds <s> before a text, but documents are stored without it" in caplog.text)
+    assert left_out == ("adds <s> before a text, but documents lack this token" in caplog.text)
     run = train(tmp_path, data, folder)
 
     files = TokenFiles(data)
@@ -232,7 +232,7 @@ def test_torchrun_alone_compares_tokenizers(token_files, tmp_path):
 def test_tokenizer_and_the_embedded_corpus(token_files, tmp_path):
     settings = {"preset": "cpu", "data_dir": str(tmp_path), "vocab_size": 4096}
     (line,) = data_problems(Config(**settings, tokenizer=token_files["mine"]))
-    assert line.endswith("Fix: set TRAIN_DATA, or omit TOKENIZER: the corpus has its own.")
+    assert line.endswith("Fix: set TRAIN_DATA, or omit TOKENIZER: the corpus has its own tokenizer.")
     embedded_folder(tmp_path).mkdir()
     shutil.copy(Path(token_files["mine"]) / "tokenizer.json", embedded_folder(tmp_path))
     for name in ("mine", "same"):
@@ -253,7 +253,7 @@ def test_export_of_data_without_a_manifest_keeps_the_bos(token_files, tmp_path):
 def test_bytes_are_those_of_the_text_with_and_without_bos(trained, evaluated, token_files, tmp_path):
     """The BOS of this tokenizer is a token like others, which has bytes where it stands in a text."""
     run, data = train(tmp_path, token_files[trained], Path(token_files["same"])), token_files[evaluated]
-    rule = f"^DATA={data}: documents of {data} begin or end with other tokens than those of the training"
+    rule = f"^DATA={data}: documents of {data} and of the training data begin or end with different tokens"
     with pytest.raises(ValueError, match=rule):
         plan_evaluation(EvalRequest(str(run), data=(data,)))
     plan = plan_evaluation(EvalRequest(str(run), data=(data,), allow_other_data=True))

@@ -58,7 +58,7 @@ def test_who_does_not_come_is_left_out_and_who_comes_later_sees_it():
 def test_settings_that_do_not_fit_are_named():
     port = free_port()
     with closing(Server(port, 2)), closing(join(port, 0, 2)):
-        with pytest.raises(ValueError, match=r"NODE_RANK=0: \S+ has the same\. Fix: "):
+        with pytest.raises(ValueError, match=r"NODE_RANK=0: \S+ has the same NODE_RANK\. Fix: "):
             join(port, 0, 2)
         with pytest.raises(ValueError, match=r"NNODES=3: node 0 has NNODES=2\. Fix: "):
             join(port, 1, 3)

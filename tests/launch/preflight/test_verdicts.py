@@ -154,7 +154,7 @@ def test_a_link_a_hundred_times_slower_shows_also_where_the_others_differ():
         (lambda n: n["versions"].pop("torch"), "warning", "torch missing, most nodes have 2.13.0", False),
         (lambda n: n.update(kernel_faults=["Xid 79: GPU has fallen off the bus, once"]), "warning",
          "kernel: Xid 79", False),
-        (lambda n: n.update(gpus=[{}]), "failed", "nvidia-smi lists 1 GPUs, GPUS_PER_NODE=2", True),
+        (lambda n: n.update(gpus=[{}]), "failed", "nvidia-smi lists 1 GPUs, but GPUS_PER_NODE=2", True),
         (lambda n: n.update(gpu_problem="nvidia-smi: no answer"), "failed", "nvidia-smi: no answer", True),
         (lambda n: [rank.update(device="cpu") for rank in n["ranks"]], "failed",
          "has no usable GPU, unlike other nodes", True),

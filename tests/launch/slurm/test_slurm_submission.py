@@ -31,7 +31,7 @@ def test_a_line_that_is_no_host_is_refused_before_anything_is_submitted(chain):
 def test_a_second_submission_is_refused_and_may_be_put_behind(chain):
     assert chain.submit("75/75", NNODES=1, NUM_JOBS=2).returncode == 0
     again = chain.submit("75", NNODES=1)
-    assert again.returncode == 1 and "its jobs 101 are already in the queue. Fix: scancel 101" in again.stderr
+    assert again.returncode == 1 and "jobs 101 are already in the queue. Fix: scancel 101" in again.stderr
     (chain.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     with FileLock(chain.folder / ".lock"):  # as while job 101 runs
         assert chain.submit("75", NNODES=1, AFTER="101").returncode == 0
@@ -155,7 +155,7 @@ def test_folders_that_a_container_has_to_see(chain, tmp_path):
         ({"EXTRA_SBATCH": "-p gpu"}, "EXTRA_SBATCH=-p: must have the form --name=value."),
         ({"EXTRA_SBATCH": "--exclude=n1"}, "EXTRA_SBATCH=--exclude=n1: --exclude is set by this command."),
         ({"SETUP": "/no/such"}, "SETUP=/no/such: cannot be read."),
-        ({"PASS_ENV": "HOME b=c"}, "PASS_ENV=b=c: must be a variable name; its value"),
+        ({"PASS_ENV": "HOME b=c"}, "PASS_ENV=b=c: must be a variable name; the variable"),
         ({"CONTAINER_MOUNTS": "/big"}, "CONTAINER_MOUNTS=/big: has no effect without CONTAINER."),
         ({"PASS_ENV": "NOT_SET"}, "PASS_ENV=NOT_SET: is not set in this shell."),
         ({"EXCLUDE_FILE": "~no_such_user/x"}, "EXCLUDE_FILE=~no_such_user/x: names the home folder of an"),

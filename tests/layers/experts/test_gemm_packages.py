@@ -177,7 +177,7 @@ def test_a_named_backend_that_can_run(monkeypatch):
         ("triton", ("triton", "set by EXPERT_BACKEND; on a CPU in plain torch")),
         ("loop", ("loop", "set by EXPERT_BACKEND")),
         ("torch", ("torch", "set by EXPERT_BACKEND")),
-        ("auto", ("loop", "grouped_mm is the same loop on a CPU")),
+        ("auto", ("loop", "on a CPU, grouped_mm is also a loop over experts")),
     ],
 )
 def test_backends_on_a_cpu(name, expected):
@@ -200,7 +200,7 @@ BOTH = ["grouped_gemm", "transformer_engine"]
             (9, 0),
             FP16,
             "loop",
-            "not triton: old; the other grouped GEMMs are a single kernel only",
+            "not triton: old; the other grouped GEMMs run as a single kernel only",
         ),
         ("old", [], (9, 0), FP32, "loop", "only in bf16 and fp16, not in float32"),
         ("old", BOTH[:1], (8, 0), BF16, "grouped_gemm", "before Hopper, and grouped_gemm is installed"),

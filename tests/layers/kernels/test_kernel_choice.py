@@ -54,9 +54,9 @@ def routed(x_TD: torch.Tensor, *, use_kernels: bool) -> tuple[RoutingDecision, R
         ({}, False, ""),
         ({"score": "sigmoid", "expert_bias": True}, False, ""),
         ({}, True, "seq_aux_loss or l1 or entropy needs the scores of all experts"),
-        ({"assignment": "sinkhorn"}, False, "its kernel supports only top-k, not sinkhorn"),
-        ({"num_groups": 2, "group_topk": 1}, False, "its kernel does not support groups of experts"),
-        ({"dtype": "fp64"}, False, "its kernel computes in fp32, not in fp64"),
+        ({"assignment": "sinkhorn"}, False, "the router kernel supports only top-k, not sinkhorn"),
+        ({"num_groups": 2, "group_topk": 1}, False, "the router kernel does not support groups of experts"),
+        ({"dtype": "fp64"}, False, "the router kernel computes in fp32, not in fp64"),
     ],
 )
 def test_rules_that_the_kernel_of_the_router_knows(settings, needs_scores, rule):
@@ -67,7 +67,7 @@ def test_rules_that_the_kernel_of_the_router_knows(settings, needs_scores, rule)
 @pytest.mark.parametrize(
     ("name", "device_type", "missing", "problem", "expected"),
     [
-        ("auto", "cpu", "", "", ("torch", "the kernels are for GPUs")),
+        ("auto", "cpu", "", "", ("torch", "the Triton kernels are for GPUs")),
         ("off", "cuda", "", "", ("torch", "set by ROUTING_KERNELS")),
         ("auto", "cuda", "", "", ("triton", "Triton kernels for the router, row order and drops")),
         ("auto", "cuda", "", "no groups", ("triton", "Triton kernels for row order and drops; ")),

@@ -256,9 +256,9 @@ def test_every_moe_field_of_megatron_is_followed_refused_or_irrelevant():
         ("calculate_per_token_loss", True, "leave it at False"),
         ("fp4", "e2m1", "leave it at None, or use fp8"),
         ("overlap_moe_expert_parallel_comm", True, "leave it at False"),
-        ("window_size", (128, 0), "leave it at None, or use_te=True"),
-        ("softmax_type", "learnable", "leave it at vanilla, or use_te=True"),
-        ("layernorm_zero_centered_gamma", True, "leave it at False, or use_te=True"),
+        ("window_size", (128, 0), "leave it at None, or set use_te=True"),
+        ("softmax_type", "learnable", "leave it at vanilla, or set use_te=True"),
+        ("layernorm_zero_centered_gamma", True, "leave it at False, or set use_te=True"),
     ],
 )
 def test_fields_that_the_layer_does_not_follow_are_refused(name, value, text):

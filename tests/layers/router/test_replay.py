@@ -80,7 +80,7 @@ def test_errors():
     recorded = {name: [decision] for name, decision in experts_of(model, tokens(1)).items()}
     with replay_routing(model, recorded):
         model(tokens(1))
-        with pytest.raises(ValueError, match=r"routing replay=2 passes: only 1 were recorded"):
+        with pytest.raises(ValueError, match=r"routing replay=2 passes: the recording ends after pass 1"):
             model(tokens(1))
     with replay_routing(model, recorded), pytest.raises(ValueError, match=r"\(5, 2\): .* recorded \(7, 2\)"):
         model(tokens(1)[:5])

@@ -194,7 +194,7 @@ QUANTILE, RELU = {"expert_bias": True, "bias_rule": "quantile"}, {"score": "relu
         ({"num_groups": 2, "group_topk": 3}, "group_topk=3: must be from 1 to num_groups=2"),
         (
             {"topk": 3, "num_groups": 2, "group_topk": 1},
-            "topk=3: must be at most 2, the experts in group_topk=1",
+            "topk=3: must be at most 2, the number of experts in group_topk=1",
         ),
         ({"top_p": 0.0}, r"top_p=0.0: must be in \(0, 1\]"),
         ({"top_p": 0.5, "assignment": "sinkhorn"}, "top_p=0.5: cannot be combined with assignment=sinkhorn"),

@@ -111,7 +111,7 @@ def test_pairs_are_compared_by_validation_where_there_is_one(comparison):
         valid = {2: 5.0, 3: 4.5, 4: 4.0} if is_moe else {2: 5.0, 3: 4.25, 4: 3.75}
         write_run(run, [6.0, 4.0, 3.0, 2.0] if is_moe else [6.0, 5.0, 4.0, 3.0], valid=valid)
     text = report(comparison)
-    line = "to reach the lowest common validation loss, 4.0000, it needed 114% [114%, 114%] of the FLOPs"
+    line = "reached the lowest common validation loss, 4.0000, with 114% [114%, 114%] of the FLOPs"
     assert line in text and "At equal tokens, however" not in text
 
 
@@ -153,7 +153,7 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     # The second pair meets at 2.0, after record 4 of dense and 3 2/3 of dmoe: 75% and 91.7%, 150% and 183.3%.
     # Student's t at one degree of freedom is 6.3138: intervals are the mean ± 4.4645 standard deviations.
     assert re.search(r"\| validation loss against dmoe +\| +\| \+1\.2500 \[-0\.3284, \+2\.8284\] \|", text)
-    assert "- dmoe against dense, means of 2 seeds: " in text and "2.5000 ± 0.7071, it needed" in text
+    assert "- dmoe against dense, means of 2 seeds: " in text and "2.5000 ± 0.7071, with" in text
     assert "83% [31%, 136%] of the FLOPs, 167% [61%, 272%] of the time and 83% [31%, 136%] of" in text
 
 
@@ -172,7 +172,7 @@ def test_a_run_that_came_to_nan_has_no_final_loss(comparison):
     write_run(dmoe, [6.0, None, None, None])
     write_run(dense, [6.0, 5.0, 4.0, 3.0])
     assert read_ended(dmoe).final_loss is None and read_ended(dense).final_loss == 3.0
-    assert "- dmoe and dense are not compared: dmoe starts at 6.0000" in report(comparison)
+    assert "- dmoe and dense are not compared: the first loss of dmoe is 6.0000" in report(comparison)
 
 
 def test_another_call_with_other_settings_is_refused(comparison):
@@ -193,7 +193,7 @@ def test_another_call_with_other_settings_is_refused(comparison):
     assert kept["variants"].keys() == {"dmoe", "dense", "moe"}
     for text in ("{}", "{"):
         (comparison.folder / "compare.json").write_text(text)
-        with pytest.raises(ValueError, match=r"compare.json: .* Fix: delete it"):
+        with pytest.raises(ValueError, match=r"compare.json: .* Fix: delete this file"):
             comparison.compare_with_before()
 
 

@@ -139,7 +139,7 @@ def test_too_few_runs_say_what_to_add(tmp_path):
     write_rungs(ladder.rungs, offsets=(0.0,))
     (missing,) = results_of(ladder).missing
     assert missing == "dmoe has 2 finished rungs but a law requires 3: add 1 more rung, or set --asymptote"
-    assert "it started before the others had ended" in predict(ladder)
+    assert "this rung started before other rungs had ended" in predict(ladder)
     assert not prediction_file(ladder).exists() and results_of(ladder).predicted is None
     for run in ladder.rungs[1].runs():
         run.folder.metrics.unlink()
@@ -235,7 +235,7 @@ def beside_dense(variant, runs="dense"):
         (Definition(), "SIZES=.*: a ladder requires rungs. Fix: set --sizes"),
         (Definition(sizes=(64,)), "SIZES=1: a ladder requires at least two sizes. Fix: add larger"),
         (Definition(sizes=(0, 64)), r"SIZES=\(0, 64\): must be widths above 0"),
-        (Definition(sizes=(128, 64)), r"RUNGS=rung 2: .* FLOPs must exceed .*\. Fix: list them"),
+        (Definition(sizes=(128, 64)), r"RUNGS=rung 2: .* FLOPs must exceed .*\. Fix: list rungs"),
         (Definition(sizes=(64, 128), baseline="big"), "BASELINE=big: unknown variant. Fix: use one of dmoe"),
         (Definition(sizes=(64, 128), asymptote=-1.0), "ASYMPTOTE=-1.0: must be a loss"),
         (

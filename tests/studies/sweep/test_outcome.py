@@ -145,7 +145,7 @@ def test_results_are_kept_whole(tmp_path):
     assert Result.read(path) == one
     assert [other.name for other in path.parent.iterdir()] == ["case.json"]
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"case\.json: must be the result of a case\. Fix: delete it"):
+    with pytest.raises(ValueError, match=r"case\.json: must be the result of a case\. Fix: delete this file"):
         Result.read(path)
 
 

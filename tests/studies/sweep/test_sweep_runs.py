@@ -222,7 +222,7 @@ def test_slurm_jobs_run_each_case_and_are_collected(tmp_path, monkeypatch, capsy
     with monkeypatch.context() as patch:
         patch.setattr(child_runs, "ended_jobs", lambda waiting: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main(["sweep"]) == 130
-    assert "its SLURM jobs continue" in capsys.readouterr().out
+    assert "the SLURM jobs continue" in capsys.readouterr().out
     assert len(cluster.jobs()) == 2
     options = cluster.options(cluster.jobs()[0])
     expected = {"nodes": "1", "gpus-per-node": "2", "partition": "gpu", "time": "5"}

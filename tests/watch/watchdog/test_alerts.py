@@ -149,7 +149,7 @@ def test_channels_from_options(tmp_path):
         ({"smtp": "h"}, "--smtp=h: requires --mail-to."),
         ({"webhook_file": "/no/such"}, "--webhook-file=/no/such: cannot be read (No such file"),
         ({"webhook_file": "/dev/null"}, "--webhook-file=/dev/null: cannot be read (is not a regular file)."),
-        ({"alert_file": "/no/such/file"}, "--alert-file=/no/such/file: its folder does not exist."),
+        ({"alert_file": "/no/such/file"}, "--alert-file=/no/such/file: the parent folder does not exist."),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

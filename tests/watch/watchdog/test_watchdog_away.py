@@ -24,7 +24,7 @@ def test_a_file_system_that_does_not_answer_is_told(dog, run, queue, monkeypatch
     found(dog, run, 4400.0)
     monkeypatch.setattr("moe_exp.watch.watchdog.run.regular", lambda path: time.sleep(5) or path)
     (look,) = dog.check(now=run.begin + 4500)
-    assert look.news["unreadable"] == "cannot be read: its file system did not respond in 0 s"
+    assert look.news["unreadable"] == "cannot be read: the file system did not respond in 0 s"
 
 
 def test_records_that_nobody_has_thought_of_are_told(dog, run, queue):
@@ -103,7 +103,7 @@ def test_a_queued_run_whose_folder_never_comes(queue, tmp_path):
     assert look(started, 1.2 * DAY + 1700) == {}
     text = f"job 101_1 has been running for 32 min, but RUN_DIR={tmp_path / 'later'}: is not a run folder"
     assert look(started, 1.2 * DAY + 1900)["no_folder"].startswith(text)
-    text = "no job named big_run is running or queued, and its run folder was never created"
+    text = "no job named big_run is running or queued, and the run folder was never created"
     assert look("", 1.3 * DAY) == {"not_scheduled": text}
     queue.lines.unlink()
     silent = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")

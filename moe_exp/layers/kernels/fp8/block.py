@@ -1,9 +1,9 @@
-"""Grouped GEMMs in e4m3: each row times its expert's matrix, and the gradients of these matrices.
+"""Grouped GEMMs in e4m3: each row times its expert's matrix, and the gradients of the matrices.
 
-Tensor cores sum 128 products; these sums are multiplied by their scales and added in fp32, as in DeepSeek-V3
-(arXiv:2412.19437, section 3.3.2), because Hopper's tensor cores keep only about 14 bits of FP8 sums. One
-program computes one tile from all rows of its expert, without atomics, so results are bitwise reproducible.
-Shape suffixes in `moe_exp.layers`; C counts blocks of 128.
+Tensor cores sum 128 products at a time; each sum is multiplied by its scales and added up in fp32, as in
+DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), because Hopper's tensor cores keep only about 14 bits of FP8
+sums. One program computes one tile from all rows of its expert, without atomics, so results are bitwise
+reproducible. Shape suffixes: see `moe_exp.layers`; C counts blocks of 128.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def block_matmul(
         x_RI, x_scale_RC: rows sorted by expert, from `quantize_rows`.
         w_LOI, w_scale_LCC: matrices of the experts, from `quantize_blocks`; both contiguous.
         dtype: dtype of the result.
-        bias_LO: added to each row, times the row's weight; None: 0.
-        weights_R: fp32, factors on the bias; None: 1.
+        bias_LO: bias of each expert; a row gets its expert's bias times its weight. None: no bias.
+        weights_R: fp32, weight of each row, which multiplies only the bias; None: 1.
     """
     if not launch.runs_kernel(x_RI):
         return block_matmul_torch(x_RI, x_scale_RC, w_LOI, w_scale_LCC, offsets_L1, dtype, bias_LO, weights_R)
@@ -159,12 +159,12 @@ def block_weight_grad(
     out_LMN: Tensor, a_BMR: Tensor, a_scale_BM: Tensor, b_BNR: Tensor, b_scale_BN: Tensor, offsets_L1: Tensor,
     adds: bool,
 ) -> None:  # fmt: skip
-    """Writes the sum over the rows of every expert, dw_e = sum_r a_r^T b_r, into `out_LMN`.
+    """Writes dw_e = sum_r a_r^T b_r over the rows r of every expert e into `out_LMN`.
 
     Args:
         out_LMN: the result, any dtype, last dimension contiguous.
         a_BMR, a_scale_BM: from `quantize_columns`.
-        b_BNR, b_scale_BN: the same.
+        b_BNR, b_scale_BN: from `quantize_columns`.
         adds: add to `out_LMN` instead of overwriting it.
     """
     if not launch.runs_kernel(a_BMR):

@@ -1,7 +1,7 @@
-"""FP8 versions of the products in `experts.fused`, with the same arguments and results as the bf16 kernels.
+"""FP8 versions of the matrix products in `experts.fused`, with the arguments and results of the bf16 kernels.
 
 Operands are quantized right before each product and not saved for backward, so the saved tensors are the same
-as in bf16. Shape suffixes in `moe_exp.layers`.
+as in bf16. Shape suffixes: see `moe_exp.layers`.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def grouped_matmul(
     x: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None, *, index_R: Tensor | None = None, twin: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`kernels.grouped_matmul` in FP8; `index_R`: row of `x` for each row. `twin`: compute in plain torch."""
+    """`kernels.grouped_matmul` in FP8. `index_R`: row of `x` for each row. `twin`: compute in plain torch."""
     rows, blocks, matmul = quantize_rows, quantize_blocks, block_matmul
     if twin:
         rows, blocks, matmul = quantize_rows_torch, quantize_blocks_torch, block_matmul_torch

@@ -1,8 +1,8 @@
 """Quantization to e4m3 with an fp32 scale per block of 1 x 128, 128 x 1 or 128 x 128 values.
 
-As in DeepSeek-V3 (arXiv:2412.19437, section 3.3): q = x / s, rounded to nearest, with the block's scale
-s = max |x| / 448, which maps its largest value to the largest of e4m3. Shape suffixes in `moe_exp.layers`;
-C counts blocks of 128 columns.
+As in DeepSeek-V3 (arXiv:2412.19437, section 3.3): q = x / s, rounded to nearest. Each block has the scale
+s = max |x| / 448, because 448 is the largest value of e4m3. Shape suffixes: see `moe_exp.layers`; C counts
+blocks of 128 columns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if tl is not None:
 
 @jit
 def scale_of(values, AXIS: tl.constexpr):
-    """Scales of blocks along an axis, ignoring NaN."""
+    """Scales of blocks along an axis; NaN values are ignored."""
     largest = tl.max(tl.where(values == values, tl.abs(values), 0.0), AXIS)
     return tl.div_rn(tl.maximum(largest, _LEAST), tl.full(largest.shape, _LARGEST, tl.float32))
 
@@ -55,7 +55,7 @@ def _kernel(
     x, index, q, scales, num_rows, num_sources, width, stride_l, stride_r, stride_c,
     ROWS: tl.constexpr, SQUARE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes a block of ROWS rows and 128 columns with a scale per row, or with SQUARE one for all."""
+    """Quantizes a block of ROWS rows and 128 columns with a scale per row or, if SQUARE, one scale."""
     num_blocks, matrix = tl.cdiv(width, _BLOCK), tl.program_id(2).to(tl.int64)
     rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = column * _BLOCK + tl.arange(0, _BLOCK)
@@ -84,7 +84,7 @@ def _columns_kernel(
     x, index, q, scales, offsets, num_experts, num_sources, width, stride_r, BLOCK_E: tl.constexpr,
     COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes 128 rows of one expert and COLUMNS columns, transposed, with zeros past its last row."""
+    """Quantizes and transposes COLUMNS columns of 128 rows of one expert; zero past the expert's last row."""
     # FP8 tensor cores require that the summed dimension, here the rows, is contiguous: hence transposed.
     tile = tl.program_id(0)
     tile_ends = row_tile_ends(offsets, num_experts, _BLOCK, BLOCK_E)
@@ -106,12 +106,12 @@ def _columns_kernel(
 
 
 def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
-    """Upper limit on the number of blocks of 128 rows of one expert, without waiting for the device."""
+    """Upper limit on the number of blocks of 128 rows over all experts, without waiting for the device."""
     return num_rows // BLOCK + num_experts
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes blocks along the last dimension: values in e4m3, and scales without that dimension."""
+    """Quantizes blocks along the last dimension: e4m3 values, and scales without the last dimension."""
     magnitude = x.abs().nan_to_num(nan=0.0, posinf=torch.inf)  # NaN values stay NaN with any scale
     largest = magnitude.amax(dim=-1).clamp(min=LEAST)
     # Divide by a tensor: on a GPU, PyTorch replaces division by a number with a rounded reciprocal.
@@ -137,7 +137,7 @@ def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Ten
     """Quantizes each row in blocks of 128 columns: e4m3 [R, D] and fp32 scales [R, C].
 
     Args:
-        x: [R, D], or the source [T, D] of the rows.
+        x: rows [R, D], or with `index_R`, the tensor [T, D] from which rows are gathered.
         index_R: int32, source of each row; T or more for a row of zeros.
     """
     if not launch.runs_kernel(x):
@@ -173,7 +173,7 @@ def _empty_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes matrices (any strides) in blocks of 128 x 128: e4m3 [L, O, I], scales [L, O/128, I/128].
 
-    A transposed matrix has the same blocks, so forward and backward compute with the same values.
+    A transposed matrix has the same blocks, so forward and backward use the same quantized values.
     """
     if not launch.runs_kernel(w_LOI):
         return quantize_blocks_torch(w_LOI)
@@ -211,10 +211,10 @@ def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None)
 def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes each column in blocks of 128 rows of one expert: e4m3 [B, M, 128] and fp32 scales [B, M].
 
-    The rest of an expert's last block is zero. Blocks after the last expert's are undefined.
+    An expert's last block is filled with zeros. Blocks after those of the last expert are undefined.
 
     Args:
-        x: [R, M] sorted by expert, or the source [T, M] of the rows.
+        x: rows [R, M] sorted by expert, or with `index_R`, the tensor [T, M] from which rows are gathered.
         index_R: int32, source of each row; T or more for a row of zeros.
     """
     if not launch.runs_kernel(x):
