@@ -160,7 +160,7 @@ def why_not_compared(run: RunRecords, window_tokens: float) -> str:
     if not np.isfinite(run.train["consumed_tokens"]).any():
         return "has losses but no token counts (consumed_tokens), which the comparison requires"
     if not np.isfinite(smoothed(run, NATS, window_tokens)).any():
-        return "is too short to smooth its loss: it has less than 1% of the longest run's tokens"
+        return "is too short to smooth its loss: it has less than 1% of the tokens of the longest run"
     return ""
 
 

@@ -185,7 +185,7 @@ def refused(checkpoint: Path, capsys, *flags: str, lines: int = 1) -> str:
 
 
 def test_data_of_a_run_of_another_tokenizer(checkpoint, other, tmp_path, capsys):
-    assert f"DATA_OF={other}: its tokenizer " in refused(checkpoint, capsys, "--data-of", str(other))
+    assert f"DATA_OF={other}: the run's tokenizer " in refused(checkpoint, capsys, "--data-of", str(other))
     flags = ["--data-of", str(other), "--tokenizer", str(tmp_path / "same.json")]
     assert evaluated(checkpoint, capsys, *flags)["total"]["tokens"]
 

@@ -45,7 +45,7 @@ def test_a_list_that_cannot_be_read(tmp_path):
     folder = RunFolder(tmp_path)
     assert read_rollbacks(folder) == []
     folder.skipped_samples.write_text('{"rollbacks": [')
-    with pytest.raises(ConfigError, match=r"skipped_samples\.json: cannot be read \(.*\)\. Fix: restore it"):
+    with pytest.raises(ConfigError, match=r"skipped_samples\.json: cannot be read \(.*\)\. Fix: restore"):
         read_rollbacks(folder)
 
 
