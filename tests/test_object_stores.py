@@ -240,7 +240,7 @@ def test_a_full_disk_costs_requests_and_no_tokens(call, answer, line, url, tmp_p
         ({"TRAIN_DATA": "{url}/x.jsonl"}, "only token files can be read from an object store, not text"),
         ({"DATA_ORDER": "megatron"}, "only supports local files. Fix: download {url}/tokens/train with"),
         ({"REMOTE_DIR": "/tmp/x"}, "REMOTE_DIR=/tmp/x: must be a URL."),
-        ({"LOAD_DIR": "{url}/none"}, "LOAD_DIR={url}/none: has no complete checkpoint. Fix: name a"),
+        ({"LOAD_DIR": "{url}/none"}, "LOAD_DIR={url}/none: has no complete checkpoint. Fix: specify a"),
     ],
 )
 def test_settings_that_cannot_run_are_one_line(settings, line, url, tmp_path):

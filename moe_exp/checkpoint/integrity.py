@@ -137,9 +137,9 @@ def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
 
 def dense_problems(c: Config, dense: Mapping[str, Any] | None) -> list[str]:
     """Reasons why this run cannot start from the dense run with settings `dense` (None: not recorded)."""
-    rule, fix = "was not written by this package", "name a run of moe_exp"
+    rule, fix = "was not written by this package", "specify a run of moe_exp"
     if dense is not None:
-        rule, fix = "is the checkpoint of an MoE run", "name a run with USE_MOE=false"
+        rule, fix = "is the checkpoint of an MoE run", "specify a run with USE_MOE=false"
     if dense is None or dense.get("use_moe"):
         return [problem("upcycle_from", c.upcycle_from, rule, fix)]
     source = f"the dense run UPCYCLE_FROM={c.upcycle_from}"

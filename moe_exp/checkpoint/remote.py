@@ -232,7 +232,7 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     for name, entry in manifest.files.items():
         if name not in listed or listed[name].bytes != entry["bytes"]:
             rule = "is missing, or its size differs from the manifest"
-            raise folders.unusable(f"{store.url}/{name}", rule, "name another checkpoint")
+            raise folders.unusable(f"{store.url}/{name}", rule, "specify another checkpoint")
     partial = final.with_name(final.name + _FETCHED)
     partial.mkdir(parents=True, exist_ok=True)
     there = sum(path.stat().st_size for path in partial.iterdir())
@@ -268,5 +268,5 @@ def find_there(url: str) -> tuple[Store, int]:
         complete = _complete(Store(checkpoints).files())
         if whole := [one for one in complete if one <= newest]:
             return Store(f"{checkpoints}/{complete[whole[-1]]}"), whole[-1]
-    fix = "name a checkpoints folder, a run folder or an iter_ folder"
+    fix = "specify a checkpoints folder, a run folder or an iter_ folder"
     raise folders.unusable(url, "has no complete checkpoint", fix)

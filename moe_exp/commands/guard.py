@@ -50,7 +50,7 @@ def guarded(
     except RuntimeError as error:
         if not str(error).startswith("Symlink loop from "):  # of Path.resolve, before Python 3.13
             raise
-        return fail(f"{error}. Fix: name another path.")
+        return fail(f"{error}. Fix: specify another path.")
     except KeyboardInterrupt:
         return 130
 

@@ -162,7 +162,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
             data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
             prompts.append(data.decode())
         except OSError as error:
-            fix = "name a file that you can read, or - for standard input"
+            fix = "specify a file that you can read, or - for standard input"
             raise setting_error("prompt_file", name, f"cannot be read ({error.strerror})", fix) from None
         except UnicodeDecodeError as error:
             rule = f"is not UTF-8 ({error.reason} at byte {error.start})"

@@ -243,7 +243,7 @@ def _read(arguments: argparse.Namespace) -> list[dict[str, str]]:
     refuse_settings(arguments)
     out, runs = arguments.out, arguments.runs
     if out.exists() and out.samefile(runs):
-        raise setting_error("out", out, "must not be the file of --runs", "name another file")
+        raise setting_error("out", out, "must not be the file of --runs", "specify another file")
     check_new_file("out", out)
     rows = read_rows(runs)
     for line in contradictions(rows, runs):
@@ -338,6 +338,7 @@ def check_new_file(name: str, path: Path) -> None:
     """Raises ValueError for a path at which a new file cannot or must not be created."""
     # a folder, or a device such as /dev/stdout, which a file would replace
     if path.exists() and not path.is_file():
-        raise setting_error(name, path, "exists and is not a regular file", "name a file")
+        raise setting_error(name, path, "exists and is not a regular file", "specify a file")
     if not path.parent.is_dir():
-        raise setting_error(name, path, f"{path.parent} is not a folder", "create it, or name another file")
+        fix = "create it, or choose another file"
+        raise setting_error(name, path, f"{path.parent} is not a folder", fix)

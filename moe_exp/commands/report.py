@@ -86,7 +86,7 @@ def _write_page(arguments: argparse.Namespace) -> None:
             notes = Path(notes).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             rule = f"cannot be read ({' '.join(str(error).split())})"
-            raise setting_error("notes", notes, rule, "name a UTF-8 text file or pass the text") from None
+            raise setting_error("notes", notes, rule, "specify a UTF-8 text file or pass the text") from None
     about = {"title": arguments.title, "notes": notes}
     warnings = write_report(_expanded(arguments.runs), out, kind=kind, loss=arguments.loss, **about)
     for text in warnings:

@@ -236,9 +236,9 @@ def run_diff(arguments: argparse.Namespace) -> int:
     check_top(arguments.top)
     for name, path in (("A", a), ("B", b)):
         if not path.exists():
-            raise ValueError(f"{name}={path}: not found. Fix: name a checkpoint or a dump.")
+            raise ValueError(f"{name}={path}: not found. Fix: specify a checkpoint or a dump.")
         if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
-            fix = f"name one iteration, such as {dumps[-1].parent}"
+            fix = f"specify one iteration, such as {dumps[-1].parent}"
             raise ValueError(f"{name}={path}: contains dumps of several iterations. Fix: {fix}.")
     # the dump of one rank, or of all ranks after one iteration
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):

@@ -25,7 +25,7 @@ REMOVED = {"router_bias_decay": ("0", "0.0"), "phi_balancing_rate": (), "attenti
 _PLACES = [name for name, traits in TRAITS.items() if traits.part == "place"]
 _MOST_BYTES = 2**20
 _NAME_VALUE = re.compile(r"\s*(export\s+)?[A-Za-z_]\w*=")
-_FIX = "name config.yaml of a run, or a file with lines such as NUM_EXPERTS=64 or num_experts: 64"
+_FIX = "specify config.yaml of a run, or a file with lines such as NUM_EXPERTS=64 or num_experts: 64"
 
 
 def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:

@@ -304,7 +304,7 @@ def _tokenizer(
         return of_data
     if of_data and not same_tokenizer(found.recorded(), of_data.recorded()):
         rule = f"the run's tokenizer {of_data.name} differs from the model's tokenizer {found.name}"
-        fix = "name a run with the model's tokenizer, or pass --data with text tokenized by that tokenizer"
+        fix = "specify a run with the model's tokenizer, or pass --data with text tokenized by that tokenizer"
         raise setting_error("data_of", request.data_of, rule, fix)
     return found
 

@@ -104,7 +104,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
     path = path if path.name not in ("", "..") else path.resolve()
     if not RunFolder(path).config.is_file():
         near = next((one for one in path.parents if RunFolder(one).config.is_file()), "runs/NAME")
-        fix = f"name a run folder, as in --resume {shlex.quote(str(near))}"
+        fix = f"specify a run folder, as in --resume {shlex.quote(str(near))}"
         raise ConfigError([problem("resume", folder, "is not a run folder (config.yaml not found)", fix)])
     for name in ("config", "run_dir", "run_name"):
         if flags.get(name) is not None:

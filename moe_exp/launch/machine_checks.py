@@ -259,7 +259,7 @@ def data_problems(c: Config) -> Iterator[str]:
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
         rule = f"not found: no text at this path, and no token files {prefix}.bin and .idx"
-        yield problem(name, prefix, rule, "name a text file or folder, or token files without .bin")
+        yield problem(name, prefix, rule, "specify a text file or folder, or token files without .bin")
         return
     if reason := bin_idx_problem(prefix):
         fix = f"set {name.upper()} to the path of an existing .bin and .idx pair, without the suffix"
@@ -424,15 +424,15 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     has = f"{place} has {bytes_text(free_bytes)} free, but the run needs"
     larger_disk = "choose a RUN_DIR on a larger disk, or free some space"
     if free_bytes < next_bytes and (there or c.disk_check == "one"):
-        what = " for its next checkpoint and its records until then" if there else ""
+        what = " for the next checkpoint and the records until then" if there else ""
         fix = "free some space, or move the run to a larger disk and adapt RUN_DIR" if there else larger_disk
         refused.append(c.problem("run_dir", f"{has} {bytes_text(next_bytes)}{what}", fix))
     if free_bytes < until_end.needed_bytes and c.disk_check == "run":
         rule, fix = f"{has} {bytes_text(until_end.needed_bytes)}", larger_disk
         if until_end.num_new > 1:
-            those = f" in addition to the existing {len(there)}" if there else ""
-            new = f"{until_end.num_new} checkpoints of {bytes_text(until_end.one_bytes)}"
-            rule += f" until iteration {c.train_iters}: {new}{those}, and its records"
+            those = f" ({len(there)} exist already)" if there else ""
+            new = f"{until_end.num_new} new checkpoints of {bytes_text(until_end.one_bytes)} each"
+            rule += f" to reach iteration {c.train_iters}: {new}{those}, plus the run's records"
             by_hand = ", or set DISK_CHECK=one if you delete checkpoints yourself"
             if fitting := keep_last_that_fits(c, free_bytes, iteration=iteration, there=there):
                 fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}{by_hand}"

@@ -200,7 +200,7 @@ def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Re
 
 
 def newest_records(path: Path) -> list[Record]:
-    """Records of a metrics.jsonl from the last train record with `training_seconds` on, or all records."""
+    """Records of a metrics.jsonl, starting at the last train record that has `training_seconds` (or all)."""
     found = []
     for _, line in _backwards(path):
         if line.endswith(b"\n") and (record := parsed_record(line)) is not None:

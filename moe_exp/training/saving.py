@@ -112,7 +112,7 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
                 place = _from_store(lambda: fetch_load_dir(config))
             source = find_source(place, checksums=config.verify_checkpoint)
             if source is None:
-                fix = "name a checkpoints folder, a run folder or the folder of one iteration"
+                fix = "specify a checkpoints folder, a run folder or the folder of one iteration"
                 raise ConfigError([problem("load_dir", config.load_dir, "has no checkpoint", fix)])
     except ConfigError:
         raise

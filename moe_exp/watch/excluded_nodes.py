@@ -90,7 +90,7 @@ def slurm_name(host: str) -> str:
 def _text(path: Path) -> str:
     """The file's text; empty if there is no file."""
     if path.exists() and not path.is_file():  # reading a pipe would block
-        raise ValueError(f"{path}: is not a file. Fix: name a file with one host per line.")
+        raise ValueError(f"{path}: not a regular file. Fix: specify a text file with one host per line.")
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 

@@ -140,14 +140,14 @@ def storage_of(path: Path) -> Storage:
     folder = RunFolder(path) if path.is_dir() else None
     settings = folder.config if folder else path
     if not settings.is_file():
-        fix = "name a folder with config.yaml or a settings file"
+        fix = "specify a folder with config.yaml or a settings file"
         raise ValueError(f"RUN={path}: is neither a run folder nor a settings file. Fix: {fix}.")
     try:
         given = known_settings(recorded_settings(settings)) if folder else read_settings(settings)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ValueError(f"{settings}: cannot be read ({error}). Fix: name another file.") from None
+        raise ValueError(f"{settings}: cannot be read ({error}). Fix: specify another file.") from None
     config = load_config(given, {})
     lines = iter_metrics(folder.metrics) if folder and folder.metrics.exists() else []
     # `experts` of all records may take gigabytes

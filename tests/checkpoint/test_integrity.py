@@ -153,7 +153,7 @@ def test_newer_format_is_not_passed_over(checkpoints):
 
 def test_foreign_and_partial_folders_by_name(checkpoints):
     (checkpoints / "iter_0000030").rename(checkpoints / "iter_0000030.partial")
-    with pytest.raises(ValueError, match=r"^checkpoint=\S+30\.partial: is incomplete.* Fix: name another"):
+    with pytest.raises(ValueError, match=r"^checkpoint=\S+30\.partial: is incomplete.* Fix: specify another"):
         one_checkpoint(checkpoints / "iter_0000030.partial")
     refused(checkpoints / "iter_0000030.partial", r"can be used, checkpoint=\S+30\.partial: is incomp")
     legacy = checkpoints / "iter_0000005"

@@ -80,14 +80,17 @@ def test_formats_and_values():
         ),
         ("preset: cpuu", ["exp.yaml: PRESET=cpuu: unknown preset. Fix: use one of reference, cpu, "]),
         ("lr: 1\nLR: 2", ["exp.yaml: LR=2: is in the file twice. Fix: remove one of the two lines."]),
-        ("", ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: name config.yaml of a run, "]),
+        (
+            "",
+            ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: specify config.yaml of a run"],
+        ),
         ("just text", ["CONFIG=exp.yaml: cannot be read .it contains no settings.. Fix: "]),
         ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: must be one name and one value; "]),
         ("a: 1\nb: [0]*3", ["CONFIG=exp.yaml: cannot be read .line 2: .* needs quotes"]),
         ("TP=1\nfoo", ["CONFIG=exp.yaml: cannot be read .line 2: foo is not NAME=value"]),
         ("TP='1", ["CONFIG=exp.yaml: cannot be read .line 1: No closing quotation"]),
         ("RUN_DIR=$HOME/x", ["CONFIG=exp.yaml: cannot be read .line 1: variables are not expanded; "]),
-        (None, ["CONFIG=exp.yaml: not found. Fix: name config.yaml of a run, or a file "]),
+        (None, ["CONFIG=exp.yaml: not found. Fix: specify config.yaml of a run, or a file "]),
     ],
 )
 def test_files_that_cannot_be_read(text, lines, capsys):

@@ -147,7 +147,7 @@ def test_a_disk_that_cannot_hold_the_run(tmp_path, disk):
     disk(needed - 1)
     (line,) = problems()
     assert line.startswith(f"RUN_DIR={tmp_path}: {tmp_path} has ")
-    assert "until iteration 1000: 10 checkpoints of " in line
+    assert "to reach iteration 1000: 10 new checkpoints of " in line
     assert "Fix: set KEEP_LAST=3, which fits, or choose" in line and "DISK_CHECK=one" in line
     for allowed in ({"keep_last": 3}, {"disk_check": "one"}, {"disk_check": "none"}, {"save_interval": 0}):
         assert problems(**allowed) == []
@@ -177,14 +177,14 @@ def test_a_run_that_goes_on_needs_room_for_its_next_checkpoint_only(tmp_path, di
     write_without_tensors(tmp_path / "x" / "checkpoints" / "iter_0000100")
     refused, (warning,) = room()
     assert refused == []
-    assert "until iteration 1000: 9 checkpoints of " in warning
+    assert "to reach iteration 1000: 9 new checkpoints of " in warning
     assert "DISK_CHECK=one" in warning
     assert room(disk_check="one") == room(disk_check="none") == ([], [])
     disk(2.5 * one)
     assert room(keep_last=1) == ([], [])
     disk(one)  # and no room for records
     (line,), warnings = room()
-    assert "for its next checkpoint and its records until then. Fix: free some space" in line
+    assert "for the next checkpoint and the records until then. Fix: free some space" in line
     assert warnings == []
 
 

@@ -58,7 +58,7 @@ def latest_iteration(checkpoints: Path) -> int | None:
         return None
     except (OSError, UnicodeDecodeError) as error:
         reason = f"cannot be read ({getattr(error, 'strerror', error)})"
-        raise unusable(path, reason, "make the file readable, or name another checkpoint") from None
+        raise unusable(path, reason, "make the file readable, or specify another checkpoint") from None
     if not text.isdecimal():
         fix = "write the number of the newest iter_ folder into this file"
         raise unusable(f"{path}={text[:20]!r}", "must contain an iteration number", fix)
@@ -123,7 +123,7 @@ def existing(folder: Path) -> Path:
     name = f"checkpoint={folder}"
     if folder.suffix in (PARTIAL, REMOVED, REPLACED):
         rule = f"is incomplete: a run was killed while writing or removing it ({folder.suffix})"
-        raise unusable(name, rule, "name another checkpoint")
+        raise unusable(name, rule, "specify another checkpoint")
     if (folder / "metadata.json").is_file():
         return folder
     if not folder.is_dir():
@@ -134,7 +134,7 @@ def existing(folder: Path) -> Path:
         rule = "is not a distributed checkpoint (metadata.json not found)"
         if (folder / "config.json").is_file():
             rule += "; to convert a Hugging Face folder, use moe-exp convert from-hf"
-    raise unusable(name, rule, "name an iter_ folder, a checkpoints folder or a run folder")
+    raise unusable(name, rule, "specify an iter_ folder, a checkpoints folder or a run folder")
 
 
 class NewerFormatError(ValueError):
@@ -313,13 +313,13 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
     except OSError as error:
         _remove_empty(missing)
         rule = f"cannot be created ({error.strerror})"
-        raise unusable(f"DST={target}", rule, "name a writable folder") from None
+        raise unusable(f"DST={target}", rule, "specify a writable folder") from None
     try:
         free = shutil.disk_usage(partial).free
         # 1% for headers, index and tokenizer
         if free < num_bytes * 1.01:
             rule = f"requires {bytes_text(num_bytes)}, but only {bytes_text(free)} are free"
-            raise unusable(f"DST={target}", rule, "free disk space, or name a folder on another disk")
+            raise unusable(f"DST={target}", rule, "free disk space, or specify a folder on another disk")
         yield partial
         # Synced before the rename: after a power failure, `target` must not have incomplete files.
         for path in filter(Path.is_file, partial.rglob("*")):
@@ -343,7 +343,7 @@ def check_target(target: Path) -> None:
     """Raises ValueError if `target` exists, unless it is an empty folder."""
     is_empty = target.is_dir() and not any(target.iterdir())
     if not is_empty and (target.exists() or target.is_symlink()):
-        raise unusable(f"DST={target}", "already exists", "name a new folder, or remove this folder")
+        raise unusable(f"DST={target}", "already exists", "specify a new folder, or remove this folder")
 
 
 def checkpoints_folder(path: Path) -> Path | None:
@@ -359,7 +359,7 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:
-        raise unusable(f"PATH={path}", "has no checkpoints", "name a checkpoints folder or a run folder")
+        raise unusable(f"PATH={path}", "has no checkpoints", "specify a checkpoints folder or a run folder")
     if last < 1:
         raise unusable(f"keep-last={last}", "must be 1 or more", "keep at least the newest checkpoint")
     found, latest, losses = iterations(checkpoints), latest_iteration(checkpoints), valid_losses(checkpoints)

@@ -70,7 +70,7 @@ def to_hf(
     of_like = ("config.json", model_folder.GENERATION)
     if like is not None and not any((like / name).is_file() for name in of_like):
         rule = f"has neither config.json nor {model_folder.GENERATION}"
-        raise unusable(f"LIKE={like}", rule, "name a Hugging Face folder, or omit --like")
+        raise unusable(f"LIKE={like}", rule, "specify a Hugging Face folder, or omit --like")
     if max_shard_bytes < 1:
         raise unusable(f"MAX_SHARD_SIZE={max_shard_bytes}", "must be at least 1 byte", "use a size like 5GB")
     folder = one_checkpoint(source)

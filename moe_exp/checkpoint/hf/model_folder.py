@@ -64,7 +64,7 @@ class ModelFolder:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_dir():
-            fix = "name a local folder with config.json and safetensors files"
+            fix = "specify a local folder with config.json and safetensors files"
             raise unusable(f"SRC={path}", "is not a folder", fix)
         if (path / ADAPTER).is_file():
             rule = f"has {ADAPTER}, an adapter that transformers would add to the weights"
@@ -286,7 +286,7 @@ def check_tokenizer(path: Path) -> None:
     if path.is_file():
         read_json(path)
     elif not (path / "tokenizer.json").is_file():
-        fix = "name a tokenizer.json, or a folder that contains one"
+        fix = "specify a tokenizer.json, or a folder that contains one"
         raise unusable(f"TOKENIZER={path}", "has no tokenizer.json", fix)
 
 

@@ -26,7 +26,7 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
         return folders.one_checkpoint(path)
     name, folder = f"iteration={iteration}", folders.checkpoints_folder(path)
     if folder is None:
-        fix = "omit --iteration, or name a run folder"
+        fix = "omit --iteration, or specify a run folder"
         raise folders.unusable(name, f"{path} is not a checkpoints or run folder", fix)
     if iteration not in (there := folders.iterations(folder)):
         fix = f"choose one of {', '.join(map(str, there)) or 'none'}"

@@ -294,7 +294,7 @@ def average(
     main = [naming.logical_tensors(reader, AVERAGE if of_ema else "param") for reader in readers]
     for reader in readers if of_ema else ():
         if not reader.common().get("progress", {}).get("num_averaged"):
-            fix = "omit --ema, or name a checkpoint of a run with EMA_DECAY"
+            fix = "omit --ema, or specify a checkpoint of a run with EMA_DECAY"
             raise setting_error("SRC", reader.folder, "has no moving average of the weights", fix)
     for source, tensors in zip(sources, stored, strict=True):
         if rule := _difference(source, tensors, sources[-1], stored[-1]):

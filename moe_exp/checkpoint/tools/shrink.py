@@ -44,7 +44,7 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise setting_error("PATH", path, "does not exist", "name a file or a folder")
+        raise setting_error("PATH", path, "does not exist", "specify a file or a folder")
     for pattern in patterns:
         if not pattern or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
             fix = "use a pattern such as '*.pt', and pass the folder as PATH"
@@ -52,7 +52,7 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
     glob = path.rglob if recursive else path.glob
     found = sorted({file for pattern in patterns for file in glob(pattern) if file.is_file()})
     if not found:
-        fix = "name another folder, or pass --pattern"
+        fix = "specify another folder, or pass --pattern"
         raise setting_error("PATH", path, f"has no files that match {' '.join(patterns)}", fix)
     return found
 

@@ -108,7 +108,7 @@ class DataSettings(OptimizerSettings):
         "best_fit: combine whole documents that best fill a sample; cut only documents longer than a sample",
     )
     allow_other_data: bool = data(
-        False, "resume at the same sample number although data or order differ from the checkpoint's"
+        False, "resume at the checkpoint's sample number even if the data or their order have changed"
     )
     num_workers: NonNegative = data(
         ...,

@@ -183,13 +183,13 @@ def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[s
 
 def _place_problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:
     if settings.setup and not os.access(settings.setup, os.R_OK):
-        yield problem("setup", settings.setup, "cannot be read", "name a file that jobs can read")
+        yield problem("setup", settings.setup, "cannot be read", "specify a file that jobs can read")
     image = settings.container
     if settings.runtime == "apptainer" and "://" not in image and not Path(image).exists():
-        fix = "name an image file, or set CONTAINER_RUNTIME=pyxis"
+        fix = "specify an image file, or set CONTAINER_RUNTIME=pyxis"
         yield problem("container", image, "not found", fix)
     if settings.exclude_file and Path(settings.exclude_file).is_dir():
-        fix = "name a file (it may not exist yet)"
+        fix = "specify a file (it may not exist yet)"
         yield problem("exclude_file", settings.exclude_file, "is a folder", fix)
     if settings.container_mounts and not settings.container:
         rule, fix = "has no effect without CONTAINER", "set CONTAINER or omit CONTAINER_MOUNTS"

@@ -171,7 +171,7 @@ def summarize(folder: Path) -> Summary:
     """Summarizes a folder of answers, RUN/hang/TIME; raises ValueError if the folder has no stacks."""
     dumps, answers, request = read_dumps(folder), read_answers(folder), latest_request(folder)
     if not dumps and not answers:
-        fix = "name a folder in RUN/hang, or a run folder to request new stacks from its launchers"
+        fix = "specify a folder in RUN/hang, or a run folder to request new stacks from its launchers"
         raise ValueError(f"stacks={folder}: has no stacks. Fix: {fix}.")
     for rank in sorted(set(range(answers[0].world_size if answers else 0)) - {dump.rank for dump in dumps}):
         # torchrun numbers ranks node by node

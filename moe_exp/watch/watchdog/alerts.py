@@ -230,7 +230,7 @@ class _Flags:
             secret = regular(expanded(file)).read_text(encoding="utf-8").partition("\n")[0].strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", "") or type(error).__name__
-            fix = "name a file with the secret on its first line and mode 600"
+            fix = "specify a file with the secret on its first line and mode 600"
             self._wrong(flag, file, f"cannot be read ({reason})", fix)
         else:
             if not secret:

@@ -79,4 +79,4 @@ def test_the_best_of_unknown_losses(tmp_path, capsys):
     assert main(["ckpt", "prune", str(tmp_path), "--keep-last", "1", "--keep-best", "1"]) == 1
     assert "keep-best=1: no checkpoint in" in capsys.readouterr().err
     assert main(["ckpt", "prune", str(tmp_path / "iter_0000005"), "--keep-last", "1"]) == 1
-    assert "has no checkpoints. Fix: name a checkpoints folder" in capsys.readouterr().err
+    assert "has no checkpoints. Fix: specify a checkpoints folder" in capsys.readouterr().err
