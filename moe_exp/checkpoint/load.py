@@ -87,9 +87,8 @@ def saved_progress(path: Path) -> Progress | None:
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
     """Loads the iter_ folder `path`, or the newest checkpoint in `path`, into `trained`. If it only has
     weights, or Megatron-LM wrote it, only weights are loaded, and the iteration is 0. All ranks must call
-    this function. ConfigError, before anything is loaded, if the model or optimizer differs
-    (`model_changes`); RestoreError if loaded values differ from the saved values (FINGERPRINTS); ValueError
-    if no checkpoint is found or the checkpoint's parameters differ from the model's.
+    this function. Raises ConfigError, before loading anything, if the model or optimizer differs; ValueError
+    without a checkpoint or with other parameters; RestoreError if loaded values differ from the saved ones.
     """
     folder = one_checkpoint(path)
     common = compare_model(config, folder)

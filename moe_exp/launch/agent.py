@@ -3,9 +3,9 @@
     python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
         -m moe_exp.train --num-experts 16
 
-Unlike torchrun's agent, it forwards signals without terminating the ranks, restarts the ranks of all nodes on
-a rank's request or after a failure (at most --max-restarts failures per job), and records restarts in the
-run's metrics.jsonl. docs/architecture.md lists the private names of torchrun that this file uses, and why.
+Unlike torchrun's agent, it forwards signals without terminating the ranks. It restarts the ranks of all nodes
+if a rank asks for that or fails, after at most --max-restarts failures per job, and records each restart in
+the run's metrics.jsonl. docs/architecture.md lists the private names of torchrun that this file uses.
 """
 
 import gc

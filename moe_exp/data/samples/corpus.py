@@ -291,9 +291,10 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Fractions of documents that samples of `seq_len` tokens cut: `concatenated` (a document of n tokens is
-    cut with probability (n - 1) / seq_len) and `best_fit` (documents longer than a sample); and `filler`, the
-    fraction of padding tokens with best fit.
+    """Fractions of documents that are cut by samples of `seq_len` tokens, and of padding tokens (`filler`).
+
+    `concatenated`: a document of n tokens is cut with probability (n - 1) / seq_len. `best_fit`: only
+    documents longer than a sample are cut. `filler`: with best fit.
     """
     counts = piece_counts(lengths, seq_len)
     num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))

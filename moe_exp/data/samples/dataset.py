@@ -70,10 +70,10 @@ class _StagePart(NamedTuple):
 class SampleStream:
     """Endless shuffled sequence of training samples from one token file or a weighted blend of files.
 
-    In each epoch of a file, its documents are shuffled, concatenated and cut into windows of `seq_len` tokens
-    (plus one: the last label, which is also the first token of the next window), and the windows are
-    shuffled. Except for a remainder shorter than a window, every token is the input of exactly one sample per
-    epoch. Each file of a blend has its own epochs (see `blend_position`).
+    In each epoch of a file, the documents are shuffled and concatenated, then cut into windows of `seq_len`
+    tokens, which are shuffled again. A sample is a window and the token after it, the last label. Except for
+    a remainder shorter than a window, every token is the input of exactly one sample per epoch. Each file of
+    a blend has its own epochs (see `blend_position`).
 
     Sample numbers always count samples of the first stage's length: in a stage with F times longer samples,
     one sample covers F numbers.
