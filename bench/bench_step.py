@@ -36,7 +36,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
-from moe_exp.engine.graphs import side_stream
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_classes import Adam
 from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
@@ -68,7 +67,7 @@ class Ours:
 
     def __init__(self, config: Config, rank: Runtime, *, graph: bool = False):
         train_stream, _ = samples.build_data(config)
-        model = build_model(config, rank, graph_stream=side_stream() if graph else None)
+        model = build_model(config, rank, has_graph=graph)
         optimizer = build_optimizer(config, model)
         trained = Trained(model, optimizer, build_scheduler(config, optimizer))
         loop.set_megatron_hooks(model, trained.optimizer)

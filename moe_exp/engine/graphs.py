@@ -15,7 +15,9 @@ a key run eagerly; then its graph is captured, which executes nothing, and repla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -59,19 +61,26 @@ class CudaGraph:
         self._graph.replay()
 
 
-_side_stream: torch.cuda.Stream | None = None
+@cache
+def side_stream() -> torch.cuda.Stream:
+    """Stream of captures and warm-up."""
+    return torch.cuda.Stream()
 
 
-def side_stream() -> torch.cuda.Stream | None:
-    """Stream for captures and warm-up; None without CUDA.
+@contextmanager
+def on_side_stream() -> Iterator[None]:
+    """Runs the block on `side_stream`, in order with the work before and after it; no effect without CUDA.
 
     Autograd accumulates gradients on the stream on which DDP created its nodes, and a capture must not wait
-    for another stream. Build DDP on this one.
+    for another stream. So DDP, warm-up and captures use one stream.
     """
-    global _side_stream
-    if _side_stream is None and torch.cuda.is_available():
-        _side_stream = torch.cuda.Stream()
-    return _side_stream
+    if not torch.cuda.is_available():
+        yield
+        return
+    side_stream().wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream()):
+        yield
+    torch.cuda.current_stream().wait_stream(side_stream())
 
 
 def choose_graph(
@@ -136,7 +145,8 @@ class MicrobatchGraphs:
         if key not in self._captured:
             number = self._num_run[key] = self._num_run.get(key, 0) + 1
             if number <= WARMUP:
-                return self._eager(batch, num_microbatches)
+                with on_side_stream():
+                    return self._region(batch, num_microbatches)
             self._captured[key] = self._capture(batch, num_microbatches)
         return self._captured[key].run(batch)
 
@@ -175,16 +185,6 @@ class MicrobatchGraphs:
         for p in self._parameters:
             p.main_grad.zero_()
             p.grad_added_to_main_grad = False
-
-    def _eager(self, batch: Batch, num_microbatches: int) -> Tensor:
-        stream = side_stream()
-        if stream is None:
-            return self._region(batch, num_microbatches)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            result = self._region(batch, num_microbatches)
-        torch.cuda.current_stream().wait_stream(stream)
-        return result
 
     def _capture(self, batch: Batch, num_microbatches: int) -> _Captured:
         inputs = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}

@@ -2,12 +2,14 @@
 
 import importlib.util
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_exp.config import Config
+from moe_exp.engine.graphs import on_side_stream
 from moe_exp.engine.initial_weights import initialize_weights
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
@@ -243,12 +245,11 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 
 def build_model(
     config: Config, runtime: Runtime, kernel_failures: Sequence[KernelFailure] = (), *,
-    graph_stream: torch.cuda.Stream | None = None,
+    has_graph: bool = False,
 ) -> list[DistributedDataParallel]:  # fmt: skip
     """This rank's model chunks (one, or VPP chunks) with initial weights, wrapped for data parallelism.
 
-    `graph_stream` is `graphs.side_stream` if micro-batches run as CUDA graphs. Gradients are then exchanged
-    after the last one.
+    With `has_graph`, micro-batches run as CUDA graphs, and gradients are exchanged after the last one.
     """
     settings = transformer_config(config)
     chunks = [
@@ -259,10 +260,10 @@ def build_model(
         chunk.to(runtime.device)
     if config.dtype != "fp32":
         chunks = [Float16Module(settings, chunk) for chunk in chunks]
-    ddp_config = _ddp_config(config, overlap=overlaps(config) and graph_stream is None)
+    ddp_config = _ddp_config(config, overlap=overlaps(config) and not has_graph)
     # As in Megatron, only the first chunk has buckets: communication of the others overlaps with computation
     # in any case.
-    with torch.cuda.stream(graph_stream):
+    with on_side_stream() if has_graph else nullcontext():
         return [
             DistributedDataParallel(
                 settings, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=runtime.groups

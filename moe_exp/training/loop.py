@@ -39,7 +39,7 @@ from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.averaged_weights import averaged_weights, update_average
 from moe_exp.engine.backends import KernelFailure, backends_of, check_run, tune_run
-from moe_exp.engine.graphs import MicrobatchGraphs, side_stream
+from moe_exp.engine.graphs import MicrobatchGraphs
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import (
     base_learning_rate,
@@ -209,8 +209,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     kernel_failures = check_run(config, rank)
     tune_run(config, rank, kernel_failures)
     has_graph = backends_of(config, rank.device.type, kernel_failures)["graph"][0] == "on"
-    stream = side_stream() if has_graph else None
-    model = build_model(config, rank, kernel_failures, graph_stream=stream)
+    model = build_model(config, rank, kernel_failures, has_graph=has_graph)
     optimizer = build_optimizer(config, model, kernel_failures)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     set_megatron_hooks(model, optimizer)
