@@ -185,7 +185,7 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
 def content_of(prefixes: Sequence[str]) -> str:
     """Hash (16 hex digits) of the tokens: of all up to 64 MiB, else of evenly spaced blocks of 16 KiB.
 
-    Always detects a changed range longer than 1/4096 of all tokens; `moe-exp data verify` reads all tokens.
+    Always detects a changed range longer than 1/4096 of the total size; `moe-exp data verify` reads all data.
     Takes about 0.1 s for 64 MiB on a local disk.
     """
     sizes = [bin_bytes(prefix) or 0 for prefix in prefixes]
