@@ -60,7 +60,7 @@ def save(config: Config, folder: Path | None = None, *, placed: Config | None = 
         ({"optimizer": "sgd"}, "OPTIMIZER=sgd: "),
         ({"seed": 7}, "SEED=7: the checkpoint at iteration 10 of .* has SEED=1234"),
         ({"seq_len": 32}, "SEQ_LEN=32: "),
-        ({"train_data": "b"}, "TRAIN_DATA=.*/b: its files differ from those of the checkpoint"),
+        ({"train_data": "b"}, "TRAIN_DATA=.*/b: its files differ from the data of the checkpoint"),
         ({"train_data": "b", "allow_other_data": True}, None),
         ({"split": "9,1"}, "SPLIT="),
     ],

@@ -165,10 +165,10 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
     assert refused.curve("iteration") == [1, 2, 3, 4, 5, 6]
     (line,) = [line for line in refused.stderr.splitlines() if line.startswith("moe-exp: TRAIN_DATA=")]
     files = (
-        rf"TRAIN_DATA=\S+tokens: its files differ from those of the checkpoint at iteration 6 of {source}"
+        rf"TRAIN_DATA=\S+tokens: its files differ from the data of the checkpoint at iteration 6 of {source}"
         r" \(fingerprint \w+ instead of \w+\)"
     )
-    assert re.search(rf"{files}, .*\. Fix: .* or ALLOW_OTHER_DATA=true to continue ", line)
+    assert re.search(rf"{files}, .*\. Fix: .* or set ALLOW_OTHER_DATA=true to continue ", line)
 
     allowed = runs.succeed("two", LOAD_DIR=source, ALLOW_OTHER_DATA=True, **other)
     assert allowed.curve("consumed_samples") == [56]

@@ -1,4 +1,4 @@
-"""Sample windows of a token file over successive epochs, and keyed shuffles of their order. No torch."""
+"""Windows of a token file in successive epochs, and keyed shuffles of documents and windows. No torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Corpus:
         self._filler = self._filler_of(files)
         if (windows := self._count_windows()) < 1:
             num_tokens = int(self._bounds[self._end] - self._bounds[self._first])
-            part = f" in its share {share[0]:.4g} to {share[1]:.4g}" if share != (0.0, 1.0) else ""
+            part = f" in SPLIT's part {share[0]:.4g} to {share[1]:.4g}" if share != (0.0, 1.0) else ""
             rule = f"has {num_tokens} tokens{part}, but one sample requires SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
         self.num_windows = windows
@@ -136,15 +136,15 @@ def _mix(x: _Word) -> _Word:
 
 
 def shuffled(size: int, key: int) -> Int64Array:
-    """Permutation of range(size), sorted by a keyed bijective hash (which has no ties)."""
+    """Permutation of range(size), sorted by a keyed hash that is bijective and so has no ties."""
     return np.argsort(_mix(_mix(np.arange(size, dtype=np.uint64)) ^ np.uint64(key)))
 
 
 def permuted(index: int, size: int, key: int) -> int:
     """Image of `index` under a keyed permutation of range(size), computed without a table.
 
-    A Feistel network over the next power of four, repeated until the result is below `size` (cycle-walking;
-    Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): fewer than four passes on average.
+    Applies a Feistel network over the next power of four until the result is below `size` (cycle-walking;
+    Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), on average fewer than four times.
     """
     half_bits = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1

@@ -1,8 +1,8 @@
 """Token files -> endless sequence of training samples -> batches.
 
 Megatron's GPTDataset shuffles all samples of the run, so extending a run changes the data order;
-`megatron_dataset.py` reproduces that order. Here sample i depends only on the files, the sequence length, the
-seed and i, without an index on disk.
+`megatron_dataset.py` reproduces Megatron's order. In this module, sample i depends only on the files, the
+sequence length, the seed and i; no index is stored on disk.
 
 Shape suffixes: B samples, S = seq_len input tokens, S1 = S + 1 (with the last label).
 """
@@ -44,7 +44,7 @@ class Origin(NamedTuple):
 
 
 class Samples(Protocol):
-    """Samples of a run by number, in an order that is fixed during the run."""
+    """Samples of a run, accessed by number. The order does not change during the run."""
 
     def stage_at(self, index: int) -> DataStage:
         """Stage of sample `index`."""
@@ -81,7 +81,7 @@ class SampleStream:
     Args:
         blend: (weight, prefix) pairs from `parse_blend`; weights are relative.
         seq_len: tokens per sample.
-        seed: key of both shuffles.
+        seed: key of the shuffles of documents and windows.
         shuffle: False keeps the file order, as for validation.
         share: part of each file's documents to use (begin and end, 0 to 1; see `parse_split`).
         packing: DOCUMENT_PACKING; "best_fit" uses `PackedCorpus`.
@@ -167,9 +167,9 @@ class SampleStream:
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
-    """Fingerprint (16 hex digits) of token files: sizes, document lengths, first and last bytes, not paths.
+    """Fingerprint (16 hex digits) of the sizes, document lengths, and first and last bytes of token files.
 
-    Depends on the order of the files, as the shuffle does. Takes about 0.5 s for 50 million documents.
+    Depends on the order of the files, but not on their paths. Takes about 0.5 s for 50 million documents.
     """
     digest = hashlib.blake2b(digest_size=8)
     for prefix in prefixes:
@@ -185,7 +185,7 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
 def content_of(prefixes: Sequence[str]) -> str:
     """Hash (16 hex digits) of the tokens: of all tokens up to 64 MiB, else of evenly spaced blocks of 16 KiB.
 
-    Always detects a changed range longer than 1/4096 of all files; `moe-exp data verify` reads everything.
+    Always detects a changed range longer than 1/4096 of the total size; `moe-exp data verify` reads all data.
     Takes about 0.1 s for 64 MiB on a local disk.
     """
     sizes = [bin_bytes(prefix) or 0 for prefix in prefixes]
@@ -205,10 +205,10 @@ def content_of(prefixes: Sequence[str]) -> str:
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
     """Data set of sample `index` of a blend, and the number of earlier samples from this data set.
 
-    The data sets form a binary tree. Of the n samples that reach a node, round(n * p) go to its left half,
-    where p is the weight share of that half; this closed form needs no history. Rounding adds at most 1/2 per
-    level, so each of K data sets is always within ceil(log2 K) / 2 samples of its share. Integer weights make
-    it exact.
+    The data sets form a binary tree. Of the n samples that reach a node, round(n * p) go to the left half,
+    where p is the left half's share of the weights; this closed form needs no history. Rounding adds at most
+    1/2 per level, so each of K data sets is always within ceil(log2 K) / 2 samples of its share. Integer
+    weights make the computation exact.
     """
     low, high = 0, len(cumulative_weights) - 1
     while high - low > 1:
@@ -256,7 +256,7 @@ def split_batch(
 
     Args:
         positions_BS: positions of the tokens in their documents, int64. Default: positions in the sample.
-        masked_id: end-of-document token; the prediction after it does not count. Default: all count.
+        masked_id: end-of-document token, after which the prediction does not count. Default: all count.
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
     if positions_BS is None:
@@ -272,7 +272,7 @@ def split_batch(
 
 def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
     """Mask of padding inputs, bool [B, S] (DOCUMENT_PACKING=best_fit): all trailing end-of-document tokens of
-    a sample except the first, which ends its last document.
+    a sample except the first, which ends the sample's last document.
     """
     at_end_BS1 = (tokens_BS1 == eod_id).flip(1).cumprod(dim=1).flip(1).bool()
     return torch.nn.functional.pad(at_end_BS1[:, :-2], (1, 0))
@@ -281,7 +281,7 @@ def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
 def context_part(
     batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
 ) -> dict[str, torch.Tensor]:
-    """Part of a batch [B, S] for a context-parallel rank: the tokens in its `ranges`, [B, S/C]."""
+    """Part of a batch [B, S] for a context-parallel rank: the tokens in the rank's `ranges`, [B, S/C]."""
     if len(ranges) == 1:
         return dict(batch)
     return {
@@ -298,7 +298,7 @@ def context_part(
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
-    """Sorted, disjoint, non-adjacent and non-empty ranges that cover the same numbers."""
+    """Sorted, disjoint, non-adjacent and non-empty ranges that cover the same numbers as `ranges`."""
     found: list[Range] = []
     for first, end in sorted((int(first), int(end)) for first, end in ranges):
         if found and first <= found[-1][1]:
@@ -346,8 +346,8 @@ def skipped_from(
 class SkippingSamples:
     """`samples` without the `skipped` ranges, numbered by consumed samples.
 
-    `length`: number of samples of a finite stream such as Megatron's order, which repeats its first samples
-    at the end to replace the skipped ones. None: endless stream.
+    `length`: number of samples of a finite stream (Megatron's order). At its end, the first samples are
+    repeated to replace the skipped samples. None: endless stream.
     """
 
     def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):

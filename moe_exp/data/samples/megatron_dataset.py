@@ -50,12 +50,12 @@ class MegatronSamples:
         return DataStage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
-        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because a longer
-        run has a different order from its first sample.
+        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because the
+        order of a longer run is different from the first sample on.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
-            fix = "start over with the final TRAIN_ITERS"
+            fix = "start a new run with the final TRAIN_ITERS"
             raise ValueError(f"sample index {index}: {rule}. Fix: {fix}.")
         item = self._dataset[index]
         return np.append(item["tokens"].numpy(), item["labels"][-1].numpy())
@@ -64,7 +64,7 @@ class MegatronSamples:
         return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
 
     def origin(self, index: int) -> Origin:
-        """Origin of a sample; its documents are the file's sequences."""
+        """Origin of a sample; `documents` has the numbers of the file's sequences."""
         dataset = self._dataset
         if isinstance(dataset, BlendedDataset):
             dataset[index]  # opens its index files
@@ -96,8 +96,8 @@ class MegatronOrder:
 def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSamples, MegatronSamples | None]:
     """Training and validation samples. All ranks must call this; several ranks need torch.distributed.
 
-    The first call for an order writes about 12 bytes per sample and 4 per document and epoch to `cache_dir`
-    on rank 0, so all nodes must share that folder.
+    The first call for an order writes about 12 bytes per sample and 4 bytes per document and epoch to
+    `cache_dir` on rank 0, so all nodes must share this folder.
 
     Raises:
         ValueError: if a file is missing or damaged, a part is smaller than one sample, or prefixes without
@@ -191,7 +191,7 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
 
 
 def _blend(text: str) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights as parsed by Megatron; weights are None if the text has none."""
+    """Prefixes and weights as parsed by Megatron; the weights are None if the text has no weights."""
     blend = parse_blend(text)
     is_one_path = text.strip().startswith(blend[0][1])  # a path may contain spaces
     _, weights = get_blend_from_list([blend[0][1]] if is_one_path and len(blend) == 1 else text.split())

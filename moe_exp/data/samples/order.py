@@ -1,7 +1,7 @@
 """Sample order of a run, saved in checkpoints and compared when training resumes.
 
-A checkpoint stores the number of consumed samples. With another order, training would repeat some samples and
-miss others, and the loss would not show it.
+A checkpoint stores the number of consumed samples. If the order changed, a resumed run would repeat some
+samples and miss others, and the loss would not reveal the mistake.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SampleOrder:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """The fields as plain values, for a checkpoint."""
         return asdict(self)
 
 
@@ -106,7 +106,7 @@ def order_of_files(config: Config) -> SampleOrder | None:
 
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether two `SampleOrder.facts` agree in all facts that both have; older versions wrote fewer."""
+    """Whether two `SampleOrder.facts` agree in all facts that both have; older versions wrote fewer facts."""
     return not _differing(facts, saved)
 
 
@@ -122,7 +122,7 @@ def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that makes the samples or their order differ from the checkpoint's."""
+    """A setting with which the samples or their order differ from the checkpoint."""
 
     name: str
     value: object
@@ -136,17 +136,17 @@ class Change:
     @property
     def problem(self) -> str:
         """One-line error that explains why training cannot resume."""
-        fix = f"{self.fix}, or ALLOW_OTHER_DATA=true to continue with other data"
+        fix = f"{self.fix}, or set ALLOW_OTHER_DATA=true to continue with other data"
         return problem(self.name, self.value, f"{self.rule}, so {self.consequence}", fix)
 
 
 def order_changes(
     config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str, next_sample: int
 ) -> list[Change]:
-    """Differences between `order` (of `config`) and the checkpoint's; empty if training can resume.
+    """Differences between `order` (of `config`) and the checkpoint's order; empty if training can resume.
 
-    Facts missing in `saved` (`SampleOrder.facts` of the checkpoint) are not compared. Stages may differ from
-    `next_sample` on, the first sample after the checkpoint.
+    Facts missing in `saved` (`SampleOrder.facts` of the checkpoint) are not compared, nor stages that
+    begin at or after `next_sample`, the first sample after the checkpoint.
     """
     differing = _differing(order.facts(), saved)
     changes: list[Change] = []
@@ -161,13 +161,13 @@ def order_changes(
         fix = "restore the old files in their old order"
         if not config.train_data:
             fix = "use the versions of Python, PyTorch and moe_exp that created the embedded corpus"
-        add("TRAIN_DATA", f"its files differ from those of {checkpoint} {both('fingerprint')}", fix)
+        add("TRAIN_DATA", f"its files differ from the data of {checkpoint} {both('fingerprint')}", fix)
     elif "content" in differing:
-        rule = f"its files have other tokens than those of {checkpoint}, with the same document lengths"
+        rule = f"its files have other tokens than the data of {checkpoint}, with the same document lengths"
         fix = "restore the old files"
         add("TRAIN_DATA", f"{rule} {both('content')}", fix, consequence="the loss would jump")
     elif "manifest" in differing:
-        rule = f"its manifests list other tokens than those of {checkpoint} {both('manifest')}"
+        rule = f"its manifests list other file hashes than {checkpoint} records {both('manifest')}"
         fix = "restore the old files (moe-exp data verify compares files with their manifest)"
         same = "although the sampled tokens are equal"
         add("TRAIN_DATA", f"{rule}, {same}", fix, consequence="some samples have other text")
@@ -192,16 +192,16 @@ def order_changes(
         add("DATA_STAGES", rule, "restore the old stage (later stages may change)")
     if "num_samples" in differing and "data_order" not in differing:
         rule = f"with DATA_ORDER=megatron the order depends on TRAIN_ITERS * GBSZ = {order.num_samples}"
-        rule += f", which was {saved['num_samples']} in {checkpoint} (DATA_ORDER=stream has no such limit)"
-        add("TRAIN_ITERS", rule, f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again")
+        rule += f", which was {saved['num_samples']} in {checkpoint} (DATA_ORDER=stream depends on neither)"
+        add("TRAIN_ITERS", rule, f"set TRAIN_ITERS and GBSZ to a product of {saved['num_samples']} again")
     return changes
 
 
 def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[Range, ...]]:
-    """Returns `config` with its stages (set in tokens) moved to batch boundaries, a message per moved stage,
-    and the skipped ranges of the stream. `progress`: facts of the checkpoint (empty: from iteration 0).
+    """Moves stages (set in tokens) to batch boundaries. Returns the config, a message per moved stage, and
+    the skipped ranges of the stream. `progress`: facts of the checkpoint (empty: from iteration 0).
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
@@ -222,7 +222,7 @@ def _other_stage(
     checkpoint: str,
     next_sample: int,
 ) -> str:
-    """First difference between the stages begun here and in a checkpoint; empty if they agree."""
+    """First difference between the stages begun in this run and in a checkpoint; empty if all agree."""
     past, past_of_saved = (begun_stages(one, next_sample) for one in (stages, stages_of_saved))
     for number, (ours, theirs) in enumerate(zip_longest(past, past_of_saved), 1):
         # Only stages that have begun are compared: later ones may change.
@@ -242,7 +242,7 @@ def _shown(value: Any) -> str:
 
 
 def _manifest(train_data: str) -> str | None:
-    """Hash (16 hex digits) of the file hashes in all manifests, which cover whole files."""
+    """Hash (16 hex digits) of the whole-file hashes in all manifests; None if one is missing."""
     digest = hashlib.blake2b(digest_size=8)
     for _, prefix in parse_blend(train_data) if train_data else []:
         listed = manifest_of(prefix).get("outputs")

@@ -38,10 +38,10 @@ def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: i
 def microbatch_starts(
     consumed_samples: int, schedule: Callable[[int], tuple[int, int, int]], *, dp_rank: int, dp_size: int,
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """Yields first sample and number of samples of a data-parallel rank's micro-batches, endlessly.
+    """Yields (first sample, number of samples) of each micro-batch of a data-parallel rank, endlessly.
 
-    `schedule`: maps consumed samples to the next iteration's micro-batches per rank, their size, and the
-    global batch size.
+    `schedule`: maps the number of consumed samples to the next iteration's number of micro-batches per rank,
+    micro-batch size and global batch size.
     """
     while True:
         num_microbatches, mbsz, batch_size = schedule(consumed_samples)
@@ -52,8 +52,8 @@ def microbatch_starts(
 
 
 class ReadAhead:
-    """`Samples` that prefetches the expected next batches. An unexpected call restarts the workers; it never
-    returns wrong samples.
+    """`Samples` that prefetches the next batches of the schedule. Any other batch is also returned correctly,
+    but restarts the workers or is read in the rank itself.
 
     Args:
         starts: maps a batch's first sample to (first sample, number of samples) of this and later batches.
@@ -131,7 +131,7 @@ class ReadAhead:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Terminates the workers; a later batch starts new ones."""
+        """Terminates the workers; a later call of `batch` starts new workers."""
         # Not left to garbage collection: an error may keep the iterator alive until a later fork collects it
         # and waits forever for the lock of a killed worker.
         if self._batches is not None:

@@ -1,1 +1,1 @@
-"""JSONL files in random order, and merged."""
+"""Shuffling and merging of JSONL files."""

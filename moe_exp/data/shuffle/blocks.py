@@ -1,4 +1,4 @@
-"""Block-wise reader with the checks and counts of `documents.read_documents` at a fraction of its CPU time.
+"""Block-wise reader with the checks and counts of `documents.read_documents` at a fraction of the CPU time.
 
 All blocks are read into one reused buffer, so that its pages stay in cache and no line is copied. Per line,
 the reader only finds the end, parses once and hashes twice; everything else is vectorized over a block.
@@ -36,8 +36,8 @@ _LF, _CR = 10, 13
 
 
 class LineBlocks:
-    """Reads files in blocks of whole lines into `buffer`; each block is overwritten by the next. The buffer
-    grows up to `longest_bytes` for lines that do not fit.
+    """Reads files in blocks of whole lines into `buffer`; each block overwrites the previous block. The
+    buffer grows up to `longest_bytes` for lines that do not fit.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Documents:
     start: int = 0  # offset of the buffer in the decompressed file
 
     def tally(self, chosen: NDArray[np.bool_] | slice = slice(None)) -> Tally:
-        """Counts of all or of the chosen documents."""
+        """Counts of the chosen documents (default: all documents)."""
         digests = np.frombuffer(self.text_digests, dtype=f"V{DIGEST_BYTES}")[chosen]
         return Tally(len(digests), int(self.text_bytes[chosen].sum()), sum_digests(digests.tobytes()))
 
@@ -244,11 +244,11 @@ class Slice:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the (possibly compressed) file."""
+        """Size of the slice in the (possibly compressed) file."""
         return self.path.stat().st_size if self.end is None else self.end - self.start
 
     def bounds(self) -> tuple[int, int | None]:
-        """Byte offsets of the start of its first line and the end of its last one (None: end of file)."""
+        """Byte offsets where the first line starts and the last line ends (None: end of file)."""
         if self.end is None:
             return 0, None
         return _line_start(self.path, self.start), _line_start(self.path, self.end)
@@ -275,7 +275,7 @@ def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
 
 
 def read_slice(one: Slice, reader: DocumentBlocks) -> Iterator[Documents]:
-    """Yields the documents of each block; errors have line numbers of the whole file."""
+    """Yields the documents of each block; errors give the line number in the whole file."""
     start, end = one.bounds()
     try:
         yield from reader.read(one.path, start=start, end=end)

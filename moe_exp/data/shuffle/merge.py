@@ -39,8 +39,8 @@ def merge(
         start_over: see `run_stage`.
 
     Raises:
-        ValueError: if a file is missing or does not match the manifest, free space is too small, or as
-            described in `run_stage`.
+        ValueError: if a file is missing or does not match the manifest, or free space is too small; see
+            also `run_stage`.
         BadDocument: if a line is invalid, or a compressed file is damaged.
     """
     output = output.with_name(without_ending(output.name))
@@ -70,7 +70,7 @@ def estimate_merge(
 def find_shards(
     input_dir: Path, output: Path, valid_file_name: str, text_field: str
 ) -> tuple[list[Path], dict[str, Any] | None]:
-    """Files to merge, in order, and the manifest of their shuffle (None: not written by a shuffle)."""
+    """Files to merge, in order, and the shuffle's manifest (None: the files are not from a shuffle)."""
     if not input_dir.is_dir():
         raise ValueError(f"input_dir={input_dir}: folder not found. Fix: set the folder with the shards.")
     if input_dir.resolve() == output.parent.resolve():
@@ -100,13 +100,13 @@ def find_shards(
         rule = (
             "is listed in manifest.json but missing" if name in listed else "is not listed in manifest.json"
         )
-        fix = "shuffle again, or move the file" if name in found else "shuffle again"
+        fix = "shuffle again, or move the file to another folder" if name in found else "shuffle again"
         raise ValueError(f"{input_dir / name}: {rule}. Fix: {fix}.")
     return shards, manifest
 
 
 class Merging:
-    """A merge in progress, with its state in the folder of its stage."""
+    """A merge in progress, whose state is saved in the stage's folder."""
 
     def __init__(self, stage: CorpusStage, shards: list[Path], manifest: dict[str, Any] | None):
         self.stage, self.shards, self.manifest = stage, shards, manifest
@@ -146,7 +146,7 @@ class Merging:
         return self.stage.finish_files([self.path], hashes={self.path: whole_hash}, **facts)
 
     def _write(self, shard: Path, descriptor: int) -> dict[str, Any]:
-        """Writes a shard, compares it with the manifest and returns its bytes, hash and document count."""
+        """Writes a shard and compares it with the manifest; returns byte count, hash and document count."""
         digest, num_bytes, num_documents = xxhash.xxh3_128(), 0, 0
         for slices, count in self._blocks(shard):
             for one in slices:
@@ -157,13 +157,13 @@ class Merging:
             listed = next(one for one in self.manifest["outputs"] if one["name"] == shard.name)
             expected = listed["hash"], self.manifest["num_documents"][shard.name]
             if (digest.hexdigest(), num_documents) != expected:
-                fix = "shuffle again, or remove manifest.json to check and merge the present documents"
+                fix = "shuffle again, or remove manifest.json to merge the files as they are now"
                 rule = "was changed: it does not match manifest.json"
                 raise ValueError(f"{shard}: {rule}. Fix: {fix}.")
         return {"bytes": num_bytes, "hash": digest.hexdigest(), "num_documents": num_documents}
 
     def _blocks(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
-        """Yields the bytes to write of each block of a shard, and its number of documents."""
+        """Yields the bytes to write and the number of documents for each block of a shard."""
         # A plain copy: `_write` compares the hash with the manifest, so parsing would add nothing.
         if self.manifest:
             buffer = bytearray(_BLOCK_BYTES)
@@ -192,8 +192,8 @@ class Merging:
                     left -= num_bytes
                     advance(num_bytes)
                 if digest.hexdigest() != part["hash"]:
-                    rule = f"the bytes read back differ from those written for {shard.name}"
-                    cause = "the disk or another program has changed them"
+                    rule = f"the bytes read back differ from the bytes written for {shard.name}"
+                    cause = "the disk or another program has changed the file"
                     raise ValueError(f"{self.path}: {rule}; {cause}. Fix: add --start-over.")
         return whole.hexdigest()
 

@@ -70,7 +70,7 @@ def mix(values: Keys) -> Keys:
 
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
-    """Keys of `count` documents from number `first`: splitmix64's outputs, seeded by a hash of the seed."""
+    """Keys of `count` documents from number `first` on: splitmix64 outputs, seeded by a hash of the seed."""
     # A counter with increment _GAMMA, so that any key can be computed without the preceding ones.
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
@@ -133,7 +133,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets for a buffer of this size, such that segments are large enough to read."""
+    """Maximum number of buckets for which a bucket's segment in a read buffer is large enough to read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 
@@ -181,7 +181,7 @@ class TaskShuffle:
         return LineBlocks(block_bytes, self.longest_bytes, **how)
 
     def buckets_for(self, num_bytes: float, valid_share: float) -> tuple[int, int]:
-        """Numbers of training and validation buckets for documents of `num_bytes` in memory."""
+        """Numbers of training and validation buckets for documents that take `num_bytes` of memory."""
         num_full = num_bytes / (BUCKET_FILL * self.bucket_bytes)
         train, valid = (max(1, math.ceil(share * num_full)) for share in (1, valid_share))
         return min(self.most_buckets, train), min(self.most_buckets, valid)
@@ -256,7 +256,7 @@ class _Found:
 
 
 def index(job: TaskShuffle, rank: int) -> int:
-    """First pass: records the place and choice of each document of a task; returns their number."""
+    """First pass: records the place and choice of each document of a task; returns the document count."""
     found = _Found(job, rank)
     with complete_files([job.place("indexed", rank, ".documents")]) as (path,), path.open("wb") as file:
         for documents, _, _ in found.blocks(_BLOCK_BYTES):
@@ -287,14 +287,14 @@ class Indexed:
 
 
 def scatter(job: TaskShuffle, rank: int) -> int:
-    """Second pass: copies the lines of a task in blocks, each sorted by bucket."""
+    """Second pass: copies the lines of a task in blocks, and sorts each block by bucket."""
     indexed = Indexed(job)
     blocks = _indexed_blocks(job, rank, indexed.buckets.block_bytes(job.longest_bytes))
     return _scatter(job, rank, indexed.firsts[rank], indexed.buckets, blocks)
 
 
 def index_and_scatter(job: TaskShuffle) -> int:
-    """Both passes of a single task, which parses and copies each line while it is in cache."""
+    """Both passes of a single task, which parses and copies each line while the line is in cache."""
     assert job.num_buckets is not None
     limit, is_known = max(1, job.threshold), False
     while not is_known:

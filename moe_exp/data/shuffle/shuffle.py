@@ -7,8 +7,8 @@ is used), so duplicates stay together. Lines are written without BOM and CR, eac
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
-Tasks of datatrove's executors run three passes: index and scatter (scatter.py), and write (write.py); a
-single task does the first two at once. Peak disk use: inputs, scattered lines and outputs.
+Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and write (write.py). A single
+task does the first two passes at once. Peak disk use: inputs, scattered lines and outputs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
-        """Default division of a budget; raises ValueError if it is too small."""
+        """Default division of a budget; raises ValueError if the budget is too small."""
         if budget_bytes < SMALLEST_MEMORY_BYTES:
             size = f"{budget_bytes / 2**20:g}MB"
             raise ValueError(f"memory={size}: must be at least 16 MB. Fix: set 256MB or more.")
@@ -86,7 +86,7 @@ def shuffle_documents(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Shuffles documents into shards and a validation file, and returns the manifest.
 
-    Repeat an interrupted call to resume its current pass and tasks; the memory budget may change.
+    Repeat an interrupted call to resume with the unfinished tasks; the memory budget may change.
 
     Args:
         inputs: files of the kinds in `moe_exp.data.kinds`, or folders of them. The order matters.
@@ -105,7 +105,7 @@ def shuffle_documents(
         rule: how text files are split into documents.
 
     Returns:
-        The manifest; None while SLURM jobs are running: repeat the call to publish their output.
+        The manifest, or None while SLURM jobs are running. After the jobs, repeat the call to publish.
 
     Raises:
         ValueError: if a setting or an input is invalid, free space is too small, no document is left for
@@ -148,7 +148,7 @@ def shuffle_documents(
 
 
 def _default_memory(execution: Execution, tasks: int) -> int:
-    """Memory budget of a task: a share of this machine's free memory, or most of its job's memory."""
+    """Memory budget of a task: a share of this machine's free memory, or most of the job's memory."""
     if execution.executor == "local":
         all_bytes = available_memory_bytes() // 4
         return max(SMALLEST_MEMORY_BYTES, all_bytes // min(tasks, num_workers(execution)))
@@ -159,7 +159,7 @@ def _begin(
     stage: CorpusStage, settings: dict[str, Any], rule: TextRule, inputs: Sequence[Path], tasks: int,
     memory: Memory, *, is_alone: bool,
 ) -> TaskShuffle:  # fmt: skip
-    """Creates the shuffle, or restores its numbers of tasks and buckets regardless of the memory budget."""
+    """Creates the shuffle. A resumed shuffle keeps its tasks and buckets, whatever the memory budget."""
     path, most = stage.folder / TASKS, most_buckets(memory.longest_bytes)
     if (stage.folder / "state.json").exists():
         rule_text = "was started by an earlier version of moe_exp and cannot be resumed"
@@ -218,7 +218,7 @@ def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str
     for name, facts in made.items():
         check_size(stage.folder / name, facts["bytes"])
     if sum(int(facts["line_hash"], 16) for facts in made.values()) % 2**128 != indexed.line_hash:
-        rule = "the lines read back differ from the inputs; the disk or another program has changed them"
+        rule = "the lines read back differ from the inputs; the disk or another program has changed the files"
         raise ValueError(f"{stage.folder}: {rule}. Fix: add --start-over.")
     read, valid = indexed.read, indexed.valid.total()
     num_train, num_text_bytes = (

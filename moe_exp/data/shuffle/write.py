@@ -46,7 +46,7 @@ class _Output(NamedTuple):
 
 
 def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
-    """Writes the output files of task `rank` of `num_tasks`; returns their number of documents."""
+    """Writes the output files of task `rank` of `num_tasks`; returns the number of documents."""
     scattered = Scattered(job)
     outputs = _outputs(scattered)
     outputs = outputs[slice(*(task * len(outputs) // num_tasks for task in (rank, rank + 1)))]
@@ -109,7 +109,7 @@ def _read_back(output: _Output) -> dict[str, Any]:
 
 
 class Placed(NamedTuple):
-    """Records of documents, the task that scattered each, and the offset of its line in the task's file."""
+    """Records of documents, and for each document its task and the line's offset in the task's file."""
 
     records: NDArray[Any]
     tasks: NDArray[np.int32]
@@ -117,7 +117,7 @@ class Placed(NamedTuple):
 
 
 class Scattered:
-    """Files of the second pass of all tasks; raises ValueError if one has the wrong size."""
+    """Files of the second pass of all tasks; raises ValueError if a file has the wrong size."""
 
     def __init__(self, job: TaskShuffle):
         self.job, self.indexed = job, Indexed(job)
@@ -237,7 +237,7 @@ class LineBuffer:
         self.view = memoryview(b"")
 
     def allocate(self, num_bytes: int) -> None:
-        """Grows the buffer to at least `num_bytes`; its content is lost."""
+        """Grows the buffer to at least `num_bytes`; the old content is lost."""
         if len(self.view) >= num_bytes:
             return
         self.view = memoryview(b"")  # free the old buffer before allocating the new one

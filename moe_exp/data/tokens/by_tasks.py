@@ -42,7 +42,7 @@ class TaskTokens:
     num_input_bytes: int
 
     def begin(self, jobs_folder: Path) -> None:
-        """Records the number of tasks and the block size; if they have changed, all tasks run again."""
+        """Records the number of tasks and the block size; if either has changed, all tasks run again."""
         path, facts = self.folder / TASKS, {"tasks": self.num_tasks, "block_bytes": self.block_bytes}
         if path.exists() and read_json(path, fix=MAKE_AGAIN) != facts:
             check_no_jobs(jobs_folder)
@@ -51,7 +51,7 @@ class TaskTokens:
         write_json(path, facts)
 
     def is_joined(self) -> bool:
-        """Whether the .bin is complete, here or already published."""
+        """Whether the .bin is complete, in this folder or already published."""
         return all(self.place("joined", task).exists() for task in range(self.num_tasks))
 
     def place(self, folder: str, task: int) -> Path:
@@ -61,7 +61,7 @@ class TaskTokens:
         return [read_json(self.place(folder, task), fix=MAKE_AGAIN) for task in range(self.num_tasks)]
 
     def range_of(self, task: int, number: int) -> tuple[int, int]:
-        """Range [first, end) of a task's items among `number`."""
+        """Range [first, end) of a task's items if `number` items are divided among all tasks."""
         return task * number // self.num_tasks, (task + 1) * number // self.num_tasks
 
     def through(self, folder: str, task: int) -> Through:
@@ -70,7 +70,7 @@ class TaskTokens:
 
 
 def make_parts(job: TaskTokens, rank: int) -> int:
-    """First pass: makes the missing parts of a task; returns their number."""
+    """First pass: makes the missing parts of a task; returns the number of these parts."""
     encoder, through, num_made = PartEncoder(job.settings, job.backend), job.through("made", rank), 0
     # In a subfolder, because a call that checks the SLURM jobs removes *.json.*.tmp from the stage's folder.
     making = job.folder / "making"
@@ -102,7 +102,7 @@ class _Placed(NamedTuple):
 
 
 def join_parts(job: TaskTokens, rank: int) -> int:
-    """Second pass: writes a task's blocks of the .bin, verifying the parts; returns the bytes written."""
+    """Second pass: writes a task's blocks of the .bin, verifying the parts; returns the byte count."""
     made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
     bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
     found = zip(job.parts, made, bounds, strict=True)
@@ -135,7 +135,7 @@ def join_parts(job: TaskTokens, rank: int) -> int:
 
 
 def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memoryview]:
-    """Bytes of a part in the range [low, end) of the .bin."""
+    """Yields the bytes of a part that belong in the range [low, end) of the .bin."""
     path = job.folder / f"{one.part.stem}.bin"
     low, end = max(one.start, low) - one.start, min(one.end, end) - one.start
     with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Encoders from texts to token ids: the tokenizer's own package, or gigatoken, verified against it.
+"""Encoders from texts to token ids: the tokenizer's own package, or gigatoken, checked to give equal ids.
 
 gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
 and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether the
@@ -128,7 +128,7 @@ ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits both packages to one thread, because workers are processes."""
+    """Limits tokenizers and gigatoken to one thread, because each worker is a process."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(ONE_THREAD)
     try:
@@ -144,8 +144,8 @@ def one_thread() -> Iterator[None]:
 def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> Probe:
     """Chooses the backend (one of BACKENDS) and measures it on sample texts.
 
-    `auto` uses gigatoken if it is installed, loads the tokenizer and returns the same ids. Raises ValueError
-    if gigatoken was requested but cannot be used.
+    `auto` uses gigatoken if it is installed, can load the tokenizer, and returns the same ids as the
+    tokenizer's own package. Raises ValueError if gigatoken was requested but cannot be used.
     """
     backend, reason = "tokenizers", "requested"
     if requested != "tokenizers" and encoders.tokenizer.kind == "bytes":
@@ -253,7 +253,7 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
 
 
 def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
-    """The tokenizer with a vocabulary that reveals its splits; None if it is not a byte-level BPE."""
+    """The tokenizer with a vocabulary that reveals its splits; None for anything but a byte-level BPE."""
     content = orjson.loads(tokenizer.content) if tokenizer.kind == "huggingface" else {}
     if b'"ByteLevel"' not in orjson.dumps(content.get("pre_tokenizer")) or content["model"]["type"] != "BPE":
         return None

@@ -40,7 +40,7 @@ class DocumentTokens:
     bos_id: int | None = None
 
     def tokenizer(self, name: str, *, allow_special: bool = False) -> TextTokenizer:
-        """Tokenizer `name` with these tokens; raises ValueError if it is invalid or lacks the end token."""
+        """Tokenizer `name` with these tokens; raises ValueError if `name` is invalid or lacks `eod_id`."""
         found = load_named_tokenizer(name, allow_special=allow_special)
         # The tokenizer's files may name another end-of-document token than the training used.
         if self.eod_id not in (None, found.eod_id):
@@ -52,7 +52,7 @@ class DocumentTokens:
 
 
 def documents_of(blend: str) -> DocumentTokens | None:
-    """Document tokens of a blend's token files; None if their manifests lack them or differ."""
+    """Document tokens of a blend's token files; None if the manifests lack these tokens or differ."""
     manifests = [manifest_of(prefix) for _, prefix in parse_blend(blend)]
     found = {(tokenizer_fact(one, "eod_id"), tokenizer_fact(one, "bos_id")) for one in manifests}
     # Merged files of older versions only record the end token; they have no BOS.
@@ -142,12 +142,12 @@ def with_document_tokens(config: Config, blend: str) -> Config:
 def with_vocab_size(
     config: Config, given: Container[str], recorded: Path | None = None
 ) -> tuple[Config, str]:
-    """Returns `config` with the vocabulary size of its data, and the reason; unchanged and '' if VOCAB_SIZE
-    is `given` or the size is unknown. The result is the same on all ranks and nodes.
+    """Returns `config` with the vocabulary size of its data, and where the size is from. Returns `config` and
+    '' if VOCAB_SIZE is `given` or the size is unknown. The result is the same on all ranks and nodes.
 
     Args:
         given: names of the settings that are not from a preset or a default.
-        recorded: config.yaml of the run folder; if it exists, the run resumes with its VOCAB_SIZE.
+        recorded: config.yaml of the run folder; if the file exists, the run resumes with its VOCAB_SIZE.
     """
     if "vocab_size" in given:
         return config, ""

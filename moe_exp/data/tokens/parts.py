@@ -1,4 +1,4 @@
-"""Tokenized parts of the inputs (tokens, document lengths, and last counts), and the file that joins them."""
+"""Tokenized parts of the inputs (tokens, document lengths and counts), and the file that joins the parts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH_BYTES = 2**20  # text per batch; the results of the tokenizers package tak
 
 JOINED = "joined.json"  # number of joined parts (without tasks)
 NOT_WRITTEN = (
-    "is not what was written. Fix: check the disk and repeat the command, which makes the part again."
+    "does not match its recorded hash. Fix: check the disk and repeat the command, which remakes the part."
 )
 _BUFFER_BYTES, _COPY_BYTES = 2**20, 2**22
 # Sample of a part of the largest size for the comparison with the tokenizer's own package, which takes about
@@ -98,7 +98,7 @@ def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
 def part_lines(
     part: Slice, *, text_field: str = "text", rule: TextRule = FILES
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (number in the part, from 1; line without its end). Raises BadDocument for damaged files."""
+    """Yields (line number in the part, from 1; line without CR, LF). Raises BadDocument for damaged files."""
     if part.end is None:
         yield from read_lines(part.path, text_field=text_field, rule=rule)
         return
@@ -282,7 +282,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Document excerpts to compare: the first, random ones, and the first with unusual characters."""
+    """Excerpts to compare: the first document, random documents, the first with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)
@@ -312,9 +312,9 @@ def is_complete(part: Part, folder: Path) -> bool:
 
 
 class JoinedParts:
-    """The joined file to which the parts in a folder are appended in order, resuming earlier calls.
+    """The file to which the parts in a folder are appended in order. Resumes earlier calls.
 
-    Parts are joined while later ones are still being made. A joined part's own .bin is removed, so that its
+    Parts are joined while later parts are still being made. A joined part's own .bin is removed, so that the
     tokens are on disk once. After a crash, the file is verified with the parts' hashes.
     """
 
@@ -326,7 +326,7 @@ class JoinedParts:
         self._num_bytes = 0
 
     def take_back(self, published: Path) -> None:
-        """Moves a complete .bin back if a terminated call had published it without its manifest."""
+        """Moves a complete .bin back if a terminated call had published the .bin without a manifest."""
         if not self.bin_path.exists() and published.exists():
             published.replace(self.bin_path)
 
@@ -354,7 +354,7 @@ class JoinedParts:
                 (self.folder / f"{part.stem}.json").unlink(missing_ok=True)
 
     def append(self, part: Part) -> None:
-        """Appends the next part and removes its own .bin; raises ValueError if the part was damaged."""
+        """Appends the next part and removes the part's .bin; raises ValueError if the part was damaged."""
         path, counts = self.folder / f"{part.stem}.bin", self.read_counts(part)
         digest = xxhash.xxh3_128()
         with path.open("rb") as source, self.bin_path.open("rb+") as file:

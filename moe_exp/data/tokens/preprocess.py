@@ -67,7 +67,7 @@ def tokenized_prefix(output_prefix: str | Path, json_key: str = "text") -> Path:
 def tokenize_files(
     inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int = 1, **options: Any
 ) -> dict[str, Any]:
-    """Calls `tokenize_documents` with worker processes on this machine (1: in this process)."""
+    """Calls `tokenize_documents` with `workers` processes on this machine (1: in this process)."""
     execution = Execution(workers=workers)
     return tokenize_documents(inputs, output, settings, execution=execution, **options) or {}
 
@@ -85,7 +85,7 @@ def tokenize_documents(
         inputs: files of the kinds in `moe_exp.data.kinds`.
         output: path without suffix, see `tokenized_prefix`.
         tasks: number of tasks that make and join parts (the tokens are on disk twice until the files are
-            published); may change when resuming. Default: worker processes on this machine.
+            published); may change when resuming. Default: no tasks, only processes on this machine.
         execution: where the tasks run (default: this machine).
         backend: auto, gigatoken or tokenizers (the package that defines the tokenizer).
         start_over: replace existing files.
@@ -94,7 +94,7 @@ def tokenize_documents(
             has a hash of the block hashes.
 
     Returns:
-        The manifest; None while SLURM jobs are running: repeat the call to publish their output.
+        The manifest, or None while SLURM jobs are running. After the jobs, repeat the call to publish.
 
     Raises:
         ValueError: if a setting or a line is invalid, free space is too small, a part is damaged (the next
@@ -143,7 +143,7 @@ def tokenize_documents(
 
 
 def stage_settings(settings: PartSettings, part_bytes: int) -> dict[str, Any]:
-    """Settings that determine the files, in addition to the inputs."""
+    """Settings that, together with the inputs, determine the files."""
     return settings.facts() | {"part_bytes": part_bytes}
 
 
@@ -299,7 +299,7 @@ def dry_run(
     by_tasks: bool = False,
 ) -> None:  # fmt: skip
     """Prints an estimate of tokens, disk space and time, and writes nothing. Raises ValueError if a setting
-    is invalid or free space is too small. `by_tasks`: all parts are made before any is joined.
+    is invalid or free space is too small. `by_tasks`: all parts are made before any part is joined.
     """
     _check_backend(backend)
     num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers
@@ -340,7 +340,7 @@ def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: Te
 
 
 def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
-    """Rows of the table printed at the end."""
+    """Rows of the table printed after a tokenization."""
     tally, num_tokens = Tally.from_json(manifest), manifest["num_tokens"]
     rows: dict[str, object] = {"documents": tally.num_documents, "tokens": num_tokens}
     rows["end-of-document tokens"] = manifest["num_eods"]
@@ -367,7 +367,7 @@ def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:
 
 
 def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
-    """Joins token files (including those of other programs) in order, and returns the manifest.
+    """Joins token files (also from other programs) in order, and returns the manifest.
 
     Raises:
         ValueError: if a file is missing or damaged, dtypes differ, or `output` is one of the shards.

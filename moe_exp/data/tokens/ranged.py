@@ -1,4 +1,4 @@
-"""Token files at an object store: the index is copied, token blocks are read and cached on demand.
+"""Token files in an object store: the index is copied, token blocks are read and cached on demand.
 
     DATA_DIR/remote/NAME_1a2b3c4d/
         NAME.idx NAME.manifest.json    copies
@@ -6,7 +6,7 @@
         NAME.blocks                    sparse copy of NAME.bin with the blocks read so far
         NAME.hashes                    XXH3-64 of each block; 0: not read yet
 
-All ranks and workers of a host share the folder without a lock, because writers of a block write the same
+All ranks and workers of a host share the folder without a lock, because all writers of a block write equal
 bytes. A block is used only if its hash matches, so blocks truncated by a crash or a full disk are read again.
 """
 
@@ -50,15 +50,15 @@ def prefix_of(name: str) -> str:
 
 
 def split_url(url: str) -> tuple[Store, str]:
-    """Store folder and name of a prefix, with or without .bin or .idx."""
+    """Store folder and file name of a prefix; `url` may end in .bin or .idx."""
     parent, _, name = prefix_of(url.rstrip("/")).rpartition("/")
     if not name or not parent.partition("://")[2]:
-        raise ValueError(f"{url}: names no files. Fix: set a prefix such as s3://bucket/corpus/train.")
+        raise ValueError(f"{url}: has no file name. Fix: set a prefix such as s3://bucket/corpus/train.")
     return Store(parent), name
 
 
 def remote_manifest(url: str) -> dict[str, Any]:
-    """Manifest of token files at a store; {} if missing."""
+    """Manifest of token files in a store; {} if missing."""
     store, name = split_url(url)
     for manifest in (f"{name}.manifest.json", "manifest.json"):
         try:
@@ -72,7 +72,7 @@ def remote_manifest(url: str) -> dict[str, Any]:
 
 
 def find_tokens(url: str) -> dict[str, StoredFile]:
-    """Token files of a prefix at a store, by suffix. Raises ValueError if one is missing or access is denied,
+    """Token files of a prefix in a store, by suffix. Raises ValueError if a file is missing or access denied,
     ConnectionError if the store keeps failing.
     """
     store, name = split_url(url)
@@ -86,7 +86,7 @@ def find_tokens(url: str) -> dict[str, StoredFile]:
 
 
 def ensure_index(url: str, data_dir: Path) -> str:
-    """Copies the index and manifest, once per version of the files at the store. Returns the local prefix for
+    """Copies the index and manifest, once per version of the files in the store. Returns the local prefix for
     `TokenFiles` and `open_tokens`. Raises the errors of `find_tokens`.
     """
     store, name = split_url(url)
@@ -118,7 +118,7 @@ def _remote_of(prefix: str | Path) -> _Remote | None:
 
 
 def bin_bytes(prefix: str | Path) -> int | None:
-    """Size of a prefix's .bin, local or at a store; None if it does not exist."""
+    """Size of a prefix's .bin, local or in a store; None if it does not exist."""
     path = Path(f"{prefix}.bin")
     if path.is_file():
         return path.stat().st_size
@@ -130,7 +130,7 @@ def bin_bytes(prefix: str | Path) -> int | None:
 
 
 class RemoteTokens:
-    """Tokens of a .bin at a store, sliced like an array. Blocks are cached locally."""
+    """Tokens of a .bin in a store, sliced like an array. Blocks are cached locally."""
 
     def __init__(self, prefix: str | Path, remote: _Remote, dtype: np.dtype[Any]):
         self.num_bytes, self._version, self._dtype = remote.bytes, remote.version, dtype
@@ -210,13 +210,13 @@ def _hash(data: bytes) -> bytes:
 
 
 def open_remote(prefix: str, dtype: np.dtype[Any]) -> RemoteTokens | None:
-    """Tokens of a prefix at a store; None if they are local or missing."""
+    """Tokens of a prefix in a store; None if they are local or missing."""
     remote = None if Path(f"{prefix}.bin").is_file() else _remote_of(prefix)
     return RemoteTokens(prefix, remote, dtype) if remote else None
 
 
 def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RemoteTokens:
-    """Tokens of a prefix: memory-mapped if local, else at a store."""
+    """Tokens of a prefix: memory-mapped if local, else in a store."""
     remote = open_remote(prefix, dtype)
     return np.memmap(f"{prefix}.bin", dtype, mode="r") if remote is None else remote
 

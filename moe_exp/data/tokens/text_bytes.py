@@ -87,7 +87,7 @@ class TokenBytes:
         return int(self.each(ids, is_first).sum())
 
     def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
-        """Bytes of each of the consecutive tokens [N]; `is_first` [N]: whether it is the first of its
+        """Bytes of each of the consecutive tokens [N]; `is_first` [N]: whether the token begins a
         document. Ids outside the vocabulary have no bytes.
         """
         known = ids < len(self.inside_V)
@@ -117,7 +117,7 @@ class TokenBytes:
 
 
 def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int | None]:
-    """Ids of the byte tokens for the space symbol (None: it has its own piece), and of the unknown token."""
+    """Ids of the byte tokens for the space symbol (None: not encoded as bytes), and of the unknown token."""
     if tokenizer.kind == "bytes":
         return None, None
     if tokenizer.kind == "sentencepiece":

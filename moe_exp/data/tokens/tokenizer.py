@@ -51,7 +51,7 @@ class TextTokenizer:
     bos_token: str | None = None  # token that the tokenizer's own post-processor adds before a text
 
     def special_tokens(self) -> dict[int, str]:
-        """Special tokens except the unknown token that texts must not produce, by id."""
+        """Special tokens by id that texts must not produce; excludes the unknown token."""
         if self.allow_special:
             return {}
         tokens = {}
@@ -91,14 +91,14 @@ class TextTokenizer:
             logger.warning(text, self.name, self.bos_token, "--prepend-bos, PREPEND_BOS=true")
 
     def recorded(self) -> dict[str, Any]:
-        """`facts` plus `ids`, a hash of what determines the ids of a text; for `same_tokenizer`."""
+        """`facts` plus `ids` (a hash of all that determines the ids of a text), for `same_tokenizer`."""
         is_json = self.kind == "huggingface"
         found = _ids_hash(orjson.loads(self.content)) if is_json else xxhash.xxh3_64_hexdigest(self.content)
         return self.facts() | {"ids": found}
 
 
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two `TextTokenizer.recorded` give the same ids; older manifests lack `ids`."""
+    """Whether two tokenizers (see `recorded`) give the same ids; older manifests lack `ids`."""
     return one["hash"] == other["hash"] or ("ids" in one and one["ids"] == other.get("ids"))
 
 
@@ -107,7 +107,7 @@ def load_tokenizer(
     merge_file: str | Path | None = None, eod_token: str | None = None, allow_special: bool = False,
     prepend_bos: bool = False,
 ) -> TextTokenizer:  # fmt: skip
-    """Loads a tokenizer by Megatron's name for its type.
+    """Loads a tokenizer; its type has the same name as in Megatron.
 
     Args:
         tokenizer_type: one of TOKENIZER_TYPES.
@@ -181,8 +181,8 @@ def tokenizer_vocab_size(path: str | Path) -> int:
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: 16 as in older checkpoints, then 16
-    of everything that determines the ids of a text. Raises the errors of `tokenizer_vocab_size`.
+    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: 16 digits as in older checkpoints,
+    then 16 for everything that determines the ids of a text. Raises the errors of `tokenizer_vocab_size`.
     """
     content = _read_tokenizer_json(Path(path), "tokenizer")
     names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
@@ -226,7 +226,7 @@ def pieces_of(content: Mapping[str, Any]) -> dict[str, int]:
 
 def _existing(field: str, path: str | Path | None) -> Path:
     if path is None or not Path(path).is_file():
-        fix = f"set --{field.replace('_', '-')} to its path"
+        fix = f"set --{field.replace('_', '-')} to the file's path"
         raise setting_error(field, path or "", "must be an existing file", fix)
     return Path(path)
 
@@ -250,7 +250,7 @@ def _tokenizer_json(model: str) -> Path:
             fix = "check the name, HF_TOKEN and HF_ENDPOINT"
             raise setting_error("tokenizer_model", model, rule, fix) from error
     if not (path / "tokenizer.json").is_file():
-        fix = "set a folder with one (save_pretrained writes it), or use another --tokenizer-type"
+        fix = "set a folder with this file (see save_pretrained), or use another --tokenizer-type"
         raise setting_error("tokenizer_model", model, "has no tokenizer.json", fix)
     return path / "tokenizer.json"
 
@@ -262,7 +262,7 @@ def _read_tokenizer_json(path: Path, field: str) -> dict[str, Any]:
         # Raises an error if the JSON is not a tokenizer.
         _vocab_size(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        rule = f"is not a Hugging Face tokenizer.json or a folder that has one ({type(error).__name__})"
+        rule = f"is not a Hugging Face tokenizer.json or a folder with this file ({type(error).__name__})"
         fix = "set the path of a tokenizer.json, as written by tokenizer.save_pretrained"
         raise setting_error(field, path, rule, fix) from error
     return content

@@ -49,8 +49,8 @@ Int64Array = npt.NDArray[np.int64]
 class BinIdxWriter:
     """Context manager that writes `prefix`.bin and `prefix`.idx document by document.
 
-    The files appear when the block ends without an exception; otherwise nothing is left behind. `eod_id` is
-    appended to every document; `vocab_size` determines the token dtype.
+    The files appear when the `with` block ends without an exception; otherwise nothing is left behind.
+    `eod_id` is appended to every document; `vocab_size` determines the token dtype.
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int = EOD_ID):
@@ -69,7 +69,7 @@ class BinIdxWriter:
         document = np.append(np.asarray(ids, dtype=np.int64), self.eod_id)
         if document.min() < 0 or document.max() >= self.vocab_size:
             worst = document.max() if document.max() >= self.vocab_size else document.min()
-            fix = "set the size of the tokenizer's vocabulary"
+            fix = "set vocab_size to the size of the tokenizer's vocabulary"
             raise ValueError(f"token id {worst}: must be in 0..{self.vocab_size - 1}. Fix: {fix}.")
         self._bin.write(document.astype(self.dtype).tobytes())
         self._sizes.append(len(document))
@@ -128,7 +128,7 @@ def write_index(
 
 
 def _pointers_in_order(sizes: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> Iterator[npt.NDArray[np.int64]]:
-    """Yields pieces of the byte offsets of contiguous sequences."""
+    """Yields the byte offsets of contiguous sequences, piece by piece."""
     first_token = 0
     for start in range(0, len(sizes), _LENGTHS_PER_WRITE):
         ends = first_token + np.cumsum(sizes[start : start + _LENGTHS_PER_WRITE], dtype=np.int64)
@@ -207,7 +207,7 @@ def _size_problem(prefix: str, in_order: bool) -> str | None:
         covered = f"sequences {documents[0]} to {documents[-1]} of {len(sizes)}"
         return f"{prefix}.idx is damaged: its documents cover {covered}"
     if wrong := order_problem(prefix):
-        fix = f"moe-exp data tokenize --merge {prefix} --output-prefix {prefix}_in_order writes them in order"
+        fix = f"moe-exp data tokenize --merge {prefix} --output-prefix {prefix}_in_order sorts the sequences"
         if in_order:
             return f"{wrong} ({fix})"
         ends = begins + sizes.astype(np.int64) * dtype.itemsize
@@ -241,10 +241,10 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
 
     Prefixes may end in .bin or .idx. As in Megatron, several prefixes without weights are weighted by their
     number of tokens, so the files must exist. A word that parses as a number is a weight. If the whole text
-    is an existing prefix, it is used as such, because DATA_DIR may contain spaces.
+    is an existing prefix, the text is not split, because DATA_DIR may contain spaces.
 
     Raises:
-        ValueError: if the text has none of these forms, or files to be weighted by size cannot be read.
+        ValueError: if the text has none of these forms, or files without weights cannot be read.
     """
     words = text.split()
     if len(words) > 1 and bin_bytes(prefix_of(text.strip())) is not None:
@@ -286,7 +286,7 @@ def _number(word: str) -> float | None:
 
 
 class TokenFiles:
-    """`prefix`.bin and `prefix`.idx as arrays; raises ValueError if they are missing or damaged."""
+    """`prefix`.bin and `prefix`.idx as arrays; raises ValueError if a file is missing or damaged."""
 
     def __init__(self, prefix: str | Path):
         if wrong := bin_idx_problem(prefix):
@@ -334,7 +334,7 @@ class TokenFiles:
         return int(ids[best]), "the last token of most documents"
 
     def share_ending_with(self, token: int) -> float:
-        """Fraction of documents that end with `token`, estimated from up to 4,000 of them."""
+        """Fraction of documents that end with `token`, estimated from up to 4,000 documents."""
         return float((self._last_tokens == token).mean()) if len(self._last_tokens) else 0.0
 
     @cached_property
@@ -376,7 +376,7 @@ def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def other_tokenizer(prefixes: Iterable[str]) -> str:
     """Error if the manifests of token files record different tokenizers or different document tokens; empty
-    if they agree or do not record them.
+    if the manifests agree or record no tokenizer.
     """
     known: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
@@ -408,7 +408,7 @@ def manifest_of(prefix: str) -> dict[str, Any]:
 def parse_split(text: str) -> list[Share | None]:
     """Parses SPLIT into parts (begin, end; 0 to 1) for training, validation and test; None: empty part.
 
-    Sums in the same order as Megatron, so that a document at a boundary falls to the same side.
+    Sums the numbers in Megatron's order, so that a document at a boundary is in the same part.
 
     Raises:
         ValueError: if `text` is not one to three numbers, or the first is 0.
@@ -426,7 +426,7 @@ def parse_split(text: str) -> list[Share | None]:
 
 
 def share_range(count: int, share: Share) -> tuple[int, int]:
-    """Range [first, end) of the `count` documents in a share, rounded as in Megatron."""
+    """Range [first, end) of the documents in a share of `count` documents, rounded as in Megatron."""
     begin, end = share
     return round(begin * count), round(end * count)
 

@@ -15,7 +15,7 @@ from moe_exp.data.tokens.tokens import parse_blend
 
 OLD = {"train_data": "0.7 a 0.3 b", "seq_len": 64, "seed": 1, "train_iters": 10, "gbsz": 8}
 CHECKPOINT = "the checkpoint at iteration 6 of runs/x/checkpoints"
-FIX = "or ALLOW_OTHER_DATA=true to continue with other data."
+FIX = "or set ALLOW_OTHER_DATA=true to continue with other data."
 LOST = "so samples would be repeated or missed"
 
 
@@ -97,7 +97,7 @@ def test_other_manifests_where_a_sample_of_the_tokens_is_the_same(tmp_path):
         orders.append(order(**settings))
     (line,) = problems(*orders)
     before, now = (one.manifest for _, one in orders)
-    assert f"its manifests list other tokens than those of {CHECKPOINT}" in line
+    assert f"its manifests list other file hashes than {CHECKPOINT} records" in line
     assert f"(manifest {now} instead of {before})" in line and "moe-exp data verify" in line
     assert not is_same_order(orders[0][1].facts(), orders[1][1].facts())
     assert without[1].manifest is None
@@ -118,7 +118,7 @@ def test_every_difference_is_named():
 
 def test_embedded_corpus_of_another_python():
     (line,) = problems(order(train_data=""), order("11ee", train_data=""))
-    assert line.startswith(f"TRAIN_DATA=: its files differ from those of {CHECKPOINT} (")
+    assert line.startswith(f"TRAIN_DATA=: its files differ from the data of {CHECKPOINT} (")
     assert "Fix: use the versions of Python, PyTorch and moe_exp that created the embedded corpus" in line
 
 
@@ -127,7 +127,7 @@ def test_megatrons_order_and_the_number_of_samples():
     assert problems(old, order(data_order="megatron", train_iters=5, gbsz=16)) == []
     (line,) = problems(old, order(data_order="megatron", train_iters=20))
     assert line.startswith("TRAIN_ITERS=20: with DATA_ORDER=megatron the order depends on ")
-    assert line.endswith(f"Fix: set TRAIN_ITERS and GBSZ to 80 samples again, {FIX}")
+    assert line.endswith(f"Fix: set TRAIN_ITERS and GBSZ to a product of 80 again, {FIX}")
 
 
 def write(prefix, first_id=1):

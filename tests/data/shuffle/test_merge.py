@@ -145,7 +145,7 @@ def test_what_was_written_is_read_back(shards, tmp_path, monkeypatch):
 
     check = merge_module.Merging._check_written
     monkeypatch.setattr(merge_module.Merging, "_check_written", damage)
-    with pytest.raises(ValueError, match=r"read back differ from those written for x.chunk.0\d.jsonl"):
+    with pytest.raises(ValueError, match=r"read back differ from the bytes written for x.chunk.0\d.jsonl"):
         merge(shards, tmp_path / "merged", valid_file_name="x.val")
     assert not (tmp_path / "merged.jsonl").exists()
 

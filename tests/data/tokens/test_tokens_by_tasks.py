@@ -243,7 +243,7 @@ def test_one_process_checks_its_parts_too(damage, how, inputs, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(PartEncoder, "encode", encode_and_damage)
-        with pytest.raises(ValueError, match=r"part\.000002\.bin: is not what was written"):
+        with pytest.raises(ValueError, match=r"part\.000002\.bin: does not match its recorded hash"):
             tokenize_files(inputs, tmp_path / "x", how, part_bytes=200)
     tokenize_files(inputs, tmp_path / "x", how, part_bytes=200)
     assert contents(tmp_path / "x") == contents(tmp_path / "one")
