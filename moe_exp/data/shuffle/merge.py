@@ -172,8 +172,8 @@ class Merging:
                 while num_bytes := file.readinto(view):
                     yield [view[:num_bytes]], buffer.count(b"\n", 0, num_bytes)
             return
-        lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES)
         options = {name: self.stage.key["settings"][name] for name in ("text_field", "skip_bad")}
+        lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES, text_field=options["text_field"])
         for documents in DocumentBlocks(lines, self.read, **options).read(shard):
             self.read += documents.tally()
             places = zip(documents.begins.tolist(), documents.ends.tolist(), strict=True)

@@ -90,6 +90,15 @@ def test_bad_lines_without_a_manifest(tmp_path):
     assert (tmp_path / "skipping.jsonl").read_bytes() == b'{"text": "one"}\n{"text": "three"}\n'
 
 
+def test_tables_with_another_text_column(tmp_path):
+    table = pytest.importorskip("pyarrow").table({"content": ["one", "two"], "id": [1, 2]})
+    folder = a_folder(tmp_path, **{"val.jsonl": b'{"content": "valid"}\n'})
+    pytest.importorskip("pyarrow.parquet").write_table(table, folder / "part.parquet")
+    merge(folder, tmp_path / "all", valid_file_name="val", text_field="content")
+    lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [line["content"] for line in lines] == ["one", "two"]
+
+
 def change(path):
     path.write_bytes(path.read_bytes().replace(b"text 1", b"text 2", 1))
 
