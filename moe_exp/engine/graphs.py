@@ -15,6 +15,7 @@ a key run eagerly; then its graph is captured, which executes nothing, and repla
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -25,7 +26,10 @@ from torch import Tensor
 
 from moe_exp.config import Config
 from moe_exp.layers.experts.grouped_gemm import BY_SPLITS
+from moe_exp.layers.kernels.launch import in_one_line
 from moe_exp.layers.statistics import MoEStatistics, recorded, update
+
+logger = logging.getLogger(__name__)
 
 WARMUP = 2  # eager micro-batches of each key, which compile kernels and allocate workspaces
 Batch = dict[str, Any]
@@ -51,11 +55,17 @@ class CudaGraph:
     def capture(self, region: Callable[[], Tensor]) -> Tensor:
         if CudaGraph._pool is None:
             CudaGraph._pool = torch.cuda.graph_pool_handle()
+        before = torch.cuda.current_stream()
         # thread_local: NCCL's watchdog and the data loader may call CUDA during the capture
-        with torch.cuda.graph(
-            self._graph, pool=CudaGraph._pool, stream=side_stream(), capture_error_mode="thread_local"
-        ):
-            return region()
+        options: dict[str, Any] = {"pool": CudaGraph._pool, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(self._graph, stream=side_stream(), **options):
+                return region()
+        except BaseException:
+            # torch leaves its stream current and its pool in use
+            torch.cuda.set_stream(before)
+            CudaGraph._pool = None
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
@@ -78,9 +88,11 @@ def on_side_stream() -> Iterator[None]:
         yield
         return
     side_stream().wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side_stream()):
-        yield
-    torch.cuda.current_stream().wait_stream(side_stream())
+    try:
+        with torch.cuda.stream(side_stream()):
+            yield
+    finally:
+        torch.cuda.current_stream().wait_stream(side_stream())
 
 
 def choose_graph(
@@ -132,6 +144,8 @@ class MicrobatchGraphs:
         self._statistics, self._state = list(statistics), list(state)
         self._captured: dict[Any, _Captured] = {}
         self._num_run: dict[Any, int] = {}
+        self.failure = ""  # of the latest capture that failed; its micro-batches run eagerly
+        self._failed: set[Any] = set()
         self._addresses: tuple[int, ...] = ()
 
     def run(self, batch: Batch, num_microbatches: int) -> Tensor:
@@ -144,10 +158,10 @@ class MicrobatchGraphs:
             self._addresses = addresses
         if key not in self._captured:
             number = self._num_run[key] = self._num_run.get(key, 0) + 1
-            if number <= WARMUP:
+            # A rank whose capture fails makes the same exchanges eagerly as other ranks in their graphs.
+            if number <= WARMUP or key in self._failed or not self._capture(key, batch, num_microbatches):
                 with on_side_stream():
                     return self._region(batch, num_microbatches)
-            self._captured[key] = self._capture(batch, num_microbatches)
         return self._captured[key].run(batch)
 
     @torch.no_grad()
@@ -174,6 +188,8 @@ class MicrobatchGraphs:
                 x.copy_(value)
             for one in self._statistics:
                 one.reset()
+        if self.failure:
+            return self.failure
         (first, _), (eager, norms), (replayed, replayed_norms) = found
         is_close = torch.isclose(norms, replayed_norms, rtol=1e-3)
         is_equal = torch.where(first == eager, eager == replayed, is_close)
@@ -186,7 +202,7 @@ class MicrobatchGraphs:
             p.main_grad.zero_()
             p.grad_added_to_main_grad = False
 
-    def _capture(self, batch: Batch, num_microbatches: int) -> _Captured:
+    def _capture(self, key: Any, batch: Batch, num_microbatches: int) -> bool:
         inputs = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
         update(self._statistics)  # so that the graph does not add pending micro-batches, too
 
@@ -196,9 +212,16 @@ class MicrobatchGraphs:
             return result
 
         graph = self._make()
-        with recorded(self._statistics):
-            logged = graph.capture(region)
-        return _Captured(graph, inputs, logged, self._statistics)
+        try:
+            with recorded(self._statistics):
+                logged = graph.capture(region)
+        except RuntimeError as error:  # out of memory, too
+            self.failure = in_one_line(error)
+            self._failed.add(key)
+            logger.warning("a micro-batch cannot be a CUDA graph and runs eagerly: %s", self.failure)
+            return False
+        self._captured[key] = _Captured(graph, inputs, logged, self._statistics)
+        return True
 
 
 class _Captured:

@@ -112,6 +112,7 @@ def recorded(layers: Sequence[MoEStatistics]) -> Iterator[None]:
         _is_recorded = False
         for layer, number in zip(layers, numbers, strict=True):
             layer.num_microbatches = number
+            layer._pending.clear()  # of a capture that failed
 
 
 @torch.no_grad()

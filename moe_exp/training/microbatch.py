@@ -101,7 +101,9 @@ def start_graphs(
 
     Called by every rank. Raises a ConfigError instead if CUDA_GRAPH=on.
     """
-    graphs, first = build_graphs(model, CudaGraph), progress.consumed_samples
+    first = progress.consumed_samples
+    graphs: MicrobatchGraphs | None = build_graphs(model, CudaGraph)
+    assert graphs is not None
     number, _, _ = next_batch(config, first, samples.stage_at(first).seq_len)
     batch = read_microbatch(config, runtime, samples, first, 0, eod_id=eod_id)
     if config.eod_mask_loss:
@@ -118,9 +120,10 @@ def start_graphs(
         rule = f"the CUDA graph of a micro-batch failed: {failure}"
         raise ConfigError([config.problem("cuda_graph", rule, "set CUDA_GRAPH=auto")])
     logger.warning("CUDA_GRAPH=auto: continuing without CUDA graphs: %s", failure)
+    graphs = None  # frees their memory
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
-    return None, failure
+    return graphs, failure
 
 
 def build_graphs(model: Sequence[Any], graph: Callable[[], Graph]) -> MicrobatchGraphs:

@@ -38,12 +38,16 @@ class StandIn:
 
     made: ClassVar[list["StandIn"]] = []
     error = 0.0  # added to the result
+    fails = False  # its capture
 
     def __init__(self) -> None:
         self.addresses: list[list[int]] = []
         StandIn.made.append(self)
 
     def capture(self, region: Callable[[], Tensor]) -> Tensor:
+        if StandIn.fails:
+            region()
+            raise RuntimeError("capture invalidated")
         self.region, self.result = region, torch.full((2,), torch.nan)
         return self.result
 
@@ -150,10 +154,12 @@ def test_steps_with_graphs_are_those_without(num_ranks, tmp_path):
             assert graphed == eager
 
 
-def start_on_rank(settings: dict[str, Any], error: float) -> tuple[str, list[float], Any]:
-    """What `start_graphs` says of a graph whose results are off by `error`, and what it leaves behind."""
+def start_on_rank(settings: dict[str, Any], error: float | None) -> tuple[str, list[float], Any]:
+    """What `start_graphs` says of a graph whose results are off by `error` (None: its capture fails), and
+    what it leaves behind.
+    """
     launch.INTERPRETED = False
-    StandIn.error = error
+    StandIn.error, StandIn.fails = error or 0.0, error is None
     job = start_job(settings, int(os.environ["MASTER_PORT"]))
     (chunk,), layers = job.trained.model, [one for _, one in moe_layers(job.trained.model)]
     bias = layers[0].router.expert_bias
@@ -174,7 +180,8 @@ ONE = MODELS["dmoe"] | VARIANTS["state of the router"] | {"gpus_per_node": 1, "c
 
 def test_start_graphs_compares_and_leaves_nothing_behind(tmp_path):
     settings = ONE | {"train_data": str(write_data(tmp_path)), "run_dir": str(tmp_path / "run")}
-    for error, expected in ((0.0, "^$"), (1e-3, "^1 of [0-9]+ losses and gradients differ")):
+    cases = ((0.0, "^$"), (1e-3, "^1 of [0-9]+ losses and gradients differ"), (None, "capture invalidated"))
+    for error, expected in cases:
         ((failure, left, _),) = run_on_ranks(1, start_on_rank, settings, error, join=False)
         assert re.search(expected, failure)
         assert set(left) == {0.0}
@@ -200,6 +207,10 @@ def choice(backend: str = "triton", overlaps: bool = False, **settings: Any) -> 
         ({"router_score": "relu", "aux_loss_type": "l1"}, "ROUTER_SCORE=relu"),
         ({"dropout": 0.1}, "DROPOUT"),
         ({"router_jitter": 0.1}, "ROUTER_JITTER"),
+        ({"router_top_p": 0.5}, "ROUTER_TOP_P"),
+        ({"token_rounding": 8}, "TOKEN_ROUNDING"),
+        ({"moe_type": "moe", "pad_to_capacity": "false"}, "PAD_TO_CAPACITY"),
+        ({"document_packing": "best_fit"}, "DOCUMENT_PACKING=best_fit"),
         ({"recompute": "full"}, "RECOMPUTE=full"),
         ({"log_timers": "true"}, "LOG_TIMERS"),
         ({"dtype": "fp16"}, "DTYPE=fp16"),

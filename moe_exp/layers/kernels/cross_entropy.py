@@ -191,7 +191,8 @@ class _TokenLosses(torch.autograd.Function):
         logits_NV, target_N, log_sum_N = ctx.saved_tensors
         grad_N = grads[0].contiguous()
         is_fp64 = logits_NV.dtype == torch.float64
-        if launch.runs_kernel(logits_NV) and logits_NV.is_contiguous() and not is_fp64:
+        is_eager = not torch.compiler.is_compiling()
+        if is_eager and launch.runs_kernel(logits_NV) and logits_NV.is_contiguous() and not is_fp64:
             # Nothing else reads the logits, the largest tensor of a step, so the gradient takes their memory.
             # Autograd raises if a second backward pass needs them.
             _write_gradient(logits_NV, target_N, log_sum_N, grad_N, ctx.first, logits_NV)
