@@ -46,7 +46,8 @@ class Config(ReliabilitySettings):
             self.use_moe and self.aux_loss_type == "sinkhorn",
             "ROUTER_SCORE=relu: the number of rows varies": self.use_moe and self.router_score == "relu",
             "ROUTER_TOP_P, NULL_EXPERTS, TOKEN_ROUNDING or MOE_TYPE=moe without PAD_TO_CAPACITY: the host "
-            "must know how many slots are used": self.use_moe and self.drops_slots and not self.has_static_rows,
+            "must know how many slots are used":
+            self.use_moe and self.drops_slots and not self.has_static_rows,
             "DOCUMENT_PACKING=best_fit: the host must know how many tokens are padding":
             self.document_packing == "best_fit",
             **{f"{name}: the random state is kept on the host": value for name, value in random.items()},
