@@ -19,7 +19,7 @@ from moe_exp.studies.sweep.driver import Sweep, run_sweep
 MODEL = {"NUM_LAYERS": "2", "GBSZ": "64", "SEQ_LEN": "16", "NUM_EXPERTS": "8", "EVAL_INTERVAL": "0"}
 MODEL |= {"VOCAB_SIZE": "60000"}
 REFERENCE, CPU = ("reference", "bf16", "adam", 2), ("cpu", "fp32", "muon", 0)
-ON_GPUS_AS_ON_CPUS = ("cpu", "fp32", "muon", 2)
+ON_GPUS_AS_ON_CPUS, ON_ONE_GPU = ("cpu", "fp32", "muon", 2), ("gpu", "bf16", "adam", 2)
 
 
 def on_machine(monkeypatch, gpus: int) -> None:
@@ -108,7 +108,7 @@ def test_defaults_of_a_plan(gpu, settings, expected, ranks, login_gpus, monkeypa
 
 @pytest.mark.parametrize(
     ("gpus", "settings", "expected"),
-    [(0, {"GPU": "H100-80GB"}, CPU), (8, {}, ON_GPUS_AS_ON_CPUS), (8, {"TRAIN_DATA": "tokens"}, REFERENCE)],
+    [(0, {"GPU": "H100-80GB"}, CPU), (8, {}, ON_ONE_GPU), (8, {"TRAIN_DATA": "tokens"}, REFERENCE)],
 )
 def test_a_local_sweep_takes_the_defaults_of_this_machine(gpus, settings, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

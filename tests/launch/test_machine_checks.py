@@ -279,7 +279,7 @@ def test_no_space_for_checkpoints(here, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=10**6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     only_problem(
-        check_files(here()), r"RUN_DIR=.* 1 MB free, .* needs 216 MB until iteration 300: 3 .* Fix: "
+        check_files(here()), r"RUN_DIR=.* 1 MB free, .* needs 216 MB to reach iteration 300: 3 .* Fix: "
     )
     assert check_files(here(save_at_end=False, save_interval=0)) == []
 

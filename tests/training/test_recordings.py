@@ -234,7 +234,7 @@ def test_what_cannot_be_compared_is_a_line(runs, capsys, tmp_path):
         (ours, broken, "cannot read the dump"),
         (ours.parent, ours, "is a folder, but B="),
         (ours.parent, other, "has no rank in common with B="),
-        (ours.parent.parent, other, f"name one iteration, such as {dump_file(runs / 'a', 2, 0).parent}."),
+        (ours.parent.parent, other, f"specify one iteration, such as {dump_file(runs / 'a', 2, 0).parent}."),
     ):
         assert main(["watch", "diff", str(a), str(b)]) == 1
         (line,) = capsys.readouterr().err.splitlines()

@@ -36,6 +36,7 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({}, "Qwen2Moe"),
     ({"preset": "reference"}, "Qwen2Moe"),
     ({"preset": "cpu"}, "Mixtral"),
+    ({"preset": "gpu"}, "Mixtral"),
     ({"preset": "mixtral-8x7b"}, "Mixtral"),
     ({"preset": "qwen3-30b-a3b"}, "Qwen3Moe"),
     ({"preset": "olmoe-1b-7b"}, "Olmoe"),
