@@ -144,8 +144,7 @@ class MicrobatchGraphs:
         self._statistics, self._state = list(statistics), list(state)
         self._captured: dict[Any, _Captured] = {}
         self._num_run: dict[Any, int] = {}
-        self.failure = ""  # of the latest capture that failed; its micro-batches run eagerly
-        self._failed: set[Any] = set()
+        self._failures: dict[Any, str] = {}  # reason by key; these micro-batches run eagerly
         self._addresses: tuple[int, ...] = ()
 
     def run(self, batch: Batch, num_microbatches: int) -> Tensor:
@@ -159,7 +158,7 @@ class MicrobatchGraphs:
         if key not in self._captured:
             number = self._num_run[key] = self._num_run.get(key, 0) + 1
             # A rank whose capture fails makes the same exchanges eagerly as other ranks in their graphs.
-            if number <= WARMUP or key in self._failed or not self._capture(key, batch, num_microbatches):
+            if number <= WARMUP or key in self._failures or not self._capture(key, batch, num_microbatches):
                 with on_side_stream():
                     return self._region(batch, num_microbatches)
         return self._captured[key].run(batch)
@@ -188,8 +187,8 @@ class MicrobatchGraphs:
                 x.copy_(value)
             for one in self._statistics:
                 one.reset()
-        if self.failure:
-            return self.failure
+        if self._failures:
+            return next(iter(self._failures.values()))
         (first, _), (eager, norms), (replayed, replayed_norms) = found
         is_close = torch.isclose(norms, replayed_norms, rtol=1e-3)
         is_equal = torch.where(first == eager, eager == replayed, is_close)
@@ -216,9 +215,8 @@ class MicrobatchGraphs:
             with recorded(self._statistics):
                 logged = graph.capture(region)
         except RuntimeError as error:  # out of memory, too
-            self.failure = in_one_line(error)
-            self._failed.add(key)
-            logger.warning("a micro-batch cannot be a CUDA graph and runs eagerly: %s", self.failure)
+            reason = self._failures[key] = in_one_line(error)
+            logger.warning("a micro-batch cannot be a CUDA graph and runs eagerly: %s", reason)
             return False
         self._captured[key] = _Captured(graph, inputs, logged, self._statistics)
         return True

@@ -101,9 +101,7 @@ def start_graphs(
 
     Called by every rank. Raises a ConfigError instead if CUDA_GRAPH=on.
     """
-    first = progress.consumed_samples
-    graphs: MicrobatchGraphs | None = build_graphs(model, CudaGraph)
-    assert graphs is not None
+    graphs, first = build_graphs(model, CudaGraph), progress.consumed_samples
     number, _, _ = next_batch(config, first, samples.stage_at(first).seq_len)
     batch = read_microbatch(config, runtime, samples, first, 0, eod_id=eod_id)
     if config.eod_mask_loss:
@@ -120,10 +118,10 @@ def start_graphs(
         rule = f"the CUDA graph of a micro-batch failed: {failure}"
         raise ConfigError([config.problem("cuda_graph", rule, "set CUDA_GRAPH=auto")])
     logger.warning("CUDA_GRAPH=auto: continuing without CUDA graphs: %s", failure)
-    graphs = None  # frees their memory
+    del graphs  # before their memory is released
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
-    return graphs, failure
+    return None, failure
 
 
 def build_graphs(model: Sequence[Any], graph: Callable[[], Graph]) -> MicrobatchGraphs:

@@ -111,7 +111,7 @@ def is_converted(folder: Path) -> bool:
 
 
 def one_checkpoint(path: Path) -> Path:
-    """Returns the iter_ folder `path`, or the newest iter_ folder in `path`; ValueError if there is none."""
+    """Returns the iter_ folder `path`, or the newest iter_ folder in `path`; ValueError without one."""
     for checkpoints in (path, path / "checkpoints"):
         if (iteration := latest_iteration(checkpoints)) is not None:
             return existing(iteration_folder(checkpoints, iteration))
@@ -347,7 +347,7 @@ def check_target(target: Path) -> None:
 
 
 def checkpoints_folder(path: Path) -> Path | None:
-    """Checkpoints folder: `path` itself, or the one in the run folder `path`; None if there is none."""
+    """Checkpoints folder: `path` itself, or the checkpoints folder in the run folder `path`; else None."""
     both = (path, path / "checkpoints")
     return next((one for one in both if (one / LATEST).exists() or iterations(one)), None)
 

@@ -148,7 +148,7 @@ def predict(ladder: Ladder) -> str:
 
 
 def read_prediction(ladder: Ladder) -> Predicted | None:
-    """Reads the prediction of the last rung; None if there is none or it belongs to other models."""
+    """Reads the prediction of the last rung; None if it is missing or belongs to other models."""
     path = prediction_file(ladder)
     if not path.exists():
         return None
