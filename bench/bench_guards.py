@@ -66,14 +66,14 @@ class Guarded(Ours):
         in_step = time.perf_counter() - begin
         torch.distributed.barrier()
         begin = time.perf_counter()
-        heartbeat.begin(progress.iteration, step.num_microbatches)
+        heartbeat.begin(progress.iteration, job.config.num_microbatches)
         for phase in heartbeat.ITERATION_PHASES[1:]:
             heartbeat.enter(phase)
         trace_calls(job.config, job.folder, job.runtime.rank, progress.iteration + 1)
         self.recorder.begin(progress.iteration + 1)
         with heartbeat.during("profile"):
             self.recorder.end(progress.iteration)
-        end = loop.agree_with_all_ranks(job, step, self.rules.reason(progress.iteration), is_writing=False)
+        end = loop.agree_with_all_ranks(job, step, self.rules.reason(progress.iteration), is_writing=False)()
         self.guard.check(progress, step.done, end)
         return in_step, time.perf_counter() - begin
 

@@ -74,6 +74,7 @@ class Ours:
         self.job = loop.Job(config, rank, RunFolder.of(config), trained, train_stream, None)
         self.progress = Progress()
         self.interval = Interval(config, rank, model)
+        self.last: loop.Step | None = None
 
     @property
     def lr(self) -> float:
@@ -82,7 +83,8 @@ class Ours:
 
     def step(self) -> None:
         count_zeros = (self.progress.iteration + 1) % self.job.config.log_interval == 0
-        loop.train_step(self.job, self.progress, self.interval, count_zeros=count_zeros)
+        state = self.job, self.progress, self.interval
+        self.last = loop.train_step(*state, count_zeros=count_zeros, last=self.last)
 
     def loss_sum(self) -> float:
         """Sum of the losses of all micro-batches so far."""

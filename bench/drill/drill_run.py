@@ -27,7 +27,7 @@ SETTINGS = {
     **{name.upper(): value for name, value in MODEL.items()},
     "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "NUM_HEADS": 4,
     "NUM_QUERY_GROUPS": 2, "SEQ_LEN": 64, "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 1, "GBSZ": GBSZ,
-    "TRAIN_ITERS": ITERATIONS, "WARMUP_ITERS": 20, "DECAY_ITERS": ITERATIONS, "LR": 0.001, "LOG_INTERVAL": 1,
+    "TRAIN_ITERS": ITERATIONS, "WARMUP_ITERS": 20, "DECAY_ITERS": ITERATIONS, "LR": 0.001,
     "EVAL_INTERVAL": 0, "SAVE_INTERVAL": SAVE_INTERVAL, "KEEP_LAST": 4, "MAX_RESTARTS": 100, "EP": 2,
     "DTYPE": "fp32", "SPIKE_ACTION": "log",
 }  # fmt: skip
@@ -63,9 +63,10 @@ class Run:
         name: of the run.
         num_ranks: processes.
         log: gets what they print; not on the disk that is filled.
+        log_interval: LOG_INTERVAL; with 1 the results of every iteration are read at once.
     """
 
-    def __init__(self, folder: Path, name: str, num_ranks: int, log: Path):
+    def __init__(self, folder: Path, name: str, num_ranks: int, log: Path, *, log_interval: int = 1):
         self.folder, self.path, self.num_ranks, self.log = folder, folder / "runs" / name, num_ranks, log
         folder.mkdir(exist_ok=True)
         (folder / "site").mkdir(exist_ok=True)
@@ -79,6 +80,7 @@ class Run:
             "RUN_NAME": name,
             "DATA_DIR": folder / "data",
             "GPUS_PER_NODE": num_ranks,
+            "LOG_INTERVAL": log_interval,
         }
         self.environ = environ | {
             key: str(value) for key, value in (SETTINGS | places | {"HANG_TIMEOUT": HANG_TIMEOUT}).items()

@@ -48,11 +48,10 @@ class Progress:
         """Number of optimizer steps so far."""
         return self.iteration - self.skipped_iterations
 
-    def add(self, config: Config, batch_size: int, *, flops: int, skipped: bool) -> None:
+    def add(self, config: Config, batch_size: int, *, flops: int) -> None:
         """Counts one iteration with `batch_size` samples and `flops` model FLOPs."""
         self.iteration += 1
         self.consumed_samples += batch_size
-        self.skipped_iterations += skipped
         self.consumed_tokens += batch_size * config.seq_len
         self.consumed_flops += flops
 

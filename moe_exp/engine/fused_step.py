@@ -1,4 +1,4 @@
-"""The optimizer's step by `adamw_step`, in which the host waits once, after all kernels are launched.
+"""The optimizer's step by `adamw_step`, in which the host does not wait for the device.
 
 Megatron's step reads the gradient norm on the host before it clips, and the device idles meanwhile. Here
 `adamw_step` gets the norm on the device, clips, skips the step if the norm is not finite, and writes the
@@ -51,7 +51,8 @@ def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:
 class FusedStep:
     """Replaces `step` of Megatron's optimizer; changes nothing if the gradient norm is not finite.
 
-    Returns whether the step was taken, the norm, and the number of zeros in the gradients if counted.
+    Returns None, the norm (fp32 []), and the number of zeros in the gradients if counted. The host does not
+    wait for the norm; once it is known, `count_step` must be called, at the latest before the next step.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, parts: list[Any]):
@@ -70,7 +71,7 @@ class FusedStep:
             copy()
 
     @torch.no_grad()
-    def __call__(self) -> tuple[bool, float | None, float | None]:
+    def __call__(self) -> tuple[None, Tensor, float | None]:
         for part in self._optimizer.chained_optimizers:
             part.prepare_grads()
         norm = self._grad_norm()
@@ -82,14 +83,7 @@ class FusedStep:
             self._optimizer.step_with_ready_grads()
         finally:
             self._is_stepping = False
-        value = float(norm)  # waits for the device
-        if math.isfinite(value):
-            return True, value, zeros
-        for part in self._parts:
-            for group in part.optimizer.param_groups:
-                if group["params"]:
-                    group["step"] -= 1
-        return False, value, None
+        return None, norm, zeros
 
     def _grad_norm(self) -> Tensor:
         """Norm of the gradients of all ranks, fp32 []; a gradient that ranks share counts once."""
@@ -104,6 +98,16 @@ class FusedStep:
         for part, squares in zip(all_parts, sums, strict=False):
             dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
         return torch.stack(sums).sum().sqrt()
+
+
+def count_step(optimizer: MegatronOptimizer, norm: float) -> bool:
+    """Returns whether `FusedStep` has taken a step; subtracts it from the number of steps if it has not."""
+    if math.isfinite(norm):
+        return True
+    for group in optimizer.param_groups:
+        if group["params"]:
+            group["step"] -= 1
+    return False
 
 
 def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:

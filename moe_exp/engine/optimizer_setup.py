@@ -274,7 +274,8 @@ class _NotFiniteError(Exception):
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the gradient is not finite.
 
-    Steps skipped by fp16's loss scaler still return `(False, None, None)`. Every skipped step restores the
+    Steps skipped by fp16's loss scaler still return `(False, None, None)`, and `FusedStep`, which does not
+    know yet whether its step is skipped, `(None, norm, zeros)`. Every skipped step restores the
     router state (expert bias, state of balancing losses). Call this function after `set_megatron_hooks`.
     """
     routers = RouterState(model)
@@ -288,13 +289,13 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
             raise _NotFiniteError(norm)
         return norm
 
-    def step() -> tuple[bool, float | None, float | None]:
+    def step() -> tuple[bool | None, Any, float | None]:
         try:
             updated, norm, num_zeros = make_step()
         except _NotFiniteError as found:
             updated, norm, num_zeros = False, found.args[0], None
         if not updated:  # finalize_model_grads has already updated the routers
-            routers.restore()
+            routers.restore(torch.as_tensor(norm).isfinite() if updated is None else None)
         return updated, norm, num_zeros
 
     # on the instance, where Megatron's own step finds get_grad_norm
@@ -339,10 +340,13 @@ class RouterState:
         return finalize_model_grads
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Restores the routers' state from the copy."""
-        if self._kept:
+    def restore(self, unless: torch.Tensor | None = None) -> None:
+        """Restores the routers' state from the copy, `unless` that flag on the device is set, bool []."""
+        if unless is None and self._kept:
             torch._foreach_copy_(self._kept, self._before)
+        elif unless is not None:
+            for kept, before in zip(self._kept, self._before, strict=True):
+                kept.copy_(torch.where(unless, kept, before))
 
 
 # Without Transformer Engine and Apex, Megatron waits for the GPU once per gradient to compute the norm, and

@@ -9,6 +9,7 @@ Unlike in Megatron-Core, biases are scaled like weights. The optimizer's moments
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,18 +40,20 @@ def clip_attention_logits(
         core.max_logits_H = torch.full((heads,), -math.inf, device=device)
     make_step = optimizer.step
 
-    def step() -> tuple[bool, float | None, float | None]:
-        updated = False
+    def step() -> tuple[bool | None, Any, float | None]:
+        updated: bool | None = False
         try:
             updated, norm, num_zeros = make_step()
         finally:  # also after a skipped step, whose logits must not count for the next one
             logits = [core.take_max_logits() for core in cores]
-        if updated and logits:
+        if updated is not False and logits:
             logits_LH = torch.stack(logits)
             dist.all_reduce(logits_LH, op=dist.ReduceOp.MAX, group=replicas)
             for attention, logits_H in zip(attentions, logits_LH, strict=True):
                 # a non-finite logit would erase the head, although loss and gradient were finite
                 known_H = torch.where(logits_H.isfinite(), logits_H, threshold)
+                if updated is None:  # `FusedStep` skips the step if the norm is not finite
+                    known_H = torch.where(norm.isfinite(), known_H, threshold)
                 _scale(attention, (threshold / known_H.clamp(min=threshold)).float())
         return updated, norm, num_zeros
 

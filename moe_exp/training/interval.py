@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
@@ -55,9 +55,7 @@ class Interval:
         self.num_iterations = self.num_samples = self.num_microbatches = self.num_skipped = self.flops = 0
         self.start = time.monotonic()
 
-    def add(
-        self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, flops: int, skipped: bool
-    ) -> None:
+    def add(self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, flops: int) -> None:
         """Adds one iteration; `losses` are those of `loop.Step`."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
@@ -71,7 +69,6 @@ class Interval:
         self.num_iterations += 1
         self.num_samples += batch_size
         self.num_microbatches += num_microbatches
-        self.num_skipped += skipped
         self.flops += flops
 
     def _load(self) -> Tensor:
@@ -242,10 +239,28 @@ class IterationEnd:
     lm_loss: float  # cross entropy, nats, mean over the counted tokens; NaN without any
 
 
+class HostCopy:
+    """Copy of a small tensor to the host, for which the host waits only in `wait`."""
+
+    def __init__(self, x: Tensor):
+        self._values, self._event = x, None
+        if x.is_cuda:
+            self._values = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._values.copy_(x, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[float]:
+        """Values of the tensor, one-dimensional."""
+        if self._event is not None:
+            self._event.synchronize()
+        return list(self._values.tolist())
+
+
 def end_of_iteration(
     *, stop: str, reasons: Sequence[str], is_writing: bool, losses: Sequence[Tensor], device: torch.device
-) -> IterationEnd:
-    """Combines the values of all ranks by one all-reduce, in which the host waits for the GPU."""
+) -> Callable[[], IterationEnd]:
+    """Combines the values of all ranks by one all-reduce; the returned function waits for the result."""
     # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens. If ranks
     # have different reasons, the first one is used.
     flags = [*(reason == stop for reason in reasons), is_writing]
@@ -253,9 +268,14 @@ def end_of_iteration(
     if losses:
         table[-2:] = torch.stack(list(losses)).double().sum(dim=0)
     torch.distributed.all_reduce(table)
-    *counts, writing, loss, num_counted = table.tolist()
-    given = next((reason for reason, count in zip(reasons, counts, strict=True) if count), "")
-    return IterationEnd(given, bool(writing), loss / num_counted if num_counted else math.nan)
+    copy = HostCopy(table)
+
+    def read() -> IterationEnd:
+        *counts, writing, loss, num_counted = copy.wait()
+        given = next((reason for reason, count in zip(reasons, counts, strict=True) if count), "")
+        return IterationEnd(given, bool(writing), loss / num_counted if num_counted else math.nan)
+
+    return read
 
 
 # In the order of the log line. all_to_all and experts are parts of forward_backward; checkpoint is not part

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -39,6 +39,7 @@ from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.averaged_weights import averaged_weights, update_average
 from moe_exp.engine.backends import KernelFailure, backends_of, check_run, tune_run
+from moe_exp.engine.fused_step import count_step
 from moe_exp.engine.graphs import MicrobatchGraphs
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import (
@@ -57,7 +58,7 @@ from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder,
 from moe_exp.runs.summary import finish_run
 from moe_exp.training import samples as data
 from moe_exp.training.console import end_logging, setup_logging
-from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
+from moe_exp.training.interval import HostCopy, Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.microbatch import read_microbatch, run_schedule, start_graphs, weigh_microbatches
@@ -251,6 +252,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         exit_interval=config.exit_interval,
     )  # fmt: skip
     recorder = Recorder(config, rank, folder)
+    late: tuple[Step, Callable[[], IterationEnd]] | None = None  # iteration whose results are not read yet
 
     while progress.iteration < config.train_iters:
         # The step advances `progress`: from here on it counts this iteration.
@@ -258,27 +260,39 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         is_logged = _is_multiple(iteration, config.log_interval) or iteration == config.train_iters
         trace_calls(config, folder, rank.rank, iteration)
         recorder.begin(iteration)
-        step = train_step(job, progress, interval, count_zeros=is_logged)
+        step = train_step(job, progress, interval, count_zeros=is_logged, last=late and late[0])
+
+        # A GPU would idle while the host waits for the results of an iteration. Where nobody needs them at
+        # once, they are read during the next iteration, on all ranks alike.
+        ends = [(late[0].done, late[1]())] if late else []
+        at_once = is_due(config, iteration) or any(end.stop or not done.updated for done, end in ends)
+        if at_once:
+            settle(job, progress, interval, step)
         valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
 
         # The only collective of the loop itself: all ranks agree whether to stop.
-        end = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saver.is_writing)
-        is_last = bool(end.stop) or iteration == config.train_iters
+        late = step, agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saver.is_writing)
+        if at_once:
+            ends.append((step.done, late[1]()))
+            late = None
+        stop = next((end.stop for _, end in ends if end.stop), "")
+        is_last = bool(stop) or iteration == config.train_iters
         if is_last and not is_logged:  # otherwise no record would contain these iterations
             log(job, progress, interval, metrics, step)
         heartbeat.enter("end" if is_last else "end_of_iteration")
-        if end.stop and metrics is not None and iteration < config.train_iters:
-            logger.info("stopping after iteration %d: %s", iteration, faults.STOP_REASONS[end.stop])
-            metrics.event("stop", iteration, reason=end.stop)
+        if stop and metrics is not None and iteration < config.train_iters:
+            logger.info("stopping after iteration %d: %s", iteration, faults.STOP_REASONS[stop])
+            metrics.event("stop", iteration, reason=stop)
         # ASYNC_SAVE: once all ranks have written their files, they publish the checkpoint together.
-        if saver.is_pending and not end.is_writing:
+        if saver.is_pending and ends and not ends[-1][1].is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
 
         # Before this iteration is saved, because a spike may restart the run from an older checkpoint.
         try:
-            guard.check(progress, step.done, end)
+            for done, end in ends:
+                guard.check(progress, done, end)
         except GuardEnd:
-            rules.acknowledge(end.stop)
+            rules.acknowledge(stop)
             raise
 
         if (is_last and config.save_at_end) or _is_multiple(iteration, config.save_interval):
@@ -287,25 +301,43 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         elif is_last:
             saves.finish()
         if is_last:
-            rules.acknowledge(end.stop)  # not earlier: if killed during its last save, the run stops again
-        if end.stop and iteration < config.train_iters:
-            saves.finish_uploads(end.stop)
+            rules.acknowledge(stop)  # not earlier: if killed during its last save, the run stops again
+        if stop and iteration < config.train_iters:
+            saves.finish_uploads(stop)
             return "stopped", saves.stopped_code(progress)
     saves.finish_uploads()
     return "finished", FINISHED
 
 
-@dataclass(frozen=True)
-class Step:
-    """Results of one iteration on this rank."""
+def is_due(config: Config, iteration: int) -> bool:
+    """Whether the results of an iteration are needed at its end, because it is last, logged, saved, ..."""
+    intervals = (
+        config.log_interval, config.eval_interval, config.check_interval, config.save_interval,
+        config.exit_interval,
+    )  # fmt: skip
+    is_multiple = any(_is_multiple(iteration, interval) for interval in intervals)
+    return is_multiple or iteration == config.train_iters or is_dumped(config, iteration)
 
-    done: Iteration  # the same on every rank
+
+@dataclass
+class Step:
+    """One iteration on this rank."""
+
+    first_sample: int
+    batch_size: int  # samples of all ranks
     losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty before the last stage
     num_zeros: float | None  # zeros in the gradient, if counted
+    late_norm: HostCopy | None  # gradient norm that tells whether the step was taken
+    done: Iteration = None  # type: ignore[assignment]  # results, the same on every rank; set by `settle`
 
 
-def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> Step:
-    """One iteration: forward and backward over all micro-batches, optimizer, schedule."""
+def train_step(
+    job: Job, progress: Progress, interval: Interval, *, count_zeros: bool, last: Step | None = None
+) -> Step:
+    """One iteration: forward and backward over all micro-batches, optimizer, schedule.
+
+    `last` is the previous iteration if it is not settled: the optimizer needs the learning rate after it.
+    """
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
     # The batch ramp-up and the data stage determine the number and size of micro-batches.
     seq_len = job.train_stream.stage_at(first_sample).seq_len
@@ -315,23 +347,45 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
+    heartbeat.enter("optimizer")
+    if last is not None:
+        settle(job, progress, interval, last)
 
     # On an fp16 overflow or a non-finite gradient norm nothing is updated. The samples count as consumed, but
     # learning rate schedule and weight average do not advance.
     optimizer.config.log_num_zeros_in_grad = count_zeros  # costs a pass over all gradients
-    heartbeat.enter("optimizer")
     with timed(interval.timers, "optimizer"):
         updated, grad_norm, num_zeros = optimizer.step()
     flops = flops_per_iteration(job.config, batch_size, seq_len)
-    progress.add(job.config, batch_size, flops=flops, skipped=not updated)
-    interval.add(
-        losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops, skipped=not updated
-    )
+    progress.add(job.config, batch_size, flops=flops)
+    interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops)
+    zeros = None if num_zeros is None else float(num_zeros)
+    late_norm = HostCopy(grad_norm.view(1)) if updated is None else None
+    step = Step(first_sample, batch_size, losses, zeros, late_norm)
+    if late_norm is None:
+        norm = None if grad_norm is None else float(grad_norm)
+        complete(job, progress, interval, step, updated=bool(updated), norm=norm)
+    return step
+
+
+def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None:
+    """Waits until the last step's norm is known, then `complete`s it, unless that was done before."""
+    if step.late_norm is not None:
+        (norm,), step.late_norm = step.late_norm.wait(), None
+        updated = count_step(job.trained.optimizer, norm)
+        complete(job, progress, interval, step, updated=updated, norm=norm)
+
+
+def complete(
+    job: Job, progress: Progress, interval: Interval, step: Step, *, updated: bool, norm: float | None
+) -> None:
+    """Advances the schedule and the weight average after a step, or counts it as skipped."""
+    step.done = Iteration(progress.iteration, step.first_sample, step.batch_size, updated, norm)
+    progress.skipped_iterations += not updated
+    interval.num_skipped += not updated
     if updated:
-        job.trained.scheduler.step(increment=batch_size)  # in samples, because of batch ramp-ups
+        job.trained.scheduler.step(increment=step.batch_size)  # in samples, because of batch ramp-ups
         average_weights(job, progress, interval)
-    norm, zeros = (None if value is None else float(value) for value in (grad_norm, num_zeros))
-    return Step(Iteration(progress.iteration, first_sample, batch_size, bool(updated), norm), losses, zeros)
 
 
 def forward_backward(
@@ -364,8 +418,10 @@ def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
             update_average(job.trained.optimizer, decay=config.ema_decay, number=progress.num_averaged)
 
 
-def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
-    """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce."""
+def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
+    """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce; returns a function
+    that waits for them.
+    """
     # tensor parallel ranks have the same losses: one of them counts
     losses = step.losses if job.runtime.groups.tp.rank() == 0 else []
     return end_of_iteration(
@@ -379,8 +435,8 @@ def measure(
     *, is_logged: bool,
 ) -> float | None:  # fmt: skip
     """Logs, validates, dumps and checks replicas, each at its own interval; returns a new validation loss."""
-    config, iteration, valid_loss = job.config, step.done.iteration, None
-    if metrics is not None and (first_sample := step.done.first_sample):
+    config, iteration, valid_loss = job.config, progress.iteration, None
+    if metrics is not None and (first_sample := step.first_sample):
         number, seq_len, _ = job.train_stream.stage_at(first_sample)
         if number != job.train_stream.stage_at(first_sample - 1).number:
             files = config.stages[number].train_data

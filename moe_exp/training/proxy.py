@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moe_exp.config import Config
 from moe_exp.engine import optimizer_setup
+from moe_exp.engine.fused_step import count_step
 from moe_exp.engine.model import build_model
 from moe_exp.engine.runtime import share_alone
 from moe_exp.layers.router import Router
@@ -48,9 +49,9 @@ class Proxy:
         self.model[0].zero_grad_buffer()
         self._optimizer.zero_grad()
         losses = run_schedule(self.config, self.model, microbatches, seq_len=seq_len)
-        updated, _, _ = self._optimizer.step()
+        updated, norm, _ = self._optimizer.step()
         self._consumed_samples += batch_size
-        if updated:
+        if updated or (updated is None and count_step(self._optimizer, float(norm))):
             self._scheduler.step(increment=batch_size)
         total, num_counted = torch.stack(losses).sum(dim=0)
         return float(total / num_counted)

@@ -198,7 +198,8 @@ def test_every_second_step_is_averaged_and_skipped_ones_do_not_count(monkeypatch
     job = SimpleNamespace(config=config, trained=SimpleNamespace(optimizer=None))
     progress, averaged_at = Progress(), []
     for iteration in range(1, 7):
-        progress.add(config, 8, flops=1, skipped=iteration == 2)
+        progress.add(config, 8, flops=1)
+        progress.skipped_iterations += iteration == 2
         if iteration != 2:
             loop.average_weights(job, progress, SimpleNamespace(timers=None))
             averaged_at += [iteration] if len(numbers) > len(averaged_at) else []

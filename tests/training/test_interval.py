@@ -203,8 +203,8 @@ def bad_iterations_on_rank(port: int) -> dict[str, Any]:
     for iteration in range(10):
         is_bad = iteration == 3 or (iteration == 5 and rank.rank == 1)
         loss = torch.tensor([math.nan if is_bad else 64.0, 64])
-        interval.add([loss], num_microbatches=1, batch_size=4, flops=1, skipped=False)
-        progress.add(config, 4, flops=1, skipped=False)
+        interval.add([loss], num_microbatches=1, batch_size=4, flops=1)
+        progress.add(config, 4, flops=1)
     record = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
     runtime.stop()
     return dict(record)
@@ -228,7 +228,7 @@ def on_rank(stops: list[str], writing: list[bool], losses: list[list[tuple[float
     return end_of_iteration(
         stop=stops[rank], reasons=REASONS, is_writing=writing[rank],
         losses=[torch.tensor(loss) for loss in losses[rank]], device=torch.device("cpu"),
-    )  # fmt: skip
+    )()  # fmt: skip
 
 
 @pytest.mark.parametrize(

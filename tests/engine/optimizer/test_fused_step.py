@@ -36,8 +36,9 @@ def trained(settings: dict[str, Any], port: int, kernel: bool) -> list[Step]:
     loop.run_schedule = schedule
     try:
         for _ in range(10):
-            grad_norm = loop.train_step(job, progress, interval, count_zeros=True).done.grad_norm
-            steps.append(_step(job, progress, interval, grad_norm))
+            step = loop.train_step(job, progress, interval, count_zeros=True)
+            loop.settle(job, progress, interval, step)
+            steps.append(_step(job, progress, interval, step.done.grad_norm))
     finally:
         loop.run_schedule = finalize
     groups = [group for part in optimizer.chained_optimizers for group in part.optimizer.param_groups]
