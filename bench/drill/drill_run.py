@@ -40,8 +40,8 @@ BAD_SAMPLES = (997, 2205)
 _SITECUSTOMIZE = """
 import os
 if "RANK" in os.environ:
-    from moe_exp.data.samples import batch, dataset
-    read, split, last = dataset.SampleStream.batch, batch.split_batch, []
+    from moe_exp.data.samples import dataset
+    read, split, last = dataset.SampleStream.batch, dataset.split_batch, []
     def noted(self, first, num_samples):
         last[:] = [sample for sample in {bad} if first <= sample < first + num_samples]
         return read(self, first, num_samples)
@@ -50,7 +50,7 @@ if "RANK" in os.environ:
         if last:
             parts["loss_mask"][0, 0] = float("nan")
         return parts
-    dataset.SampleStream.batch, batch.split_batch = noted, spoilt
+    dataset.SampleStream.batch, dataset.split_batch = noted, spoilt
 """
 _LONGEST_SECONDS = 900.0
 

@@ -9,8 +9,9 @@ returns a loss without gradient, for which the schedule runs no backward pass:
 Gradient exchange, optimizer and log stay outside the graph. All tensors that the graph shares with them keep
 their addresses: parameters, gradients, router state, sums of the statistics.
 
-There is a graph per key: shapes of the inputs and number of micro-batches. The first WARMUP micro-batches of
-a key run eagerly; then its graph is captured, which executes nothing, and replayed.
+There is a graph per key: shapes of the inputs, number of micro-batches, and whether kernels overwrite gradients
+or add to them. The first WARMUP micro-batches of a key run eagerly; then its graph is captured, which
+executes nothing, and replayed.
 """
 
 from __future__ import annotations
@@ -144,13 +145,15 @@ class MicrobatchGraphs:
         self._statistics, self._state = list(statistics), list(state)
         self._captured: dict[Any, _Captured] = {}
         self._num_run: dict[Any, int] = {}
+        self._flags_after: dict[Any, tuple[bool, ...]] = {}  # a micro-batch
         self._failures: dict[Any, str] = {}  # reason by key; these micro-batches run eagerly
         self._addresses: tuple[int, ...] = ()
 
     def run(self, batch: Batch, num_microbatches: int) -> Tensor:
         """Runs forward and backward of one of `num_microbatches`; returns a copy of the region's result."""
         tensors = {name: x for name, x in sorted(batch.items()) if isinstance(x, Tensor)}
-        key = num_microbatches, tuple((name, x.shape, x.dtype) for name, x in tensors.items())
+        shapes = tuple((name, x.shape, x.dtype) for name, x in tensors.items())
+        key = num_microbatches, shapes, self._flags()
         addresses = tuple(x.data_ptr() for p in self._parameters for x in (p, p.main_grad))
         if addresses != self._addresses:
             self._captured.clear()
@@ -160,8 +163,13 @@ class MicrobatchGraphs:
             # A rank whose capture fails makes the same exchanges eagerly as other ranks in their graphs.
             if number <= WARMUP or key in self._failures or not self._capture(key, batch, num_microbatches):
                 with on_side_stream():
-                    return self._region(batch, num_microbatches)
-        return self._captured[key].run(batch)
+                    result = self._region(batch, num_microbatches)
+                    update(self._statistics)
+                self._flags_after[key] = self._flags()
+                return result
+        result = self._captured[key].run(batch)
+        self._set_flags(self._flags_after[key])
+        return result
 
     @torch.no_grad()
     def check(self, batch: Batch, num_microbatches: int) -> str:
@@ -176,7 +184,8 @@ class MicrobatchGraphs:
             for _ in range(WARMUP + 1):
                 self._zero()
                 with torch.enable_grad():
-                    logged = self.run(batch, num_microbatches)
+                    for _ in range(min(2, num_microbatches)):  # the second one adds to the gradients
+                        logged = self.run(batch, num_microbatches)
                 # Sums of the bits: copies would need as much memory as the gradients.
                 results = [logged, *(p.main_grad for p in self._parameters)]
                 bits = torch.stack([x.view(torch.int32).sum(dtype=torch.int64) for x in results])
@@ -196,10 +205,18 @@ class MicrobatchGraphs:
             return ""
         return f"{number} of {len(eager)} losses and gradients differ from those without a graph"
 
+    def _flags(self) -> tuple[bool, ...]:
+        """Whether the gradient of each parameter contains a micro-batch of this iteration, by its kernel."""
+        return tuple(getattr(p, "grad_added_to_main_grad", False) for p in self._parameters)
+
+    def _set_flags(self, flags: Iterable[bool]) -> None:
+        for p, flag in zip(self._parameters, flags, strict=True):
+            p.grad_added_to_main_grad = flag
+
     def _zero(self) -> None:
+        self._set_flags([False] * len(self._parameters))
         for p in self._parameters:
             p.main_grad.zero_()
-            p.grad_added_to_main_grad = False
 
     def _capture(self, key: Any, batch: Batch, num_microbatches: int) -> bool:
         inputs = {name: x.clone() if isinstance(x, Tensor) else x for name, x in batch.items()}
@@ -210,13 +227,14 @@ class MicrobatchGraphs:
             update(self._statistics)
             return result
 
-        graph = self._make()
+        graph, flags = self._make(), self._flags()
         try:
             with recorded(self._statistics):
                 logged = graph.capture(region)
         except RuntimeError as error:  # out of memory, too
             reason = self._failures[key] = in_one_line(error)
             logger.warning("a micro-batch cannot be a CUDA graph and runs eagerly: %s", reason)
+            self._set_flags(flags)
             return False
         self._captured[key] = _Captured(graph, inputs, logged, self._statistics)
         return True

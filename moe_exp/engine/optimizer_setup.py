@@ -21,6 +21,7 @@ from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon, Ranks
 from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
 from moe_exp.engine.qk_clip import clip_attention_logits
+from moe_exp.layers.experts.experts import FUSED, Experts
 from moe_exp.layers.kernels.launch import KernelFailure, failure_of
 from moe_exp.layers.megatron.moe_parts import MegatronRouter, device_of_model
 
@@ -188,13 +189,44 @@ def build_optimizer(
 
 
 def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Sets Megatron's hooks that finish gradients, scale the loss and delay communication."""
-    settings = get_model_config(model[0])
-    settings.finalize_model_grads_func = finalize_model_grads
+    """Sets Megatron's hooks that zero and finish gradients, scale the loss and delay communication."""
+    settings, overwritten = (
+        get_model_config(model[0]),
+        [p for chunk in model for p in leave_to_kernels(chunk)],
+    )
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        for parameter in overwritten:
+            if not parameter.grad_added_to_main_grad:  # no micro-batch has used these experts
+                parameter.main_grad.zero_()
+        finalize_model_grads(*args, **kwargs)
+
+    settings.finalize_model_grads_func = finalize
     settings.grad_scale_func = optimizer.scale_loss
     if model[0].ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
         settings.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+
+
+def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
+    """Excludes gradients that the expert kernels overwrite from `zero_grad_buffer`; returns their parameters.
+
+    Most of a MoE model's gradients are of experts: 4 bytes per parameter need not be written and read.
+    """
+    found: list[Any] = []
+    for module in chunk.modules():
+        if isinstance(module, Experts) and module.adds_to_main_grad and module.backend in FUSED:
+            weights: tuple[Any, ...] = module.weight1, module.weight2
+            found += [w for w in weights if w.requires_grad and w.main_grad.dtype == torch.float32]
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        grads, params = buffer.grad_data, set(buffer.params)
+        starts = {w.main_grad.storage_offset() - grads.storage_offset(): w for w in found if w in params}
+        edges = [0, *(edge for start in sorted(starts) for edge in (start, start + starts[start].numel()))]
+        edges.append(grads.numel())
+        # replaces the method on this instance only
+        others = [grads[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        buffer.reset = partial(torch._foreach_zero_, others)
+    return found
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]

@@ -150,6 +150,8 @@ class Agent(LocalElasticAgent):
         if reported == START_AGAIN:
             self._rounds.move_on()
         elif reported == BAD_INPUT:  # a restart would fail the same way
+            if self.get_worker_group().group_rank == 0:
+                self._record_failures(self._rounds.round)  # the rank has printed its error
             self._rounds.set_closed()
             return False
         elif reported is not None or self._rounds.num_done:
@@ -186,18 +188,25 @@ class Agent(LocalElasticAgent):
         self._initialize_workers(self.get_worker_group())
         return True
 
-    def _report(self, ended: int) -> float:
-        """Writes the events of an ended round; returns the delay before the next round in seconds."""
+    def _record_failures(self, ended: int) -> tuple[list[Record], int, list[dict[str, Any]]]:
+        """Writes an event for each failed rank; returns last records, last logged iteration and failures."""
         records: list[Record] = []
         with suppress(OSError):  # no file yet, or the file system is unavailable
             records = last_records(self._metrics) if self._metrics else []
         trained = (record.get("iteration", 0) for record in records if record.get("kind") == "train")
         iteration = max(trained, default=0)
         # not those caused by a lost peer or a hang, which has its own event
-        failures = self._rounds.said(ended)
-        own = [one for one in failures if not any(text in one["cause"] for text in CAUSED_BY_ANOTHER)]
-        for failure in (one for one in own or failures if one["cause"] != _HUNG):
+        said = self._rounds.said(ended)
+        own = [one for one in said if not any(text in one["cause"] for text in CAUSED_BY_ANOTHER)]
+        failures = [one for one in own or said if one["cause"] != _HUNG]
+        for failure in failures:
             self._event("rank_failed", iteration, **failure)
+        return records, iteration, failures
+
+    def _report(self, ended: int) -> float:
+        """Writes the events of an ended round; returns the delay before the next round in seconds."""
+        records, iteration, failures = self._record_failures(ended)
+        for failure in failures:
             where = f"rank {failure['rank']} on {failure['host']} ({failure['device']})"
             complain(f"{where} has failed after iteration {iteration}: {failure['cause']}")
         num_failures, most = self._rounds.num_failures, self._spec.max_restarts

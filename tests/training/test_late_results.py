@@ -1,4 +1,4 @@
-"""Results of an iteration that the host reads during the next one: the run is that with results read at once."""
+"""Results that the host reads an iteration late: the run is that in which it reads them at once."""
 
 import math
 import os

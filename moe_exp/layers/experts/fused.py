@@ -51,7 +51,8 @@ def experts_of_rows(
         tokens_per_expert_L: rows of each expert, on the device.
         weight1_LWD: as for `experts_of_tokens`.
         adds_to_main_grad: if a weight has Megatron's fp32 `main_grad`, the kernels add its gradient to
-            `main_grad`, and its `grad` contains no valid values. Ignored under torch.compile.
+            `main_grad`, or overwrite `main_grad` if `grad_added_to_main_grad` is False, and its `grad`
+            contains no valid values. Ignored under torch.compile.
         fp8: compute the matrix products in e4m3, see kernels/fp8.
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
@@ -110,19 +111,22 @@ class _Experts(torch.autograd.Function):
         options = {"activation": ctx.activation, "token_R": token_R, "weights_R": weights_R}
         dhidden_RW, weighted_RF, dweights_R = back(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
         dx = dweights = dweight1 = dweight2 = dbias1 = dbias2 = None
-        mains: list[Tensor | None] = []  # main_grad to add to, as in Megatron's tensor_parallel/layers.py
+        # Arguments `out` and `adds` of each weight, as in Megatron's tensor_parallel/layers.py. The first
+        # micro-batch of an iteration overwrites main_grad, which saves zeroing and reading it.
+        mains: list[dict[str, Any]] = []
         for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True):
             found = getattr(parameter, "main_grad", None) if needed else None
             # Megatron-FSDP creates `main_grad` on access, without valid old values. The kernel adds in fp32.
             if hasattr(parameter, "__fsdp_param__") or (found is not None and found.dtype != torch.float32):
                 found = None
-            mains.append(found)
+            adds = getattr(parameter, "grad_added_to_main_grad", True)
+            mains.append({} if found is None else {"out": found, "adds": adds})
         main1, main2 = mains
         if ctx.needs_input_grad[3]:
-            dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, out=main2)
+            dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, **main2)
         del weighted_RF
         if ctx.needs_input_grad[2]:
-            dweight1 = sums(dhidden_RW, x, offsets_L1, b_index_R=token_R, out=main1)
+            dweight1 = sums(dhidden_RW, x, offsets_L1, b_index_R=token_R, **main1)
         if ctx.needs_input_grad[4]:  # a sum over rows is a product with ones
             ones_R1 = dhidden_RW.new_ones(dhidden_RW.size(0), 1)
             dbias1 = weight_grad(ones_R1, dhidden_RW, offsets_L1).squeeze(1)
@@ -145,9 +149,9 @@ class _Experts(torch.autograd.Function):
             if row_TK is not None:
                 dweights_R = gather_rows(dweights_R, row_TK.flatten()).view(row_TK.shape)
             dweights = dweights_R.to(ctx.weights_dtype)
-        if main2 is not None:
+        if main2:
             dweight2 = _placeholder(ctx.parameters[1])
-        if main1 is not None:
+        if main1:
             dweight1 = _placeholder(ctx.parameters[0])
         return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 7
 

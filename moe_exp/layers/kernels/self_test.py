@@ -52,7 +52,7 @@ class Sizes:
     activation: str = "swiglu"
     bias: bool = False  # experts have biases
     gathers: bool = True  # kernels gather rows from the tokens, because all experts are on the rank
-    adds: bool = False  # gradients are added to main_grad
+    adds: bool = False  # gradients are written and added to main_grad
     fp8: bool = False  # products are in e4m3
     vocab_size: int = 1000
     router: dict[str, Any] | None = None  # options of `router_topk` and total `num_experts`; None: no kernel
@@ -274,6 +274,8 @@ def _expert_cases(
         options = {index: row_R, "what": ""}
         if sizes.adds:
             options["out"] = draw.normal(num_experts, a.size(1), b.size(1), dtype=torch.float32)
+            # the first micro-batch of an iteration
+            yield case(weight_grad, a, b, offsets_L1, **options | {"what": ", to main_grad"}, adds=False)
             options["what"] = ", added to main_grad"
         yield case(weight_grad, a, b, offsets_L1, **options)
     yield case(grouped_matmul, hidden_RW, weight1_LWD, offsets_L1, what=", gradient of the rows")

@@ -136,8 +136,10 @@ def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.conste
 
 def weight_grad_torch(
     a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None, out: Tensor | None = None,
+    b_index_R: Tensor | None = None, out: Tensor | None = None, adds: bool = True,
 ) -> Tensor:  # fmt: skip
+    if out is not None and not adds:
+        out.zero_()
     ends = offsets_L1.tolist()
     dw_LMN = a.new_empty(len(ends) - 1, a.size(1), b.size(1)) if out is None else out
     for dw_MN, first, end in zip(dw_LMN.unbind(0), ends, ends[1:], strict=False):
@@ -152,7 +154,7 @@ def weight_grad_torch(
 
 def weight_grad(
     a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None, out: Tensor | None = None,
+    b_index_R: Tensor | None = None, out: Tensor | None = None, adds: bool = True,
 ) -> Tensor:  # fmt: skip
     """Computes dw_e = sum_r a_r^T b_r over the rows r of every expert e, accumulated in fp32.
 
@@ -163,6 +165,7 @@ def weight_grad(
         b_index_R: int32, row of `b` for each row; None: `b` is already sorted.
         out: fp32 [L, M, N] to add to in place, such as Megatron's main_grad; its last dimension must be
             contiguous.
+        adds: False: overwrite `out` instead.
 
     Returns:
         `out`, or a new [L, M, N] in the dtype of `a`, zero for experts without rows.
@@ -172,7 +175,7 @@ def weight_grad(
     if out.stride(-1) != 1:
         rule = "the last dimension must be contiguous"
         raise ValueError(f"out={tuple(out.stride())} strides: {rule}. Fix: pass a contiguous tensor.")
-    _add_grad(out, a, b, offsets_L1, a_index_R, b_index_R)
+    _write_grad(out, a, b, offsets_L1, a_index_R, b_index_R, adds)
     return out
 
 
@@ -192,13 +195,14 @@ def _new_grad(
 
 
 @launch.compilable("weight_grad_add", lambda *_: None, mutates=["out"])
-def _add_grad(
-    out: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None
-) -> None:
+def _write_grad(
+    out: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None,
+    b_index_R: Tensor | None, adds: bool,
+) -> None:  # fmt: skip
     if not launch.runs_kernel(a):
-        weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R, out=out)
+        weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R, out=out, adds=adds)
     else:
-        _launch(out, a, b, offsets_L1, a_index_R, b_index_R, adds=True)
+        _launch(out, a, b, offsets_L1, a_index_R, b_index_R, adds=adds)
 
 
 def _launch(

@@ -86,7 +86,7 @@ activation_grad_torch = partial(activation_grad, product=grouped_matmul_torch)
 
 def weight_grad(
     a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None, out: Tensor | None = None, twin: bool = False,
+    b_index_R: Tensor | None = None, out: Tensor | None = None, adds: bool = True, twin: bool = False,
 ) -> Tensor:  # fmt: skip
     """`kernels.weight_grad` in FP8; `twin` as in `grouped_matmul`."""
     columns, product = quantize_columns, block_weight_grad
@@ -94,7 +94,7 @@ def weight_grad(
         columns, product = quantize_columns_torch, block_weight_grad_torch
     dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)) if out is None else out
     operands = *columns(a, offsets_L1, a_index_R), *columns(b, offsets_L1, b_index_R)
-    product(dw_LMN, *operands, offsets_L1, out is not None)
+    product(dw_LMN, *operands, offsets_L1, adds and out is not None)
     return dw_LMN
 
 
