@@ -209,7 +209,10 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
     kernel_failures = check_run(config, rank)
     tune_run(config, rank, kernel_failures)
-    has_graph = backends_of(config, rank.device.type, kernel_failures)["graph"][0] == "on"
+    graph, reason = backends_of(config, rank.device.type, kernel_failures)["graph"]
+    if config.cuda_graph == "on" and graph == "off":
+        raise ConfigError([config.problem("cuda_graph", reason, "set CUDA_GRAPH=auto")])
+    has_graph = graph == "on"
     model = build_model(config, rank, kernel_failures, has_graph=has_graph)
     optimizer = build_optimizer(config, model, kernel_failures)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))

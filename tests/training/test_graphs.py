@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers.checkpoint.legs import MODEL, Step, _step, start_job, write_data
+from helpers.checkpoint.small_job import run_to_end, small_settings, write_tokens
 from helpers.ranks import RankError, free_port, in_turn, run_on_ranks
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.graphs import choose_graph
 from moe_exp.engine.model import moe_layers
+from moe_exp.host.exit_codes import BAD_INPUT
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.statistics import MoEStatistics
 from moe_exp.training import loop, microbatch
@@ -187,6 +189,14 @@ def test_start_graphs_compares_and_leaves_nothing_behind(tmp_path):
         assert set(left) == {0.0}
     with pytest.raises(RankError, match=r"CUDA_GRAPH=on: .*1 of [0-9]+ losses"):
         run_on_ranks(1, start_on_rank, settings | {"cuda_graph": "on"}, 1e-3, join=False)
+
+
+def test_a_graph_that_is_requested_and_not_possible_ends_the_run(tmp_path):
+    write_tokens(tmp_path)
+    code, printed = run_to_end(small_settings(tmp_path, "run", cuda_graph="on"))
+    assert code == BAD_INPUT
+    lines = [line for line in printed.splitlines() if line.startswith("moe-exp: ")]
+    assert lines == ["moe-exp: CUDA_GRAPH=on: requires a GPU. Fix: set CUDA_GRAPH=auto."]
 
 
 def choice(backend: str = "triton", overlaps: bool = False, **settings: Any) -> tuple[str, str]:
