@@ -145,7 +145,8 @@ def test_all_ranks_take_what_is_fastest_on_the_first_and_time_nothing_in_trainin
     assert first["warnings"] == second["warnings"] == []
     num_timed, choices = first["begin"]
     assert num_timed > 0 and second["begin"] == (0, choices)
-    # One expert GEMM forward and one backward; weight gradients are written and added. fp32 has no descriptors.
+    # One expert GEMM forward and one backward; weight gradients are written and added. In fp32 there are no
+    # descriptors.
     expected = {"up_projection": 2, "grouped_matmul": 2, "activation_grad": 1, "weight_grad": 4}
     assert {name: len(found) for name, found in choices.items()} == expected | {"combine": 2 - ep}
     for module in TUNED:
