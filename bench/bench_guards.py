@@ -73,8 +73,9 @@ class Guarded(Ours):
         self.recorder.begin(progress.iteration + 1)
         with heartbeat.during("profile"):
             self.recorder.end(progress.iteration)
-        end = loop.agree_with_all_ranks(job, step, self.rules.reason(progress.iteration), is_writing=False)()
-        self.guard.check(progress, step.done, end)
+        stop = self.rules.reason(progress.iteration)
+        done, end = loop.agree_with_all_ranks(job, step, stop, is_writing=False)()
+        self.guard.check(progress, done, end)
         return in_step, time.perf_counter() - begin
 
 

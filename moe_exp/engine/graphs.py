@@ -9,9 +9,9 @@ returns a loss without gradient, for which the schedule runs no backward pass:
 Gradient exchange, optimizer and log stay outside the graph. All tensors that the graph shares with them keep
 their addresses: parameters, gradients, router state, sums of the statistics.
 
-There is a graph per key: shapes of the inputs, number of micro-batches, and whether kernels overwrite gradients
-or add to them. The first WARMUP micro-batches of a key run eagerly; then its graph is captured, which
-executes nothing, and replayed.
+There is a graph per key: shapes of the inputs, number of micro-batches, and whether kernels overwrite
+gradients or add to them. The first WARMUP micro-batches of a key run eagerly; then its graph is captured,
+which executes nothing, and replayed.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon, Ranks
 from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
 from moe_exp.engine.qk_clip import clip_attention_logits
-from moe_exp.layers.experts.experts import FUSED, Experts
+from moe_exp.layers.experts.experts import Experts
+from moe_exp.layers.experts.grouped_gemm import FUSED
 from moe_exp.layers.kernels.launch import KernelFailure, failure_of
 from moe_exp.layers.megatron.moe_parts import MegatronRouter, device_of_model
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import recover
 from moe_exp.checkpoint.integrity import Source
-from moe_exp.checkpoint.remote import Uploads
-from moe_exp.checkpoint.save import CheckpointWriter, SaveError
+from moe_exp.checkpoint.save import SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.loading import given_values, settings_from_launcher
@@ -242,60 +241,49 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     """Trains to TRAIN_ITERS or a stop request; returns `finished` or `stopped`, and the exit code."""
     config, rank, folder, trained = job.config, job.runtime, job.folder, job.trained
     interval = Interval(config, rank, trained.model)
-    uploads = Uploads(config) if config.remote_dir and rank.is_first else None
-    held = uploads.held if uploads else tuple  # checkpoints that KEEP_LAST must keep until they are uploaded
-    loaded = iteration_in_this_run(job.source, folder)
-    saver = CheckpointWriter(config, rank, folder.checkpoints, loaded, held)
-    saves = CheckpointManager(config, saver, trained, metrics, uploads)
+    saves = CheckpointManager(config, rank, folder, job.source, trained, metrics)
     # Training itself would never notice a rank with other weights, because only gradients are reduced.
     interval.pause(check_replicas(config, rank, trained, progress, metrics))
     guard = LossGuard(config, rank, folder, trained, job.train_stream, progress, metrics, saves.finish)
-    rules = faults.StopRules(
-        stop, folder.exit_file if rank.is_first else None, exit_minutes=config.exit_duration,
-        exit_interval=config.exit_interval,
-    )  # fmt: skip
+    limits: dict[str, Any] = {"exit_minutes": config.exit_duration, "exit_interval": config.exit_interval}
+    rules = faults.StopRules(stop, folder.exit_file if rank.is_first else None, **limits)
     recorder = Recorder(config, rank, folder)
-    late: tuple[Step, Callable[[], IterationEnd]] | None = None  # iteration whose results are not read yet
+    step: Step | None = None
+    late: Callable[[], tuple[Iteration, IterationEnd]] | None = None  # results that are not read yet
 
     while progress.iteration < config.train_iters:
-        # The step advances `progress`: from here on it counts this iteration.
-        iteration = progress.iteration + 1
+        iteration = progress.iteration + 1  # `train_step` advances `progress`
         is_logged = _is_multiple(iteration, config.log_interval) or iteration == config.train_iters
         trace_calls(config, folder, rank.rank, iteration)
         recorder.begin(iteration)
-        step = train_step(job, progress, interval, count_zeros=is_logged, last=late and late[0])
+        step = train_step(job, progress, interval, count_zeros=is_logged, last=step)
 
         # A GPU would idle while the host waits for the results of an iteration. Where nobody needs them at
         # once, they are read during the next iteration, on all ranks alike.
-        ends = [(late[0].done, late[1]())] if late else []
+        ends = [late()] if late else []
         at_once = is_due(config, iteration) or any(end.stop or not done.updated for done, end in ends)
         if at_once:
             settle(job, progress, interval, step)
         valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
 
         # The only collective of the loop itself: all ranks agree whether to stop.
-        late = step, agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saver.is_writing)
+        late = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saves.writer.is_writing)
         if at_once:
-            ends.append((step.done, late[1]()))
+            ends.append(late())
             late = None
-        stop = next((end.stop for _, end in ends if end.stop), "")
-        is_last = bool(stop) or iteration == config.train_iters
-        if is_last and not is_logged:  # otherwise no record would contain these iterations
-            log(job, progress, interval, metrics, step)
+        reason = next((end.stop for _, end in ends if end.stop), "")
+        is_last = bool(reason) or iteration == config.train_iters
         heartbeat.enter("end" if is_last else "end_of_iteration")
-        if stop and metrics is not None and iteration < config.train_iters:
-            logger.info("stopping after iteration %d: %s", iteration, faults.STOP_REASONS[stop])
-            metrics.event("stop", iteration, reason=stop)
-        # ASYNC_SAVE: once all ranks have written their files, they publish the checkpoint together.
-        if saver.is_pending and ends and not ends[-1][1].is_writing:
-            interval.pause(saves.finish(), phase="checkpoint")
+        if reason and iteration < config.train_iters:
+            log_stop(job, progress, interval, metrics, step, reason, is_logged=is_logged)
+        interval.pause(saves.finish_written(ends), phase="checkpoint")
 
         # Before this iteration is saved, because a spike may restart the run from an older checkpoint.
         try:
             for done, end in ends:
                 guard.check(progress, done, end)
         except GuardEnd:
-            rules.acknowledge(stop)
+            rules.acknowledge(reason)
             raise
 
         if (is_last and config.save_at_end) or _is_multiple(iteration, config.save_interval):
@@ -304,9 +292,9 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         elif is_last:
             saves.finish()
         if is_last:
-            rules.acknowledge(stop)  # not earlier: if killed during its last save, the run stops again
-        if stop and iteration < config.train_iters:
-            saves.finish_uploads(stop)
+            rules.acknowledge(reason)  # not earlier: if killed during its last save, the run stops again
+        if reason and iteration < config.train_iters:
+            saves.finish_uploads(reason)
             return "stopped", saves.stopped_code(progress)
     saves.finish_uploads()
     return "finished", FINISHED
@@ -421,16 +409,20 @@ def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
             update_average(job.trained.optimizer, decay=config.ema_decay, number=progress.num_averaged)
 
 
-def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
-    """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce; returns a function
-    that waits for them.
+def agree_with_all_ranks(
+    job: Job, step: Step, stop: str, *, is_writing: bool
+) -> Callable[[], tuple[Iteration, IterationEnd]]:
+    """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce.
+
+    The returned function waits for them; `step` must be settled before its call.
     """
     # tensor parallel ranks have the same losses: one of them counts
     losses = step.losses if job.runtime.groups.tp.rank() == 0 else []
-    return end_of_iteration(
+    read = end_of_iteration(
         stop=stop, reasons=tuple(faults.STOP_REASONS), is_writing=is_writing, losses=losses,
         device=job.runtime.device,
     )  # fmt: skip
+    return lambda: (step.done, read())
 
 
 def measure(
@@ -505,6 +497,18 @@ def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | Non
     )  # fmt: skip
     if metrics is not None:
         metrics.train(record)
+
+
+def log_stop(
+    job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step, reason: str, *,
+    is_logged: bool,
+) -> None:  # fmt: skip
+    """Logs that the run stops early. Called by every rank."""
+    if not is_logged:  # otherwise no record would contain these iterations
+        log(job, progress, interval, metrics, step)
+    if metrics is not None:
+        logger.info("stopping after iteration %d: %s", progress.iteration, faults.STOP_REASONS[reason])
+        metrics.event("stop", progress.iteration, reason=reason)
 
 
 def _is_multiple(iteration: int, interval: int) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,8 @@ from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
 from moe_exp.host.files import is_url
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.interval import IterationEnd
+from moe_exp.training.loss_guard import Iteration
 from moe_exp.training.metrics import Metrics
 from moe_exp.watch.hangs import heartbeat
 
@@ -28,14 +30,21 @@ T = TypeVar("T")
 
 
 class CheckpointManager:
-    """Starts, finishes and reports saves; `saver` writes files. Only rank 0 has `metrics` and `uploads`."""
+    """Starts, finishes and reports saves of a run that has resumed from `source`.
+
+    `writer` writes the files. Only rank 0 has `metrics`, and uploads to REMOTE_DIR.
+    """
 
     def __init__(
-        self, config: Config, saver: CheckpointWriter, trained: Trained, metrics: Metrics | None,
-        uploads: Uploads | None = None,
+        self, config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained,
+        metrics: Metrics | None,
     ):  # fmt: skip
-        self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
-        self._uploads = uploads
+        self._config, self._trained, self._metrics = config, trained, metrics
+        self._uploads = Uploads(config) if config.remote_dir and runtime.is_first else None
+        # KEEP_LAST must keep checkpoints until they are uploaded
+        held = self._uploads.held if self._uploads else tuple
+        loaded = iteration_in_this_run(source, folder)
+        self.writer = CheckpointWriter(config, runtime, folder.checkpoints, loaded, held)
         self.last_iteration: int | None = None  # of this start's newest checkpoint; the same on every rank
 
     @heartbeat.during("checkpoint")
@@ -46,7 +55,7 @@ class CheckpointManager:
         """
         start = time.monotonic()
         self.finish()
-        self._saver.begin(self._trained, progress, valid_loss)
+        self.writer.begin(self._trained, progress, valid_loss)
         if is_last or not self._config.async_save:
             self.finish(is_last=is_last)
         return time.monotonic() - start
@@ -56,7 +65,7 @@ class CheckpointManager:
         """Waits for a pending save and reports it; returns the seconds waited. Raises like `save`."""
         start = time.monotonic()
         # Errors are returned in `saved`, on every rank: training continues, as the next save may succeed.
-        saved = self._saver.finish()
+        saved = self.writer.finish()
         if saved is not None and not saved.error:
             self.last_iteration = saved.iteration
             if self._uploads is not None:
@@ -75,6 +84,13 @@ class CheckpointManager:
             fix = "free disk space and repeat the command to resume from the previous checkpoint"
             raise SaveError(f"{what}. Fix: {fix}.")
         return time.monotonic() - start
+
+    def finish_written(self, ends: Sequence[tuple[Iteration, IterationEnd]]) -> float:
+        """Finishes a pending save (ASYNC_SAVE) once all ranks have written their files; seconds waited.
+
+        `ends` are the results that training has just read. Called by every rank with the same.
+        """
+        return self.finish() if self.writer.is_pending and ends and not ends[-1][1].is_writing else 0.0
 
     @heartbeat.during(heartbeat.PAUSED)
     def finish_uploads(self, stop: str = "") -> None:
