@@ -406,7 +406,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records the losses (nats per token) of weights and average; returns the weights' loss, and seconds."""
+    """Records losses (nats per token) of weights and moving average; returns the former and the seconds."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()
