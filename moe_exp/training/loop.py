@@ -300,7 +300,7 @@ class Step:
     """Results of one iteration on this rank."""
 
     done: Iteration  # the same on every rank
-    losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty before the last stage
+    losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty except on the last stage
     num_zeros: float | None  # zeros in the gradient, if counted
 
 
