@@ -235,7 +235,7 @@ def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Groups runs that differ only in SEED; returns the runs of each plotted line by the line's label."""
+    """Groups runs that differ only in SEED; maps the label of each plotted line to its runs."""
     from moe_exp.runs.curves import grouped_by_seed, names_by_difference
 
     settings = [run._settings for run in runs]

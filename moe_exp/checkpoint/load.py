@@ -88,7 +88,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     """Loads the iter_ folder `path`, or the newest checkpoint in `path`, into `trained`. If it only has
     weights, or Megatron-LM wrote it, only weights are loaded, and the iteration is 0. All ranks must call
     this function. Raises ConfigError, before loading anything, if the model or optimizer differs; ValueError
-    without a checkpoint or with other parameters; RestoreError if loaded values differ from the saved ones.
+    if there is no checkpoint or its parameters differ; RestoreError if loaded values differ from saved ones.
     """
     folder = one_checkpoint(path)
     common = compare_model(config, folder)
@@ -175,8 +175,8 @@ def _load_model(
 def load_sharded(
     state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True
 ) -> dict[str, Any]:
-    """Loads like Megatron's `dist_checkpointing.load`, but without executing code from files: Megatron
-    unpickles `.metadata`, and loads objects with `weights_only=False`. All ranks must call this function,
+    """Loads like Megatron's `dist_checkpointing.load`, but without executing code from files. Megatron
+    unpickles `.metadata` and loads objects with `weights_only=False`. All ranks must call this function,
     which changes `state`. With `validate_access_integrity`, exactly one rank must own each value.
 
     Raises:
@@ -258,7 +258,7 @@ def compare_restored(
 
 
 def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[TensorPiece]:
-    """Yields all values of model and optimizer, each value on only one rank, under the keys of a save."""
+    """Yields each value of model and optimizer on exactly one rank, under the key that a save gives it."""
     weights = weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
     if converted is not None:

@@ -145,7 +145,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints one at a time. Retention keeps iteration `loaded` and, on rank 0, all in `held()`."""
+    """Saves checkpoints one at a time. Keeps iteration `loaded` and, on rank 0, iterations in `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,

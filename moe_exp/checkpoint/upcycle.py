@@ -6,10 +6,10 @@ MLP's hidden units are split into G shards, and expert e is a copy of shard e mo
 
 Derivation: the dense MLP y = W2 act(W1 x) + b2 is a sum over hidden units, and therefore over shards: y =
 sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard has
-the same rows of both halves. The G experts jG to jG + G - 1 form a virtual group with equal router rows and
-thus equal scores: the top K = G*T are T whole groups, which contain each shard T times. The router weights of
-a token must add up to a constant c (for normalized weights, the scaling factor). The router weights within a
-group are equal, so the router weights of each shard add up to c/G:
+the same rows of both halves. The G experts jG to jG + G - 1 form a virtual group: their router rows are
+equal, and so are their scores. The top K = G*T experts are therefore T whole groups, which contain each shard
+T times. The router weights of a token must add up to a constant c (for normalized weights, the scaling
+factor). The router weights within a group are equal, so the router weights of each shard add up to c/G:
 
     sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
 

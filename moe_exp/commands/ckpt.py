@@ -131,17 +131,17 @@ def run_reshape(arguments: argparse.Namespace) -> None:
         nargs="+",
     ),
     arg("target", "checkpoints folder to create, without optimizer state", Path),
-    arg("--last N", "newest checkpoints to average per folder (default: all; with --ema: 1)", default=0),
+    arg("--last N", "average the newest N checkpoints per folder (default: all; with --ema: 1)", default=0),
     flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
     arg(
         "--weights NAME",
-        "decay that the average replaces: uniform (linear decay), 1-sqrt, cosine or inverse-sqrt; or ema (see"
-        " --ema-decay), or one number per checkpoint, such as 1,2,3 (default: uniform)",
+        "weights, named after the decay that they replace: uniform (linear decay), 1-sqrt, cosine or "
+        "inverse-sqrt; ema (see --ema-decay); or one number per checkpoint, such as 1,2,3 (default: uniform)",
         default="uniform",
     ),
     arg(
         "--ema-decay X",
-        "with --weights ema, weight of a checkpoint divided by the next checkpoint's weight (default: 0.9)",
+        "with --weights ema: weight of a checkpoint relative to the next newer checkpoint (default: 0.9)",
         default=0.9,
     ),
     JSON,

@@ -80,16 +80,16 @@ def run_download(arguments: argparse.Namespace) -> None:
     either("--download-again", "download, convert and shuffle again", action="store_true"),
     group(
         "filters",
-        either("--language CODES", "languages to keep (field language), such as en or en,de"),
-        either("--min-language-score X", "minimum of the field language_score (0 to 1)", float),
-        either("--min-score X", "minimum of the field score", float),
+        either("--language CODES", "languages to keep (field 'language'), such as en or en,de"),
+        either("--min-language-score X", "minimum value of the field 'language_score' (0 to 1)", float),
+        either("--min-score X", "minimum value of the field 'score'", float),
         either("--min-chars N", "minimum length of a text (characters)", int),
         either("--max-chars N", "maximum length of a text (characters)", int),
         either("--limit N", "maximum number of documents to read", int),
         either("--dedup", "remove exact duplicates", action="store_true"),
         either(
             "--near-dedup OPTIONS",
-            "remove near duplicates, found by MinHash; options such as '{hashes_per_bucket: 8}'",
+            "remove near duplicates, found by MinHash; OPTIONS such as '{hashes_per_bucket: 8}' are optional",
             nargs="?",
             const="{}",
         ),
@@ -101,8 +101,8 @@ def run_download(arguments: argparse.Namespace) -> None:
         ),
         either(
             "--decontaminate FILE",
-            "remove documents that share 12 consecutive words with a benchmark: JSONL file of its texts, or"
-            " lm-eval:TASK (repeatable)",
+            "remove documents that share 12 consecutive words with a benchmark, given as a JSONL file of its"
+            " texts or as lm-eval:TASK (repeatable)",
             action="append",
             default=[],
         ),
@@ -197,7 +197,7 @@ _HOW = (
     group(
         "execution",
         *execution(
-            "tasks on separate cores or machines (default: 1, in this process); resuming requires the same N"
+            "number of tasks on separate cores or machines (default: 1, in this process; same N to resume)"
         ),
     ),
 )
@@ -245,7 +245,7 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     arg("--input_dir --input-dir", "folder with the shards", Path, required=True),
     arg(
         "--valid_file_name --valid-file-name",
-        "validation file in that folder, to be left out (the suffix .jsonl is optional)",
+        "validation file in the input folder, to be left out (the suffix .jsonl is optional)",
         required=True,
     ),
     arg(

@@ -86,7 +86,7 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--dry-run", "estimate tokens, disk space and time from a sample; write nothing"),
     group(
         "execution",
-        *execution("tasks on separate cores or machines (default: none; this command starts workers)"),
+        *execution("number of tasks on separate cores or machines (default: none; --workers processes)"),
     ),
     group(
         "Megatron's options without effect",
@@ -285,7 +285,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 @command("data verify", "compare files with their manifest, or with another corpus")
 @takes(
     arg("path", "folder, prefix or file created by moe-exp data", Path),
-    arg("--against OTHER", "corpus whose documents are compared instead, in any order", Path),
+    arg("--against OTHER", "corpus to compare with instead of the manifest (documents in any order)", Path),
     arg("--text-field", "JSONL field that contains the text, with --against (default: text)", default="text"),
 )
 def run_verify(arguments: argparse.Namespace) -> int:

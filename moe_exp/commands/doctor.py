@@ -225,7 +225,7 @@ def check_documents() -> int:
 
 @command("doctor", "show versions, devices and missing packages")
 @takes(
-    flag("--kernels", "compare every Triton kernel with plain PyTorch instead (exit code 1 if one fails)"),
+    flag("--kernels", "only compare every Triton kernel with plain PyTorch (exit code 1 if one fails)"),
     flag(
         "--leak-test",
         "check that packed documents do not attend to each other with DOCUMENT_MASK (exit code 1 if they do)",

@@ -62,7 +62,7 @@ _DOCUMENT_MASK = arg(
 @takes(
     *_MODEL, arg("--tokens IDS.npy", "file of input token ids: integers [B, S]", required=True),
     arg("--out LOGITS.npy", "file for next-token logits: float32 [B, S, VOCAB_SIZE]", required=True),
-    arg("--batch-size", "rows per batch (default: as many as need 256 MB of logits)", int),
+    arg("--batch-size", "rows per batch (default: as many as fit in 256 MB of logits)", int),
     flag("--capacity", "drop tokens above the expert capacity, as in training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
     arg("--eod-id ID", "end-of-document token id (default: from the training's tokenizer)", int),
@@ -101,17 +101,17 @@ def run_score(arguments: argparse.Namespace) -> int:
         "--allow-other-data",
         "warn instead of failing if the data's manifest names a tokenizer other than the model's",
     ),
-    arg("--samples N", "sequences of SEQ_LEN tokens from the start of each prefix (default: all)", int),
+    arg("--samples N", "number of SEQ_LEN-token sequences per prefix, from its start (default: all)", int),
     flag("--by-document", "evaluate each document separately instead of joining all documents"),
     arg(
         "--experts N",
-        "count each prefix's tokens per expert, and show the N most specialized experts per layer (without"
-        " N: 8)",
+        "count the tokens per expert for each --data prefix, and show the N most specialized experts per"
+        " layer (if N is omitted: 8)",
         int,
         nargs="?",
         const=8,
     ),
-    arg("--batch-size", "sequences per batch (default: as many as need 256 MB of logits)", int),
+    arg("--batch-size", "sequences per batch (default: as many as fit in 256 MB of logits)", int),
     flag(
         "--capacity",
         "drop tokens above the expert capacity and skip sequences shorter than SEQ_LEN, as in training"
@@ -138,7 +138,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     repeated("--prompt", "text to continue (repeatable)"),
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
     string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes (default: the training's)"),
-    flag("--allow-special", "encode text in a prompt such as <s> as special tokens"),
+    flag("--allow-special", "treat <s> and other special tokens in a prompt as special tokens, not as text"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt (default: 128)", default=128),
     arg("--max-positions", "maximum sum of prompt and new tokens (default: SEQ_LEN of training)", default=0),
     arg("--temperature", "sampling temperature; 0: always the most probable token (default: 0)", default=0.0),

@@ -37,7 +37,7 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
     ),
     arg(
         "--seconds",
-        "training time per model with --match time (seconds; default: the MoE's time for TRAIN_ITERS)",
+        "with --match time: training time per model (seconds; default: the MoE's time for TRAIN_ITERS)",
         default="0",
     ),
     arg("--timeout", "time limit of each run (seconds; default: none)", default="0"),
@@ -162,8 +162,8 @@ command("mup", "check how activations and the best learning rate depend on model
 
 def _of_mup(repeats: int) -> tuple[Argument, ...]:
     """Returns the arguments that `mup check` and `mup transfer` share."""
-    experts_help = "NUM_EXPERTS of the models at the first width (default: only the setting NUM_EXPERTS)"
-    parts_help = "parts to split each expert into, at the first width (multiplies TOPK and NUM_EXPERTS)"
+    experts_help = "values of NUM_EXPERTS at the first width, such as 8,16 (default: the given NUM_EXPERTS)"
+    parts_help = "numbers of parts per expert at the first width, such as 1,2 (multiply TOPK, NUM_EXPERTS)"
     widths = "64,128,256,512"
     return (
         arg("--widths", f"HIDDEN_SIZE of the models (default: {widths})", default=widths),

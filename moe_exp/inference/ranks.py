@@ -246,7 +246,7 @@ class Stage:
     @torch.no_grad()  # inference_mode would not apply to the threads that compute experts
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor | None:
         """Logits for the token after each of `tokens` (int64 [B, S], the same on all ranks of a replica):
-        float32 [B, S, V], or [B, 1, V] with `last_only`; None before the last stage.
+        float32 [B, S, V], or [B, 1, V] with `last_only`; None except on the last stage.
         """
         num_tokens = tokens.size(1)
         padding = -num_tokens % self.config.tp

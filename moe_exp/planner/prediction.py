@@ -124,7 +124,7 @@ def kind_of(job: PlannedJob, hardware: Hardware) -> str:
 
 
 def at_stage(config: Config, seq_len: int) -> Config:
-    """Returns the settings in a stage of DATA_STAGES with longer samples and unchanged tokens per batch."""
+    """Returns the settings of a data stage with longer samples; tokens per batch do not change."""
     factor = seq_len // config.seq_len
     if factor <= 1:
         return config

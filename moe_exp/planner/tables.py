@@ -101,7 +101,7 @@ def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, 
 
 
 def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, Any]:
-    """Returns the fastest `top` layouts of a search, and how many layouts were tried, fit and rejected."""
+    """Returns the fastest `top` layouts of a search, and the numbers of tried, fitting and rejected ones."""
     return {
         "gpu": hardware.name,
         "counted_as": counted_as(found.ranked[0].config, hardware) if found.ranked else {},

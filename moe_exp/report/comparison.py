@@ -47,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Loss of a run, or mean loss of several over their common range, and the values on the AXES (`at`)."""
+    """Loss of one run, or mean loss of several runs in their common range; `at`: positions on the AXES."""
 
     at: Mapping[str, Floats]
     loss: Floats
@@ -106,7 +106,7 @@ def loss_unit(runs: Sequence[RunRecords]) -> str | None:
 
 
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
-    """Mean of the finite `values` in (x - window, x], weighted by each record's length in the increasing x.
+    """Mean of the finite `values` in (x - window, x], each weighted by its span of x. `x` must increase.
 
     Windows consist of whole records, at least one. NaN where the records cover less than `window`, or if no
     value is finite.
@@ -125,7 +125,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Start of the first record, extrapolated from the second; 0 with one record, NaN without records."""
+    """Start of the first record on `x`, if it is as long as the second; 0 with one record, NaN with none."""
     # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:
@@ -186,7 +186,7 @@ def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | Non
 
 
 def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
-    """Lowest smoothed loss that all comparable runs reach, rounded up to four places or NaN; its unit."""
+    """Lowest smoothed loss that all comparable runs reach (`rounded_up`; NaN without one), and its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
         return float("nan"), None
@@ -195,7 +195,7 @@ def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """Rounds a reached loss up to four places, so that the printed loss was also reached; NaN stays NaN."""
+    """Rounds a reached loss up at the fourth decimal place, so that the result was reached too; keeps NaN."""
     if not np.isfinite(loss):
         return loss
     # as decimal text: 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
@@ -342,8 +342,8 @@ def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]
     """Settings in which runs differ: name, and the value in each run as text.
 
     `(unknown)` stands for a setting that the run does not have, `–` for a MoE setting of a dense run. With
-    dense and MoE runs, a MoE setting is listed if it differs between MoE runs or from the default. The size
-    of the MoE is always listed.
+    dense and MoE runs, a MoE setting is listed if it differs between MoE runs or from the default;
+    NUM_EXPERTS, TOPK and MOE_TYPE are always listed.
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):

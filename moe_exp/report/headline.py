@@ -173,7 +173,7 @@ RANKING_RULE = (
 
 
 def other_winners(runs: Sequence[RunRecords]) -> list[str]:
-    """Sentences about equal FLOPs and training time, if another run is best there than at equal tokens."""
+    """Sentences on equal FLOPs and equal time, where the best run differs from the best at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
     lines = []
@@ -188,7 +188,7 @@ def other_winners(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
-    """Compares every MoE model with every dense model. Without both kinds, compares with the baseline."""
+    """Compares every MoE model with every dense model; if all are of one kind, each with the baseline."""
     if found := parities(runs):
         return found
     baseline = runs[baseline_of(runs)]
@@ -215,7 +215,7 @@ def pair_text(pair: Parity, found: Ranking | None) -> str:
 
 
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
-    """Sentence if the ranking at equal tokens contradicts `pair.tokens`; empty otherwise."""
+    """Returns a sentence if the ranking at equal tokens contradicts `pair.tokens`, else an empty string."""
     lead = difference(pair, found)
     # no contradiction: fewer tokens to the same loss, and a lower loss at equal tokens
     if found is None or not (pair.tokens - 1) * lead < 0:

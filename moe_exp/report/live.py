@@ -79,7 +79,7 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
 
 
 def one_run(follower: Follower, console: Console) -> RenderableType:
-    """Details of one run, most important first because a terminal may be low."""
+    """Details of one run, the most important first because the terminal may have few rows."""
     watched, settings, kind = follower.watched, follower.settings(), ""
     if "use_moe" in settings:
         kind = _printable(str(settings.get("moe_type"))) if settings["use_moe"] else "dense"

@@ -93,7 +93,7 @@ def write_report(
 
 
 def check_out(out: Path | None) -> list[str]:
-    """Problems with writing a report to `out`: missing folder, not a regular file, or not a report."""
+    """Problems with writing a report to `out`: its folder is missing, or `out` exists and is not a report."""
     if out is None:
         return []
     if not (folder := out.resolve().parent).is_dir():
@@ -245,7 +245,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices of new minima, where each loss was first reached; at most `most`, evenly spaced."""
+    """Indices at which `values` reach a new minimum; of more than `most`, an even selection of `most`."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     before = np.concatenate([[np.inf], lowest[:-1]])
     indices = np.flatnonzero(lowest < before)
@@ -261,7 +261,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """Mean, minimum and maximum of each bucket's finite values (or NaN), and number of other values [B]."""
+    """For each bucket [B]: mean, minimum and maximum of finite values (or NaN); number of other values."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))
@@ -271,7 +271,7 @@ def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Fl
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
-    """Mean of each bucket, buckets with gaps, and optionally the range if buckets contain several records."""
+    """Bucket means, indices of buckets with gaps, and optionally ranges of buckets with several records."""
     if not np.isfinite(values).any():
         return None
     mean, low, high, num_missing = bucketed(values, starts)
@@ -284,7 +284,7 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 
 def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
-    """Load [C, L, E] in units of 1/LOAD_SCALE fair shares (little-endian uint16), and curves per layer."""
+    """Expert load [columns, layers, experts] as uint16 (LOAD_SCALE: a fair share), and curves per layer."""
     if not run.load:
         return None
     num_columns = int(min(NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))

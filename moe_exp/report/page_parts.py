@@ -143,7 +143,7 @@ _PARITY_RULE = (
 
 
 def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> str:
-    """One card per comparison at the same loss, or a table if there are many; then the definition."""
+    """One card per comparison at the same loss, or a table of many; then the definition of the comparison."""
     if not found:
         return ""
     title = "Cost of the same loss"
@@ -221,7 +221,7 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
-    """Cost of each run at `loss` (`is_common`: the default loss). The script updates it for other losses."""
+    """Costs of runs at `loss` (if `is_common`, the lowest that all reach). The script can change `loss`."""
     if unit is None:
         note = "The tokenizers differ and bits per byte are not known, so losses cannot be compared."
         return f'<p class="note">{note}</p>'
@@ -366,7 +366,7 @@ def events_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events in order; prefers faults, then events except checkpoints, then newer events."""
+    """At most `most` events in order; drops checkpoints first, faults last, and older before newer events."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

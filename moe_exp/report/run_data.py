@@ -48,7 +48,7 @@ _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURV
 
 
 class LoadHistory:
-    """Sums the expert load of train records by layer, in columns of equally many records."""
+    """Sums expert loads of train records by layer, in columns of about the same number of records."""
 
     def __init__(self, num_records: int):
         self._num_records = max(num_records, 1)
@@ -118,7 +118,7 @@ class LoadHistory:
         return True
 
     def record_means(self) -> dict[str, Floats]:
-        """LAYER_KEYS of each record, mean over layers (`max_over_mean`: maximum) [num_added]."""
+        """LAYER_KEYS as arrays with one value per record: mean over layers (`max_over_mean`: maximum)."""
         table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
         return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
@@ -209,7 +209,7 @@ def latest(values: Floats) -> float:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values above SPIKE_FACTOR times the median of the last SPIKE_WINDOW (ten or more finite)."""
+    """Indices of values above SPIKE_FACTOR * median of the SPIKE_WINDOW values before (10 or more finite)."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found

@@ -1,4 +1,4 @@
-"""Loss curves: one run as a PNG, several runs as a figure; marks for data stages and resumes; seeds."""
+"""Draws loss curves of one run (PNG) or several runs (figure), marks stages and resumes, and groups seeds."""
 
 import io
 import math
@@ -208,7 +208,7 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
     shown = {title: of for title, of in curves.items() if any(xs for seeds in of.values() for xs, _ in seeds)}
     if not shown:
         fix = "train for at least LOG_INTERVAL iterations, or choose another x"
-        raise ValueError(f"x={x}: no record has this key and a value to draw. Fix: {fix}.")
+        raise ValueError(f"x={x}: no record has both this key and a value to draw. Fix: {fix}.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -277,7 +277,7 @@ def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Names from the differences between runs, such as `dense` and `dmoe, TOPK=2`; else `names`."""
+    """Names runs by their differences, such as `dense` and `dmoe, TOPK=2`; if unclear, returns `names`."""
 
     def value(of: Mapping[str, Any], name: str) -> str:
         return as_given(of.get(name, Config.model_fields[name].default))

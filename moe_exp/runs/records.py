@@ -148,7 +148,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def iter_metrics(path: Path) -> Iterator[Record]:
-    """Like `read_metrics`, but streamed and with `fast_record`: the file of a long run may have gigabytes."""
+    """Like `read_metrics`, but an iterator that uses `fast_record`: a long run's file can be gigabytes."""
     return _records(path, fast_record)
 
 
@@ -200,7 +200,7 @@ def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Re
 
 
 def newest_records(path: Path) -> list[Record]:
-    """Records of a metrics.jsonl, starting at the last train record that has `training_seconds` (or all)."""
+    """Records of metrics.jsonl from the last train record with `training_seconds`, or all if none has it."""
     found = []
     for _, line in _backwards(path):
         if line.endswith(b"\n") and (record := parsed_record(line)) is not None:

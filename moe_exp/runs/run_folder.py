@@ -186,7 +186,7 @@ def lock_problems(config: Config) -> list[str]:
 
 
 def _changed_settings(folder: RunFolder, config: Config) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Settings of the previous start, and the changed settings as name to [before, now]."""
+    """Settings of the previous start, and a dict from each changed setting to its values [before, now]."""
     before: dict[str, Any] = {}
     with suppress(ValueError):  # config.yaml is missing or unreadable
         before = recorded_settings(folder.config)
@@ -328,7 +328,7 @@ def _exists(path: Path) -> bool:
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:
-    """Compares with the latest start's settings; a loaded checkpoint is compared with its own settings."""
+    """Compares `config` with the latest start's settings; loading a checkpoint compares with its own."""
     if not _exists(folder.config):
         return []
     try:
@@ -348,7 +348,7 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
             change.name,
             change.value,
             f"{folder.path} contains a model with {change.name.upper()}={change.before}",
-            f"choose another RUN_NAME to start a new run, or {change.way_back} to continue this one",
+            f"choose another RUN_NAME to start a new run, or {change.way_back} to continue the existing run",
         )
         for change in changes
     ]

@@ -60,9 +60,9 @@ def finish_run(
     config: Config, folder: RunFolder, *, since: datetime, wall_seconds: float, code: int | None = None,
     caller: Caller | None = None,
 ) -> tuple[Status, str] | None:  # fmt: skip
-    """Writes the summary of the start launched at `since` (with time zone); returns status and text.
+    """Writes the summary of the launch at `since` (with time zone); returns its status and the text.
 
-    Returns None if the start ended before it wrote its first record.
+    Returns None if the launch ended before it wrote its first record.
     """
     records, experts = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
     start, *later = _latest_start(records) or [{}]
@@ -258,7 +258,7 @@ def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> l
 
 
 def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[str]:
-    """Next steps for an unfinished run: the effect of the same command, and what to do first."""
+    """Next steps for an unfinished run: what to do first, and what repeating the command then does."""
     if summary["status"] == "finished":
         return []
     checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}

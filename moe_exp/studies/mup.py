@@ -27,8 +27,8 @@ _WITH_WIDTH = (
 
 
 def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
-    """Returns `base` with HIDDEN_SIZE=`width`, proportional heads and MLP widths, `num_experts` unless 0, and
-    each expert split into `granularity` experts, which multiplies TOPK. ConfigError if impossible.
+    """Returns `base` with HIDDEN_SIZE=`width`, proportional heads and MLP widths, and `num_experts` experts
+    (0: as in `base`), each split into `granularity` experts; this multiplies TOPK. ConfigError if impossible.
     """
     ratio = Fraction(width, base.hidden_size)
     sizes = {name: getattr(base, name) * ratio for name in _WITH_WIDTH}
@@ -92,7 +92,7 @@ class Growth:
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
     """Returns the slopes over the sizes in `measured`. Each size has runs with different seeds, and each run
-    has (mean output, mean change) by step and part. Uses initial outputs, and changes at the last step.
+    has (mean output, mean change) by step and part. Uses outputs of the first step and changes of the last.
     """
     sizes, found = np.log2(list(measured)), []
 

@@ -1,4 +1,4 @@
-"""Log lines of a run, in Megatron's format in train.log and pipes, or short on a terminal."""
+"""Log lines of a run: in Megatron's format in train.log and pipes, in a shorter format on a terminal."""
 
 import logging
 import math
@@ -89,7 +89,7 @@ def timers_line(timers: Mapping[str, float]) -> str:
 
 
 def validation_lines(record: Mapping[str, Any]) -> list[str]:
-    """Megatron's validation line between two rulers."""
+    """Megatron's validation line between two lines of dashes."""
     line = f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
     line += f"lm loss PPL: {record['lm_loss_ppl']:.6E} | "
     if (averaged := record.get("ema_lm_loss")) is not None:

@@ -316,10 +316,10 @@ class Step:
 
     first_sample: int
     batch_size: int  # samples of all ranks
-    losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty before the last stage
+    losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty except on the last stage
     num_zeros: float | None  # zeros in the gradient, if counted
     late_norm: HostCopy | None  # gradient norm that tells whether the step was taken
-    done: Iteration = None  # type: ignore[assignment]  # results, the same on every rank; set by `settle`
+    done: Iteration = None  # type: ignore[assignment]  # the same on every rank, set by `complete`
 
 
 def train_step(
@@ -457,7 +457,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records the losses (nats per token) of weights and average; returns the weights' loss, and seconds."""
+    """Records losses (nats per token) of weights and moving average; returns the former and the seconds."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()

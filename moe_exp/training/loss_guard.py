@@ -199,7 +199,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
-        """Fields of an event: samples, and up to 1000 of their documents per file."""
+        """Event fields on the batches: their samples, and per file up to 1000 of the documents in them."""
         # Only rank 0 writes events, and looking up documents may build the order of a whole epoch.
         if self._metrics is None:
             return {}
@@ -264,8 +264,8 @@ def samples_without_skips(
 def go_back(
     config: Config, folder: RunFolder, progress: Progress, *, iteration: int, samples: Sequence[Range] | None
 ) -> dict[str, Any] | str:
-    """Makes the next start resume before `iteration` and skip `samples`. Called by every rank without a
-    pending save.
+    """Prepares the next start to resume from before `iteration` and to skip `samples`. All ranks must call
+    this function, and no save may be pending.
 
     Args:
         progress: current progress.

@@ -45,7 +45,7 @@ class Metrics:
         self._time = TrainingTime.of(newest, start_iteration)
         kept = [record for record in newest if record.get("kind") in ("train", "valid")]
         if self._mirrors and self._path.exists():
-            # streamed: after weeks the file may have gigabytes
+            # streamed: after weeks the file can be gigabytes long
             for record in records.iter_metrics(self._path):
                 if record.get("kind") in ("train", "valid"):
                     self._mirror(record)

@@ -68,8 +68,8 @@ def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule, with `graphs` by replaying each micro-batch. Returns the `lm_loss` values to
-    log per micro-batch; [] before the last stage.
+    """Runs Megatron's schedule, replaying each micro-batch in training if `graphs` is given. Returns the
+    `lm_loss` of each micro-batch for logging; [] on all pipeline stages but the last.
     """
     step = forward_step if graphs is None or forward_only else partial(graphs_step, graphs, len(microbatches))
     # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
@@ -97,7 +97,7 @@ def start_graphs(
     config: Config, runtime: Runtime, model: Sequence[Any], samples: Samples, progress: Progress,
     eod_id: int | None,
 ) -> tuple[MicrobatchGraphs | None, str]:  # fmt: skip
-    """Captures and checks the CUDA graph of the next micro-batch; None and the reason if any rank fails.
+    """Captures and checks the CUDA graph of the next micro-batch; if any rank fails, returns None and why.
 
     Called by every rank. Raises a ConfigError instead if CUDA_GRAPH=on.
     """

@@ -77,7 +77,7 @@ def check_replicas(
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
-    """Problems, one line each, the same on every rank. Without problems, needs a single collective."""
+    """Problems, one line each, the same on every rank. If there are none, this takes a single collective."""
     # Sums detect a problem; only then do the ranks exchange fingerprints by name.
     mine = _held(config, runtime, trained)
     if not _problems(_sums_of_all(runtime, mine), distributed=config.distributed_optimizer):

@@ -87,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """`config`, whose stages given in tokens start at batch boundaries of the run resumed from `source`."""
+    """Moves stages set in tokens to batch boundaries of the run resumed from `source`; returns the config."""
     if not config.data_stages:
         return config
 

@@ -117,7 +117,7 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """Newest complete checkpoint of the run (or REMOTE_DIR), else of LOAD_DIR, else None; or ConfigError."""
+    """Newest checkpoint of the run or REMOTE_DIR, else of LOAD_DIR (ConfigError if it has none); or None."""
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run
             _from_store(lambda: fetch_run(config))
@@ -153,8 +153,8 @@ def _from_store(fetch: Callable[[], T]) -> T:
 def resume(
     config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained
 ) -> Progress:
-    """Loads `source`. If it is None, starts at iteration 0, upcycled if UPCYCLE_FROM is set. RestoreError on
-    every rank if loaded tensors differ from the saved ones.
+    """Loads `source`. If `source` is None, starts at iteration 0, with weights from UPCYCLE_FROM if set.
+    Raises RestoreError on every rank if loaded tensors differ from the saved ones.
     """
     if source is None:
         if config.upcycle_from:

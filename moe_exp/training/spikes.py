@@ -10,7 +10,7 @@ The measure is a robust z-score of the loss and of the logarithm of the gradient
 
 Medians tolerate outliers in up to half of a window. The spread uses departures, so that the fall of the loss
 early in training does not count as noise. The level window is short, to follow batch ramp-up and learning
-rate. Only rises count. Iterations of a spike, or with z of the loss >= LOSS_LASTING, are not accepted.
+rate. Only rises count. An iteration is not accepted in a spike or if the z of its loss is >= LOSS_LASTING.
 
 A spike is in
     the loss      if z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES consecutive ones:

@@ -292,7 +292,7 @@ _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 @dataclass(frozen=True)
 class Blame:
-    """Equal faults on one host, rank and device; `where` has the first time; `last`: latest time or ''."""
+    """Equal faults on one host, rank and device. `where` has the first time, `last` the latest time or ''."""
 
     fault: Fault
     where: Origin
@@ -303,7 +303,7 @@ class Blame:
 
 def log_files(paths: Iterable[Path]) -> list[Path]:
     """Replaces folders, such as run folders, by the log files in them. Raises ValueError if a path does not
-    exist, or a folder has no logs or far more files than a run.
+    exist, or if a folder has no logs or far more files than a run folder.
     """
     found: list[Path] = []
     for path in paths:
@@ -357,7 +357,7 @@ def blame(files: Iterable[Path]) -> list[Blame]:
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
-    """Yields the recognized lines of a log; a line without a time, as in tracebacks, gets the last time."""
+    """Yields a log's recognized lines; those without a time, as in tracebacks, get the latest time above."""
     time = ""
     for line in lines:
         fault, here = recognised(line), origin(line)
@@ -367,7 +367,7 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """Groups equal faults by place; `logs`: for each file, origin by name and recognized lines."""
+    """Groups equal faults by place. `logs`: the origin that a file's name gives, and its recognized lines."""
     hosts = defaultdict[str, set[str]](set)
     for _, where, _ in (one for _, seen in logs for one in seen):
         if where.host and where.rank:

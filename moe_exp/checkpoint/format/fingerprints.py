@@ -63,7 +63,7 @@ TensorPiece = tuple[str, Tensor, Sequence[int]]
 
 @torch.no_grad()
 def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Sums over a tensor's box `values` at `offsets`, in chunks; returns int64 [], modulo 2^64."""
+    """Fingerprint sum of `values`, the box at `offsets` of a tensor; an int64 scalar, modulo 2^64."""
     values = values.detach().view(_BITS.get(values.element_size(), torch.uint8))
     while values.dim() < 2:
         values, offsets = values[None], (0, *offsets)
@@ -97,7 +97,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
-    """Odd weights for `size` positions of an axis, starting at `start`. The last axis has the number 1."""
+    """Odd weights for `size` positions on an axis, from `start`. The last axis has axis number 1."""
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     # SplitMix64 with its constants as signed numbers, as PyTorch has no arithmetic for unsigned ones
     z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)
@@ -168,8 +168,8 @@ def read(folder: Path) -> Fingerprints | None:
 
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
-    """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops the optimizer state's.
-    With `dtype` (such as `float32`), weights of other dtypes get the fingerprints of main weights in `dtype`.
+    """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops those of the optimizer.
+    With `dtype` (such as `float32`), weights of other dtypes get the fingerprints of their main weights.
     """
     found: Fingerprints = {}
     for name, one in fingerprints.items():

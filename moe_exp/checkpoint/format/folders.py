@@ -138,7 +138,7 @@ def existing(folder: Path) -> Path:
 
 
 class NewerFormatError(ValueError):
-    """A newer version wrote the checkpoint, which is not damaged: a run must not resume from an older one."""
+    """A newer moe_exp wrote this intact checkpoint, so a run must not fall back to an older checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def set_latest(checkpoints: Path, iteration: int) -> None:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Publishes `partial` by renaming it. If killed at any point, `recover` finds a complete checkpoint."""
+    """Publishes `partial` by renaming it. If the process is killed, `recover` finds a complete checkpoint."""
     checkpoints = partial.parent
     final = iteration_folder(checkpoints, iteration)
     replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
@@ -256,7 +256,7 @@ def take_name(folder: Path) -> Path:
 
 
 def recover(checkpoints: Path) -> None:
-    """Removes unfinished folders of killed runs; renames an old checkpoint back if its new one is missing."""
+    """Removes unfinished folders of killed runs; restores an old checkpoint whose replacement is missing."""
     for path in sorted(checkpoints.glob("iter_*.*")):
         # a folder that cannot be written is reported elsewhere
         with contextlib.suppress(OSError):

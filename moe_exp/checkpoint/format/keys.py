@@ -6,7 +6,7 @@ Megatron has several styles of keys for one model. This package reads all styles
   if there are dense and MoE layers, and always with `singleton_local_shards` (set by Megatron-LM's script).
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
-  `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec and, in all specs, before a dense MLP.
+  `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. All specs use the latter before a dense MLP.
 - Router biases (ADD_BIAS_LINEAR): older versions of this package and of Megatron had routers without bias.
   For their checkpoints, the biases are set to zero.
 """

@@ -96,7 +96,7 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """Prefix, state (`param`: main weights) and parameter key in an optimizer key; None for other keys."""
+    """Splits an optimizer key into prefix, state (`param`: main weights) and parameter; others: None."""
     if (match := _STATE.fullmatch(key)) is None:
         return None
     return match[1] + match[2] + ".", "param" if match[2] == "fp32_param" else match[2], match[3]
@@ -107,7 +107,7 @@ def is_optimizer(key: str) -> bool:
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Whether each layer has its own keys, and whether each expert (or half of a gated projection) does."""
+    """Whether layers have keys of their own, and whether experts or halves of gated projections have them."""
     keys = list(weights)
     return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
@@ -152,7 +152,7 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Logical name at index `place` of a key's leading axes, and half: `w` (gate), `v` (up) or empty."""
+    """Logical name of a key's tensor at leading index `place`, and `w` (gate half), `v` (up half) or ''."""
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
         key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"

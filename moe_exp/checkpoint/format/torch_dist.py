@@ -117,7 +117,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Slices that select a box from a part of the tensor that starts at `origin`."""
+    """Slices that select a box from a part of its tensor, where the part starts at `origin`."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.offsets, box.sizes, origin, strict=True))
 
 
@@ -169,7 +169,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class Inert:
-    """Copy of an object without code: the attributes, or the arguments of the constructor."""
+    """Code-free copy of an object: only its attributes, or the arguments of its constructor."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments

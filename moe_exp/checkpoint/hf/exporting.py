@@ -48,7 +48,7 @@ def to_hf(
     source: Path, target: Path, *, dtype: str | None = None, main_weights: bool = False,
     max_shard_bytes: int = 5 * 10**9, tokenizer: Path | None = None, like: Path | None = None,
 ) -> Exported:  # fmt: skip
-    """Writes a Hugging Face folder with the weights of a checkpoint of this package, saved under any layout.
+    """Writes the weights of a checkpoint of this package (any parallel layout) to a Hugging Face folder.
 
     Args:
         source: iter_ folder, checkpoints folder or run folder.
@@ -311,7 +311,7 @@ TRAITS: Mapping[str, Trait] = {
 
 
 def choose_architecture(config: Config) -> Architecture:
-    """Architecture equivalent to a model; UnsupportedModel, with the responsible settings, if none is."""
+    """Architecture equivalent to a model. If none exists, UnsupportedModel names the responsible settings."""
     against: dict[str, list[str]] = {}  # settings that each architecture cannot express
     for architecture in ARCHITECTURES.values():
         reasons = against[architecture.name] = []

@@ -31,7 +31,7 @@ class FieldRule:
 
 
 def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
-    """Value of a field, or `default` if the field is missing or null; UnsupportedModel without a default."""
+    """Value of a field; if it is missing or null, `default`, or UnsupportedModel if there is no default."""
     value = fields.get(name)
     if value is not None:
         return value
@@ -42,8 +42,8 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def same(names: str, setting: str) -> FieldRule:
-    """Rule for a field equivalent to a setting. With alternatives, such as `num_experts|num_local_experts`,
-    a write uses the first name. With `head_dim.kv_channels`, a read sets head_dim; a write uses kv_channels.
+    """Rule for a field equivalent to a setting. Of several names (`num_experts|num_local_experts`), the first
+    is written. A setting such as `head_dim.kv_channels` means: read into head_dim, write from kv_channels.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")
@@ -84,7 +84,7 @@ HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_
 
 
 def no_sliding_window(*, switched: bool = True) -> FieldRule:
-    """Rule that refuses sliding windows. If `switched` (not Mixtral), use_sliding_window=false is allowed."""
+    """Rule against sliding windows. If `switched` (not Mixtral), use_sliding_window=false turns them off."""
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:
@@ -260,7 +260,7 @@ _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn":
 
 
 def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
-    """Rule for the rotary embedding. Defaults: base `theta`, rotated part `fraction` (None: always 1)."""
+    """Rule for the rotary embedding. Defaults: `theta` (base), `fraction` (rotated part; None: must be 1)."""
     whole = fraction is None
 
     def read(fields: Fields) -> Settings:

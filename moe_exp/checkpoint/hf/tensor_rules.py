@@ -1,15 +1,15 @@
 """Rules that map a Hugging Face folder's tensors to a checkpoint's, and functions that join and split them.
 
 Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense
-MLP, f one expert, S the shared expert, E experts. With multi-head latent attention: A and B the ranks of the
-compressed queries and keys, R = B plus the rotary part of a key, N all queries, M all values plus all keys
-without the rotary part, O all values.
+MLP, f one expert, S the shared expert, E experts. With multi-head latent attention: A is the rank of
+the compressed queries; B is the rank of the compressed keys; R is B plus the rotary part of a key; N is all
+queries; M is all values plus all keys without the rotary part; O is all values.
 
 Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
 
 - plain   one tensor in both formats.
-- padded  zero rows pad our vocabulary to a multiple of 128. Added tokens without a row in theirs get the mean
-          of all their rows, so that no added token is more probable than the average token.
+- padded  zero rows pad our vocabulary to a multiple of 128. Added tokens without a row in the Hugging Face
+          tensor get the mean of its rows, so that no added token is more probable than the average token.
 - rows    concatenated rows, for example of the gate and the up projection, gate first.
 - heads   Megatron's order: for each query group, the query heads, the key head and the value head.
 - zeros   a tensor of zeros only in the Hugging Face folder: it has no effect, but other software requires it.

@@ -242,7 +242,7 @@ def _expert_of(name: str) -> int:
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """Weights of `number` checkpoints, oldest first, with sum 1. `name`: the decay that the average replaces
+    """Weights of `number` checkpoints, oldest first, with sum 1. `name`: the decay that they replace
     (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight is `ema_decay` times
     the next weight), or comma-separated numbers. ValueError for an unknown name or unsuitable numbers.
     """
@@ -285,8 +285,8 @@ def average(
     sources: Sequence[Path], target: Path, weights: Sequence[float], *, of_ema: bool = False
 ) -> Written:
     """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
-    checkpoint with the last source's iteration. With `of_ema`, averages moving averages (EMA_DECAY) instead
-    of weights, except the expert bias. ValueError if models differ or lack moving averages, or as `reshape`.
+    checkpoint with the last source's iteration. `of_ema` averages the stored moving averages (EMA_DECAY), but
+    the expert bias itself. ValueError if models differ or lack moving averages, or in cases of `reshape`.
     """
     keep_bytes = naming.KEEP_BYTES // len(sources)
     readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]

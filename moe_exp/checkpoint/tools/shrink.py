@@ -162,7 +162,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class _Island:
-    """Overlapping views of one storage, which stay shared. All have one dtype: torch.save refuses several."""
+    """Overlapping views of one storage, which stay shared. torch.save requires the same dtype for all."""
 
     low: int
     high: int

@@ -57,8 +57,8 @@ class BackendSettings(ExpertSettings):
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        "FP8 matrix products; e4m3: all in e4m3; hybrid: gradients in e5m2. EXPERT_BACKEND=te: computed by "
-        "Transformer Engine; triton: only in the experts (with e4m3 and FP8_RECIPE=blockwise)",
+        "FP8 matrix products; e4m3: all in e4m3; hybrid: gradients in e5m2. With EXPERT_BACKEND=te, "
+        "by Transformer Engine; with EXPERT_BACKEND=triton, only in the experts (e4m3, FP8_RECIPE=blockwise)",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",

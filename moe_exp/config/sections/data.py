@@ -93,19 +93,19 @@ class DataSettings(OptimizerSettings):
     )
     document_tokens: Rate = data(
         0.0,
-        "mean document length within a sample, weighted by tokens, for FLOPs and the planner (with "
-        "DOCUMENT_MASK); 0: measured on TRAIN_DATA's token files",
+        "mean document length within a sample, weighted by tokens; with DOCUMENT_MASK, used to count FLOPs "
+        "and by the planner; 0: measured on TRAIN_DATA's token files",
         compared=False,
     )
     eod_mask_loss: bool = data(
         False,
-        "exclude from the loss the prediction of a document's first token from the previous document",
+        "exclude each document's first token from the loss, as it is predicted from the previous document",
         megatron_flags=(),
     )
     document_packing: Literal["concatenate", "best_fit"] = data(
         "concatenate",
         "packing of documents into samples; concatenate: join all documents and cut every SEQ_LEN tokens; "
-        "best_fit: combine whole documents that best fill a sample; cut only documents longer than a sample",
+        "best_fit: fill samples with whole documents, and cut only documents longer than a sample",
     )
     allow_other_data: bool = data(
         False, "resume at the checkpoint's sample number even if the data or their order have changed"

@@ -26,7 +26,7 @@ class LaunchSettings(BaseModel):
         "",
         "named set of defaults: "
         + ", ".join(PRESETS)
-        + " (default: cpu without GPUs; with GPUs and TRAIN_DATA, reference; with GPUs only, gpu)",
+        + " (default: cpu without GPUs; with GPUs, reference if TRAIN_DATA is set, else gpu)",
         costs=False,
     )
     master_addr: str = place("localhost", "host name or address of rank 0")
@@ -40,7 +40,7 @@ class LaunchSettings(BaseModel):
     node_rank: NonNegative = place(0, "index of this node", measured=0)
     gpus_per_node: NumRanks = layout(
         ...,
-        "ranks per node, one per GPU, or processes on a CPU host (default: all GPUs; at most 2 on a CPU host "
+        "ranks per node: one per GPU, or processes on a CPU host (default: all GPUs; at most 2 on a CPU host "
         "or with PRESET=cpu; 1 with PRESET=gpu)",
         default_factory=lambda: count_gpus() or min(2, num_cores()),
     )

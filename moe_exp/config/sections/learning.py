@@ -54,19 +54,19 @@ class LearningSettings(ParallelSettings):
     gbsz: Positive = learning(64, "global batch size (samples)", costs=True)
     train_iters: Positive = learning(40000, "number of training iterations")
     warmup_iters: NonNegative = learning(
-        1000, "linear warm-up (iterations); at most TRAIN_ITERS / 10 if only TRAIN_ITERS is set", measured=0
+        1000, "linear warm-up (iterations); unless given, at most a tenth of a given TRAIN_ITERS", measured=0
     )
     decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", measured=0)
     wsd_decay_iters: NonNegative = learning(
         0, "length of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S) (iterations)"
     )
     wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
-        "linear", "shape of the decays of WSD_DECAY_ITERS; minus_sqrt: 1 - sqrt(elapsed fraction)"
+        "linear", "shape of the decays that take WSD_DECAY_ITERS; minus_sqrt: 1 - sqrt(elapsed fraction)"
     )
     wsd_decay_ends: IterationsOrShares = learning(
         "",
-        "ends of the decays before the final decay: iterations or fractions such as 25%,50%; after each of "
-        "these decays, the learning rate returns to LR (LR_DECAY_STYLE=WSD-S)",
+        "ends of all decays but the final one: iterations, or fractions such as 25%,50%; after each of these "
+        "decays, the learning rate returns to LR (LR_DECAY_STYLE=WSD-S)",
     )
     lr_power_a: float = learning(
         4.0, "A of LR_DECAY_STYLE=power, whose learning rate is min(LR, GBSZ * A * tokens^B)", gt=0

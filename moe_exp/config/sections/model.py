@@ -73,7 +73,7 @@ class ModelSettings(LaunchSettings):
     rope_scaling_factor: float = model(1.0, "factor by which ROPE_SCALING extends the sequence length", ge=1)
     rope_original_seq_len: NonNegative = model(
         0,
-        "sequence length before scaling (tokens); 0: 4096 with yarn, 8192 with llama3 (no other allowed)",
+        "sequence length before scaling (tokens); 0: 4096 for yarn, 8192 for llama3 (its only allowed value)",
     )
     yarn_beta_fast: float = model(
         32.0,

@@ -37,8 +37,8 @@ class OutputSettings(DataSettings):
     )
     allow_other_model: bool = output(
         False,
-        "resume although settings that change the model's computation, but not its shapes, differ from the "
-        "checkpoint's (router, norms, rotary base)",
+        "resume even if the checkpoint has other values of settings that change the model's computation but "
+        "not its shapes (router, norms, rotary base)",
     )
     allow_other_optimizer: bool = output(
         False, "resume from a checkpoint of another optimizer, with moments reset to zero"

@@ -52,7 +52,7 @@ class ParallelSettings(BackendSettings):
     recompute: Literal["none", "moe_act", "selective", "full"] = layout(
         "none",
         "activation recomputation; moe_act: the experts' activation function; selective: MoE layers; full: "
-        "every layer (in a dense model, moe_act and selective recompute the attention scores)",
+        "every layer (in a dense model, both moe_act and selective: the attention scores)",
     )
     cuda_graph: Literal["auto", "on", "off"] = layout(
         "auto",

@@ -81,8 +81,8 @@ class ReliabilitySettings(OutputSettings):
     )
     hang_timeout_other: OptionalPositive = care(
         1500,
-        "time limit (seconds), enforced as HANG_TIMEOUT is, for each startup phase, each of the first "
-        "iterations, each evaluation batch and each save; none: no limit",
+        "time limit (seconds) for each startup phase, each of the first iterations, each evaluation batch "
+        "and each save, enforced like HANG_TIMEOUT; none: no limit",
     )
     trace_calls_from: NonNegative = care(
         0,

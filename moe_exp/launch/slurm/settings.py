@@ -58,7 +58,7 @@ class SlurmSettings(BaseModel):
     nice: NonNegative = _field(0, "reduction of the job priority")
     exclusive: bool = _field(True, "allocate whole nodes with all of their memory")
     cpus_per_task: NonNegative = _field(0, "cores per node for the launcher and its ranks; 0: all cores")
-    cpu_nodes: bool = _field(False, "use nodes without GPUs; GPUS_PER_NODE: processes per node")
+    cpu_nodes: bool = _field(False, "use nodes without GPUs, with GPUS_PER_NODE processes per node")
     exclude_file: PathText = _field(
         "", "file of nodes to avoid, one per line; empty: RUN_DIR/exclude_nodes.txt"
     )

@@ -47,7 +47,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Space:
-    """Values to try for each setting, in ascending order of memory or recompute."""
+    """Values to try for each setting, in ascending order (VPP=none first; recompute from least to most)."""
 
     tp: tuple[int, ...]
     pp: tuple[int, ...]
@@ -61,7 +61,7 @@ class Space:
 
     @classmethod
     def of(cls, config: Config, fixed: Mapping[str, Sequence[Any]] | None = None) -> Space:
-        """Returns the default values for a model, replaced by those in `fixed`."""
+        """Returns the values to try for a model: those in `fixed`, and defaults for the other settings."""
         fixed = fixed or {}
         world, per_node, num_experts = config.world_size, config.gpus_per_node, config.num_experts
         powers = [2**power for power in range(max(world, config.gbsz).bit_length())]
@@ -135,7 +135,7 @@ def _over_nodes(config: Config) -> Iterator[str]:
 
 
 def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Yields a space's valid layouts, for a `config` without `model_problems`; counts the `rejected` ones."""
+    """Yields valid layouts in `space` and counts others in `rejected`; `config` has no `model_problems`."""
     for tp, cp in product(space.tp, space.cp):
         leaves = len(space.ep) * len(space.etps(tp)) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
         splits = {pp: space.stages or stage_splits(config, pp) for pp in space.pp}
@@ -163,7 +163,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns the reason of the first problem with a layout setting; `fallback` for other problems only."""
+    """Returns the reason of the first layout problem; without one, `fallback` if others exist, else ''."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 
@@ -203,8 +203,8 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
 
 
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
-    """Returns the settings of the layer splits to try (empty: even split). With a large vocabulary, further
-    splits count embedding and output layer as one layer each, or the output layer as several.
+    """Returns the layer splits to try, each as settings (none: even split). With a large vocabulary, further
+    splits count the embedding and the output layer as one layer each, or the output layer as several layers.
     """
     if num_stages == 1:
         return ({},)

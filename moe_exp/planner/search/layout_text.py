@@ -73,7 +73,7 @@ def _value(name: str, text: str) -> Any:
         return text
     if name == "pipeline_layers":
         if not re.fullmatch(_STAGES, text):
-            raise setting_error(name, text, "must be the layers of each stage", "write 8,9,9,8 or 8,9*2,8")
+            raise setting_error(name, text, "must be numbers of layers per stage", "write 8,9,9,8 or 8,9*2,8")
         return text
     if name == "vpp" and text.lower() == "none":
         return None
@@ -141,11 +141,11 @@ _ALWAYS = {*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz"}
 def exported_settings(
     config: Config, defaults: Config, *, overrides: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """Yields the settings with which `moe-exp train` runs a layout: the layout's settings, and others that
-    differ from the preset's `defaults`, except node and host settings.
+    """Yields the settings with which `moe-exp train` runs a layout: the layout settings, and all others that
+    differ from the preset's `defaults`. Settings of node and host, such as NODE_RANK, are left out.
 
-    `overrides` (for environment variables) includes unused layout settings as empty values, to override an
-    earlier layout. ValueError if the preset sets an unused layout setting, as empty variables count as unset.
+    With `overrides` (for environment variables), unused layout settings are included as empty values, which
+    replace those of an earlier layout. ValueError if the preset sets one: an empty value does not replace it.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.

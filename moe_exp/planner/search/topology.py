@@ -1,7 +1,7 @@
 """Finds the fastest layout of a model on given GPUs, and explains why others are slower or invalid. No torch.
 
-Memory grows with the micro-batch size and model chunks, and shrinks with recompute. So the search tries the
-micro-batch sizes of each split in ascending order, each with the least recompute that fits.
+Memory grows with the micro-batch size and model chunks, and shrinks with recompute. So for each choice of
+parallel sizes, the search tries micro-batch sizes in ascending order, with the least recompute that fits.
 """
 
 from collections import Counter
@@ -104,7 +104,7 @@ class _Evaluation:
         self.smallest: Candidate | None = None
 
     def add(self, family: rules.Family) -> None:
-        """Tries all expert parallelism and model chunks; VPP=none, which needs the least memory, is first."""
+        """Tries all expert-parallel sizes and VPP values, first VPP=none, which needs the least memory."""
         for ep, etp in family.experts:
             levels: dict[int, int] = {}
             for vpp, sizes in family.batches.items():
@@ -121,7 +121,7 @@ class _Evaluation:
                 levels = levels or ({} if vpp else needed)
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
-        """Returns the lowest recompute index that fits, by micro-batch size, but never below `least`."""
+        """Returns for each micro-batch size the lowest recompute index that fits and is at least `least`."""
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
         # If the previous layout did not fit, this one probably won't either: try the smallest case first.
         if sizes and not self._last_fitted and not least:
@@ -157,7 +157,7 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """Returns the settings that determine the layers' total time without recompute; recompute adds time."""
+    """Returns the settings that determine the layers' time without recompute, which is a lower bound."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 
@@ -205,7 +205,7 @@ def explain(
         reasons = "; ".join(f"{reason} ({count:,})" for reason, count in inner.rejected.most_common())
         words = ",".join(f"{name.upper()}={value}" for name, value in given.items())
         rule = f"all layouts with these settings are rejected: {reasons}"
-        problems = [problem("layout", words, rule, "omit some of them")]
+        problems = [problem("layout", words, rule, "omit some of these settings")]
     return Explanation(wanted, None, False, 0, {}, problems)
 
 

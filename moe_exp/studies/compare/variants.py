@@ -115,7 +115,7 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
             problems.append(problem("variant", text, rule, fix))
         elif field in _SAME_FOR_ALL:
             rule = f"{field.upper()} must be the same for all runs of a comparison"
-            problems.append(problem("variant", text, rule, "set it for all runs instead"))
+            problems.append(problem("variant", text, rule, "set this setting for all runs instead"))
         own[field] = value.strip()
     if problems:
         raise ConfigError(problems)
@@ -193,7 +193,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Sets MLP widths to match the reference, unless a variant sets a width; ConfigError if impossible."""
+    """Sets MLP widths to match the reference, except where a variant sets it; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:

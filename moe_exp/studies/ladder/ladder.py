@@ -96,7 +96,7 @@ class Definition:
         if self.rungs and self.sizes:
             found.append(problem("sizes", self.sizes, "cannot be combined with rungs", "omit sizes or rungs"))
         elif not number:
-            found.append(problem("sizes", "", "a ladder requires rungs", "set --sizes, such as 16,24,32,48"))
+            found.append(problem("sizes", "", "a ladder requires sizes", "set --sizes, such as 16,24,32,48"))
         elif number < 2:
             fix = "add larger sizes; four sizes are enough for laws and a prediction"
             found.append(problem("sizes", number, "a ladder requires at least two sizes", fix))

@@ -257,7 +257,7 @@ class Speedup:
 
 
 def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str, *, seed: int = 1) -> Speedup:
-    """Returns, per rung, the baseline's compute for the variant's mean loss over the variant's compute."""
+    """Returns for each rung: compute of the baseline for the variant's mean loss / compute of the variant."""
     points, means = variants[name], variants[name].means
     noise, generator = Noise.of(variants), np.random.default_rng(seed)
     values = _ratios(fit.laws[baseline], points.compute, means)

@@ -231,7 +231,7 @@ def _result_rows(ladder: Ladder, results: Results) -> list[list[str]]:
 
 
 def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
-    """Yields paragraphs on the trend of each speedup, laws, prediction, and missing or excluded runs."""
+    """Yields paragraphs on speedup trends, on the laws, on predictions, and on missing or excluded runs."""
     if results.fit:
         yield "\n".join(f"- {_trend_text(name, one, ladder)}" for name, one in results.speedups.items())
         laws, is_given = [], ladder.definition.asymptote is not None
@@ -301,7 +301,7 @@ def page(ladder: Ladder, results: Results) -> str:
 
 
 def draw(ladder: Ladder, results: Results) -> str:
-    """Draws loss above the asymptote and effective speedup over compute, log-log, as SVG."""
+    """Draws the loss minus its asymptote, and the effective speedup, over compute (log-log); returns SVG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""Dumps the stacks of this node's ranks with py-spy, else faulthandler in the rank, else facts from /proc.
+"""Dumps the stacks of this node's ranks (py-spy, else faulthandler in the rank), or else facts from /proc.
 
 py-spy reads the memory of a running or stopped process without stopping it. In a hang, a second py-spy run
 reads C frames and stops the process for about a second. faulthandler writes stacks on a signal, even while
@@ -38,7 +38,7 @@ _NCCL_PREFIX = "nccl_trace_rank_"
 
 
 def ranks_of_node(local: Path) -> dict[int, int]:
-    """Maps rank to pid for all ranks of the launcher on this node whose heartbeat folder is `local`."""
+    """Maps rank to pid for this node's ranks whose launcher uses the heartbeat folder `local`."""
     found, parents = {}, {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -103,7 +103,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
 
 
 def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
-    """Host, pid, state (of psutil, TRACED or GONE), kernel function, number of GPUs, and heartbeat."""
+    """Host, pid, state (from psutil, or TRACED or GONE), kernel function, number of GPUs, and heartbeat."""
     try:
         state = str(psutil.Process(pid).status())
     except psutil.Error:
@@ -192,7 +192,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The `last` collective of each process group, with its number in the group, and latest `entries`."""
+    """`last`: the last collective of each process group, with its number; `entries`: the latest entries."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

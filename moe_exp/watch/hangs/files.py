@@ -72,7 +72,7 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 
 def latest_request(folder: Path) -> Request | None:
-    """The latest request if `folder` is RUN/hang, or the request for which a folder has the answers."""
+    """The latest request in RUN/hang, or, if `folder` contains answers, the request that they answer."""
     return _read(Request, folder / "request.json")
 
 

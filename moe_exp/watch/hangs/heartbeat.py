@@ -56,7 +56,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's `beat`, `stacks` (of faulthandler), `collectives.json` or `pipe` (requests them)."""
+    """Path of a rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or `pipe` to request it."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 
@@ -189,7 +189,7 @@ def paused() -> AbstractContextManager[None]:
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
-    """Writes the record of torch's flight recorder, or {}, for each byte in the pipe; sleeps in C between."""
+    """Writes the record of torch's flight recorder, or {}, for each byte in the pipe; waits in C code."""
     # read and write: as a mere reader, `read` would return at once after the other side has closed
     pipe = os.open(rank_file(folder, rank, "pipe"), os.O_RDWR)
     path = rank_file(folder, rank, "collectives.json")

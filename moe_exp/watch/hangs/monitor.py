@@ -3,8 +3,8 @@
 The launcher's loop calls `HangWatch.poll`, which costs a few small reads a second; slower work runs in a
 thread. A false alarm costs a restart, which is worse than a late alarm. So a run counts as hung only if
 
-- every rank of the node is over its limit (`limit_seconds`), and no rank on any node is far from its limit,
-  paused or under a debugger, and
+- every rank of the node is over its limit (`limit_seconds`),
+- no rank on any node is below half of its limit, paused or under a debugger, and
 - no rank of the node has made progress by the time all stacks are written.
 
 Limits use the host's monotonic clock, which stops during suspend, and only count while this process runs:

@@ -126,7 +126,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (text by key) of a run without a folder; `jobs`: text on its jobs; `missing`: the error."""
+    """Problems (text by key) of a run without a folder; `jobs`, `missing`: texts on its jobs and folder."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -148,7 +148,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """The problem that the latest start failed, if no job has `begun` later; `since`: text on later jobs."""
+    """Reports that the latest start failed, unless a job has `begun` later; `since`: text on later jobs."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure
@@ -164,7 +164,7 @@ def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[s
 
 
 def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> dict[str, str]:
-    """The problem that a run has stopped writing records, or {}; `since`: start of the running job."""
+    """Reports that a run has stopped writing records, or returns {}; `since`: start of the running job."""
     begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
     first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)

@@ -82,7 +82,7 @@ class RunView:
 
     @property
     def failure(self) -> tuple[float, list[Record]] | None:
-        """Time and events that ended the latest start; None unless the latest start has failed."""
+        """Time and events of the latest start's failure; None if the latest start has not failed."""
         ends, hung = list[Record](), list[Record]()
         for event in self.events:
             name = event["event"]
@@ -110,7 +110,7 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """Average with evaluations (a forward pass is assumed to take a third of an iteration) and saves."""
+        """Average, including saves and evaluations; a forward pass is taken as a third of an iteration."""
         pace = self.seconds_per_iteration
         if pace is None:
             return None
@@ -155,7 +155,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """Number of latest starts at the same iteration, without a save between or after these starts."""
+        """Number of times in a row that the run started at the same iteration and never saved since."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -263,7 +263,7 @@ class Disk:
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """Samples of the last day plus a new sample, which replaces the last sample if samples are frequent."""
+    """Adds a sample to those of the last day; it replaces the newest if the newest two are close in time."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:

@@ -232,7 +232,7 @@ def beside_dense(variant, runs="dense"):
 @pytest.mark.parametrize(
     ("definition", "message"),
     [
-        (Definition(), "SIZES=.*: a ladder requires rungs. Fix: set --sizes"),
+        (Definition(), "SIZES=.*: a ladder requires sizes. Fix: set --sizes"),
         (Definition(sizes=(64,)), "SIZES=1: a ladder requires at least two sizes. Fix: add larger"),
         (Definition(sizes=(0, 64)), r"SIZES=\(0, 64\): must be widths above 0"),
         (Definition(sizes=(128, 64)), r"RUNGS=rung 2: .* FLOPs must exceed .*\. Fix: list rungs"),
