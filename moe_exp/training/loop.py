@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
 
 def is_due(config: Config, iteration: int) -> bool:
-    """Whether the results of an iteration are needed at its end, because it is last, logged, saved, ..."""
+    """Whether the host needs the results of an iteration at its end, to log, save, validate, check or end."""
     intervals = (
         config.log_interval, config.eval_interval, config.check_interval, config.save_interval,
         config.exit_interval,
@@ -319,7 +319,7 @@ class Step:
     losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty except on the last stage
     num_zeros: float | None  # zeros in the gradient, if counted
     late_norm: HostCopy | None  # gradient norm that tells whether the step was taken
-    done: Iteration = None  # type: ignore[assignment]  # the same on every rank, set by `complete`
+    done: Iteration = field(init=False)  # results, the same on every rank; set by `complete`
 
 
 def train_step(
