@@ -77,14 +77,14 @@ def document_keys(seed: int, first: int, count: int) -> Keys:
 
 
 def text_choices(seed: int, text_digests: bytes) -> Keys:
-    """A number per text from only the text and the seed; the smallest numbers select validation texts."""
+    """A number for each text, set by the text and the seed; texts with the smallest are for validation."""
     start = xxhash.xxh3_64_intdigest(f"validation {seed}".encode())
     return mix(np.frombuffer(text_digests, dtype=">u8")[::2].astype(np.uint64) ^ np.uint64(start))
 
 
 @dataclass
 class ValidTally:
-    """Counts of validation documents: choices below `threshold`, or else the smallest choice."""
+    """Counts of validation documents: choices below `threshold` or, if there are none, the smallest."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -133,7 +133,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets for which a bucket's segment in a read buffer is large enough to read."""
+    """Maximum number of buckets for which a bucket's segment in a read buffer is worth a separate read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 
@@ -189,7 +189,7 @@ class TaskShuffle:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Numbers of buckets: training first, then validation. `limit`: see `ValidTally.limit`."""
+    """Bucket counts; training buckets precede validation buckets. `limit`: see `ValidTally.limit`."""
 
     num_train: int
     num_valid: int
