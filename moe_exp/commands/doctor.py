@@ -207,8 +207,8 @@ def check_kernels() -> int:
 
 
 def check_documents() -> int:
-    """Compares the results of each kind of attention with DOCUMENT_MASK for packed documents with those for
-    separate documents, and prints a table. Returns 0 if no document attends to another, else 1.
+    """Runs each kind of attention with DOCUMENT_MASK on packed and on separate documents, and prints a table
+    that compares the results. Returns 0 if no document attends to another, else 1.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -176,7 +176,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Builds a request of type `kind` from a layout, `others` and the arguments with names of its fields."""
+    """Builds a request of type `kind` from a layout, `others` and the arguments named like its fields."""
     from moe_exp.inference.ranks import Layout
 
     values: dict[str, Any] = {

@@ -94,7 +94,7 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
 
 
 def settings_path(text: str) -> Path:
-    """Path of the settings file that --config names; for a run folder, that of its config.yaml."""
+    """The path that --config names or, if the path is a run folder, the path of its config.yaml."""
     path = expanded(text)
     return inside if (inside := path / "config.yaml").is_file() else path
 
@@ -157,7 +157,7 @@ def settings_from_launcher() -> Config | None:
 
 
 def recorded_settings(path: Path) -> dict[str, Any]:
-    """Reads the settings in a run's config.yaml of any version; if this fails, a one-line ValueError."""
+    """Reads the settings in a run's config.yaml of any version; raises a one-line ValueError on failure."""
     try:
         settings = read_yaml(path)
     except OSError as error:

@@ -159,7 +159,7 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Yields changes of the settings that both sides have. A dense model, for example, has no TOPK."""
+    """Yields changes of settings that `facts` and `before` share. A dense model, for example, has no TOPK."""
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:

@@ -168,7 +168,7 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
 
 
 def error_of(results: Outputs, expected: Outputs) -> float:
-    """Largest error of a row, relative to its norm or the larger mean norm; infinite if integers differ."""
+    """Largest row error relative to the row's norm or, if larger, the mean norm; inf if integers differ."""
     errors = []
     for one, other in zip(results, expected, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:

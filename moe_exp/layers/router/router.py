@@ -274,7 +274,7 @@ class _LinearIn(torch.autograd.Function):
 
 
 def _multiplies_16_bits(x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Whether torch.mm supports these 16-bit tensors with fp32 sums and results (products are exact)."""
+    """Whether torch.mm supports fp32 sums and results for these 16-bit tensors (their products are exact)."""
     # on NVIDIA GPUs in PyTorch 2.8 and newer; torch.compile supports it only in later versions
     is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
     is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
