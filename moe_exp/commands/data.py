@@ -37,7 +37,7 @@ TEXT_DOCUMENTS = arg(  # same as the setting TEXT_DOCUMENTS
 
 
 def execution(what_tasks: str) -> tuple[Argument, ...]:
-    """Options read by `execution_of`, and --tasks with the help text `what_tasks`."""
+    """The options that `execution_of` reads; `what_tasks` is the help text of --tasks."""
     return (
         either("--executor NAME", "where tasks run: local, slurm or ray (default: local)", default="local"),
         either("--tasks N", what_tasks, int),
@@ -75,7 +75,7 @@ def under_way(what: str = "") -> int:
 
 
 def run_data_command(arguments: argparse.Namespace) -> int:
-    """Runs a command of `declare_steps`. Prints errors that a user can fix as one line; exit code 1."""
+    """Runs a command of `declare_steps`. An error that a user can fix is printed in one line; exit code 1."""
     return _data_guard(lambda: arguments.run(arguments))
 
 

@@ -240,8 +240,8 @@ def run_mix(arguments: argparse.Namespace) -> int:
     arg("url", "folder in the object store, such as s3://bucket/corpus"),
 )
 def run_push(arguments: argparse.Namespace) -> None:
-    """Copies the files of a finished output, and last its manifest, which marks the copy as complete. Repeat
-    the command to copy remaining files. Training can read the pushed token files: TRAIN_DATA=URL/PREFIX.
+    """Copies the files of a finished output. The manifest is copied last and marks the copy as complete.
+    Repeat the command to copy remaining files. Training can read pushed token files: TRAIN_DATA=URL/PREFIX.
     """
     from moe_exp.data.download.stores import push
 

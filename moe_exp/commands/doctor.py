@@ -207,8 +207,8 @@ def check_kernels() -> int:
 
 
 def check_documents() -> int:
-    """Compares each kind of attention with DOCUMENT_MASK on packed and on separate documents, and prints a
-    table. Returns 0 if no document attends to another, else 1.
+    """Runs each kind of attention with DOCUMENT_MASK on packed and on separate documents, and prints a table
+    that compares the results. Returns 0 if no document attends to another, else 1.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -282,7 +282,7 @@ def device_rows() -> list[list[str]]:
 
 
 def optional_rows() -> list[list[str]]:
-    """Returns table rows for optional packages: the version or, if missing, the effect and how to install."""
+    """Returns a row per optional package: the version or, if missing, the effects and how to install it."""
     return [
         [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
         for package, *rest in OPTIONAL

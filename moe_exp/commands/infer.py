@@ -176,7 +176,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Builds a request of type `kind` from the arguments named like its fields, a layout and `others`."""
+    """Builds a request of type `kind` from a layout, `others` and the arguments named like its fields."""
     from moe_exp.inference.ranks import Layout
 
     values: dict[str, Any] = {
@@ -194,7 +194,7 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
 
 
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
-    """Runs `work` in this process if there is one rank, else in a torchrun job of the request's module."""
+    """Runs `work` in this process if there is one rank, else the request's module in a torchrun job."""
     from moe_exp.config import ConfigError
     from moe_exp.inference.ranks import check_files, run_alone
     from moe_exp.launch.machine_checks import check_machine

@@ -153,7 +153,9 @@ def _export(
 
     if explained and not (explained.fits and explained.candidate):
         words = ",".join(f"{name.upper()}={value}" for name, value in explained.wanted.items())
-        raise setting_error("explain", words, "cannot run and is not exported", "choose another layout")
+        raise setting_error(
+            "explain", words, "this layout cannot run, so it is not exported", "choose another layout"
+        )
     if not explained and arguments.rank > len(found.ranked):
         fits = len(found.ranked)
         rule = f"must be at most {fits}, the number of layouts that fit" if fits else "no layout fits"
@@ -179,13 +181,13 @@ def _export(
 
 
 def _doubt(chosen: Candidate, found: Search) -> str:
-    """Returns a warning if a layout leaves less memory than the planner's error, else an empty string."""
+    """Returns a warning if a layout leaves less memory than the planner's margin of error, else ""."""
     prediction = chosen.prediction
     if not prediction.is_close:
         return ""
     left, error = prediction.margin_bytes / 2**30, prediction.memory_error * prediction.peak_bytes / 2**30
     rule = f"the exported layout leaves {left:.1f} GiB free, less than the expected error ({error:.1f} GiB)"
-    # suggest the best layout that fits by more than the planner's error
+    # suggest the best layout that fits by more than the planner's margin of error
     safe = (place for place, one in enumerate(found.ranked, 1) if not one.prediction.is_close)
     other = f", or choose --rank {place}" if (place := next(safe, 0)) else ""
     return f"{rule}: training may run out of memory. Fix: try the layout for a few iterations{other}."
@@ -270,7 +272,7 @@ def hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Con
 
 
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
-    """Returns the settings of flags and --config by field name; --gpus sets NNODES and GPUS_PER_NODE."""
+    """Returns the settings from flags and --config by field name; --gpus sets NNODES and GPUS_PER_NODE."""
     from moe_exp.config.loading import with_file
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.planner.run_plan import settings_for
@@ -281,7 +283,7 @@ def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, An
 
 
 def searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
-    """Returns the settings without a layout, and the layout settings that flags fix."""
+    """Returns the settings other than the layout, and the layout settings that flags set."""
     from moe_exp.config import load_config
     from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 

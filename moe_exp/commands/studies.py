@@ -179,7 +179,7 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 def run_mup_check(arguments: argparse.Namespace) -> int:
     """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch, and
     fits how each part's outputs and their changes scale with model size. Under muP, outputs and changes do
-    not depend on size. Exit code 1 if any does.
+    not depend on size. Exit code 1 if one of them depends on size.
     """
     from moe_exp.host.progress import progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
@@ -271,7 +271,7 @@ def trained_loss(config: Config) -> float:
 
 
 def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
-    """Returns the models of each axis (such as width) by size, all on the data of the settings."""
+    """Returns the models of each axis (such as width) by size; all models use the data of the settings."""
     from moe_exp.studies.mup import models_of_axes
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}

@@ -87,13 +87,13 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
-    """Samples that the schedule counts up to `iteration`, with the batch sizes of `config` from `start`."""
+    """Samples that the schedule has counted at `iteration` if the run uses `config` from `start` on."""
     iterations = iteration - start.iteration
     return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
 
 def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
-    """Returns a line with the learning rate at `start` and later quarters of the run, and with piece ends."""
+    """Returns a line with the learning rate at `start` and later quarters of the run, and the piece ends."""
     shown = {config.train_iters * percent // 100: f" ({percent}%)" for percent in _SHOWN_PERCENT}
     if start.iteration:
         later = {iteration: text for iteration, text in shown.items() if iteration > start.iteration}
@@ -115,7 +115,7 @@ _LARGEST_JUMP = 0.03
 
 
 def schedule_change(config: Config, old: Config, start: Start) -> str | None:
-    """Returns an error line if a run cannot resume at `start` with a GBSZ other than in `old`, else None.
+    """Returns an error line if a GBSZ different from `old` prevents resuming at `start`, else None.
 
     WARMUP_ITERS, DECAY_ITERS and similar settings count batches of GBSZ. Changing only GBSZ therefore scales
     the schedule: the learning rate would jump, and not reach its final value.

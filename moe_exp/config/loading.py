@@ -94,7 +94,7 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
 
 
 def settings_path(text: str) -> Path:
-    """Path of the settings file that --config names, directly or by its run folder."""
+    """The path that --config names or, if the path is a run folder, the path of its config.yaml."""
     path = expanded(text)
     return inside if (inside := path / "config.yaml").is_file() else path
 
@@ -157,7 +157,7 @@ def settings_from_launcher() -> Config | None:
 
 
 def recorded_settings(path: Path) -> dict[str, Any]:
-    """Reads the settings in a run's config.yaml, of any version; one-line ValueError without settings."""
+    """Reads the settings in a run's config.yaml of any version; raises a one-line ValueError on failure."""
     try:
         settings = read_yaml(path)
     except OSError as error:
@@ -173,7 +173,7 @@ def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fixed_for(nodes: Nodes, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds to `given` the device-dependent settings of `nodes`, so that all machines load equal settings."""
+    """Adds the device-dependent settings of `nodes` to `given`, so that all machines load equal settings."""
     config = load_config(given, {}, nodes=nodes)
     return {**given, **{name: str(getattr(config, name)) for name in _BY_DEVICES}}
 

@@ -1,7 +1,7 @@
 """Checks that a checkpoint fits a run: settings that must not change on resume. No torch.
 
 All other settings may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size,
-`moe` and `dmoe` with their capacity or rounding, kernels, determinism, dispatcher, dtype, distributed
+the choice of `moe` or `dmoe`, capacity, rounding, kernels, determinism, dispatcher, dtype, distributed
 optimizer, learning rate, losses, dropout. `moe_exp.training.samples` compares settings that affect the order
 of samples. The optimizer may store the same moments differently (Adam in any precision).
 """
@@ -159,7 +159,7 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Yields changes of settings in both `facts` and `before`. A dense model, for example, has no TOPK."""
+    """Yields changes of settings that `facts` and `before` share. A dense model, for example, has no TOPK."""
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:

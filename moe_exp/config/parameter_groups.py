@@ -6,7 +6,7 @@ A rule is a shell pattern with factors on LR and MIN_LR (`lr`) and on WEIGHT_DEC
 names in checkpoints (`moe-exp ckpt info --tensors`), which do not depend on the layout; the layer number may
 be omitted. The experts of a layer are one parameter. The first matching rule with an `lr` sets the
 learning rate, the first with a `wd` the weight decay. ROUTER_LR_MULT and EXPERT_LR_MULT are rules after those
-of LR_GROUPS. Norms and biases never decay. The factors of PARAMETRIZATION=mup are multiplied on top.
+of LR_GROUPS. Norms and biases never decay. With PARAMETRIZATION=mup, its factors multiply those of the rules.
 
 Maximal update parametrization (muP) for MoE models: sizes are relative to a base model, for which every
 factor is 1, so that PARAMETRIZATION=mup with the base's sizes equals PARAMETRIZATION=standard. With
@@ -45,7 +45,7 @@ class Multiples(NamedTuple):
 
 
 def are_alike(config: Config) -> bool:
-    """Whether all parameters have one learning rate and, except norms and biases, one weight decay."""
+    """Whether all parameters have the same learning rate and, except norms and biases, weight decay."""
     return not config.parameter_rules and config.parametrization == "standard"
 
 

@@ -1,6 +1,6 @@
 """Batch ramp-up (RAMPUP_BATCH_SIZE): batch size by consumed samples, and iterations at each size. No torch.
 
-Works as --rampup-batch-size in Megatron-LM: n = (GBSZ - START) / INCREMENT steps divide SAMPLES equally,
+Works like --rampup-batch-size in Megatron-LM: n = (GBSZ - START) / INCREMENT steps divide SAMPLES equally,
 so after c samples the batch size is START + floor(c / (SAMPLES / n)) * INCREMENT. Implemented here because
 Megatron-Core lacks this calculator from 0.18 on. Used by training (`next_batch`) and the planner.
 """
@@ -27,7 +27,7 @@ class Batches(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Batch sizes of the ramp in order, GBSZ last. A run skips sizes whose step is below a batch."""
+        """Batch sizes of the ramp in order, GBSZ last. A run may skip a size that lasts less than a batch."""
         if self.rampup is None:
             return [self.gbsz]
         start, increment, _ = self.rampup
@@ -46,7 +46,7 @@ class Batches(NamedTuple):
     def steps(self, num_samples: int | None = None, consumed: int = 0) -> list[RampStep]:
         """Iterations at each batch size after `consumed` samples, in order; empty sizes are omitted.
 
-        Ends with the iteration that reaches `num_samples`; None: after TRAIN_ITERS iterations.
+        If `num_samples` is given, the last iteration reaches it; else there are TRAIN_ITERS iterations.
         """
         return list(self._steps(num_samples, consumed, self.train_iters))
 

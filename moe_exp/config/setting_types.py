@@ -55,8 +55,8 @@ def as_given(value: object) -> str:
 def _text(
     check: Callable[[str], None] = lambda text: None, pattern: str = "", rule: str = ""
 ) -> BeforeValidator:
-    """Removes the spaces from a setting's text and validates the text: `check` raises ValueError, and a text
-    that does not match `pattern` is a ValueError with `rule`.
+    """Removes the spaces from a setting's text and validates the text: `check` may raise ValueError, and a
+    text that does not match `pattern` raises ValueError(`rule`).
     """
 
     def read(value: Any) -> str:
@@ -274,7 +274,7 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
 
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """Flag per layer, true for MoE layers, from MOE_LAYER_FREQ. A list of 0 and 1 keeps its length."""
+    """Flag per layer, true for MoE layers, from MOE_LAYER_FREQ. A list is not adapted to `num_layers`."""
     if pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:

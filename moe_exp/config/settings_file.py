@@ -31,8 +31,8 @@ _FIX = "specify config.yaml of a run, or a file with lines such as NUM_EXPERTS=6
 def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
     """Reads a settings file; returns its values as text by field name.
 
-    The first line with content decides between YAML and NAME=value lines quoted as in a shell. Omits null in
-    YAML, unless the setting can be none, and empty values in NAME=value lines. `also`: further valid names.
+    The first line with content decides between YAML and NAME=value lines quoted as in a shell. Omits empty
+    values in NAME=value lines, and null in YAML unless the setting can be none. `also`: further valid names.
     Raises ConfigError if the file cannot be read, with a line for each unknown or repeated name.
     """
     text = _text(path)
@@ -149,8 +149,8 @@ def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()
     """Returns environment variables that look like misspelled settings, with the nearest setting
     (NUM_EXPRTS: NUM_EXPERTS).
 
-    The names of a command's settings (`of_command`) may be short, so a less similar name suffices if the
-    value is a list of sizes (TPZ="1 2": TPS).
+    Names of a command's settings (`of_command`) may be short: if the value is a list of sizes, these names
+    may be less similar to the variable (TPZ="1 2": TPS).
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []

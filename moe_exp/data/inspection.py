@@ -101,7 +101,7 @@ class Hashes:
     def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
         """Whether each document is among the `sorted_words` of another instance.
 
-        If several of them share their first 64 bits, only one is compared (rare below 2**32 documents).
+        Of hashes with equal first 64 bits, only one is compared; such hashes are rare below 2**32 documents.
         """
         mine_first, mine_second = self._words
         if not len(first):

@@ -323,7 +323,7 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
 
 
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
-    """Decoded text, "" if blank. `num_lines` is the number of its first line, for errors."""
+    """Decoded text, or "" if it is blank. `num_lines`: line number of the document's start, for errors."""
     if (place := document.find(b"\0")) >= 0:
         raise BadDocument(path, num_lines + document.count(b"\n", 0, place), _BINARY)
     try:

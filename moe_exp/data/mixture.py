@@ -148,7 +148,7 @@ def effective_weights(
     max_epochs: Sequence[float | None],
     total_tokens: float | None,
 ) -> list[float]:
-    """Returns shares of the training tokens that respect each source's maximum number of epochs.
+    """Returns each source's share of the training tokens, within its maximum number of epochs.
 
     The share that a limited source cannot fill is divided among the other sources by weight.
 

@@ -32,7 +32,7 @@ from moe_exp.host.files import bytes_text, ending, is_url
 
 
 def fitting_vocab_size(config: Config) -> int | None:
-    """VOCAB_SIZE for a tokenizer to be trained on TRAIN_DATA; None if TOKENIZER is set or without text in it.
+    """VOCAB_SIZE for a tokenizer to be trained on TRAIN_DATA; None if TOKENIZER is set or there is no text.
 
     Returns a power of two near a thousandth of the text's size in bytes, from 512 to 32768.
     """
@@ -102,7 +102,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
     """`with_prepared_text` for a trained run, without preparing anything.
 
     If files have changed or are missing, uses the newest preparation of the same text and logs a warning;
-    ValueError if none exists. `trained`: required `tokenizer_fingerprint` of its tokenizer.
+    ValueError if none exists. `trained`: `tokenizer_fingerprint` that its tokenizer must have.
     """
     known = known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training

@@ -156,7 +156,7 @@ def known_places(data_dir: Path) -> set[str]:
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """The preparation of the same files: equal names, sizes and times, or contents if times differ."""
+    """The preparation of the same files: names, sizes and times are equal; if times differ, contents are."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]

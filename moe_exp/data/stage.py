@@ -3,8 +3,8 @@
 A running stage writes only to `OUTPUT.partial/`. When it is done, that folder becomes OUTPUT (with a
 manifest.json), or its files move next to `OUTPUT.manifest.json`. So anything with its final name is complete.
 A killed stage resumes from its folder. A finished stage does nothing if called with the same settings and
-inputs, and raises an error for others. With `start_over`, the old output stays until the new one is complete;
-if that call is killed, the next call without `start_over` resumes it.
+inputs; if they differ, it raises an error. With `start_over`, the old output stays until the new one is
+complete; if that call is killed, the next call without `start_over` resumes it.
 """
 
 import json
@@ -189,7 +189,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If another process has the lock, logs `waits` and waits, or raises if it is ""."""
+    """Locks an output. If it is locked, logs `waits` and waits for the lock; raises if `waits` is empty."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:

@@ -118,7 +118,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal) -> Iterator[None]:
-    """Prints an error in the block with rank, host name and device, but a user error as its message only."""
+    """Prints an error of the block with rank, host name and device; of a user error, only the message."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The optimizer's step by `adamw_step`, in which the host does not wait for the device.
+"""The optimizer step with `adamw_step`, in which the host does not wait for the device.
 
 Megatron's step reads the gradient norm on the host before it clips, and the device idles meanwhile. Here
 `adamw_step` gets the norm on the device, clips, skips the step if the norm is not finite, and writes the
@@ -27,7 +27,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
 def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
-    """`whole` step by the kernel, `update` (the kernel only replaces torch's AdamW) or `torch`.
+    """`whole` (the kernel does the whole step), `update` (it only replaces torch's AdamW) or `torch`.
 
     `failure` is the result of the kernel's self-test.
     """
@@ -38,7 +38,7 @@ def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
 
 
 def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:
-    """Makes every Adam in `optimizer` step by `adamw_step`; `whole_step` as in `choose_step`."""
+    """Makes every Adam in `optimizer` use `adamw_step`; `whole_step`: if `choose_step` returned `whole`."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
         assert isinstance(part.optimizer, Adam)

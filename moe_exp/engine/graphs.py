@@ -10,8 +10,8 @@ Gradient exchange, optimizer and log stay outside the graph. All tensors that th
 their addresses: parameters, gradients, router state, sums of the statistics.
 
 There is a graph per key: shapes of the inputs, number of micro-batches, and whether kernels overwrite
-gradients or add to them. The first WARMUP micro-batches of a key run eagerly; then its graph is captured,
-which executes nothing, and replayed.
+gradients or add to them. The first WARMUP micro-batches of a key run eagerly. After that, a graph is captured
+(capturing executes nothing) and replayed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Batch = dict[str, Any]
 
 
 class Graph(Protocol):
-    """Interface of CudaGraph, which tests replace."""
+    """Interface of CudaGraph; tests use another class in its place."""
 
     def capture(self, region: Callable[[], Tensor]) -> Tensor:
         """Records the operations of `region` without executing them; `replay` fills the returned tensor."""
@@ -150,7 +150,7 @@ class MicrobatchGraphs:
         self._addresses: tuple[int, ...] = ()
 
     def run(self, batch: Batch, num_microbatches: int) -> Tensor:
-        """Runs forward and backward of one of `num_microbatches`; returns a copy of the region's result."""
+        """Runs a micro-batch (of `num_microbatches`) forward and backward; returns a copy of the result."""
         tensors = {name: x for name, x in sorted(batch.items()) if isinstance(x, Tensor)}
         shapes = tuple((name, x.shape, x.dtype) for name, x in tensors.items())
         key = num_microbatches, shapes, self._flags()
@@ -175,9 +175,9 @@ class MicrobatchGraphs:
     def check(self, batch: Batch, num_microbatches: int) -> str:
         """Compares a replayed micro-batch with an eager one before training; returns the difference or "".
 
-        Loss and gradients must be equal bit for bit. Those in which two eager micro-batches already differ
-        (attention adds in no fixed order on some GPUs) must have the same norm. Resets the gradients, the
-        statistics and `state`.
+        Loss and gradients must be equal bit for bit. Gradients that already differ between two eager
+        micro-batches (attention adds in no fixed order on some GPUs) must have norms within 0.1%. Resets the
+        gradients, the statistics and `state`.
         """
         before, found = [(x, x.clone()) for x in self._state], []
         try:

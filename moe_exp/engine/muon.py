@@ -34,7 +34,7 @@ _BUCKET = 1 << 26  # values gathered at once from all ranks
 
 
 class Ranks(NamedTuple):
-    """Process groups of a set of matrices."""
+    """Process groups of the ranks that hold a set of matrices."""
 
     split: dist.ProcessGroup | None = None  # ranks that each have a part of every matrix; None: not split
     shared: dist.ProcessGroup | None = None  # ranks with the same matrices, which share the work

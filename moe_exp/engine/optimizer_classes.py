@@ -1,6 +1,6 @@
 """Optimizers driven by Megatron's wrappers: AdamW with fp32, bf16 or 8-bit moments, and SGD with momentum.
 
-Megatron expects one `step` per parameter group, and only moments as a parameter's state. Each optimizer
+Megatron expects one `step` per parameter group, and only moments in a parameter's state. Each optimizer
 chooses the format of its moments in memory. For checkpoints `moments` converts moments to fp32 in the
 parameter's shape, which fits every layout and every optimizer with the same moments; `set_moments` converts
 them back. With Megatron's distributed optimizer, `p` is a flat fp32 range of a model parameter.

@@ -64,7 +64,7 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
 
 @contextmanager
 def _megatron_builds(config: Config, step: str) -> Iterator[None]:
-    """Makes Megatron build the chosen class, and its distributed optimizer accept the class, in the block."""
+    """In the block, Megatron builds the chosen class, and its distributed optimizer accepts this class."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     fp32 = (step == "torch" and _FUSED_ADAM) or Adam
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else fp32
@@ -102,7 +102,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether Muon updates the parameter (no embedding, output layer or router) with `axis` as split axis."""
+    """Whether Muon updates the parameter (no embedding, output layer, router), with `axis` as split axis."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -114,7 +114,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Checkpoint names, with layer numbers, of this rank's parameters by id; independent of the layout."""
+    """Checkpoint name, with layer number, of each parameter of this rank, by id; the same in every layout."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -231,7 +231,7 @@ def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
-    """Megatron's scheduler with `config.learning_rate` as schedule between the bounds of each group."""
+    """Megatron's scheduler, but `config.learning_rate` sets the rate within the bounds of each group."""
 
     def __init__(self, config: Config, optimizer: MegatronOptimizer):
         # Set first, because Megatron's constructor calls get_lr. Steps are samples, so that a batch ramp-up
@@ -350,7 +350,7 @@ class RouterState:
         self._stages = parallel_state.get_pipeline_model_parallel_group() if exchanges else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Hook that copies the routers' state, then updates it with `finalize` and `end_of_global_batch`."""
+        """Hook that copies the routers' state, then updates the state (`finalize`, `end_of_global_batch`)."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:

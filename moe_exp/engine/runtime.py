@@ -268,7 +268,7 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(make: Callable[[], T]) -> T:
-    """This rank's result of `make`; after a ValueError on any rank, every rank raises its text."""
+    """This rank's result of `make`; a ValueError on any rank is raised on every rank."""
     value, line = None, ""
     try:
         value = make()

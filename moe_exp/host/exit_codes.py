@@ -83,7 +83,7 @@ def show_alive() -> None:
 
 
 def leave_reasons(*lines: str) -> None:
-    """Appends this rank's final error lines to the file of `moe_exp.train`, if that started the job."""
+    """If `moe_exp.train` started the job, appends this rank's final error lines to the launcher's file."""
     if path := os.environ.get(REASONS_FILE):
         with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)

@@ -27,7 +27,7 @@ def quiet_loggers() -> None:
 
 
 def patch_router(moe_utils: Any) -> None:
-    """Fixes a NameError in the router of 0.16 without Transformer Engine, which only comparisons use."""
+    """Fixes a NameError of Megatron 0.16's router (only used in comparisons) without Transformer Engine."""
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
 
@@ -41,7 +41,7 @@ def patch_latent_attention(multi_latent_attention: Any, linear: type) -> None:
 
 
 class PartsOfSpec:
-    """Makes multi-latent attention of 0.19 use the norms of its spec, as before."""
+    """Makes multi-latent attention of Megatron 0.19 use the norms of its spec, as older versions do."""
 
     # Megatron's own rules require Transformer Engine if queries are not compressed.
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class Store:
             self._asked(name, lambda fs, place: fs.rm_file(place))
 
     def upload(self, path: Path, name: str) -> None:
-        """Copies a file to the store; FileNotFoundError without `path`, ConnectionError if sizes differ."""
+        """Copies a file to the store; FileNotFoundError without a file, ConnectionError if sizes differ."""
         num_bytes = path.stat().st_size
         # by default, s3fs holds ten parts of each file in memory
         options = {"max_concurrency": 2} if self.protocol == "s3" else {}
@@ -280,9 +280,9 @@ def first_line(error: BaseException) -> str:
 def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:
     """Uploads `files` (name in the store to local path), then publishes them by writing `manifest`.
 
-    `content` of the manifest must be unique to these files. A repeated call resumes an interrupted upload. A
-    set with another manifest is replaced; that manifest is removed first, because a mixture would look
-    complete. Returns whether anything was uploaded.
+    `content` of the manifest must be unique to these files. A repeated call resumes an interrupted upload.
+    Files with another manifest are replaced; the old manifest is removed first, because a mixture of files
+    would look complete. Returns whether anything was uploaded.
     """
     # The manifest of an unfinished upload: with the same content it is resumed, otherwise started over.
     begun = f"{manifest}.partial"

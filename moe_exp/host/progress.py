@@ -25,7 +25,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Advance]:
-    """Yields a function that reports completed units; an earlier call completed `done` of the `total`."""
+    """Yields a function that reports completed units; `done` of the `total` units are already complete."""
     # bound now, because a step may redirect sys.stderr to silence a package
     console = Console(file=sys.stderr)
     if console.is_terminal:

@@ -98,7 +98,7 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """Jobs with a --job-name and user (default: the current user), or with `job_ids`; or QueueError."""
+    """The jobs `job_ids`, or a user's (default: own) jobs with this --job-name; QueueError on failure."""
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.

@@ -91,9 +91,9 @@ def config_for_use(
     document_mask: bool | None = False, seq_len: int = 0,
 ) -> Config:  # fmt: skip
     """Settings for inference with the model of an iter_ folder; `dtype=None`, `document_mask=None` and
-    `seq_len=0` keep the training's. With `capacity`, MOE_TYPE=moe drops tokens as in training. Otherwise, no
-    token is dropped, and results do not depend on the other tokens in the batch. ValueError if the checkpoint
-    is unusable, ConfigError if the layout does not fit the model.
+    `seq_len=0` keep the values of the training. With `capacity`, MOE_TYPE=moe drops tokens as in training.
+    Otherwise, no token is dropped, and results do not depend on the other tokens in the batch. ValueError if
+    the checkpoint is unusable, ConfigError if the layout does not fit the model.
     """
     saved = saved_config(folder)
     changes = layout.settings(use_moe=saved.use_moe) | _NO_TRAINING | _OUR_PARTS
@@ -121,14 +121,14 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: the training's with `capacity`, else 256 MB of logits and at most `most` rows."""
+    """Default batch size: MBSZ of the training with `capacity`, else `most`, limited to 256 MB of logits."""
     return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
 def shared_batches(
     batches: Sequence[T], rank: Runtime, what: str, unit: str, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, bool]]:
-    """Yields this rank's batches and whether they count, with a progress bar on the first rank. Batch i
+    """Yields this rank's batches, and whether each batch counts; the first rank shows a progress bar. Batch i
     belongs to replica i modulo the number of replicas.
     """
     # Expert parallelism may span replicas, so all of them must run every step: replicas without a batch in

@@ -23,10 +23,10 @@ _CONTEXT_TOKENS = 8
 def tokenizer_for(
     saved: Config, name: str, *, order: Mapping[str, Any] | None = None, allow_special: bool = False
 ) -> TextTokenizer:
-    """Returns a tokenizer that encodes documents as in a run's training (settings `saved`, `saved_order`
-    `order`). `name`: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: the
-    run's. `allow_special`: parse special tokens in text, such as <s>. ValueError if it is not
-    found, has ids beyond the model's vocabulary, or lacks the end-of-document token.
+    """Returns a tokenizer that encodes documents as in a run's training. `saved`: settings of the run;
+    `order`: its `saved_order`. `name`: a tokenizer.json or its folder, a SentencePiece .model file, or
+    `bytes`; empty: the run's. `allow_special`: parse special tokens in text, such as <s>. ValueError if the
+    tokenizer is not found, has ids beyond the vocabulary, or lacks the end-of-document token.
     """
     give = "pass --tokenizer with tokenizer.json or its folder"
     trained = (order or {}).get("tokenizer") or ""

@@ -1,4 +1,4 @@
-"""An agent for long-running jobs: torchrun's command line, with other restarts and signal handling.
+"""An agent for long-running jobs: takes torchrun's arguments, but restarts and handles signals differently.
 
     python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
         -m moe_exp.train --num-experts 16

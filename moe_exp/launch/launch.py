@@ -120,7 +120,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
-    """Settings for the ranks: `given` without the settings-file values that equal the values of PRESET."""
+    """Settings for the ranks: `given` without values from the settings file that equal those of PRESET."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
     # unless set, these are derived from other settings or the data
@@ -201,7 +201,7 @@ def _fetch_checkpoints(config: Config) -> None:
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """Returns `module_arguments` plus the rendezvous, which torchrun changes in the ranks' environment."""
+    """Returns `module_arguments` plus the rendezvous address, which torchrun changes in the environment."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 
@@ -244,7 +244,7 @@ def _warn(lines: Iterable[str]) -> None:
 def dry_run_text(
     config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
 ) -> str:
-    """Settings with their sources (from `sources` if given; none: default), torchrun command and report."""
+    """All settings with their sources (`sources` has priority), the torchrun command and the report."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
         default = of_preset.get(name, Config.model_fields[name].default)

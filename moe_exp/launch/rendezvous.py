@@ -2,7 +2,7 @@
 
 torchrun's static rendezvous does not report failures to other nodes. Its c10d rendezvous reports failures,
 but assigns its own node numbers instead of NODE_RANK. In torch 2.13, both give restarted ranks a store with
-addresses of dead ranks (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set). This file solves all three.
+addresses of dead ranks (c10d does not if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). This file solves all three.
 
 A round is one start of all ranks. Agents meet in a store on MASTER_PORT that lives as long as node 0's agent.
 The ranks of each round have their own store on a free port. Stores of single-node jobs listen only on the
@@ -182,7 +182,7 @@ class RestartRendezvous(RendezvousHandler):
         return int(self._store.add(f"done/{self.round}", 0))
 
     def finish(self) -> None:
-        """Records that this node's ranks have finished and waits for the other nodes, which need node 0."""
+        """Records that this node's ranks have finished, and waits for others, which need node 0's store."""
         self._store.add(f"done/{self.round}", 1)
         deadline = time.monotonic() + _EXIT_SECONDS
         with suppress(DistError):  # node 0 has left

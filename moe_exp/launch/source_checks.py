@@ -33,7 +33,7 @@ class _Source(NamedTuple):
 
 
 def source_problems(config: Config) -> list[str]:
-    """One line per mismatch between `config` and the checkpoint that a start would load."""
+    """One line per mismatch between `config` and the checkpoint that training would load now."""
     try:
         if (source := _source(config)) is None:
             return []
@@ -49,7 +49,7 @@ def source_problems(config: Config) -> list[str]:
 
 
 def stage_lines(config: Config) -> list[str]:
-    """One line per data stage (given in tokens) that is moved to the start of a later batch."""
+    """One line per data stage that is set in tokens and is moved to the start of a later batch."""
     with suppress(ValueError):
         if config.data_stages and (source := _source(config)) is not None:
             return _placed(config, source)[1]
@@ -57,7 +57,7 @@ def stage_lines(config: Config) -> list[str]:
 
 
 def start_of(config: Config) -> Start:
-    """Start of training according to files on this machine; `source_problems` reports invalid files."""
+    """Where training would start, according to files on this machine; `source_problems` reports bad files."""
     with suppress(ValueError):
         if (source := _source(config)) is not None and source.progress:
             from moe_exp.checkpoint.format.settings import saved_start
@@ -67,7 +67,7 @@ def start_of(config: Config) -> Start:
 
 
 def _source(config: Config) -> _Source | None:
-    """The checkpoint that a start would load; None if only the ranks or another machine can determine it.
+    """The checkpoint that training would load now; None if only the ranks or another machine can tell.
     Raises ValueError if no checkpoint of the run folder or LOAD_DIR is complete.
     """
     if run_folder_problems(config) or config.remote_dir:
@@ -91,7 +91,7 @@ def _source(config: Config) -> _Source | None:
 
 
 def _placed(config: Config, source: _Source) -> tuple[Config, list[str], list[str]]:
-    """`config` with data stages moved to the start of a batch, a line per moved stage, and problems."""
+    """`config` with data stages moved to batch starts, one line per moved stage, and the list of problems."""
     if not source.progress:
         staged, lines = config.with_stage_begins()
         return staged, lines, list(staged.stage_begin_problems())

@@ -182,7 +182,7 @@ class _Orphans:
         self._deadline: float | None = None
 
     def are_left(self, code: int, before: set[int]) -> bool:
-        """Whether ranks still run; `code`: the agent's exit code; `before`: pids of other children."""
+        """Whether ranks still run. `code`: exit code of the agent; `before`: children that are not ranks."""
         if code >= 0:
             return False
         if self._deadline is None:

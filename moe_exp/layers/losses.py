@@ -138,7 +138,7 @@ def load_balancing_loss_share(
     in Megatron-Core.
 
     The loss `l1` (ReMoE's L1 loss with load balancing, arXiv:2412.14711, equation 11) calls this function
-    with the weights of a ReLU router, whose rows do not sum to 1, and the target K.
+    with the target K as `topk` and with a ReLU router's weights as `scores`; their rows do not sum to 1.
 
     Args:
         topk: number of slots per token, or the mean number if it varies.
@@ -190,7 +190,7 @@ def global_balancing_loss_share(
 
     Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over micro-batches and data parallel
     ranks is the loss of the global batch. The paper and Megatron-Core compute F from the counts so far; this
-    function uses the counts of the previous global batch (in the first global batch: of this micro-batch).
+    function uses the counts of the previous global batch or, in the first one, of this micro-batch.
 
     Args:
         global_tokens_per_expert_E: slots per expert in the previous global batch; zeros before the first.

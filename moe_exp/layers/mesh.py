@@ -34,7 +34,7 @@ class _Summed(torch.autograd.Function):
 
 
 class TensorParallelDispatcher(LocalDispatcher):
-    """Splits every expert's width over the ranks of a mesh dimension, which all hold the same tokens.
+    """Splits every expert's width over the ranks of a mesh dimension; all these ranks hold the same tokens.
 
     Input and output of the layer are replicated, as for a ColwiseParallel and RowwiseParallel pair, with one
     all-reduce of the tokens in forward and one in backward. Gradients are then complete on every rank and

@@ -122,7 +122,7 @@ class MicrobatchCapacity:
     def rows_per_expert(
         self, decision: RoutingDecision, exchange_groups: Iterable[ProcessGroup | None]
     ) -> int | None:
-        """Row count to which this rank pads each expert, equal on ranks that exchange rows; None: no padding.
+        """Row count to which each expert is padded (None: no padding), equal on ranks that exchange rows.
 
         It is at least the capacity for this rank's tokens. With TP or CP, capacity applies to the whole
         micro-batch, so a rank may keep more slots; Megatron-Core would drop the additional slots.

@@ -254,7 +254,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`, with which it would remove a batch of one."""
+        """Calls Megatron's method without `packed_seq_params`, which would drop a batch dimension of 1."""
         if packed_seq_params is not None:
             self.rotary_pos_emb.documents = packed_seq_params
         try:
@@ -269,7 +269,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
 def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
     """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) with our attention core.
 
-    `norm` is applied before both up projections, of queries and of keys and values.
+    `norm` is applied before the up projection of queries and before the up projection of keys and values.
     """
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         rule = "multi-latent attention with TP > 1 requires sequence parallelism to sum its gradients"

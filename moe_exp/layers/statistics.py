@@ -50,7 +50,7 @@ class MoEStatistics:
         self, decision: RoutingDecision, scores: Tensor, *, load_balancing_loss: Tensor, z_loss: Tensor,
         aux_losses: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Records a micro-batch; `scores` from `RoutingDecision.for_losses`, losses without coefficients.
+        """Records a micro-batch: `scores` from `RoutingDecision.for_losses`, and losses without coefficients.
 
         Raises:
             RuntimeError: if a CUDA graph is being captured outside `recorded`, because its replays would not

@@ -1,6 +1,6 @@
 """Fits the planner's constants to measured runs. No torch; `fit` imports numpy and scipy.
 
-The fit searches x = ln(constant / prior) / spread for each constant. It minimizes the sum over runs of
+For each constant, the fit optimizes x = ln(constant / prior) / spread. It minimizes the sum over runs of
 soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum(x^2).
 """
 
@@ -62,8 +62,8 @@ def fit(
 ) -> Fit[T]:  # fmt: skip
     """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
-    The error of a row left out of the fit is estimated by one Gauss-Newton step from the fit to all rows.
-    This is close to a refit without the row (`test_calibration.py` compares both errors).
+    The error that a row would have without being in the fit is estimated by one Gauss-Newton step from the
+    fit to all rows. A refit without the row gives a similar error (`test_calibration.py` compares both).
 
     `prior` replaces the priors of `kind`, with narrower spreads. The search begins at `start` (default: the
     prior). Constants that affect no run are taken from `rest` (default: their prior); those in `hold` are
@@ -211,7 +211,7 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """Returns a CSV with a prediction per row. A row without a batch size or DP (then 1) has no time."""
+    """Returns a CSV with a prediction per row: no time if batch size or DP is missing; missing DP means 1."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

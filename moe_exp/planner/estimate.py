@@ -81,7 +81,7 @@ def cost_of(
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:
-    """Returns the settings with TRAIN_ITERS and the decay set for `num_tokens`, or unchanged for None."""
+    """Returns the settings with TRAIN_ITERS and the decay set for `num_tokens`; None changes nothing."""
     if num_tokens is None:
         return config
     steps = config.batches.steps(-(-num_tokens // config.seq_len))

@@ -114,7 +114,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Reads all rows of a CSV as texts by column; ValueError with a line for each invalid cell."""
+    """Reads the rows of a CSV as dicts by column; raises ValueError with a line for each invalid cell."""
     try:
         with regular(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)

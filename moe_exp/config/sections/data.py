@@ -126,7 +126,7 @@ class DataSettings(OptimizerSettings):
 
     @property
     def context_stripes(self) -> int:
-        """Number of parts of a sequence that are each split over all context-parallel ranks. With
+        """Number of parts of a sequence; each part is split over all context-parallel ranks. With
         DOCUMENT_MASK, several parts balance the number of token pairs per rank.
         """
         wanted = (4, 2) if self.document_mask and self.cp > 1 else ()
@@ -176,7 +176,7 @@ class DataSettings(OptimizerSettings):
         return json.dumps(changed) if changed else ""
 
     def microbatch_samples(self, seq_len: int) -> int:
-        """Samples of SEQ_LEN tokens per micro-batch in a stage of `seq_len`: MBSZ, or one longer sample."""
+        """Micro-batch size in units of SEQ_LEN tokens: MBSZ or, if larger, one sample of `seq_len` tokens."""
         return max(self.mbsz, seq_len // self.seq_len)
 
     def with_stage_begins(
@@ -289,7 +289,7 @@ class DataSettings(OptimizerSettings):
                 yield self.problem("data_stages", rule, "download the data with moe-exp data pull")
 
     def _stage_problem(self, before: DataStage, stage: DataStage, total: int) -> tuple[str, str] | None:
-        """First rule that the stage breaks and the fix, or None."""
+        """The first rule that the stage violates, and a fix; None if the stage is valid."""
         begins = f"begins at {stage.place},"
         if stage.first_sample <= before.first_sample:
             fix = "put the stages in order, at least a batch apart"

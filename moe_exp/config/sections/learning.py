@@ -273,7 +273,7 @@ class LearningSettings(ParallelSettings):
             before, what = end, "the previous piece"
         if before > self.decay_end:
             rule = f"the last piece ends at iteration {before}, after {decay_name}={self.decay_end}"
-            yield self.problem("lr_decay_style", rule, f"omit this end, or raise {decay_name}")
+            yield self.problem("lr_decay_style", rule, f"omit the last piece's end, or raise {decay_name}")
         if pieces[0].style == "inverse-square-root" and not self.warmup_iters:
             rule = "must be positive: an inverse square root decays from the end of the warm-up"
             yield self.problem("warmup_iters", rule, "set WARMUP_ITERS to 1 or more")

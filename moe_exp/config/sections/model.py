@@ -226,7 +226,7 @@ class ModelSettings(LaunchSettings):
             yield self.problem("yarn_beta_fast", rule, "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1")
 
     def _without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
-        """Yields a line for each changed setting of `names`, which `other` makes ineffective."""
+        """Yields a line for each setting in `names` that was changed although `other` gives it no effect."""
         for name in names:
             if getattr(self, name) != (default := type(self).model_fields[name].default):
                 rule = f"has no effect while {other}"

@@ -61,7 +61,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Flag per layer, true for MoE layers. A pattern keeps its length even if NUM_LAYERS differs."""
+        """Flag per layer, true for MoE layers. A list is not adapted to NUM_LAYERS."""
         if not self.use_moe:
             return [False] * self.num_layers
         return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))

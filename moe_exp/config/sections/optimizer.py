@@ -85,7 +85,7 @@ class OptimizerSettings(LearningSettings):
         for name, values in ENVIRONMENT.items() if self.deterministic else ():
             if (value := environ.get(name)) and value not in values:
                 fix = f"unset {name}, or set {name}={' or '.join(values)}, or DETERMINISTIC=false"
-                yield problem(name, value, "does not fix the order of sums for DETERMINISTIC=true", fix)
+                yield problem(name, value, "lets the order of sums vary, but DETERMINISTIC=true", fix)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -119,7 +119,7 @@ class OptimizerSettings(LearningSettings):
         )  # fmt: skip
 
     def _state_problems(self) -> Iterator[str]:
-        """Checks that the optimizer supports moments in bf16 and that bf16 moments can decay."""
+        """Checks that the optimizer supports bf16 moments and that rounding does not stop their decay."""
         if not OPTIMIZERS[self.optimizer].has_bf16:
             rule = f"only applies to Adam, but OPTIMIZER={self.optimizer}"
             fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"

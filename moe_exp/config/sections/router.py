@@ -213,7 +213,7 @@ class RouterRules:
 
 @dataclass(frozen=True)
 class RouterConfig(RouterRules):
-    """Settings of a router, with the arguments of RouterRules.
+    """Settings of a router; takes the arguments of RouterRules.
 
     Raises:
         ValueError: if a value or combination is invalid.

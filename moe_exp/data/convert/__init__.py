@@ -1,1 +1,1 @@
-"""Downloaded files to JSONL chunks, by datatrove."""
+"""Converts downloaded files to JSONL chunks with datatrove."""

@@ -4,8 +4,8 @@ Exact duplicates are found by a hash of the text, near-duplicates by MinHash: si
 Two texts whose sets of word n-grams have the Jaccard similarity s become a pair with probability
 1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4). Each
 cluster keeps its longest text, and among equally long ones the text with the smallest hash. The result thus
-depends only on the documents, not on tasks or the order of files. datatrove's own cluster step
-would keep a document with many pairs, and requires a Python object per document.
+depends only on the documents, not on tasks or the order of files. datatrove's own cluster step would keep a
+document that has many pairs, and would need a Python object per document.
 """
 
 import re
@@ -40,7 +40,7 @@ _WORD = re.compile(
 
 @dataclass
 class BlockStep:
-    """Step that builds a datatrove block where it runs, and runs it."""
+    """Step that builds a datatrove block in the process that runs the step, and runs the block there."""
 
     build: Callable[[], Any]
     stats: Any = None
@@ -177,7 +177,7 @@ def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
 
 @dataclass
 class ClusterNearDuplicates:
-    """Third pass, with one task: lists the documents to remove in the files read by MinhashDedupFilter."""
+    """Third pass, with one task: writes lists of documents to remove, which MinhashDedupFilter reads."""
 
     folder: str
     num_tasks: int

@@ -80,9 +80,9 @@ def download(
 ) -> list[Path]:  # fmt: skip
     """Downloads the data files of a source into `folder` and returns their sorted paths.
 
-    Repeat the call to resume it at the same commit. If all files are present, no request is sent. Token
-    (HF_TOKEN or `hf auth login`) and server (HF_ENDPOINT) are set as for huggingface_hub. Local files are not
-    copied. For a source with a URL see `download_from_store`.
+    Repeat the call to resume it at the same commit. If all files are present, no request is sent. The token
+    (HF_TOKEN or `hf auth login`) and the server (HF_ENDPOINT) are set as for huggingface_hub. Local files are
+    not copied. For a source with a URL see `download_from_store`.
 
     Args:
         source: source to download; the embedded standard library has no files to download.

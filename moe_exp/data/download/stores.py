@@ -88,7 +88,7 @@ def kept_listing(
     from_json: Callable[[dict[str, Any]], T],
     list_now: Callable[[], dict[str, Any]],
 ) -> T:
-    """Returns the listing of a finished or interrupted download, or creates one and stores it to resume."""
+    """Returns the listing of a finished or interrupted download, or creates and stores one for resuming."""
     if stage.manifest is not None:
         return of_manifest(stage.manifest)
     listed = read_json(stage.folder / LISTING)

@@ -168,8 +168,8 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Item(NamedTuple):
-    """Pieces of one length in a group. Each sample has `each` pieces; the first piece of the group is number
-    `first` among all pieces of this length.
+    """Pieces of one length in a group. Each sample has `each` of these pieces; `first` is the index of the
+    group's first piece among all pieces of this length.
     """
 
     length: int
@@ -230,8 +230,8 @@ class PackedCorpus(Corpus):
     """Windows of whole documents, padded with end-of-document tokens. Memory: as for `Corpus`, plus 16 bytes
     per document and cached epoch.
 
-    Every token of a piece except its last is an input once per epoch; the last token is also the first token
-    of the document's next piece, if any. Documents of one token are omitted.
+    Every token of a piece except the last token is an input once per epoch. The last token is also the first
+    token of the document's next piece, if there is one. Documents of one token are omitted.
     """
 
     def _filler_of(self, files: TokenFiles) -> int:
@@ -291,7 +291,7 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Fractions of documents that are cut by samples of `seq_len` tokens, and of padding tokens (`filler`).
+    """Fraction of documents that samples of `seq_len` tokens cut, and fraction of padding tokens (`filler`).
 
     `concatenated`: a document of n tokens is cut with probability (n - 1) / seq_len. `best_fit`: only
     documents longer than a sample are cut. `filler`: with best fit.
@@ -310,8 +310,8 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
 def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate") -> float:
     """Mean fraction of query-key pairs in a sample that are in the same document, 0 to 1.
 
-    Computed for samples cut in file order, in very large files for a subset of the documents; shuffled
-    samples have nearly the same value.
+    Computed for samples cut in file order; in very large files, only from a subset of the documents.
+    Shuffled samples have nearly the same value.
     """
     bounds = files.document_bounds
     firsts, block = np.array([0]), len(bounds) - 1

@@ -106,7 +106,7 @@ class SampleStream:
         """Switches to another blend at `first_sample`; files continue at their current windows.
 
         If `seq_len` changes (to a multiple of the first stage's), a file starts a new epoch and drops the
-        rest of the old epoch. `first_sample` must be a whole number of samples after the previous stage.
+        rest of the old epoch. The previous stage must have a whole number of samples up to `first_sample`.
         """
         last = self._stages[-1]
         num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len

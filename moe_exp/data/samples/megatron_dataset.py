@@ -3,8 +3,8 @@
 The same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ give the same samples as in Megatron-LM.
 
 Megatron stores the order in index files that it identifies by path and settings. If other text is tokenized
-to the same path, Megatron would read the new tokens with the old document lengths. Here each index folder
-belongs to one content of the token files (`dataset.fingerprint_of`) and is renamed into place when complete.
+to the same path, Megatron would read the new tokens with the old document lengths. Here, an index folder is
+only for token files with one fingerprint (`dataset.fingerprint_of`), and is renamed into place when complete.
 """
 
 import hashlib
@@ -50,8 +50,8 @@ class MegatronSamples:
         return DataStage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
-        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because the
-        order of a longer run is different from the first sample on.
+        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because a longer
+        run has another order from the first sample on.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"

@@ -55,8 +55,8 @@ class SampleOrder:
         cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = (),
         documents: DocumentTokens | None = None,
     ) -> SampleOrder:  # fmt: skip
-        """Order for `config` and files with this fingerprint and content. `stage_prints`: hash of both values
-        for each later stage. `documents`: document tokens of the files.
+        """Order for `config` and files with this fingerprint and content. `stage_prints`: for each later
+        stage, a hash of both values. `documents`: tokens that mark the documents' ends and beginnings.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -122,7 +122,7 @@ def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting with which the samples or their order differ from the checkpoint."""
+    """A setting that makes the samples or their order differ from those of the checkpoint."""
 
     name: str
     value: object
@@ -145,8 +145,8 @@ def order_changes(
 ) -> list[Change]:
     """Differences between `order` (of `config`) and the checkpoint's order; empty if training can resume.
 
-    Facts missing in `saved` (`SampleOrder.facts` of the checkpoint) are not compared, nor stages that
-    begin at or after `next_sample`, the first sample after the checkpoint.
+    Ignores facts that are missing in `saved` (`SampleOrder.facts` of the checkpoint), and stages that begin
+    at or after `next_sample`, the first sample after the checkpoint.
     """
     differing = _differing(order.facts(), saved)
     changes: list[Change] = []

@@ -77,14 +77,14 @@ def document_keys(seed: int, first: int, count: int) -> Keys:
 
 
 def text_choices(seed: int, text_digests: bytes) -> Keys:
-    """A number per text from only the text and the seed; the smallest numbers select validation texts."""
+    """A number for each text, from text and seed only; the smallest numbers select the validation texts."""
     start = xxhash.xxh3_64_intdigest(f"validation {seed}".encode())
     return mix(np.frombuffer(text_digests, dtype=">u8")[::2].astype(np.uint64) ^ np.uint64(start))
 
 
 @dataclass
 class ValidTally:
-    """Counts of validation documents: choices below `threshold`, or else the smallest choice."""
+    """Counts of validation documents: `text_choices` below `threshold` or, if none are, the smallest."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -103,7 +103,7 @@ class ValidTally:
             self.below += documents.tally(choices < np.uint64(self.threshold))
 
     def limit(self) -> int:
-        """Exclusive upper bound of the choices of validation documents."""
+        """Exclusive upper bound of the `text_choices` of validation documents."""
         return self.threshold if self.below.num_documents else self.smallest + 1
 
     def __iadd__(self, other: ValidTally) -> ValidTally:
@@ -133,7 +133,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets for which a bucket's segment in a read buffer is large enough to read."""
+    """Maximum number of buckets for which a bucket's segment in a read buffer is worth a separate read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 
@@ -189,7 +189,7 @@ class TaskShuffle:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Numbers of buckets: training first, then validation. `limit`: see `ValidTally.limit`."""
+    """Bucket counts; training buckets precede validation buckets. `limit`: see `ValidTally.limit`."""
 
     num_train: int
     num_valid: int
@@ -256,7 +256,7 @@ class _Found:
 
 
 def index(job: TaskShuffle, rank: int) -> int:
-    """First pass: records the place and choice of each document of a task; returns the document count."""
+    """First pass: records place and `text_choices` of each document of a task; returns the document count."""
     found = _Found(job, rank)
     with complete_files([job.place("indexed", rank, ".documents")]) as (path,), path.open("wb") as file:
         for documents, _, _ in found.blocks(_BLOCK_BYTES):
@@ -294,7 +294,7 @@ def scatter(job: TaskShuffle, rank: int) -> int:
 
 
 def index_and_scatter(job: TaskShuffle) -> int:
-    """Both passes of a single task, which parses and copies each line while the line is in cache."""
+    """Both passes of a shuffle with only one task; parses and copies each line while the line is in cache."""
     assert job.num_buckets is not None
     limit, is_known = max(1, job.threshold), False
     while not is_known:
@@ -309,7 +309,7 @@ def index_and_scatter(job: TaskShuffle) -> int:
 
 
 def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: Iterator[_Block]) -> int:
-    """Copies the lines of blocks. `first`: number of the blocks' first document among all documents."""
+    """Copies the lines of blocks. `first`: index of the first document of the blocks among all documents."""
     num_documents, written = 0, np.zeros(2, dtype=np.int64)
     paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
     total = np.zeros((buckets.number, 2), dtype=np.int64)

@@ -1,14 +1,14 @@
 """Global shuffle: document files -> shards in random order and a validation file, within a memory budget.
 
 The output bytes depend only on the seed, the inputs and their order, not on memory, number of tasks, machine
-or interruptions. Shards are ranges of the shuffled order and differ by at most one document. A document is
-held out for validation if a hash of seed and text is below the wanted fraction (if no hash is, the smallest
-is used), so duplicates stay together. Lines are written without BOM and CR, each with an LF.
+or interruptions. Shards are ranges of the shuffled order and differ by at most one document. Documents are
+held out for validation if a hash of seed and text is below the wanted fraction or, if there are none, if
+the hash is the smallest, so duplicates stay together. Lines are written without BOM and CR, each with an LF.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
-Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and write (write.py). A single
-task does the first two passes at once. Peak disk use: inputs, scattered lines and outputs.
+Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and write (write.py). If there is
+only one task, it does the first two passes at once. Peak disk use: inputs, scattered lines and outputs.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def shuffle_documents(
 
 
 def _default_memory(execution: Execution, tasks: int) -> int:
-    """Memory budget of a task: a share of this machine's free memory, or most of the job's memory."""
+    """Memory budget of a task: a share of this machine's free memory; on a cluster, most of the job's."""
     if execution.executor == "local":
         all_bytes = available_memory_bytes() // 4
         return max(SMALLEST_MEMORY_BYTES, all_bytes // min(tasks, num_workers(execution)))
@@ -241,7 +241,7 @@ def _clean(output: Path) -> None:
 
 
 def disk_bytes(inputs: Sequence[Path]) -> int:
-    """Approximate disk space of a shuffle: scattered lines, records and index (a few percent), outputs."""
+    """Approximate disk space of a shuffle: scattered lines, outputs, a few percent for records and index."""
     return int(2.1 * estimate_line_bytes(find_inputs(inputs)))
 
 

@@ -3,8 +3,8 @@
 gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
 and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether the
 different split changes the ids depends on the merges, so a sample of texts cannot show it. Therefore each
-non-ASCII character is tried once with a vocabulary that reveals the splits, and documents with differing
-characters use the tokenizer's own package.
+non-ASCII character is tried once with a vocabulary that reveals the splits, and documents with characters
+that the packages split differently use the tokenizer's own package.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> 
 
 
 def probe_texts(tokenizer: TextTokenizer) -> list[str]:
-    """Short random texts of pieces that tokenizers disagree on, including special tokens."""
+    """Short random texts made of pieces that tokenizers disagree on, including special tokens."""
     pieces = [*_PLAIN, *_ODD]
     if tokenizer.kind == "huggingface":
         added = orjson.loads(tokenizer.content).get("added_tokens") or []

@@ -84,7 +84,7 @@ def default_part_bytes(paths: Sequence[Path]) -> int:
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Cuts plain JSONL every `part_bytes`; a stream is one part, and an empty file has no part."""
+    """Cuts plain JSONL files every `part_bytes`; other files are one part, and empty files have no part."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
@@ -98,7 +98,7 @@ def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
 def part_lines(
     part: Slice, *, text_field: str = "text", rule: TextRule = FILES
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (line number in the part, from 1; line without CR, LF). Raises BadDocument for damaged files."""
+    """Yields line numbers (from 1 in the part) and lines without CR, LF; BadDocument for damaged files."""
     if part.end is None:
         yield from read_lines(part.path, text_field=text_field, rule=rule)
         return
@@ -117,7 +117,7 @@ def part_lines(
 
 
 def line_number(part: Slice, number: int) -> int:
-    """Number in the whole file of line `number` of a part; reads the file up to the part."""
+    """Converts a part's line number to the line number in the whole file; reads the file up to the part."""
     return number if part.end is None else number + lines_before(part.path, part.start)
 
 
@@ -282,7 +282,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Excerpts to compare: the first document, random documents, the first with unusual characters."""
+    """Excerpts to compare: of the first document, random ones, and the first with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)
@@ -326,7 +326,7 @@ class JoinedParts:
         self._num_bytes = 0
 
     def take_back(self, published: Path) -> None:
-        """Moves a complete .bin back if a terminated call had published the .bin without a manifest."""
+        """Moves a complete .bin back if an earlier call was killed between publishing it and its manifest."""
         if not self.bin_path.exists() and published.exists():
             published.replace(self.bin_path)
 

@@ -1,6 +1,6 @@
 """Number of UTF-8 text bytes per token, which makes losses of different tokenizers comparable.
 
-A table has two numbers per token, so nothing is decoded, and text cut within a character is counted exactly.
+A table with two numbers per token replaces decoding, so text cut within a character is counted exactly.
 The numbers sum to the length of a document's text if the tokenizer is lossless (else see `TokenBytes.note`).
 Special tokens and the unknown token have no bytes.
 """
@@ -104,8 +104,8 @@ class TokenBytes:
     def count_samples(
         self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool = False
     ) -> tuple[int, int]:
-        """Total bytes and number of the labels of samples [B, S1] (all tokens but the first); with
-        `eod_mask_loss` excluding the labels after an EOD.
+        """Total bytes and number of labels (all tokens but the first) in samples [B, S1]. `eod_mask_loss`
+        excludes the label after each EOD.
         """
         before, labels = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()
         is_after_end = before == (-1 if self.eod_id is None else self.eod_id)
@@ -117,7 +117,7 @@ class TokenBytes:
 
 
 def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int | None]:
-    """Ids of the byte tokens for the space symbol (None: not encoded as bytes), and of the unknown token."""
+    """Ids of the byte tokens that encode the space symbol (None: none do), and id of the unknown token."""
     if tokenizer.kind == "bytes":
         return None, None
     if tokenizer.kind == "sentencepiece":

@@ -51,7 +51,7 @@ class TextTokenizer:
     bos_token: str | None = None  # token that the tokenizer's own post-processor adds before a text
 
     def special_tokens(self) -> dict[int, str]:
-        """Special tokens by id that texts must not produce; excludes the unknown token."""
+        """Special tokens, by id, that texts must not produce; excludes the unknown token."""
         if self.allow_special:
             return {}
         tokens = {}
@@ -364,7 +364,7 @@ def token_id(content: Mapping[str, Any], token: str) -> int | None:
 
 
 def token_text(content: Mapping[str, Any], index: int) -> str | None:
-    """Token with an id, the inverse of `token_id`."""
+    """The token with this id; the inverse of `token_id`."""
     for added in content.get("added_tokens") or []:
         if added["id"] == index:
             return str(added["content"])

@@ -395,7 +395,7 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:
-    """Manifest next to the token files, else of their folder, else {}; raises ValueError if it is damaged."""
+    """Manifest next to the token files or of their folder; {} if there is neither, ValueError if damaged."""
     if is_url(prefix):
         return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
@@ -408,7 +408,7 @@ def manifest_of(prefix: str) -> dict[str, Any]:
 def parse_split(text: str) -> list[Share | None]:
     """Parses SPLIT into parts (begin, end; 0 to 1) for training, validation and test; None: empty part.
 
-    Sums the numbers in Megatron's order, so that a document at a boundary is in the same part.
+    Sums the numbers in Megatron's order, so that a document at a boundary is in the same part as in Megatron.
 
     Raises:
         ValueError: if `text` is not one to three numbers, or the first is 0.
@@ -426,7 +426,7 @@ def parse_split(text: str) -> list[Share | None]:
 
 
 def share_range(count: int, share: Share) -> tuple[int, int]:
-    """Range [first, end) of the documents in a share of `count` documents, rounded as in Megatron."""
+    """Range [first, end) of the documents in `share` out of `count` documents, rounded as in Megatron."""
     begin, end = share
     return round(begin * count), round(end * count)
 

@@ -84,7 +84,7 @@ class Verdict:
 
     @classmethod
     def on(cls, reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
-        """A verdict without findings on the nodes of `reports`; each report contains the host name."""
+        """A verdict on the nodes of `reports`, without findings; each report contains the host name."""
         return cls([NodeVerdict(node, str(report["host"])) for node, report in sorted(reports.items())])
 
     @property
@@ -184,7 +184,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    """Blames nodes for failed pairs of nodes, or the only node of a job for failed pairs of ranks."""
+    """Blames nodes for failed pairs of nodes; the only node of a job, for failed pairs of ranks."""
     failed: dict[tuple[int, int], str] = {}
     for node, report in reports.items():
         for rank in report["ranks"]:
@@ -295,7 +295,7 @@ Pair = tuple[int, int]
 
 
 def rounds_of_pairs(count: int) -> list[list[Pair]]:
-    """At most 6 rounds of disjoint pairs (a, b), a < b < count; if count > 2, each has 2 or more partners."""
+    """At most 6 rounds of disjoint pairs (a, b), a < b < count; if count > 2, all have 2 or more partners."""
     strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
     edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
     rounds: list[list[Pair]] = []
@@ -312,7 +312,7 @@ def rounds_of_pairs(count: int) -> list[list[Pair]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Nodes that explain failed pairs (repeatedly the node with most pairs), and the unexplained pairs."""
+    """Nodes that explain failed pairs (always the node in most remaining pairs), and unexplained pairs."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:

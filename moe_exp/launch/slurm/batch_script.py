@@ -52,7 +52,7 @@ class RunJob:
 
 
 def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
-    """Text of the sbatch file; raises ConfigError if a control character could start a new line."""
+    """Text of the sbatch file; raises ConfigError if a value has a control character, such as a newline."""
     options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
     lines = directives([*(f"--{option}" for option in options), *job.slurm.extra_options])
     now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -109,7 +109,7 @@ def _shell(text: object) -> str:
 
 
 def directives(options: Iterable[str]) -> list[str]:
-    """`#SBATCH` lines for options --name=value, quoted for sbatch; the last option of each name counts."""
+    """`#SBATCH` lines for options --name=value, quoted for sbatch, which uses the last option of a name."""
     lines = []
     for option in map(checked_line, options):
         plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)

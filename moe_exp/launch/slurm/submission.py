@@ -31,7 +31,7 @@ _NO_SBATCH = "sbatch: not found. Fix: run the command on a login node, or use --
 
 
 def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space: bool = True) -> RunJob:
-    """Returns the job to submit or raises ConfigError with all problems; `with_space`: checks disk space."""
+    """Returns the job to submit or raises ConfigError with all problems; `with_space`: check disk space."""
     if not is_one_line(str(Path.cwd())):  # part of every relative path
         raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "use another folder")])
     flags = with_file(flags, environ)
@@ -89,7 +89,7 @@ def _place_problems(job: RunJob) -> Iterator[str]:
 
 
 def script_of(job: RunJob) -> str:
-    """The sbatch file with the current EXCLUDE_FILE; raises ValueError if that has an invalid line."""
+    """The sbatch file, excluding nodes of EXCLUDE_FILE; ValueError if EXCLUDE_FILE has an invalid line."""
     return batch_script(job, excluded=read_excluded(job.exclude_file))
 
 
@@ -109,7 +109,8 @@ def planned_commands(job: RunJob) -> list[str]:
 
 def submit(job: RunJob) -> list[str]:
     """Writes the sbatch file into the run folder and submits it; returns the job ids. Raises ValueError if
-    jobs of the run are queued, the jobs' Python cannot train, or sbatch fails (jobs so far are canceled).
+    the run already has jobs in the queue, if the jobs' Python cannot run training, or if sbatch fails. In
+    the last case, cancels the jobs that were submitted before the failure.
     """
     if not job.slurm.container and (lacking := training_problem()):
         raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without a container use this Python.")
@@ -146,7 +147,7 @@ def submit(job: RunJob) -> list[str]:
 
 
 def sbatch(command: Sequence[str], missing: str, fix: str) -> str:
-    """Calls `sbatch --parsable ...` and returns the job id; if there is no sbatch, ValueError(`missing`)."""
+    """Calls `sbatch --parsable ...`; returns the job id. Without sbatch, raises ValueError(`missing`)."""
     # Drop other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
     others = ("SLURM_", "SBATCH_", "SRUN_")
     names = [name for name in os.environ if name in _KEPT or not name.startswith(others)]

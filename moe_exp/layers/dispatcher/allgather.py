@@ -1,6 +1,6 @@
 """All-gather dispatcher: every rank receives all tokens and selects the rows of its experts.
 
-Shape suffixes: see `moe_exp.layers`; also A tokens of all ranks, S source ranks (ETP*EP).
+Shape suffixes: see `moe_exp.layers`; in addition, A = tokens of all ranks, S = source ranks (ETP*EP).
 """
 
 from __future__ import annotations

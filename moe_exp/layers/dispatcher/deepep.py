@@ -2,7 +2,7 @@
 
 A token is sent once to every rank that holds one of its experts, with its K expert indices and router
 weights; the receiving rank sorts by expert. DeepEP's combine is the backward of its dispatch, and vice versa.
-Shape suffixes: see `moe_exp.layers`; also A received tokens.
+Shape suffixes: see `moe_exp.layers`; in addition, A = received tokens.
 """
 
 from __future__ import annotations

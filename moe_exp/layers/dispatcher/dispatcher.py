@@ -131,7 +131,7 @@ class Dispatcher(ABC):
 class LocalDispatcher(Dispatcher):
     """Dispatcher for experts that are all on this rank.
 
-    The host waits for the GPU only if slots were dropped and rows are not padded, to read the number of rows.
+    If slots were dropped and rows are not padded, the host waits for the GPU to read the number of rows.
     """
 
     name = "local"
@@ -204,7 +204,7 @@ class AllToAllDispatcher(SpreadDispatcher):
 
     A second, concurrent all-to-all sends the router weights. If experts are split over `etp_group`, the ranks
     of this group gather the rows, each rank computes a part of every result, and `combine` sums the parts.
-    Synchronizes once, to read the row counts; with `rows_per_expert`, never.
+    The host waits for the GPU once, to read the row counts; with `rows_per_expert`, it does not wait.
     """
 
     name = "alltoall"
@@ -293,7 +293,7 @@ def experts_per_rank(num_experts: int, ep: int) -> int:
 def local_row_order(
     decision: RoutingDecision, *, num_experts: int, rows_per_expert: int | None
 ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
-    """Row order of this rank's slots; rows per expert on the device, and on the host if known."""
+    """Row order of this rank's slots; rows per expert on the device, and on the host (None if unknown)."""
     if rows_per_expert is not None:
         order = pad_slots(decision, num_experts=num_experts, rows_per_expert=rows_per_expert)
         counts_E = torch.full((num_experts,), rows_per_expert, device=order.slot_R.device)

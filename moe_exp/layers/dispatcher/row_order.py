@@ -60,7 +60,7 @@ class SortedSlots:
     use_kernels: bool | None = None
 
     def order(self, num_rows: int | None = None) -> RowOrder:
-        """The row order. `num_rows`: sum of rows_per_expert_E. None synchronizes if slots may be dropped."""
+        """The row order. `num_rows`: sum of rows_per_expert_E; None: read from the GPU if needed."""
         row_N = self.row_N
         if row_N is None:
             row_N = torch.empty_like(self.slot_N)

@@ -153,7 +153,7 @@ class Experts(nn.Module):
         return output_RD + bias_RD * weights_R.unsqueeze(1).to(bias_RD.dtype)
 
     def _whole_bias2(self) -> Tensor | None:
-        """The second bias [L, D], with zeros in the columns that other ranks add."""
+        """The second bias [L, D]: this rank's columns, and zeros in the columns of other ranks."""
         if self.bias2 is None:
             return None
         after = self.weight2.size(1) - self.bias2_start - self.bias2.size(1)
@@ -179,7 +179,7 @@ class Experts(nn.Module):
         return expert_loop(x, weights_R, *parameters, rows_per_expert_L=counts_L, **options)
 
     def _recomputing(self, active_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor) -> Any:
-        """With `recompute_activation`, a context in which autograd does not save `active_RF`."""
+        """A context in which autograd does not save `active_RF` if `recompute_activation` is set."""
         if not self.recompute_activation or torch.compiler.is_compiling():  # the compiler decides itself
             return nullcontext()
         source_RW, factor_R1 = hidden_RW.detach(), weights_R.detach().to(hidden_RW.dtype).unsqueeze(1)

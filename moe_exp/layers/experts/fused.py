@@ -61,7 +61,7 @@ def experts_of_rows(
 
 
 def _run(*args: Any) -> Tensor:
-    """Applies `_Experts`, and passes whether a backward pass can follow."""
+    """Applies `_Experts` and tells it whether a backward pass can follow."""
     # Inside an autograd function's forward, gradients are always disabled.
     has_backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
     return _Experts.apply(*args, has_backward)

@@ -286,7 +286,7 @@ OLDEST_FOR_KERNELS = (8, 9)  # the first tensor cores with e4m3
 
 
 def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
-    """Raises a ValueError if our kernels (on a CPU: plain torch) cannot compute the experts in e4m3."""
+    """Raises a ValueError if our kernels, or plain torch on a CPU, cannot compute the experts in e4m3."""
     if backend != "triton":
         rule = f"requires expert_backend=triton, not {backend}"
         raise ValueError(f"fp8=e4m3: {rule}. Fix: set EXPERT_BACKEND=triton, or FP8=none.")

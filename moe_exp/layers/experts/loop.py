@@ -1,7 +1,7 @@
 """The `loop` backend on a CPU: one expert after another, so that an expert's data stays in the cache.
 
-It allocates a tensor of R rows only if backward or the next step needs the tensor, because on a CPU, touching
-new memory costs as much as the computation. Shape suffixes: see `moe_exp.layers`.
+It allocates a tensor of R rows only if backward or the next step needs the tensor: on a CPU, writing to newly
+allocated memory costs as much as the computation. Shape suffixes: see `moe_exp.layers`.
 """
 
 import functools
@@ -167,7 +167,7 @@ def _backward(
     bias1_LF: Tensor | None, bias2_LD: Tensor | None, hidden_RF: Tensor, rows_per_expert_L: Tensor,
     bias2_start: int, activation: str, token_R: Tensor | None, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of the first six arguments of `_forward` (for `x`: per row); empty if not needed."""
+    """Gradients of the first six arguments of `_forward`, empty if not needed; that of `x` has R rows."""
     splits = rows_per_expert_L.tolist()
     inputs = x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
     results = _empty_gradients(grad, *inputs, needs)

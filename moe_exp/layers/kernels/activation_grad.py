@@ -187,9 +187,9 @@ def activation_grad(
     dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, offsets_L1: Tensor, *, activation: str,
     token_R: Tensor | None = None, weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the pre-activation h and router weight w, where a is the activation of h.
+    """Gradients of the pre-activation h and the router weight w.
 
-    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a.
+    With a = activation(h): da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a.
 
     Args:
         dy: gradient of the outputs in the dtype of the weights: rows [R, D], or tokens [T, D] with `token_R`.

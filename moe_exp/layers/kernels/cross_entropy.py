@@ -1,6 +1,6 @@
 """Cross entropy over a vocabulary that may be split over ranks; forward and backward each read logits once.
 
-loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Shapes: N tokens, V words of this rank.
+loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Shapes: N tokens, V vocabulary entries of this rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_exp.layers.groups import group_size
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.launch import jit, tl
 
-BLOCK = 4096  # words per step
+BLOCK = 4096  # vocabulary entries per step
 
 
 @jit

@@ -103,7 +103,7 @@ def grouped_matmul(
     x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiplies each row by its expert's matrix, to [R, O]; rows from offsets[L] on are undefined.
+    """Multiplies each row by its expert's matrix; returns [R, O]. Rows from offsets[L] on are undefined.
 
     Args:
         x_RI: rows sorted by expert.

@@ -1,8 +1,8 @@
 """Functions shared by all kernels: selection, launch sizes and torch.compile support.
 
-A kernel's module contains the kernel, its plain-torch reference (`..._torch`, also called twin, for CPUs and
-tests) and the public function that calls the kernel or the reference. If TRITON_INTERPRET=1 is set before the
-first import, Triton interprets the kernels (slowly) on CPU tensors, in place of the references.
+A kernel's module contains the kernel, a plain-torch reference for CPUs and tests (`..._torch`, also called
+the twin), and the public function that calls the kernel or the reference. If TRITON_INTERPRET=1 is set before
+the first import, Triton interprets the kernels (slowly) on CPU tensors, in place of the references.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def missing() -> str:
 
 
 def runs_kernel(x: Tensor) -> bool:
-    """Whether kernels, not their plain-torch references, compute with `x`."""
+    """Whether operations on `x` use the kernels instead of their plain-torch references."""
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
@@ -116,7 +116,7 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit that does not specialize arguments with a prefix in VARYING; no effect without Triton."""
+    """triton.jit without specialization of arguments named with a prefix in VARYING; no-op without Triton."""
     if triton is None:
         return function
     # The name in profilers consists of module and function, such as `up_projection_kernel`.
@@ -135,7 +135,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def is_of_device(error: Exception) -> bool:
-    """Whether the device (out of memory, illegal access), not a kernel config, caused the error."""
+    """Whether the device caused the error (out of memory, illegal access), rather than a kernel config."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if not torch.cuda.is_available():
@@ -250,7 +250,7 @@ def cdiv(number: int, divisor: int) -> int:
 def compilable(
     name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Decorator that runs a function on its first tensor's device; in torch.compile, as an opaque operator.
+    """Decorator: runs a function on its first tensor's device; torch.compile sees an opaque operator.
 
     Args:
         fake: function of the same arguments that returns uninitialized results.

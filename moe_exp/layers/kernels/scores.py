@@ -69,7 +69,7 @@ def key_of(x):
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """TOPK best experts and their values [BLOCK_T, BLOCK_K], and `key` with LEAST for the chosen experts."""
+    """TOPK best experts and their values [BLOCK_T, BLOCK_K], and a `key` that is LEAST for these experts."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -86,7 +86,8 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
     """Router weights of the chosen experts.
 
-    `value`: raw scores; logits if softmax follows the choice; log scores if per-expert scores are normalized.
+    `value` is logits if softmax follows the choice, log scores if per-expert scores are normalized, and raw
+    scores otherwise.
     """
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
         value = tl.where(is_place, value, -float("inf"))

@@ -1,7 +1,7 @@
 """Compares kernels with plain-torch references before training. Shape suffixes: see `moe_exp.layers`.
 
-Kernels run as in training, with the model's widths but few rows, in all configs that may be chosen. Tuning
-times the same calls with as many rows as in training. PyTorch's global random state is not changed.
+Kernels run as in training, with the model's widths but few rows, in all configs that may be chosen. To choose
+configs, the same calls are timed with as many rows as in training. PyTorch's global random state is kept.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Case:
 
 
 def can_check(device: torch.device) -> bool:
-    """Whether the device runs kernels, not their plain-torch references."""
+    """Whether kernels run on the device and so can be compared with their plain-torch references."""
     return launch.runs_kernel(torch.empty(0, device=device)) and not launch.missing()
 
 
@@ -168,7 +168,7 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
 
 
 def error_of(results: Outputs, expected: Outputs) -> float:
-    """Largest error of a row relative to its norm (at least the mean norm); infinite for unequal integers."""
+    """Largest row error relative to the row's norm or, if larger, the mean norm; inf if integers differ."""
     errors = []
     for one, other in zip(results, expected, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -209,7 +209,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[_Case]:
-    """Calls of kernels that have several configs, at the run's sizes, for each class of rows per expert."""
+    """Calls of kernels that have several configs, with the run's sizes, repeated for each `rows_class`."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts

@@ -47,7 +47,7 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def tile_place(
     tile, num_m, num_n, tile_ends, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """Results of `row_tile`, and column index, of the tile with index `tile` among num_m x num_n tiles."""
+    """Results of `row_tile` and the column index, for the tile with index `tile` of num_m x num_n tiles."""
     tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
     expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
     return expert, row, row_end, tile_n
@@ -55,7 +55,7 @@ def tile_place(
 
 @jit
 def row_sources(tokens, rows, row_end, num_tokens):
-    """The operand's row for each row of a tile, and whether that row is a token, not padding.
+    """For each row of a tile, the operand's row to read and whether it is a token rather than padding.
 
     If `tokens` is None, the operand contains the rows themselves.
     """
@@ -149,7 +149,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
 
 @jit
 def linear_unit(up, ACTIVATION: tl.constexpr):
-    """The factor on the activated gate: `up`, which some activations clamp and shift."""
+    """The factor that multiplies the activated gate: `up`, clamped and shifted for clamped_swiglu."""
     if ACTIVATION == "clamped_swiglu":
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
     return up

@@ -28,7 +28,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class KernelConfig:
-    """Constants of a kernel with `num_warps` and `num_stages`; TMA=1 requires tensor descriptors."""
+    """Constants, `num_warps` and `num_stages` of a kernel launch; TMA=1 requires tensor descriptors."""
 
     constants: dict[str, int]
 
@@ -127,7 +127,7 @@ class Tuned:
         return [x for x in self.configs if x not in self._dropped and x.suits(kwargs)]
 
     def take(self, choices: dict[Key, KernelConfig]) -> None:
-        """Replaces the choices, see `take_choices`; ignores configs that failed in this process."""
+        """Replaces the choices (see `take_choices`), except for configs that failed in this process."""
         self.choices = {key: config for key, config in choices.items() if config not in self._dropped}
         self.is_decided = True
 

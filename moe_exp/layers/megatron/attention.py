@@ -172,7 +172,7 @@ class CausalAttention(nn.Module):
         return in_sequence_order(rows, sequence_blocks(size, num_stripes))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends: queries [Sq, B, H, d], keys [Sk, B, G, d] to [Sq, B, H, v]; last query sees all keys."""
+        """Result [Sq, B, H, v] for queries [Sq, B, H, d], keys [Sk, B, G, d]; last query sees all keys."""
         self._measure(query, key)
         if self.use_flash:
             from flash_attn import flash_attn_func
@@ -312,7 +312,7 @@ class ProjectionNorm(nn.Module):
 
 
 def install_rotary() -> bool:
-    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if it uses Transformer Engine's kernel."""
+    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's kernel is in use."""
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate

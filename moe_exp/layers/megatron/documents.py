@@ -120,7 +120,7 @@ class RestartingPositions(nn.Module):
         self, context: Any, transformer: Any, inputs: Any, config: Any, documents: Documents | None = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        """The argument that Megatron then passes to `forward`: a number of positions, or the documents."""
+        """The value that Megatron passes on to `forward`: a number of positions, or the documents."""
         documents = documents or self.documents
         return documents or self.rotary.get_rotary_seq_len(context, transformer, inputs, config, **options)
 

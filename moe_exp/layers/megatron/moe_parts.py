@@ -107,7 +107,7 @@ class MegatronRouter(Router):
         self.update_rules(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
-        """Updates the balance rules that Megatron's finalize_model_grads (called before) does not support."""
+        """Call after Megatron's finalize_model_grads: updates the balance rules that it does not support."""
         self.update_rules(self.batch_group, QuantileBias, L1Factor)
 
 

@@ -23,10 +23,10 @@ def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_top
 
 
 def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
-    """The fewest first slots of each token whose scores add up to at least `top_p`, bool [T, K].
+    """Bool mask [T, K] of each token's best slots: the fewest whose scores add up to at least `top_p`.
 
-    At least one slot; all K slots if the sum of their scores is smaller. Huang et al. 2024, Harder Tasks Need
-    More Experts (arXiv:2403.07652), equation 5, with at most K experts.
+    Selects at least one slot, and all K slots if their scores add up to less. Huang et al. 2024, Harder Tasks
+    Need More Experts (arXiv:2403.07652), equation 5, with at most K experts.
 
     Args:
         scores_TK: scores of the chosen experts, best first; the scores of all experts sum to 1.
@@ -44,7 +44,7 @@ def sinkhorn(
     logits_TE: Tensor, valid_T: Tensor | None = None, *, group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:  # fmt: skip
-    """exp(logits), with rows and columns scaled so that all tokens have equal mass, and all experts too.
+    """exp(logits) with scaled rows and columns: all tokens have equal mass, and all experts have equal mass.
 
     Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified
     Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like Megatron-Core, when

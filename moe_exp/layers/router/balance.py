@@ -42,7 +42,7 @@ class BalanceRule:
         """Counts a micro-batch's slots per expert, chosen by score alone, as in the losses."""
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
-        """Updates the state after a global batch; the ranks of `group` routed the batch's other tokens."""
+        """Updates the state after a global batch, which the ranks of `group` routed together."""
 
 
 class SignBias(BalanceRule):
@@ -152,9 +152,9 @@ _RANGE = math.asinh(_LARGEST / _SCALE)
 
 
 def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = None) -> Tensor:
-    """Number of tokens for each expert and each bin of `cutoff - choice`, int64 [E, B], without padding.
+    """Histogram of `cutoff - choice` for each expert, over tokens that are not padding: int64 [E, B].
 
-    Choice is score plus bias, and cutoff its (K+1)-th largest value.
+    `choice` is the score plus the bias; `cutoff` is a token's (K+1)-th largest choice.
     """
     num_experts = choice_TE.size(1)
     place_TE = torch.asinh((cutoff_T.unsqueeze(1) - choice_TE) / _SCALE) / _RANGE
@@ -166,7 +166,7 @@ def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = Non
 
 
 def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
-    """The bias plus the K/E quantile of each expert's gaps, shifted to mean 0; `bias_E` without counts."""
+    """The bias plus the K/E quantile of each expert's gaps, shifted to mean 0; unchanged if counts are 0."""
     cumulative_EB = counts_EB.cumsum(dim=1).double()
     total_E1 = cumulative_EB[:, -1:]
     target_E1 = total_E1 * topk / bias_E.numel()

@@ -33,7 +33,7 @@ class Router(nn.Module):
     Weights are multiplied by the scaling factor. With null experts or `top_p` a token uses only some of its K
     slots, and weights are normalized over the used slots.
 
-    Quotients s / sum of s (scores of the losses, normalized weights) are computed as softmax(log s), exact to
+    The ratios s / sum(s) (scores of the losses, normalized weights) are computed as softmax(log s), exact to
     1e-6 in fp32 for any logits. Where s underflows, unnormalized weights are 0 and only the bias decides.
 
     Args:
@@ -43,9 +43,9 @@ class Router(nn.Module):
         weight: [E, D]; here and below, E includes null experts.
         bias: [E], added to the logits, or None.
         expert_bias: [E], fp32, if configured.
-        l1_factor: fp32 scalar, factor on the weight of the loss `l1`, with ReLU scores.
-        slots_and_tokens: [2], int64, counts of the current global batch, with ReLU scores.
-        gap_counts: [E, B], int64, counts of the current global batch, for quantile balancing.
+        l1_factor: fp32 scalar that multiplies the coefficient of the loss `l1`; only with ReLU scores.
+        slots_and_tokens: [2], int64, counts of the current global batch; only with ReLU scores.
+        gap_counts: [E, B], int64, counts of the current global batch; only for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, initially zero.
         replay: RoutingReplay that records or replays decisions, or None.
         needs_scores: whether scores and logits are needed, not only their sums; if True, no kernel can route.
@@ -274,7 +274,7 @@ class _LinearIn(torch.autograd.Function):
 
 
 def _multiplies_16_bits(x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Whether torch.mm multiplies these tensors with fp32 sums and results; products are exact in fp32."""
+    """Whether torch.mm supports fp32 sums and results for these 16-bit tensors (their products are exact)."""
     # on NVIDIA GPUs in PyTorch 2.8 and newer; torch.compile supports it only in later versions
     is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
     is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)

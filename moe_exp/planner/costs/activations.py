@@ -23,8 +23,8 @@ columns, for each micro-batch: 2 bytes per weight. This size has not been compar
 
 The unfused case without dropout, sequence parallelism and gates is from Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout). With sequence parallelism (section 4.2.2),
-the terms above without a division by t count tokens/t. We add gates, grouped queries, experts and kernels.
-Checked on a CPU against the tensors that autograd saves, and on GPUs against four runs' peaks.
+the terms above without a division by t apply to tokens/t tokens. We add gates, grouped queries, experts and
+kernels. Checked on a CPU against the tensors that autograd saves, and on GPUs against four runs' peaks.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Activations:
 def activations_of(
     job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
-    """Returns a micro-batch's activations. `imbalance`: a dropless rank's rows, relative to a fair share."""
+    """Returns a micro-batch's activations. `imbalance`: if dropless, a rank's rows over a fair share."""
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 
@@ -64,7 +64,7 @@ def width_of(job: PlannedJob) -> int:
 
 
 class _Account:
-    """Sums up the tensors. A rank has `_all_tokens` inside a layer's products and `_tokens` elsewhere."""
+    """Sums up the tensors. A rank has `_all_tokens` in a layer's matrix products and `_tokens` elsewhere."""
 
     def __init__(self, job: PlannedJob, on_cpu: bool, runs_kernels: bool, imbalance: float):
         config = job.config
@@ -137,7 +137,7 @@ class _Account:
         return {name: size for name, size in sizes.items() if name in modules}
 
     def _norm(self, size: float, heads: int = 1) -> float:
-        """Bytes per token that a norm over `size` channels keeps: the input, and a divisor for each head."""
+        """Bytes per token that a norm of `size` channels keeps: the input, and statistics for each head."""
         if self._config.normalization != "RMSNorm":
             return self._width * size + 2 * heads * (self._width if self._on_cpu else 4)
         return (8 if self._norms_in_fp32 else self._width) * size + 4 * heads

@@ -95,8 +95,8 @@ class Device:
 
         A GPU with U multiprocessors computes the output in waves of U tiles; a partial wave takes as long as
         a full one. With a short inner dimension, a product reaches k / (k + half_depth) of the speed. With
-        `sums_over_rows`, as in a weight's gradient, both inputs are contiguous along m and n, so k may have
-        any alignment.
+        `sums_over_rows`, as in a weight's gradient, the inputs are contiguous along m and n, not along k, so
+        k need not be aligned.
         """
         # Waves of tiles are a property of GPUs.
         work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.num_units)
@@ -110,7 +110,7 @@ class Device:
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Returns the time to move `num_bytes` (forward, backward) per element, given for 2-byte types."""
+        """Returns the time to move `num_bytes` per element in forward and backward (for 2-byte types)."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
@@ -156,7 +156,7 @@ class Group:
         return 2 * self.reduce_scatter(num_bytes, share)
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach; `older` on devices up to Ampere."""
+        """Returns the share of `bytes_per_second` that rings reach: `older` on devices up to Ampere."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share

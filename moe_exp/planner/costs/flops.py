@@ -14,8 +14,8 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     A multiply-add is two operations and the backward pass takes twice the forward pass: 6 FLOPs per weight
     that a token uses. Of the S^2 scores, only the half below the causal mask counts; until late 2024,
     Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in the bracket is
-    DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn counts l/h times, and the two projections of an MoE
-    layer add 4*h*l forward. Norms, softmax, router and recompute are not counted; Megatron-LM counts the
+    DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn is multiplied by l/h, and the two projections of an MoE
+    layer add 4*h*l in forward. Norms, softmax, router and recompute are not counted; Megatron-LM counts the
     norms of latent attention.
 
     Args:

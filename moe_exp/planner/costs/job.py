@@ -81,7 +81,7 @@ class PlannedJob:
 
     @property
     def of_deepspeed(self) -> bool:
-        """Whether Megatron-DeepSpeed ran the job; no other engine here has learned positions."""
+        """Whether Megatron-DeepSpeed ran the job; no other engine here uses learned position embeddings."""
         return self.learned_positions
 
     @cached_property

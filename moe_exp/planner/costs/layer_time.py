@@ -47,7 +47,7 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Returns the forward seconds that are recomputed, by value of RECOMPUTE and module of `Engine`."""
+        """Returns the recomputed forward seconds for each value of RECOMPUTE and of `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts_moe - self.starts_dense
         return {
@@ -117,7 +117,7 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
 
 
 def _host_seconds(job: PlannedJob, device: Device) -> tuple[float, float]:
-    """Returns the host seconds of a layer without and with experts, for kernel launches."""
+    """Returns the host seconds for the kernel launches of a dense layer and of an MoE layer."""
     # On older devices, `layer_seconds` covers kernel launches.
     if not device.is_recent:
         return 0.0, 0.0

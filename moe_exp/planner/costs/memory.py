@@ -172,8 +172,8 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
 def _bytes_per_parameter(
     job: PlannedJob, constants: MemoryConstants
 ) -> tuple[float, float, float, float, float]:
-    """Returns the bytes per parameter of a rank: weights, gradients, optimizer state of dense and of expert
-    parameters (after sharding), and additional state of embedding and output layer.
+    """Returns five sizes in bytes per parameter of a rank: weights, gradients, optimizer state of dense and
+    of expert parameters (both sharded), and additional state of embedding and output layer.
     """
     config, engine = job.config, job.engine
     if job.of_deepspeed:

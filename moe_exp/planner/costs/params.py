@@ -31,7 +31,7 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Parameters of a rank; the two parts are replicated over different process groups."""
+    """Dense and expert parameters of a rank, which are replicated over different process groups."""
 
     dense: int  # all except routed experts, replicated over the data-parallel and context-parallel ranks
     expert: int  # routed experts, replicated over the expert-data-parallel ranks
@@ -104,7 +104,7 @@ def most_loaded_rank(config: Config) -> int:
 
 
 def optimizer_state_bytes(config: Config) -> float:
-    """Returns the bytes per parameter of main weight, moments and average, before sharding over ranks.
+    """Returns the bytes per parameter for main weight, moments and weight average, before sharding.
 
         OPTIMIZER                            main weight   moments               together, bf16 or fp16 / fp32
         adam                                 4             4 + 4                 12      / 8

@@ -16,7 +16,7 @@ PRICED_BACKENDS = ("auto", "triton", "loop", "torch", "grouped_gemm", "te", "meg
 
 
 def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
-    """Returns the entry of `costs` for the value of the setting `name`; ValueError if it is missing."""
+    """Returns the entry of `costs` for the value of setting `name`; ValueError if there is no such entry."""
     value = getattr(config, name)
     if value not in costs:
         raise setting_error(name, value, "the planner does not support this value", f"use {', '.join(costs)}")
@@ -93,7 +93,7 @@ class Shape(NamedTuple):
 
 
 def products(config: Config, *, sequence_parallel: bool) -> dict[str, list[Shape]]:
-    """Returns the products of all kinds of layers and the output layer by part, except attention scores."""
+    """Returns by part the matrix products of all layers and the output layer, except attention scores."""
     tokens, hidden = num_tokens(config), config.hidden_size
     experts_in_fp8, others_in_fp8 = fp8_parts(config)
     ways, tp = 2 if config.gated else 1, config.tp
@@ -141,7 +141,7 @@ def hidden_bytes(config: Config) -> float:
 
 
 def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float:
-    """Returns the number of a micro-batch's `tokens` that a rank has between the products of a layer."""
+    """Returns how many of a micro-batch's `tokens` a rank has between a layer's tensor-parallel products."""
     return tokens / config.tp if sequence_parallel else tokens
 
 

@@ -126,7 +126,7 @@ def disk_use(
     for two reasons.
 
     A checkpoint is removed only when the next one is complete (`which_to_remove`). The checkpoint from which
-    this start resumed is kept.
+    the run resumed is also kept.
 
     Args:
         iteration: the iteration that the run resumes from; 0: none.

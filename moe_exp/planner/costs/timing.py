@@ -247,9 +247,9 @@ def _muon_seconds(
 ) -> float:
     """Returns the seconds of Muon's products on the slowest stage; 0 for other optimizers.
 
-    Muon orthogonalizes each [r, c] matrix, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`): x
-    x^T, its square, and a sum of both times x. The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the
-    whole matrix, even with TP. Ranks with the same matrices share work. `layers`: (dense, MoE) per stage.
+    Muon orthogonalizes each [r, c] matrix x, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`):
+    s = x x^T, s^2, and (b s + c s^2) x. The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole
+    matrix, even with TP. Ranks with the same matrices share work. `layers`: (dense, MoE) per stage.
     """
     if config.optimizer != "muon":
         return 0.0

@@ -80,7 +80,7 @@ def block_matmul(
     x_RI: Tensor, x_scale_RC: Tensor, w_LOI: Tensor, w_scale_LCC: Tensor, offsets_L1: Tensor,
     dtype: torch.dtype, bias_LO: Tensor | None = None, weights_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiplies each row by its expert's matrix, to [R, O]; rows from offsets[L] on are undefined.
+    """Multiplies each row by its expert's matrix; returns [R, O]. Rows from offsets[L] on are undefined.
 
     Args:
         x_RI, x_scale_RC: rows sorted by expert, from `quantize_rows`.

@@ -32,7 +32,7 @@ def grouped_matmul(
     x: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None, *, index_R: Tensor | None = None, twin: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`kernels.grouped_matmul` in FP8. `index_R`: row of `x` for each row. `twin`: compute in plain torch."""
+    """`kernels.grouped_matmul` in FP8. Row r reads row index_R[r] of `x`. `twin`: compute in plain torch."""
     rows, blocks, matmul = quantize_rows, quantize_blocks, block_matmul
     if twin:
         rows, blocks, matmul = quantize_rows_torch, quantize_blocks_torch, block_matmul_torch
@@ -88,7 +88,7 @@ def weight_grad(
     a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
     b_index_R: Tensor | None = None, out: Tensor | None = None, adds: bool = True, twin: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`kernels.weight_grad` in FP8; `twin` as in `grouped_matmul`."""
+    """`kernels.weight_grad` in FP8. `twin`: compute in plain torch."""
     columns, product = quantize_columns, block_weight_grad
     if twin:
         columns, product = quantize_columns_torch, block_weight_grad_torch
