@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_exp.config import Config
-from moe_exp.engine.optimizer_classes import Adam
+from moe_exp.engine.optimizer_classes import Adam, set_main_weights
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.megatron.moe_parts import device_of_model
 
@@ -35,6 +35,33 @@ def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
         return "torch"
     # Muon needs clipped gradients of the matrices, and fp16 gradients that the loss scaler has checked.
     return "whole" if config.optimizer == "adam" and config.dtype != "fp16" else "update"
+
+
+def keeps_remainders(config: Config, step: str) -> bool:
+    """Whether main weights are kept as 16-bit remainders (MAIN_PARAMS) with a `step` from `choose_step`."""
+    if config.main_params == "auto":
+        return step == "whole" and config.dtype == "bf16" and not config.qk_clip
+    return config.main_params == "remainder"
+
+
+def keep_remainders(optimizer: MegatronOptimizer) -> None:
+    """Replaces main weights, equal to the bf16 weights, by remainders of zero (see adamw.py)."""
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        adam = part.optimizer
+        adam.weights = dict(_weights(part))
+        adam.remainders = {p: torch.zeros_like(x, dtype=torch.int16) for p, x in adam.weights.items()}
+        for p in adam.weights:
+            # Megatron uses the tensor's shape, gradient and attributes. Its values are one NaN, read-only.
+            p.data = p.new_full((), math.nan).expand_as(p)
+        part._copy_main_params_to_model_params = lambda: None  # the weights are part of the main weights
+        part._copy_model_params_to_main_params = partial(_restart, adam)
+
+
+def _restart(adam: Adam, state_dict: None = None) -> None:
+    for p, weight in adam.weights.items():
+        set_main_weights(adam, p, weight.float())
 
 
 def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from moe_exp.engine.adamw import adamw_step, step_factors
+from moe_exp.engine.adamw import adamw_step, join, split, step_factors
 from moe_exp.host.megatron_versions import refuse_cuda_graphs
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -29,10 +29,12 @@ class Adam(torch.optim.Optimizer):
 
     _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
     # Set by fused_step.py: whether `adamw_step` runs, the norm of all gradients on the device, its limit, and
-    # the 16-bit weights to write, by main weight.
+    # the 16-bit weights to write, by main weight; with MAIN_PARAMS=remainder also the remainders of the main
+    # weights, which then have no values of their own.
     uses_kernel, clip = False, 0.0
     norm: Tensor | None = None
     weights: Mapping[Tensor, Tensor] = {}
+    remainders: Mapping[Tensor, Tensor] = {}
 
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -54,7 +56,13 @@ class Adam(torch.optim.Optimizer):
                 params = [p for p in group["params"] if p.grad is not None]
                 for p in params:
                     self.allocate(p, group)
-                (self._update_by_kernel if self.uses_kernel else self._update)(group, params)
+                if self.uses_kernel:
+                    self._update_by_kernel(group, params)
+                elif not self.remainders:
+                    self._update(group, params)
+                else:
+                    for p in params:
+                        self._update_joined(group, p)
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Creates a parameter's moments, initially zero, unless they exist."""
@@ -64,7 +72,9 @@ class Adam(torch.optim.Optimizer):
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
         """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`."""
-        return {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
+        found = {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
+        # the signs belong to the main weights, see adamw.py
+        return found | {"exp_avg_sq": found["exp_avg_sq"].abs()} if p in self.remainders else found
 
     def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
         """Sets the moments of `p` to `values`, which have the format that `moments` returns."""
@@ -73,6 +83,14 @@ class Adam(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         _fused_adamw(group, params, [self.state[p] for p in params])
+
+    def _update_joined(self, group: dict[str, Any], p: Tensor) -> None:
+        empty, main = p.data, main_weights(self, p)
+        self.state[p]["exp_avg_sq"].abs_()
+        p.data = main
+        self._update(group, [p])
+        p.data = empty
+        set_main_weights(self, p, main)
 
     def _update_by_kernel(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         if not params:
@@ -85,8 +103,9 @@ class Adam(torch.optim.Optimizer):
         for p in params:
             assert p.grad is not None
             adamw_step(
-                p.detach(), p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"],
-                self.weights.get(p), factors, betas=group["betas"], eps=group["eps"],
+                self.remainders.get(p, p.detach()), p.grad, self.state[p]["exp_avg"],
+                self.state[p]["exp_avg_sq"], self.weights.get(p), factors, betas=group["betas"],
+                eps=group["eps"],
             )  # fmt: skip
 
 
@@ -259,13 +278,32 @@ def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
     return {name: optimizer.state[p][name] for name in MOMENTS if name in optimizer.state[p]}
 
 
-def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Sets the moments of `p` to `values`, which have the format that `moments` returns."""
+def main_weights(optimizer: torch.optim.Optimizer, p: Tensor) -> Tensor:
+    """fp32 main weights of `p`; not copied unless they are kept as remainders."""
+    if isinstance(optimizer, Adam) and p in optimizer.remainders:
+        return join(optimizer.weights[p], optimizer.remainders[p], optimizer.state[p]["exp_avg_sq"])
+    return p.detach()
+
+
+def set_main_weights(optimizer: torch.optim.Optimizer, p: Tensor, values: Tensor) -> None:
+    """Sets the main weights of `p` to the changed tensor from `main_weights`; bf16 weights follow."""
+    if isinstance(optimizer, Adam) and p in optimizer.remainders:
+        square = optimizer.state[p]["exp_avg_sq"]
+        kept = (optimizer.weights[p], optimizer.remainders[p], square)
+        for target, value in zip(kept, split(values, square), strict=True):
+            target.copy_(value)
+
+
+def set_state(
+    optimizer: torch.optim.Optimizer, p: Tensor, main: Tensor, values: Mapping[str, Tensor]
+) -> None:
+    """Sets `p` to what `main_weights` and `moments` returned, after it was changed in place."""
     kept = optimizer.state[p]
-    if all(kept.get(name) is value for name, value in values.items()):
-        return  # `moments` returned the stored tensors themselves, which were changed in place
-    if isinstance(optimizer, Adam):
-        optimizer.set_moments(p, values)
-    else:
-        for name, value in values.items():
-            kept[name].copy_(value)
+    # Otherwise, `moments` returned the stored tensors themselves.
+    if any(kept.get(name) is not value for name, value in values.items()):
+        if isinstance(optimizer, Adam):
+            optimizer.set_moments(p, values)
+        else:
+            for name, value in values.items():
+                kept[name].copy_(value)
+    set_main_weights(optimizer, p, main)  # last, because it sets the signs of second moments
