@@ -52,12 +52,12 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
     if name != "adam":
         raise ValueError(f"optimizer={name}: has no class in engine/optimizer_setup.py. Fix: use adam.")
     step = choose_step(config, device_type=device_type, failure=failure)
+    kept = "; main weights as 16-bit remainders" if keeps_remainders(config, step) else ""
     if step != "torch":
-        kept = "; main weights as 16-bit remainders" if keeps_remainders(config, step) else ""
         return "triton", f"AdamW with clipping and bf16 weights in one pass{kept}"
     if config.optimizer_state_dtype == "bf16":
-        return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
-    if config.main_params == "remainder":
+        return "torch fused Adam, moments in bf16", f"OPTIMIZER_STATE_DTYPE=bf16{kept}"
+    if kept:
         return "torch fused", "MAIN_PARAMS=remainder"
     if _FUSED_ADAM is not None:
         return "fused", f"from {_FUSED_ADAM.__module__.partition('.')[0]}"

@@ -183,11 +183,12 @@ def test_main_weights_are_not_kept_twice(tmp_path):
         ({}, "whole", True), ({}, "torch", False), ({"dtype": "fp32"}, "whole", False),
         ({"qk_clip": 100.0, "distributed_optimizer": False}, "whole", False),
         ({"main_params": "fp32"}, "whole", False), ({"main_params": "remainder"}, "torch", True),
+        ({"main_params": "remainder", "optimizer_state_dtype": "bf16"}, "torch", True),
     ],
 )  # fmt: skip
 def test_where_remainders_are_kept(settings, step, expected, monkeypatch):
     monkeypatch.setattr(optimizer_setup, "choose_step", lambda *_, **__: step)
-    config = load_config({"dtype": "bf16"} | settings, {})
+    config = load_config({"dtype": "bf16", "optimizer": "adam"} | settings, {})
     assert keeps_remainders(config, step) == expected
     assert ("emainder" in "".join(choose_optimizer(config))) == expected
 

@@ -167,7 +167,8 @@ def test_latent_experts_exchange_the_latent_width():
 
 CHOICES = (
     "dispatcher", "recompute", "overlap", "optimizer", "optimizer_state_dtype", "main_params",
-    "cross_entropy", "router_score", "router_dtype", "expert_backend", "normalization", "activation", "qk_norm_scope",
+    "cross_entropy", "router_score", "router_dtype", "expert_backend", "normalization", "activation",
+    "qk_norm_scope",
 )  # fmt: skip
 
 
