@@ -13,9 +13,9 @@ rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box i
     range of this rank        values 100 to 250 of W * D
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0) in the whole [4W, D]
 
-The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place.
-A save converts moments in bf16 or 8 bits, and main weights kept as remainders, to fp32; a load converts them
-back (`engine/optimizer_classes.py`).
+The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place. Main
+weights that are kept as remainders are joined to fp32 until the next iteration (`engine/fused_step.py`).
+A save converts moments in bf16 or 8 bits to fp32; a load converts them back (`engine/optimizer_classes.py`).
 """
 
 import itertools
@@ -39,7 +39,7 @@ from moe_exp.checkpoint.format.torch_dist import (
     slices,
 )
 from moe_exp.engine.averaged_weights import restart_average, update_model_weights
-from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, main_weights, moments, set_state
+from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, moments, set_moments
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -63,7 +63,7 @@ class Owned:
     # distributed optimizer instance, whose ranks share each parameter's values; None: every rank keeps all
     instance: int | None
     is_converted: bool  # the moments are fp32 copies of the optimizer's bf16 or 8-bit moments
-    keep: Callable[[], None]  # writes fp32 copies back to the optimizer once they are filled
+    keep: Callable[[], None]  # writes such moments back to the optimizer once the copies are filled
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
@@ -71,6 +71,8 @@ def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
+        for main in list(getattr(part.optimizer, "remainders", ())):
+            part.optimizer.join(main)
         # parameter, its main weights, the range kept here, and the instance
         kept: list[tuple[Tensor, Tensor, tuple[int, int], int | None]] = []
         if isinstance(part, DistributedOptimizer):
@@ -90,12 +92,11 @@ def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
             kept = [(parameter, main, (0, parameter.numel()), None) for parameter, main in pairs]
         for parameter, main, (start, stop), instance in kept:
             found, state = moments(part.optimizer, main), part.optimizer.state[main]
-            is_converted = any(state[name].dtype != value.dtype for name, value in found.items())
+            is_converted = any(state.get(name) is not value for name, value in found.items())
             average = {AVERAGE: state[AVERAGE]} if AVERAGE in state else {}
-            joined = main_weights(part.optimizer, main)
-            tensors = {"param": joined, **found, **average}
+            tensors = {"param": main, **found, **average}
             values = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
-            keep = partial(set_state, part.optimizer, main, joined, found)
+            keep = partial(set_moments, part.optimizer, main, found)
             yield Owned(parameter, start, stop, values, instance, is_converted, keep)
 
 
@@ -232,7 +233,7 @@ class OptimizerRequest:
     def _asked(self, owned: Owned) -> Owned:
         main, with_moments = owned.values["param"], self._with_moments
         others = {name: owned.values[name] for name in MOMENTS if with_moments and name in owned.values}
-        self._keep.append(owned.keep)
+        self._keep += [owned.keep] if others else []
         self.converted += [replace(owned, values=others)] if others and owned.is_converted else []
         if self.has_average and AVERAGE in owned.values:
             others = others | {AVERAGE: owned.values[AVERAGE]}

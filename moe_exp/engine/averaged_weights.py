@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from moe_exp.engine.optimizer_classes import AVERAGE, main_weights, set_main_weights
+from moe_exp.engine.optimizer_classes import AVERAGE, joined
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -27,34 +27,38 @@ def allocate_average(optimizer: MegatronOptimizer) -> None:
     """Adds an average to the optimizer's state of every parameter: fp32, initially equal to the weights."""
     # As optimizer state, it is sharded by the distributed optimizer, and saved, loaded and resharded like the
     # moments.
-    for inner, p, state in _states(optimizer):
-        state[AVERAGE] = main_weights(inner, p).float().clone()
+    for main, state in _states(optimizer):
+        state[AVERAGE] = main.detach().float().clone()
 
 
-def _states(
-    optimizer: MegatronOptimizer,
-) -> list[tuple[torch.optim.Optimizer, Tensor, dict[str, Tensor]]]:
-    """(PyTorch's optimizer, its parameter, state) of every parameter."""
-    parts = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
-    return [(x, p, x.state[p]) for x in parts for group in x.param_groups for p in group["params"]]
+def _states(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yields (main weights, state) of every parameter."""
+    for part in optimizer.chained_optimizers:
+        for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
+            for main in group["params"]:
+                with joined(part.optimizer, main):
+                    yield main, part.optimizer.state[main]
+
+
+def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (main weights, average) of every parameter; nothing without EMA_DECAY."""
+    return ((main.detach(), state[AVERAGE]) for main, state in _states(optimizer) if AVERAGE in state)
 
 
 @torch.no_grad()
 def restart_average(optimizer: MegatronOptimizer) -> None:
     """Resets the average to the current weights; does nothing without EMA_DECAY."""
-    for inner, p, state in _states(optimizer):
-        if AVERAGE in state:
-            state[AVERAGE].copy_(main_weights(inner, p))
+    for main, average in _pairs(optimizer):
+        average.copy_(main)
 
 
 @torch.no_grad()
 def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -> None:
     """Updates the moving average of the weights; in the formula above, n is `number` and d is `decay`."""
-    for inner, p, state in _states(optimizer):
-        if AVERAGE in state:
-            # Without the correction, the initial weights would keep a share of d^n in the average. After
-            # about 5 / (1 - d) updates it makes no difference.
-            state[AVERAGE].lerp_(main_weights(inner, p), (1 - decay) / (1 - decay**number))
+    for main, average in _pairs(optimizer):
+        # Without the correction, the initial weights would keep a share of d^n in the average. After about
+        # 5 / (1 - d) updates it makes no difference.
+        average.lerp_(main, (1 - decay) / (1 - decay**number))
 
 
 @contextmanager
@@ -65,13 +69,11 @@ def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataPa
     def exchange() -> None:
         # A second exchange undoes it, to the bit. In place and block by block, because a copy of all weights
         # would need 4 more bytes per parameter. Buffers such as the expert bias have no average.
-        for inner, p, state in _states(optimizer):
-            pair = main_weights(inner, p), state[AVERAGE]
-            for ours, theirs in zip(*(x.view(-1).split(_BLOCK) for x in pair), strict=True):
+        for main, average in _pairs(optimizer):
+            for ours, theirs in zip(main.view(-1).split(_BLOCK), average.view(-1).split(_BLOCK), strict=True):
                 held = ours.clone()
                 ours.copy_(theirs)
                 theirs.copy_(held)
-            set_main_weights(inner, p, pair[0])
         update_model_weights(optimizer, model)
 
     exchange()

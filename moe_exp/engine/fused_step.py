@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_exp.config import Config
-from moe_exp.engine.optimizer_classes import Adam, set_main_weights
+from moe_exp.engine.optimizer_classes import Adam
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.megatron.moe_parts import device_of_model
 
@@ -44,24 +44,35 @@ def keeps_remainders(config: Config, step: str) -> bool:
     return config.main_params == "remainder"
 
 
-def keep_remainders(optimizer: MegatronOptimizer) -> None:
-    """Replaces main weights, equal to the bf16 weights, by remainders of zero (see adamw.py)."""
-    for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
-        adam = part.optimizer
-        adam.weights = dict(_weights(part))
-        adam.remainders = {p: torch.zeros_like(x, dtype=torch.int16) for p, x in adam.weights.items()}
+def keep_remainders(part: Any) -> None:
+    """Makes a part of the optimizer keep main weights as remainders (see adamw.py), and allocates moments.
+
+    Code that needs main weights joins them. The next iteration or copy to the model splits them again.
+    """
+    adam, zero_grad, copy = part.optimizer, part.zero_grad, part._copy_model_params_to_main_params
+    adam.weights, adam.remainders = dict(_weights(part)), {}
+    for group in adam.param_groups:
+        for p in group["params"]:
+            adam.allocate(p, group)  # one by one, because main weights and moments may not fit together
+            if p in adam.weights:
+                adam.split(p)
+
+    def split() -> None:
         for p in adam.weights:
-            # Megatron uses the tensor's shape, gradient and attributes. Its values are one NaN, read-only.
-            p.data = p.new_full((), math.nan).expand_as(p)
-        part._copy_main_params_to_model_params = lambda: None  # the weights are part of the main weights
-        part._copy_model_params_to_main_params = partial(_restart, adam)
+            adam.split(p)
 
+    def split_and_zero_grad(set_to_none: bool = True) -> None:
+        split()
+        zero_grad(set_to_none)
 
-def _restart(adam: Adam, state_dict: None = None) -> None:
-    for p, weight in adam.weights.items():
-        set_main_weights(adam, p, weight.float())
+    def copy_from_model(state_dict: None = None) -> None:
+        for p in adam.weights:
+            adam.join(p)
+        copy(state_dict)
+        split()
+
+    part._copy_main_params_to_model_params, part.zero_grad = split, split_and_zero_grad
+    part._copy_model_params_to_main_params = copy_from_model
 
 
 def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:

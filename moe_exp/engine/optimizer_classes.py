@@ -6,7 +6,9 @@ parameter's shape, which fits every layout and every optimizer with the same mom
 them back. With Megatron's distributed optimizer, `p` is a flat fp32 range of a model parameter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,12 +31,10 @@ class Adam(torch.optim.Optimizer):
 
     _dtype: torch.dtype | None = None  # of the moments; None: the parameter's
     # Set by fused_step.py: whether `adamw_step` runs, the norm of all gradients on the device, its limit, and
-    # the 16-bit weights to write, by main weight; with MAIN_PARAMS=remainder also the remainders of the main
-    # weights, which then have no values of their own.
+    # the 16-bit weights to write, by main weight.
     uses_kernel, clip = False, 0.0
     norm: Tensor | None = None
     weights: Mapping[Tensor, Tensor] = {}
-    remainders: Mapping[Tensor, Tensor] = {}
 
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -45,6 +45,8 @@ class Adam(torch.optim.Optimizer):
             raise ValueError(f"adam_w_mode=False: {rule}. Fix: use decoupled_weight_decay=True.")
         refuse_cuda_graphs(capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # int16 remainders (MAIN_PARAMS, see adamw.py) by main weight, which then has no values of its own
+        self.remainders: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -62,7 +64,8 @@ class Adam(torch.optim.Optimizer):
                     self._update(group, params)
                 else:
                     for p in params:
-                        self._update_joined(group, p)
+                        with joined(self, p):
+                            self._update(group, [p])
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Creates a parameter's moments, initially zero, unless they exist."""
@@ -72,25 +75,32 @@ class Adam(torch.optim.Optimizer):
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
         """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`."""
-        found = {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
-        # the signs belong to the main weights, see adamw.py
-        return found | {"exp_avg_sq": found["exp_avg_sq"].abs()} if p in self.remainders else found
+        return {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
 
     def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
         """Sets the moments of `p` to `values`, which have the format that `moments` returns."""
         for name, value in values.items():
             self.state[p][name].copy_(value)
 
+    def join(self, p: Tensor) -> None:
+        """Makes `p` hold fp32 main weights instead of a remainder, if it has one."""
+        if p in self.remainders:
+            square = self.state[p]["exp_avg_sq"]
+            p.data = join(self.weights[p], self.remainders.pop(p), square)
+            square.abs_()
+
+    def split(self, p: Tensor) -> None:
+        """Replaces the values of `p` by bf16 weights and a remainder, unless it has one."""
+        if p not in self.remainders:
+            square = self.state[p]["exp_avg_sq"]
+            weight, self.remainders[p], signed = split(p.detach(), square)
+            self.weights[p].copy_(weight)
+            square.copy_(signed)
+            # Megatron still uses shape, gradient and attributes. Reading yields NaN, and writing fails.
+            p.data = p.new_full((), math.nan).expand_as(p)
+
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         _fused_adamw(group, params, [self.state[p] for p in params])
-
-    def _update_joined(self, group: dict[str, Any], p: Tensor) -> None:
-        empty, main = p.data, main_weights(self, p)
-        self.state[p]["exp_avg_sq"].abs_()
-        p.data = main
-        self._update(group, [p])
-        p.data = empty
-        set_main_weights(self, p, main)
 
     def _update_by_kernel(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         if not params:
@@ -271,6 +281,17 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
             optimizer.allocate(p, group)
 
 
+@contextmanager
+def joined(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[None]:
+    """Makes `p` hold fp32 main weights inside the block, which may change them."""
+    adam = optimizer if isinstance(optimizer, Adam) and p in optimizer.remainders else None
+    if adam:
+        adam.join(p)
+    yield
+    if adam:
+        adam.split(p)
+
+
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
     """Moments of `p` by name (see MOMENTS), in fp32 and in the shape of `p`; not copied if stored in fp32."""
     if isinstance(optimizer, Adam):
@@ -278,32 +299,13 @@ def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
     return {name: optimizer.state[p][name] for name in MOMENTS if name in optimizer.state[p]}
 
 
-def main_weights(optimizer: torch.optim.Optimizer, p: Tensor) -> Tensor:
-    """fp32 main weights of `p`; not copied unless they are kept as remainders."""
-    if isinstance(optimizer, Adam) and p in optimizer.remainders:
-        return join(optimizer.weights[p], optimizer.remainders[p], optimizer.state[p]["exp_avg_sq"])
-    return p.detach()
-
-
-def set_main_weights(optimizer: torch.optim.Optimizer, p: Tensor, values: Tensor) -> None:
-    """Sets the main weights of `p` to the changed tensor from `main_weights`; bf16 weights follow."""
-    if isinstance(optimizer, Adam) and p in optimizer.remainders:
-        square = optimizer.state[p]["exp_avg_sq"]
-        kept = (optimizer.weights[p], optimizer.remainders[p], square)
-        for target, value in zip(kept, split(values, square), strict=True):
-            target.copy_(value)
-
-
-def set_state(
-    optimizer: torch.optim.Optimizer, p: Tensor, main: Tensor, values: Mapping[str, Tensor]
-) -> None:
-    """Sets `p` to what `main_weights` and `moments` returned, after it was changed in place."""
+def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str, Tensor]) -> None:
+    """Sets the moments of `p` to `values`, which have the format that `moments` returns."""
     kept = optimizer.state[p]
-    # Otherwise, `moments` returned the stored tensors themselves.
-    if any(kept.get(name) is not value for name, value in values.items()):
-        if isinstance(optimizer, Adam):
-            optimizer.set_moments(p, values)
-        else:
-            for name, value in values.items():
-                kept[name].copy_(value)
-    set_main_weights(optimizer, p, main)  # last, because it sets the signs of second moments
+    if all(kept.get(name) is value for name, value in values.items()):
+        return  # `moments` returned the stored tensors themselves, which were changed in place
+    if isinstance(optimizer, Adam):
+        optimizer.set_moments(p, values)
+    else:
+        for name, value in values.items():
+            kept[name].copy_(value)

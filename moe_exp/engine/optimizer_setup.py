@@ -171,12 +171,12 @@ def build_optimizer(
         optimizer = get_megatron_optimizer(
             settings, model, config_overrides=overrides, use_gloo_process_groups=False
         )
-    if keeps_remainders(config, step):
-        keep_remainders(optimizer)  # before the moments need the memory of the main weights
     for part in optimizer.chained_optimizers:
         # Before the first step: fp16 runs may save before any step, and out-of-memory errors occur early.
         if not part.is_stub_optimizer:
-            if isinstance(part.optimizer, Adam | Sgd):
+            if keeps_remainders(config, step):
+                keep_remainders(part)
+            elif isinstance(part.optimizer, Adam | Sgd):
                 allocate_moments(part.optimizer)
             else:
                 part.init_state_fn(part.optimizer, part.config)

@@ -22,7 +22,7 @@ from moe_exp.engine.optimizer_classes import (
     dequantized,
     moments,
     quantized,
-    set_state,
+    set_moments,
 )
 
 from megatron.core.optimizer import clip_grads
@@ -166,7 +166,7 @@ def test_adam8bit_goes_on_with_moments_that_were_fp32_in_between(bitsandbytes):
     allocate_moments(loaded)
     for p, q in zip(params, copies, strict=True):
         q.data.copy_(p.data)
-        set_state(loaded, q, q, {name: value.clone() for name, value in moments(through, p).items()})
+        set_moments(loaded, q, {name: value.clone() for name, value in moments(through, p).items()})
         assert torch.equal(through.state[p]["exp_avg"], loaded.state[q]["exp_avg"])
         assert torch.equal(through.state[p]["exp_avg_sq"], loaded.state[q]["exp_avg_sq"])
     loaded.param_groups[0]["step"] = through.param_groups[0]["step"]
@@ -184,7 +184,7 @@ def test_adam8bit_goes_on_from_fp32_moments(bitsandbytes):
     exact.step()
     allocate_moments(ours)
     for p, q in zip(params, copies, strict=True):
-        set_state(ours, q, q, moments(exact, p))
+        set_moments(ours, q, moments(exact, p))
     errors = [relative_error(a, b) for a, b in zip(all_moments(ours), all_moments(exact), strict=True)]
     assert errors[:2] == [0.0, 0.0]
     assert all(0 < error < 0.02 for error in errors[2:])

@@ -21,7 +21,7 @@ from moe_exp.engine import optimizer_setup, runtime
 from moe_exp.engine.adamw import adamw_step, adamw_step_torch, check_step, join, split
 from moe_exp.engine.averaged_weights import averaged_weights
 from moe_exp.engine.fused_step import keeps_remainders
-from moe_exp.engine.optimizer_classes import AVERAGE, main_weights
+from moe_exp.engine.optimizer_classes import AVERAGE, joined
 from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
@@ -131,37 +131,48 @@ def looked_into(settings: dict[str, Any], port: int) -> None:
         loop.train_step(job, progress, interval, count_zeros=True)
     parts = [part.optimizer for part in optimizer.chained_optimizers]
     pairs = [(part, p) for part in parts for p in part.remainders]
-    states = {id(x) for part in parts for state in part.state.values() for x in state.values()}
+    states = [x for part in parts for state in part.state.values() for x in state.values()]
+    places = {x.untyped_storage().data_ptr() for x in states}
     sizes = {p.numel() for _, p in pairs}
-    gc.collect()
-    for x in gc.get_objects():
-        if type(x) is torch.Tensor and x.dtype == torch.float32 and x.numel() in sizes - {1}:
-            num_bytes = x.untyped_storage().nbytes()  # more for views of gradient buffers
-            assert num_bytes == 4 or num_bytes > 4 * x.numel() or id(x) in states, x.shape
+
+    def check_memory() -> None:
+        gc.collect()
+        for x in gc.get_objects():
+            if type(x) is torch.Tensor and x.dtype == torch.float32 and x.numel() in sizes - {1}:
+                memory = x.untyped_storage()  # larger for views of gradient buffers
+                is_own = 4 < memory.nbytes() <= 4 * x.numel()
+                assert not is_own or memory.data_ptr() in places, x.shape
 
     def kept() -> list[torch.Tensor]:
         tensors = [(part.weights[p], part.remainders[p], part.state[p]["exp_avg_sq"]) for part, p in pairs]
         return [bits(x).clone() for x in itertools.chain(*tensors)]
 
+    check_memory()
     # the model has the rounded average, and then every bit as before
     before, averages = kept(), [part.state[p][AVERAGE].clone() for part, p in pairs]
     with averaged_weights(optimizer, model):
         for (part, p), average in zip(pairs, averages, strict=True):
-            assert torch.equal(main_weights(part, p), average)
-            assert not torch.equal(part.state[p][AVERAGE], average)
+            with joined(part, p):
+                assert torch.equal(p, average) and not torch.equal(part.state[p][AVERAGE], average)
             assert torch.equal(part.weights[p], average.bfloat16())
     assert all(map(torch.equal, before, kept()))
     # a rollback
     folder = Path(settings["run_dir"])
     save(job.config, job.runtime, folder, job.trained, progress)
+    optimizer.zero_grad()
+    assert all(map(torch.equal, before, kept()))
+    del average, averages
+    check_memory()
     loop.train_step(job, progress, interval, count_zeros=True)
     assert not any(map(torch.equal, before, kept()))
     load(job.config, job.runtime, folder, job.trained)
+    optimizer.zero_grad()
     assert all(map(torch.equal, before, kept()))
     # weights that are loaded into the model become the main weights
     optimizer.reload_model_params()
     for part, p in pairs:
-        assert torch.equal(main_weights(part, p), part.weights[p].float())
+        with joined(part, p):
+            assert torch.equal(p, part.weights[p].float())
     assert not all(map(torch.equal, before, kept()))
     runtime.stop()
 
