@@ -8,11 +8,17 @@
 Megatron's step reads the gradient norm on the host, scales the gradients, runs the optimizer and copies the
 main weights to the model: 28 + 8 + 6 bytes per fp32 parameter. One pass moves 30. The factors that depend on
 the norm are on the device (`step_factors`), so that the host does not wait for it.
+
+With MAIN_PARAMS=remainder, w is the bf16 weight as upper half of the bits, plus a 16-bit remainder, as with
+Transformer Engine's `store_param_remainders`. One pass then moves 28 bytes. Unlike Transformer Engine, which
+rounds ties away from zero, w rounds to nearest, ties to even. So 2^16 + 1 values of w round to an even bf16
+value: both ties, with remainders of -2^15 and 2^15. The sign bit of v, unused otherwise, marks the latter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,19 +41,42 @@ def _kernel(main, grad, mean, square, weight, factors, size, beta1, beta2, eps, 
         g = tl.load(grad + places, mask=is_value, other=0.0).to(tl.float32) * clip
         m = tl.load(mean + places, mask=is_value, other=0.0).to(tl.float32)
         v = tl.load(square + places, mask=is_value, other=0.0).to(tl.float32)
-        w = tl.load(main + places, mask=is_value, other=0.0)
+        w = tl.load(main + places, mask=is_value, other=0)
+        if main.dtype.element_ty == tl.int16:
+            is_tie = v.to(tl.int32, bitcast=True) < 0
+            v = tl.abs(v)
+            high = tl.load(weight + places, mask=is_value, other=0).to(tl.int32) + is_tie.to(tl.int32)
+            w = (high * 65536 + w.to(tl.int32)).to(tl.float32, bitcast=True)
         m = m + (1.0 - beta1) * (g - m)
         v = beta2 * v + (1.0 - beta2) * g * g
         w = keep * w - rate * m / (tl.sqrt(v) * root + eps)
         tl.store(mean + places, m.to(mean.dtype.element_ty), mask=is_value)
-        tl.store(square + places, v.to(square.dtype.element_ty), mask=is_value)
-        tl.store(main + places, w, mask=is_value)
         if weight is not None:
             # to nearest, ties to even, as torch copies main weights; Triton's interpreter would truncate
             bits = w.to(tl.int32, bitcast=True)
             high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             high = tl.where(w == w, high, 0x7FC0)  # the sum would turn NaN into a number
             tl.store(weight + places, high.to(tl.int16), mask=is_value)
+            if main.dtype.element_ty == tl.int16:
+                w = bits - high * 65536
+                sign = (w == 32768).to(tl.int32) << 31
+                v = (v.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        tl.store(main + places, w.to(main.dtype.element_ty), mask=is_value)
+        tl.store(square + places, v.to(square.dtype.element_ty), mask=is_value)
+
+
+def join(weight: Tensor, remainder: Tensor, square: Tensor) -> Tensor:
+    """fp32 main weights of bf16 weights, int16 remainders and second moments, whose signs mark ties."""
+    high = weight.view(torch.int16).int() + square.signbit()
+    return (high * 65536 + remainder).view(torch.float32)
+
+
+def split(main: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three arguments of `join` for main weights (fp32) and second moments (fp32 or bf16)."""
+    weight = main.bfloat16()
+    low = main.view(torch.int32) - weight.view(torch.int16).int() * 65536
+    signs = torch.where(low == 32768, -1.0, 1.0).to(square.dtype)
+    return weight, low.short(), square.copysign(signs)
 
 
 def step_factors(
@@ -79,10 +108,12 @@ def adamw_step_torch(
 ) -> None:  # fmt: skip
     clip, rate, root, keep = factors.unbind()
     g, m = grad.float() * clip, mean.float()
+    w = main if weight is None or main.dtype != torch.int16 else join(weight, main, square)
     m = m + (1.0 - betas[0]) * (g - m)
-    v = betas[1] * square.float() + (1.0 - betas[1]) * g * g
-    w = keep * main - rate * m / (v.sqrt() * root + eps)
-    for target, value in ((mean, m), (square, v), (main, w), (weight, w)):
+    v = betas[1] * square.float().abs() + (1.0 - betas[1]) * g * g
+    w = keep * w - rate * m / (v.sqrt() * root + eps)
+    parts = (w, w, v) if main.dtype != torch.int16 else split(w, v)
+    for target, value in zip((mean, weight, main, square), (m, *parts), strict=True):
         if target is not None:
             target.copy_(torch.where(clip.isnan(), target, value.to(target.dtype)))
 
@@ -94,10 +125,10 @@ def adamw_step(
     """One step of AdamW on a tensor, in place; formulas at the top of the file.
 
     Args:
-        main: fp32 weights, contiguous like all others.
+        main: fp32 weights, contiguous like all others; or int16 remainders, see `split`.
         grad: gradients, fp32 or bf16.
         mean, square: first and second moments, fp32 or bf16.
-        weight: bf16 copy of the weights, which is written; None: no copy.
+        weight: bf16 copy of the weights, which is written (with remainders, also read); None: no copy.
         factors: `step_factors`.
     """
     if not runs_kernel(grad):
@@ -113,10 +144,11 @@ def check_step(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck
     generator = torch.Generator(device).manual_seed(0)
     count = torch.tensor(3.0, dtype=torch.float64, device=device)
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "clip": 1.0}
-    for moments in (torch.float32, torch.bfloat16):
+    is_half = dtype == torch.bfloat16
+    for moments, splits in product((torch.float32, torch.bfloat16), (False, True)[: 1 + is_half]):
         main, grad, mean = (torch.randn(3000, generator=generator, device=device) for _ in range(3))
         main[7] = torch.nan  # must stay one in the bf16 weights
-        weight = main.bfloat16() if dtype == torch.bfloat16 else None
+        weight = main.bfloat16() if is_half else None
         errors = []
         for norm in (40.0, torch.inf):
             factors = step_factors(torch.tensor(norm, device=device), count, **options)
@@ -125,7 +157,11 @@ def check_step(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck
             for step in (adamw_step, adamw_step_torch):
                 given = [main, grad, mean.to(moments), mean.square().to(moments), weight]
                 changed: list[Any] = [x if x is None else x.clone() for x in given]
+                if splits:
+                    changed[4], changed[0], changed[3] = split(main, changed[3])
                 step(*changed, factors, betas=options["betas"], eps=1e-8)
+                if splits:
+                    changed[0], changed[3] = join(changed[4], changed[0], changed[3]), changed[3].abs()
                 results.append([x.nan_to_num(1.0) for x in changed if x is not None])
                 rounded = changed[0].bfloat16().float()
                 if weight is not None and not rounded.allclose(changed[4].float(), 0, 0, equal_nan=True):
@@ -133,5 +169,6 @@ def check_step(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck
             errors.append(error_of(*results))
         error, limit = max(errors), LIMITS[moments if weight is None else weight.dtype]
         problem = "" if error <= limit else f"relative error {error:.2g} (limit {limit:g})"
-        shape = f"3000 values, moments in {str(moments).removeprefix('torch.')}"
+        kept = "remainders" if splits else "main weights"
+        shape = f"3000 {kept}, moments in {str(moments).removeprefix('torch.')}"
         yield KernelCheck("adamw_step", str(dtype).removeprefix("torch."), shape, 1, error, problem)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from moe_exp.engine.optimizer_classes import AVERAGE
+from moe_exp.engine.optimizer_classes import AVERAGE, joined
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -31,15 +31,18 @@ def allocate_average(optimizer: MegatronOptimizer) -> None:
         state[AVERAGE] = main.detach().float().clone()
 
 
-def _states(optimizer: MegatronOptimizer) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """(main weights, state) of every parameter."""
-    parts = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
-    return [(x, part.state[x]) for part in parts for group in part.param_groups for x in group["params"]]
+def _states(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yields (main weights, state) of every parameter."""
+    for part in optimizer.chained_optimizers:
+        for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
+            for main in group["params"]:
+                with joined(part.optimizer, main):
+                    yield main, part.optimizer.state[main]
 
 
-def _pairs(optimizer: MegatronOptimizer) -> list[tuple[Tensor, Tensor]]:
-    """(main weights, average) of every parameter; empty without EMA_DECAY."""
-    return [(main.detach(), state[AVERAGE]) for main, state in _states(optimizer) if AVERAGE in state]
+def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (main weights, average) of every parameter; nothing without EMA_DECAY."""
+    return ((main.detach(), state[AVERAGE]) for main, state in _states(optimizer) if AVERAGE in state)
 
 
 @torch.no_grad()
@@ -52,11 +55,10 @@ def restart_average(optimizer: MegatronOptimizer) -> None:
 @torch.no_grad()
 def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -> None:
     """Updates the moving average of the weights; in the formula above, n is `number` and d is `decay`."""
-    if pairs := _pairs(optimizer):
-        weights, averages = zip(*pairs, strict=True)
+    for main, average in _pairs(optimizer):
         # Without the correction, the initial weights would keep a share of d^n in the average. After about
         # 5 / (1 - d) updates it makes no difference.
-        torch._foreach_lerp_(averages, weights, (1 - decay) / (1 - decay**number))
+        average.lerp_(main, (1 - decay) / (1 - decay**number))
 
 
 @contextmanager

@@ -37,6 +37,44 @@ def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
     return "whole" if config.optimizer == "adam" and config.dtype != "fp16" else "update"
 
 
+def keeps_remainders(config: Config, step: str) -> bool:
+    """Whether main weights are kept as 16-bit remainders (MAIN_PARAMS) with a `step` from `choose_step`."""
+    if config.main_params == "auto":
+        return step == "whole" and config.dtype == "bf16" and not config.qk_clip
+    return config.main_params == "remainder"
+
+
+def keep_remainders(part: Any) -> None:
+    """Makes a part of the optimizer keep main weights as remainders (see adamw.py), and allocates moments.
+
+    Code that needs main weights joins them. The next iteration or copy to the model splits them again.
+    """
+    adam, zero_grad, copy = part.optimizer, part.zero_grad, part._copy_model_params_to_main_params
+    adam.weights, adam.remainders = dict(_weights(part)), {}
+    for group in adam.param_groups:
+        for p in group["params"]:
+            adam.allocate(p, group)  # one by one, because main weights and moments may not fit together
+            if p in adam.weights:
+                adam.split(p)
+
+    def split() -> None:
+        for p in adam.weights:
+            adam.split(p)
+
+    def split_and_zero_grad(set_to_none: bool = True) -> None:
+        split()
+        zero_grad(set_to_none)
+
+    def copy_from_model(state_dict: None = None) -> None:
+        for p in adam.weights:
+            adam.join(p)
+        copy(state_dict)
+        split()
+
+    part._copy_main_params_to_model_params, part.zero_grad = split, split_and_zero_grad
+    part._copy_model_params_to_main_params = copy_from_model
+
+
 def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:
     """Makes every Adam in `optimizer` use `adamw_step`; `whole_step`: if `choose_step` returned `whole`."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]

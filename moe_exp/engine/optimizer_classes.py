@@ -6,14 +6,16 @@ parameter's shape, which fits every layout and every optimizer with the same mom
 them back. With Megatron's distributed optimizer, `p` is a flat fp32 range of a model parameter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from moe_exp.engine.adamw import adamw_step, step_factors
+from moe_exp.engine.adamw import adamw_step, join, split, step_factors
 from moe_exp.host.megatron_versions import refuse_cuda_graphs
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -43,6 +45,8 @@ class Adam(torch.optim.Optimizer):
             raise ValueError(f"adam_w_mode=False: {rule}. Fix: use decoupled_weight_decay=True.")
         refuse_cuda_graphs(capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # int16 remainders (MAIN_PARAMS, see adamw.py) by main weight, which then has no values of its own
+        self.remainders: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -54,7 +58,14 @@ class Adam(torch.optim.Optimizer):
                 params = [p for p in group["params"] if p.grad is not None]
                 for p in params:
                     self.allocate(p, group)
-                (self._update_by_kernel if self.uses_kernel else self._update)(group, params)
+                if self.uses_kernel:
+                    self._update_by_kernel(group, params)
+                elif not self.remainders:
+                    self._update(group, params)
+                else:
+                    for p in params:
+                        with joined(self, p):
+                            self._update(group, [p])
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Creates a parameter's moments, initially zero, unless they exist."""
@@ -71,6 +82,23 @@ class Adam(torch.optim.Optimizer):
         for name, value in values.items():
             self.state[p][name].copy_(value)
 
+    def join(self, p: Tensor) -> None:
+        """Makes `p` hold fp32 main weights instead of a remainder, if it has one."""
+        if p in self.remainders:
+            square = self.state[p]["exp_avg_sq"]
+            p.data = join(self.weights[p], self.remainders.pop(p), square)
+            square.abs_()
+
+    def split(self, p: Tensor) -> None:
+        """Replaces the values of `p` by bf16 weights and a remainder, unless it has one."""
+        if p not in self.remainders:
+            square = self.state[p]["exp_avg_sq"]
+            weight, self.remainders[p], signed = split(p.detach(), square)
+            self.weights[p].copy_(weight)
+            square.copy_(signed)
+            # Megatron still uses shape, gradient and attributes. Reading yields NaN, and writing fails.
+            p.data = p.new_full((), math.nan).expand_as(p)
+
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         _fused_adamw(group, params, [self.state[p] for p in params])
 
@@ -85,8 +113,9 @@ class Adam(torch.optim.Optimizer):
         for p in params:
             assert p.grad is not None
             adamw_step(
-                p.detach(), p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"],
-                self.weights.get(p), factors, betas=group["betas"], eps=group["eps"],
+                self.remainders.get(p, p.detach()), p.grad, self.state[p]["exp_avg"],
+                self.state[p]["exp_avg_sq"], self.weights.get(p), factors, betas=group["betas"],
+                eps=group["eps"],
             )  # fmt: skip
 
 
@@ -250,6 +279,17 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.allocate(p, group)
+
+
+@contextmanager
+def joined(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[None]:
+    """Makes `p` hold fp32 main weights inside the block, which may change them."""
+    adam = optimizer if isinstance(optimizer, Adam) and p in optimizer.remainders else None
+    if adam:
+        adam.join(p)
+    yield
+    if adam:
+        adam.split(p)
 
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:

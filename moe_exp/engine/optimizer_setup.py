@@ -15,7 +15,7 @@ from moe_exp.config.choices import LOSS_STATE, SCORES
 from moe_exp.config.learning_rate import learning_rate
 from moe_exp.config.parameter_groups import Multiples, are_alike, multiples_of
 from moe_exp.engine.averaged_weights import allocate_average
-from moe_exp.engine.fused_step import choose_step, use_kernel
+from moe_exp.engine.fused_step import choose_step, keep_remainders, keeps_remainders, use_kernel
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon, Ranks
@@ -53,10 +53,14 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
     if name != "adam":
         raise ValueError(f"optimizer={name}: has no class in engine/optimizer_setup.py. Fix: use adam.")
-    if choose_step(config, device_type=device_type, failure=failure) != "torch":
-        return "triton", "AdamW with clipping and bf16 weights in one pass"
+    step = choose_step(config, device_type=device_type, failure=failure)
+    kept = "; main weights as 16-bit remainders" if keeps_remainders(config, step) else ""
+    if step != "torch":
+        return "triton", f"AdamW with clipping and bf16 weights in one pass{kept}"
     if config.optimizer_state_dtype == "bf16":
-        return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
+        return "torch fused Adam, moments in bf16", f"OPTIMIZER_STATE_DTYPE=bf16{kept}"
+    if kept:
+        return "torch fused", "MAIN_PARAMS=remainder"
     if _FUSED_ADAM is not None:
         return "fused", f"from {_FUSED_ADAM.__module__.partition('.')[0]}"
     return "torch fused", failure or "neither Transformer Engine nor Apex is installed"
@@ -66,7 +70,7 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
 def _megatron_builds(config: Config, step: str) -> Iterator[None]:
     """In the block, Megatron builds the chosen class, and its distributed optimizer accepts this class."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
-    fp32 = (step == "torch" and _FUSED_ADAM) or Adam
+    fp32 = (step == "torch" and not keeps_remainders(config, step) and _FUSED_ADAM) or Adam
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else fp32
     chosen = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
     made: Any = chosen
@@ -172,7 +176,9 @@ def build_optimizer(
     for part in optimizer.chained_optimizers:
         # Before the first step: fp16 runs may save before any step, and out-of-memory errors occur early.
         if not part.is_stub_optimizer:
-            if isinstance(part.optimizer, Adam | Sgd):
+            if keeps_remainders(config, step):
+                keep_remainders(part)
+            elif isinstance(part.optimizer, Adam | Sgd):
                 allocate_moments(part.optimizer)
             else:
                 part.init_state_fn(part.optimizer, part.config)

@@ -36,6 +36,13 @@ class OptimizerSettings(LearningSettings):
     optimizer_state_dtype: Literal["fp32", "bf16"] = learning(
         "fp32", "data type of Adam's two moments (OPTIMIZER=adam)", costs=True
     )
+    main_params: Literal["auto", "fp32", "remainder"] = learning(
+        "auto",
+        "how bf16 runs keep fp32 main weights; fp32: beside the bf16 weights; remainder: as the bf16 weights "
+        "and 16 more bits, with the same results; auto: remainder on a GPU with OPTIMIZER=adam",
+        costs=True,
+        compared=False,
+    )
     sgd_momentum: Probability = learning(
         0.9, "momentum (OPTIMIZER=sgd); 0: no momentum and no optimizer state", costs=True
     )
@@ -116,6 +123,10 @@ class OptimizerSettings(LearningSettings):
             (self.fp8 != "none" and self.dtype != "bf16", "fp8",
              f"requires DTYPE=bf16, not {self.dtype}",
              "set DTYPE=bf16, or FP8=none"),
+            *((self.main_params == "remainder" and getattr(self, name) != value, "main_params",
+               f"requires {name.upper()}={value}, not {getattr(self, name)}",
+               f"set {name.upper()}={value}, or MAIN_PARAMS=fp32")
+              for name, value in (("dtype", "bf16"), ("optimizer", "adam"), ("qk_clip", 0))),
         )  # fmt: skip
 
     def _state_problems(self) -> Iterator[str]:

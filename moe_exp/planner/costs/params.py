@@ -114,12 +114,14 @@ def optimizer_state_bytes(config: Config) -> float:
         sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
         muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
-    fp32 weights have no main copy. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al.
-    2022, arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices;
+    fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto counts as fp32, because it
+    depends on the device. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al. 2022,
+    arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices;
     embedding and output layer, which use Adam, need another `embedding_moment_bytes` per parameter. Norms and
     routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.
     """
-    main_weight = 0 if config.dtype == "fp32" else 4
+    main_weight = priced(config, "main_params", {"auto": 4, "fp32": 4, "remainder": 2})
+    main_weight = 0 if config.dtype == "fp32" else main_weight
     of_adam = priced(config, "optimizer_state_dtype", {"fp32": 4.0, "bf16": 2.0})
     each = {"adam": of_adam, "adam8bit": 1 + 4 / 256, "muon": 4.0, "sgd": 4.0}
     moments = num_moments(config) * priced(config, "optimizer", each)

@@ -271,6 +271,18 @@ REFUSED = [
         "optimizer_state_dtype=bf16 adam_beta2=0.999",
         "ADAM_BETA2=0.999: is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, as rounding",
     ),
+    (
+        "main_params=remainder dtype=fp32",
+        "MAIN_PARAMS=remainder: requires DTYPE=bf16, not fp32... set DTYPE=bf",
+    ),
+    (
+        "main_params=remainder dtype=bf16 optimizer=sgd",
+        "MAIN_PARAMS=remainder: requires OPTIMIZER=adam, not sgd... set OP",
+    ),
+    (
+        "main_params=remainder dtype=bf16 qk_clip=100 distributed_optimizer=false",
+        "MAIN_PARAMS=remainder: requires QK_CLIP=0, not 100.0. Fix: set QK_CLIP=0, or MAIN_PARAMS=fp32.",
+    ),
     ("ema_decay=0.9 average_every=11 train_iters=10 warmup_iters=0", "AVERAGE_EVERY=11: ... to at most 10."),
     # Batches
     ("gbsz=30", "GBSZ=30: must be a multiple of MBSZ*DP=8*1=8... set GBSZ to 24 or 32, or MBSZ to"),

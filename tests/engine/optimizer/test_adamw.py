@@ -94,18 +94,19 @@ def test_a_thousand_steps_are_those_of_torch(clip):
     assert relative_error(mean, optimizer.state[p]["exp_avg"]) <= 1e-6
 
 
-def step_on_gpu(moments: torch.dtype) -> None:
-    main, grad = (on_gpu(1 << 20, dtype=torch.float32) for _ in range(2))
+def step_on_gpu(kept: torch.dtype, moments: torch.dtype) -> None:
+    main, grad = (on_gpu(1 << 20, dtype=dtype) for dtype in (kept, torch.float32))
     mean, square = (on_gpu(1 << 20, dtype=moments) for _ in range(2))
     at = on_gpu(4, dtype=torch.float32)
     adamw_step(main, grad, mean, square, on_gpu(1 << 20), at, betas=BETAS, eps=EPS)
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.int16])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
-def test_compiled_it_moves_16_bytes_at_a_time(moments, capability):
+def test_compiled_it_moves_16_bytes_at_a_time(moments, capability, kept):
     pytest.importorskip("triton")
-    (kernel,) = compiled(partial(step_on_gpu, moments), capability)
+    (kernel,) = compiled(partial(step_on_gpu, kept, moments), capability)
     assert kernel.stack_bytes == 0 and kernel.registers <= 64, kernel
     wide = sum(kernel.ptx.count(f"{kind}.global.v4.b32") for kind in ("ld", "st"))
     assert wide >= 7, kernel.ptx

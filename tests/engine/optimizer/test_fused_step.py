@@ -54,6 +54,7 @@ def on_rank(jobs):
 CASES = [
     {"dtype": "fp32"},
     {"dtype": "bf16"},
+    {"dtype": "bf16", "main_params": "remainder"},
     {"dtype": "bf16", "distributed_optimizer": False},
     {"dtype": "bf16", "optimizer_state_dtype": "bf16"},
     {"dtype": "fp32", "lr_groups": "*.router.*:lr=0.5,wd=0", "expert_lr_mult": 0.5},
@@ -72,7 +73,7 @@ def test_steps_are_those_of_torch(layout, tmp_path):
         "run_dir": str(tmp_path / "run"),
     }
     # all cases on one rank; on two, those in which ranks share the optimizer or exchange the norm
-    cases = CASES if layout["gpus_per_node"] == 1 else CASES[1:3]
+    cases = CASES if layout["gpus_per_node"] == 1 else CASES[1:4]
     jobs = [(base | case, free_port(), kernel) for case in cases for kernel in (False, True)]
     found = run_on_ranks(layout["gpus_per_node"], on_rank, jobs, join=False, timeout=300)[0]
     for case, expected, ours in zip(cases, found[::2], found[1::2], strict=True):
@@ -83,3 +84,6 @@ def test_steps_are_those_of_torch(layout, tmp_path):
             assert math.isclose(one.grad_norm, other.grad_norm, rel_tol=20 * limit) or (
                 math.isnan(one.grad_norm) and math.isnan(other.grad_norm)
             ), case
+    # with and without the kernel, and with steps that are not finite
+    plain, remainder = (cases.index({"dtype": "bf16"} | kept) for kept in ({}, {"main_params": "remainder"}))
+    assert repr(found[2 * plain :][:2]) == repr(found[2 * remainder :][:2])

@@ -43,6 +43,12 @@ def test_bytes_per_parameter(values, moments, saved):
     assert weight_and_optimizer_bytes(alone, rank) == (2 + 4 + 4 + moments) * rank.total
 
 
+def test_remainders_are_half_of_main_weights():
+    plain, remainder = settings(main_params="fp32"), settings(main_params="remainder")
+    assert optimizer_state_bytes(remainder) == optimizer_state_bytes(plain) - 2 == 10
+    assert checkpoint_bytes(remainder) == checkpoint_bytes(plain)
+
+
 def test_the_average_of_the_weights_adds_four():
     plain, averaged = settings(), settings(ema_decay=0.999)
     assert optimizer_state_bytes(averaged) == optimizer_state_bytes(plain) + 4

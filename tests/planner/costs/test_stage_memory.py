@@ -131,6 +131,7 @@ def _allocated(settings: dict[str, Any], port: int) -> dict[str, int]:
     inner = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     runtime.stop()
     main = [parameter for part in inner for group in part.param_groups for parameter in group["params"]]
+    main += [x for part in inner for x in getattr(part, "remainders", {}).values()]
     values = [value for part in inner for state in part.state.values() for value in state.values()]
     moments = [value for value in values if hasattr(value, "untyped_storage")]
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
@@ -151,6 +152,7 @@ BUILT = {
     "fp32": {},
     "bf16": {"dtype": "bf16"},
     "bf16, unsharded": {"dtype": "bf16", "distributed_optimizer": False},
+    "bf16, remainders": {"dtype": "bf16", "main_params": "remainder"},
     "bf16, EP=2": {"dtype": "bf16", "ep": 2},
     "bf16, TP=2": {"dtype": "bf16", "tp": 2},
     "fp32, unsharded, dense": {"use_moe": False, "distributed_optimizer": False},

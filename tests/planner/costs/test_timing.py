@@ -166,8 +166,9 @@ def test_latent_experts_exchange_the_latent_width():
 
 
 CHOICES = (
-    "dispatcher", "recompute", "overlap", "optimizer", "optimizer_state_dtype", "cross_entropy",
-    "router_score", "router_dtype", "expert_backend", "normalization", "activation", "qk_norm_scope",
+    "dispatcher", "recompute", "overlap", "optimizer", "optimizer_state_dtype", "main_params",
+    "cross_entropy", "router_score", "router_dtype", "expert_backend", "normalization", "activation",
+    "qk_norm_scope",
 )  # fmt: skip
 
 
