@@ -259,7 +259,8 @@ def timed_step(ours: Ours, config: Config, rounds: int = 5) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
     return {
         "ms": ms, "range_ms": [min(whole), max(whole)], "queued_ms": queued,
-        "host_ms": statistics.median(host), "optimizer_ms": optimizer, "tflops": flops_per_iteration(config, config.gbsz) / ms / 1e9,
+        "host_ms": statistics.median(host), "optimizer_ms": optimizer,
+        "tflops": flops_per_iteration(config, config.gbsz) / ms / 1e9,
         "peak_gib": peak,
     }  # fmt: skip
 
