@@ -275,9 +275,12 @@ REFUSED = [
         "main_params=remainder dtype=fp32",
         "MAIN_PARAMS=remainder: requires DTYPE=bf16, not fp32... set DTYPE=bf",
     ),
-    ("main_params=remainder optimizer=adam8bit", "MAIN_PARAMS=remainder: requires OPTIMIZER=adam, not adam8"),
     (
-        "main_params=remainder qk_clip=100 distributed_optimizer=false",
+        "main_params=remainder dtype=bf16 optimizer=sgd",
+        "MAIN_PARAMS=remainder: requires OPTIMIZER=adam, not sgd... set OP",
+    ),
+    (
+        "main_params=remainder dtype=bf16 qk_clip=100 distributed_optimizer=false",
         "MAIN_PARAMS=remainder: requires QK_CLIP=0, not 100.0. Fix: set QK_CLIP=0, or MAIN_PARAMS=fp32.",
     ),
     ("ema_decay=0.9 average_every=11 train_iters=10 warmup_iters=0", "AVERAGE_EVERY=11: ... to at most 10."),
