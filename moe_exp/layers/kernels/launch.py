@@ -185,6 +185,14 @@ def has_tma(x: Tensor) -> bool:
     return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
+def has_grouped_mm(x: Tensor) -> bool:
+    """Whether torch._grouped_mm has a kernel for `x` that does not read the offsets on the host."""
+    # Only Hopper: on most other GPUs PyTorch loops over the experts, and torch 2.10's kernel for Blackwell
+    # fails. The kernel uses all multiprocessors.
+    suits = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
+    return suits and not _num_free_processors and _capability(x.device.index)[0] == 9
+
+
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
