@@ -16,6 +16,7 @@ from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient, cross_e
 from moe_exp.layers.kernels.drops import keep_within, padded_order
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.rows import chunk_order, gather_rows
+from moe_exp.layers.kernels.scores import router_losses
 from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward
 from moe_exp.layers.kernels.up_projection import up_projection
@@ -143,8 +144,14 @@ def routed(score: str = "softmax", extras: bool = False, *, at: Sizes = SIZES) -
 def routed_back(score: str = "softmax", extras: bool = False, *, at: Sizes = SIZES) -> None:
     logits, chosen = on_gpu(at.tokens, at.routed, dtype=FP32), on_gpu(at.tokens, TOPK, dtype=LONG)
     valid = on_gpu(at.tokens, dtype=BOOL) if extras else None
-    gradients = [on_gpu(*sizes, dtype=FP32) for sizes in ((at.tokens, TOPK), (at.tokens,), (at.routed + 2,))]
+    gradients = [on_gpu(*sizes, dtype=FP32) for sizes in ((at.tokens, TOPK), (), (at.routed,))]
     _topk_backward(logits, valid, chosen, *gradients, score, not extras, extras, 1.0)
+
+
+def losses_of_sums(*, at: Sizes = SIZES) -> None:
+    counts, total = (on_gpu(*size, dtype=LONG) for size in ((at.routed,), ()))
+    options: Any = (total, 0, TOPK, 0.01, 0.001)
+    router_losses(on_gpu(at.routed, dtype=FP32), on_gpu(dtype=FP32), counts, *options)
 
 
 def loss(*, at: Sizes = SIZES, words: int = 128256) -> None:
@@ -161,7 +168,7 @@ def micro_batch(at: Sizes) -> None:
     for launch in [
         *GEMMS, partial(up, gather=False), partial(down, False), partial(activation_gradient, gather=False),
         partial(weight_gradient, False, True), *BIASED.values(), combined, rows_in_order, chunks,
-        sorted_slots, padded, partial(kept, False), kept, routed, routed_back,
+        sorted_slots, padded, partial(kept, False), kept, routed, routed_back, losses_of_sums,
     ]:  # fmt: skip
         launch(at=at)
 
