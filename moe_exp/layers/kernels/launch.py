@@ -60,7 +60,7 @@ def runs_kernel(x: Tensor) -> bool:
 class KernelFailure:
     """A part of the model whose kernels failed their self-test and are not used."""
 
-    part: str  # `experts`, `routing`, `cross entropy` or `optimizer`
+    part: str  # `experts`, `routing`, `cross entropy`, `optimizer` or `rotary embedding`
     problems: list[str]  # one line per kernel, with the first rank and host that found it
     backend: str  # the replacement
 

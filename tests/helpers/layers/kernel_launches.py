@@ -21,6 +21,7 @@ from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import weight_grad
+from moe_exp.layers.megatron.rotary import rotated
 
 TOPK = 8
 INT, LONG, FP32, BF16, BOOL = torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.bool
@@ -146,6 +147,11 @@ def routed_back(score: str = "softmax", extras: bool = False, *, at: Sizes = SIZ
     valid = on_gpu(at.tokens, dtype=BOOL) if extras else None
     gradients = [on_gpu(*sizes, dtype=FP32) for sizes in ((at.tokens, TOPK), (), (at.routed,))]
     _topk_backward(logits, valid, chosen, *gradients, score, not extras, extras, 1.0)
+
+
+def rotated_keys(*, at: Sizes = SIZES, interleaved: bool = False) -> None:
+    keys, cos = on_gpu(at.tokens, 2, 8, 384).narrow(-1, 256, 128), on_gpu(at.tokens, 1, 1, 96)
+    rotated(keys, cos, on_gpu(at.tokens, 1, 1, 48), interleaved, -1)
 
 
 def losses_of_sums(*, at: Sizes = SIZES) -> None:
