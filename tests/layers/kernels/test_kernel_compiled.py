@@ -6,7 +6,6 @@ import pkgutil
 import re
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -197,9 +196,7 @@ def test_kernels_without_products(launch: Callable[[], None], capability: int) -
     kernels = compiled(launch, capability)
     assert kernels
     for kernel in kernels:
-        # Triton 3.8, of torch 2.14, spills one value of this kernel.
-        spills = version("triton").startswith("3.8.") and launch is launches.routed and capability == 80
-        check(kernel, capability, is_gemm=False, spilled_bytes=8 if spills else 0)
+        check(kernel, capability, is_gemm=False)
         assert kernel.shared_bytes <= SHARED_LIMIT[86]
         # those of a histogram stay in shared memory
         assert "red.global" not in kernel.ptx and "atom.global" not in kernel.ptx
