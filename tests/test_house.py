@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = {
-    "lines of Python": 63_800,  # 63,000, and CUDA graphs, AdamW in one pass and PRESET=gpu
+    # 63,000, and CUDA graphs, AdamW in one pass, PRESET=gpu, and kernels for rotary embedding and losses
+    "lines of Python": 64_040,
     "files": 330,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,

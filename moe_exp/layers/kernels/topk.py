@@ -69,8 +69,7 @@ def _forward_kernel(
     is_expert, is_place = experts < num_experts, places < TOPK
     score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     entropy_sums = tl.zeros_like(score_sums)
-    largest_sums = tl.zeros((BLOCK_T,), dtype=tl.float32)
-    lse_squares = tl.zeros_like(largest_sums)
+    lse_squares, largest_sums = tl.zeros((BLOCK_T,), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
     chosen_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
     by_score_sums = tl.zeros_like(chosen_sums)
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
@@ -118,9 +117,8 @@ def _forward_kernel(
     tl.store(sums + num_experts, tl.sum(lse_squares, 0))
     tl.store(sums + num_experts + 1, tl.sum(tl.sum(entropy_sums, 1), 0))
     tl.store(sums + num_experts + 2, tl.sum(largest_sums, 0))
-    chosen_count = tl.sum(chosen_sums, 0)
-    tl.store(counts + experts, chosen_count, mask=is_expert)
-    by_score_count = chosen_count if bias is None else tl.sum(by_score_sums, 0)
+    tl.store(counts + experts, tl.sum(chosen_sums, 0), mask=is_expert)
+    by_score_count = tl.sum(chosen_sums if bias is None else by_score_sums, 0)
     tl.store(counts + num_experts + experts, by_score_count, mask=is_expert)
 
 
