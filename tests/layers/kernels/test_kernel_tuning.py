@@ -273,6 +273,7 @@ def test_the_function_of_pytorch_that_fails_leaves_memory_for_another_config(sto
 
     monkeypatch.setattr(torch, "_grouped_mm", fails)
     y_RO = grouped_matmul.grouped_matmul(x_RI, w_LIO, offsets_L1)
+    assert y_RO.untyped_storage().nbytes() == y_RO.nbytes
     expected = grouped_matmul.grouped_matmul_torch(x_RI, w_LIO, offsets_L1)
     assert relative_error(y_RO[:16], expected[:16]) < 1e-2
     (record,) = caplog.records
