@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = {
-    "lines of Python": 63_950,  # 63,000, and CUDA graphs, AdamW in one pass, PRESET=gpu and MAIN_PARAMS
+    # 63,000, and a training step for GPUs: CUDA graphs, AdamW in one pass, MAIN_PARAMS, kernels, PRESET=gpu
+    "lines of Python": 64_500,
     "files": 330,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,

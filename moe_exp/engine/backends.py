@@ -46,6 +46,7 @@ from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, chec
 from moe_exp.layers.kernels.tuning import TUNED, Key, choices, take_choices
 from moe_exp.layers.megatron.attention import choose_attention, choose_norm
 from moe_exp.layers.megatron.moe_parts import router_config
+from moe_exp.layers.megatron.rotary import check_rotated, choose_rotary
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,12 @@ def backends_of(
             config, device_type=device_type, failure=failure_of("optimizer", kernel_failures)
         ),
     }
+    if device_type == "cuda" and not has_te:
+        found["rotary embedding"] = choose_rotary(
+            transformer_config(config).apply_rope_fusion,
+            device_type=device_type,
+            failure=failure_of("rotary embedding", kernel_failures),
+        )
     found["graph"] = choose_graph(
         config, device_type=device_type, expert_backend=found["grouped GEMM"][0] if config.use_moe else "",
         has_te=has_te, overlaps=overlaps(config), failure=graph_failure,
@@ -107,10 +114,10 @@ def backends_of(
     return found
 
 
-# setting of each part with kernels; the optimizer has none
+# setting of each part with kernels; the optimizer and the rotary embedding have none
 PARTS = {
     "experts": "EXPERT_BACKEND", "routing": "ROUTING_KERNELS", "cross entropy": "CROSS_ENTROPY",
-    "optimizer": "",
+    "optimizer": "", "rotary embedding": "",
 }  # fmt: skip
 
 
@@ -152,7 +159,8 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
         if name and getattr(config, name.lower()) != "auto":
             rule = f"the self-test of its kernels failed: {and_more(lines)}"
             raise ConfigError([f"{name}=triton: {rule}. Fix: set {name}=auto."])
-        failure = KernelFailure(part, lines, backend="megatron" if part == "cross entropy" else "torch")
+        of_megatron = part in ("cross entropy", "rotary embedding")
+        failure = KernelFailure(part, lines, backend="megatron" if of_megatron else "torch")
         if part == "experts":
             instead = _expert_backend(config, device.type, failure_of(part, [failure]))[0]
             failure = replace(failure, backend=instead)
@@ -207,6 +215,9 @@ def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
         parts.append("cross entropy")
     if choose_step(config, device_type=device.type) != "torch":
         parts.append("optimizer")
+    is_fused = transformer_config(config).apply_rope_fusion and not use_te(config)
+    if choose_rotary(is_fused, device_type=device.type)[0] == "triton":
+        parts.append("rotary embedding")
     return parts
 
 
@@ -268,4 +279,5 @@ def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
 
 
 def _checks(part: str, sizes: Sizes, device: torch.device) -> Iterator[KernelCheck]:
-    return check_step(sizes.dtype, device) if part == "optimizer" else check_kernels(part, sizes, device)
+    check = {"optimizer": check_step, "rotary embedding": check_rotated}.get(part)
+    return check_kernels(part, sizes, device) if check is None else check(sizes.dtype, device)

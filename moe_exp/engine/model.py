@@ -15,9 +15,9 @@ from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
 from moe_exp.layers.kernels.cross_entropy import choose_cross_entropy, token_losses
 from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure_of
-from moe_exp.layers.megatron.attention import install_rotary
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
+from moe_exp.layers.megatron.rotary import install_rotary
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
@@ -279,6 +279,8 @@ def build_chunk(
     """One model chunk; `initial_weights` is False if a checkpoint will be loaded."""
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage, is_yarn = vp_stage if config.vpp else None, config.rope_scaling == "yarn"
+    if failure_of("rotary embedding", kernel_failures):
+        settings.apply_rope_fusion = False
     failure = failure_of("cross entropy", kernel_failures)
     kind, _ = choose_cross_entropy(config.cross_entropy, device_type=_device_type(), failure=failure)
     chunk = (GPTModel if kind == "megatron" else GPTModelWithOwnLoss)(

@@ -231,12 +231,15 @@ def z_loss_share(
     Zoph et al. 2022, ST-MoE, eq. 5 (arXiv:2202.08906).
 
     Args:
-        logits: router logits of this rank's tokens, [T, E]; or their log-sum-exp, [T].
+        logits: router logits of this rank's tokens, [T, E]; or, from a routing kernel, the sum over tokens
+            of logsumexp^2, a scalar, which requires `num_tokens`.
     """
-    log_sums_T = torch.logsumexp(logits, dim=-1) if logits.dim() == 2 else logits
-    if valid_T is not None:
-        log_sums_T = log_sums_T * valid_T
-    return torch.dot(log_sums_T, log_sums_T) / _num_tokens(logits, num_tokens, group)
+    squares = logits
+    if logits.dim():
+        log_sums_T = torch.logsumexp(logits, dim=-1)
+        log_sums_T = log_sums_T if valid_T is None else log_sums_T * valid_T
+        squares = torch.dot(log_sums_T, log_sums_T)
+    return squares / _num_tokens(logits, num_tokens, group)
 
 
 def _num_tokens(x: Tensor, num_tokens: Tensor | int | None, group: ProcessGroup | None) -> Tensor | int:

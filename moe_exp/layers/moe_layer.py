@@ -20,6 +20,7 @@ from moe_exp.layers.dispatcher import (
 )
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.groups import sum_over
+from moe_exp.layers.kernels.scores import RouterLosses
 from moe_exp.layers.losses import AuxLoss, LossInputs, share_of
 from moe_exp.layers.microbatch import MicrobatchCapacity, MoESettings
 from moe_exp.layers.router import Router, RoutingDecision, count_kept, kept_slots, tokens_in_group
@@ -170,8 +171,16 @@ class MoELayer(nn.Module):
         if decision.counted_TK is not None or decision.expert_TK.size(1) != topk:
             topk = counts_E.sum().clamp(min=1) / num_tokens
         sizes: dict[str, Any] = {"num_tokens": num_tokens, "group": group}
-        balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
-        z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
+        weighted_loss = None
+        if decision.sums is not None and all(loss.kind == "aux_loss" for loss in settings.aux_losses):
+            total, number = (num_tokens, 0) if isinstance(num_tokens, Tensor) else (None, max(1, num_tokens))
+            coeffs = float(sum(loss.coeff for loss in settings.aux_losses)), float(settings.z_loss_coeff)
+            weighted_loss, balance, z = RouterLosses.apply(
+                scores, logits, counts_E, total, number, config.topk, *coeffs
+            )
+        else:
+            balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
+            z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
         global_counts_E = getattr(self.router, "global_tokens_per_expert", None)
         inputs = LossInputs(
             decision, scores, counts_E, expert_TK, counted_TK, config.topk, num_tokens, group, shape,
@@ -180,6 +189,8 @@ class MoELayer(nn.Module):
         shares = {loss.name: share_of(loss, inputs) for loss in settings.aux_losses}
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)
+        if weighted_loss is not None:
+            return weighted_loss if any(coeffs) else None
         weighted = [
             shares[loss.name]
             * (loss.coeff * getattr(self.router, loss.needs.state) if loss.needs.scales_coeff else loss.coeff)

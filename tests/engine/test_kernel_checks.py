@@ -184,12 +184,16 @@ def test_nothing_is_compared_where_no_kernel_runs(monkeypatch):
     assert backends.check_run(small(expert_backend="triton"), RANK) == []
 
 
-@pytest.mark.parametrize(("part", "backend"), [("routing", "torch"), ("cross entropy", "megatron")])
+@pytest.mark.parametrize(
+    ("part", "backend"),
+    [("routing", "torch"), ("cross entropy", "megatron"), ("rotary embedding", "megatron")],
+)
 def test_wrong_kernels_are_reported_and_others_run(monkeypatch, part, backend):
     wrong = SimpleNamespace(problem="wrong", line=lambda device: "a kernel is wrong")
     monkeypatch.setattr(backends, "parts_with_kernels", lambda *args: ["experts", part])
     monkeypatch.setattr(backends, "can_check", lambda device: True)
     monkeypatch.setattr(backends, "check_kernels", lambda other, *_: [wrong] if other == part else [])
+    monkeypatch.setattr(backends, "check_rotated", lambda *_: [wrong])
     assert backends.check_run(small(), RANK) == [KernelFailure(part, ["a kernel is wrong"], backend)]
     if part == "cross entropy":  # named, it ends the start
         with pytest.raises(ConfigError, match=r"CROSS_ENTROPY=triton: .*\. Fix: set CROSS_ENTROPY=auto\."):
@@ -202,8 +206,8 @@ def test_the_loss_is_compared_where_auto_takes_its_kernels(monkeypatch):
         config = small(use_moe=False, cross_entropy=loss)
         for kind in ("cuda", "cpu"):
             parts = backends.parts_with_kernels(config, torch.device(kind))
-            optimizer = ["optimizer"] * (kind == "cuda")
-            assert parts == ["cross entropy"] * (kind in found) + optimizer, (loss, kind)
+            others = ["optimizer", "rotary embedding"] * (kind == "cuda")
+            assert parts == ["cross entropy"] * (kind in found) + others, (loss, kind)
 
 
 def test_a_margin_leaves_a_multiprocessor(monkeypatch):

@@ -15,7 +15,7 @@ from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.rows import gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.up_projection import up_projection
-from moe_exp.layers.kernels.weight_grad import weight_grad
+from moe_exp.layers.kernels.weight_grad import expert_order, weight_grad
 
 
 def experts_of_tokens(
@@ -122,17 +122,18 @@ class _Experts(torch.autograd.Function):
             adds = getattr(parameter, "grad_added_to_main_grad", True)
             mains.append({} if found is None else {"out": found, "adds": adds})
         main1, main2 = mains
+        order_L = expert_order(offsets_L1) if not ctx.fp8 and any(ctx.needs_input_grad[2:6]) else None
         if ctx.needs_input_grad[3]:
-            dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, **main2)
+            dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, order_L=order_L, **main2)
         del weighted_RF
         if ctx.needs_input_grad[2]:
-            dweight1 = sums(dhidden_RW, x, offsets_L1, b_index_R=token_R, **main1)
+            dweight1 = sums(dhidden_RW, x, offsets_L1, b_index_R=token_R, order_L=order_L, **main1)
         if ctx.needs_input_grad[4]:  # a sum over rows is a product with ones
             ones_R1 = dhidden_RW.new_ones(dhidden_RW.size(0), 1)
-            dbias1 = weight_grad(ones_R1, dhidden_RW, offsets_L1).squeeze(1)
+            dbias1 = weight_grad(ones_R1, dhidden_RW, offsets_L1, order_L=order_L).squeeze(1)
         if ctx.needs_input_grad[5]:
             weights_R1 = weights_R.to(dy.dtype).unsqueeze(1)
-            dbias2 = weight_grad(weights_R1, dy, offsets_L1, b_index_R=token_R).squeeze(1)
+            dbias2 = weight_grad(weights_R1, dy, offsets_L1, b_index_R=token_R, order_L=order_L).squeeze(1)
         if ctx.needs_input_grad[0]:
             dx = product(dhidden_RW, weight1_LWD, offsets_L1)
             del dhidden_RW

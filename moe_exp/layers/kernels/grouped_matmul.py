@@ -5,6 +5,8 @@ It computes the down-projection and the gradients of rows; up_projection.py has 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,20 @@ CONFIGS = configs(
 )  # fmt: skip
 
 
+def _by_library(at: dict[str, Any]) -> None:
+    """`_kernel` with torch._grouped_mm, which also ignores rows past the last expert's and leaves them as
+    allocated. `y` takes over the memory of the result.
+    """
+    memory = at["y"].untyped_storage()
+    size = memory.nbytes()
+    memory.resize_(0)  # the result needs as much
+    try:
+        at["y"].set_(torch._grouped_mm(at["x"], at["w"], offs=at["offsets"][1:]))
+    except Exception:  # another config then writes to y
+        memory.resize_(size)
+        raise
+
+
 @tuned(
     CONFIGS,
     key=["num_experts", "rows_class", "width", "depth", "TRANSPOSED", "HAS_TMA"],
@@ -29,19 +45,20 @@ CONFIGS = configs(
         "x_tma": [at["BLOCK_M"], at["BLOCK_K"]],
         "w_tma": [1, at["BLOCK_N"], at["BLOCK_K"]] if at["TRANSPOSED"] else [1, at["BLOCK_K"], at["BLOCK_N"]],
     },
+    library=_by_library,
 )
 @jit
 def _kernel(
     x, w, y, x_tma, w_tma, bias, weights, offsets, num_experts, rows_class, width, depth, stride_x, stride_wl,
-    stride_wi, stride_wo, stride_y, TRANSPOSED: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PROGRAMS: tl.constexpr, TMA: tl.constexpr,
+    stride_wi, stride_wo, stride_y, TRANSPOSED: tl.constexpr, HAS_TMA: tl.constexpr,
+    HAS_LIBRARY: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """y[r] = x[r] @ w[e] + weights[r] * bias[e], where e is the expert of row r.
 
-    x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O. `rows_class` and HAS_TMA are
-    used only in the tuning key, PROGRAMS only in the grid.
+    x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O. `rows_class`, HAS_TMA
+    and HAS_LIBRARY are used only by the tuner, PROGRAMS only in the grid.
     """
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
@@ -123,10 +140,13 @@ def grouped_matmul(
 
     transposed = w_LIO.stride(1) == 1
     x_tma, w_tma = launch.descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
+    # PyTorch refuses operands that TMA does not support, and pads the rows of its result to 16 bytes.
+    has_library = bias_LO is None and w_tma is not None and width % 8 == 0 and launch.has_grouped_mm(x_RI)
     _kernel[launch.grid_of_tiles(x_RI, num_experts, num_rows, width)](
         x_RI, w_LIO, y_RO, x_tma, w_tma, bias_LO, weights_R, offsets_L1, num_experts,
         rows_class(num_rows, num_experts), width, depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
-        TRANSPOSED=transposed, HAS_TMA=w_tma is not None, EVEN_N=width % LARGEST_N == 0,
-        EVEN_K=depth % LARGEST_K == 0, BLOCK_E=launch.power_of_2(num_experts), **launch.dot_constants(x_RI),
+        TRANSPOSED=transposed, HAS_TMA=w_tma is not None, HAS_LIBRARY=has_library,
+        EVEN_N=width % LARGEST_N == 0, EVEN_K=depth % LARGEST_K == 0, BLOCK_E=launch.power_of_2(num_experts),
+        **launch.dot_constants(x_RI),
     )  # fmt: skip
     return y_RO

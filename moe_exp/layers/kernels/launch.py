@@ -60,7 +60,7 @@ def runs_kernel(x: Tensor) -> bool:
 class KernelFailure:
     """A part of the model whose kernels failed their self-test and are not used."""
 
-    part: str  # `experts`, `routing`, `cross entropy` or `optimizer`
+    part: str  # `experts`, `routing`, `cross entropy`, `optimizer` or `rotary embedding`
     problems: list[str]  # one line per kernel, with the first rank and host that found it
     backend: str  # the replacement
 
@@ -183,6 +183,14 @@ def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
 def has_tma(x: Tensor) -> bool:
     """Whether the device has TMA and the address of `x` is aligned for TMA."""
     return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
+
+
+def has_grouped_mm(x: Tensor) -> bool:
+    """Whether torch._grouped_mm has a kernel for `x` that does not read the offsets on the host."""
+    # Only Hopper: on most other GPUs PyTorch loops over the experts, and torch 2.10's kernel for Blackwell
+    # fails. The kernel uses all multiprocessors.
+    suits = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
+    return suits and not _num_free_processors and _capability(x.device.index)[0] == 9
 
 
 _capability = functools.cache(torch.cuda.get_device_capability)

@@ -1,8 +1,13 @@
-"""Scores, choice and weights of the router for a tile of logits [tokens, experts], in fp32."""
+"""Scores, choice and weights of the router for a tile of logits [tokens, experts], in fp32; its losses."""
 
 from __future__ import annotations
 
-from moe_exp.layers.kernels.launch import jit, tl
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.launch import compilable, jit, power_of_2, runs_kernel, tl
 
 KERNEL_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 EPSILON: tl.constexpr = tl.constexpr(1e-20) if tl else None  # added to sums of weights, as in Router
@@ -96,3 +101,78 @@ def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexp
     if SCORE == "softmax" and NORMALIZE:
         value = value / (tl.sum(value, 1) + EPSILON)[:, None]
     return value * factor
+
+
+@jit
+def _losses_kernel(
+    score_sums, lse_squares, counts, total, losses, unit, num_tokens, num_experts, scale, aux_coeff, z_coeff,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    experts = tl.arange(0, BLOCK_E)
+    is_expert = experts < num_experts
+    number = (num_tokens if total is None else tl.maximum(tl.load(total), 1)).to(tl.float32)
+    slope = tl.load(counts + experts, mask=is_expert, other=0).to(tl.float32) * (scale / number / number)
+    balance = tl.sum(tl.load(score_sums + experts, mask=is_expert, other=0.0) * slope, 0)
+    z = tl.load(lse_squares) / number
+    tl.store(losses, aux_coeff * balance + z_coeff * z)
+    tl.store(losses + 1, balance)
+    tl.store(losses + 2, z)
+    tl.store(unit + experts, aux_coeff * slope, mask=is_expert)
+    tl.store(unit + num_experts, z_coeff / number)
+
+
+def router_losses_torch(
+    score_sums_E: Tensor, lse_squares: Tensor, counts_E: Tensor, total: Tensor | None, num_tokens: int,
+    topk: int, aux_coeff: float, z_coeff: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    number = lse_squares.new_full((), num_tokens) if total is None else total.clamp(min=1)
+    slope_E = counts_E.to(score_sums_E.dtype) * counts_E.size(0) / (topk * number**2)
+    balance, z = torch.dot(score_sums_E, slope_E), lse_squares / number
+    unit_E1 = torch.cat([aux_coeff * slope_E, (z_coeff / number).to(slope_E).view(1)])
+    return torch.stack([aux_coeff * balance + z_coeff * z, balance, z]), unit_E1
+
+
+@compilable("router_losses", lambda sums_E, *_: (sums_E.new_empty(3), sums_E.new_empty(sums_E.size(0) + 1)))
+def router_losses(
+    score_sums_E: Tensor, lse_squares: Tensor, counts_E: Tensor, total: Tensor | None, num_tokens: int,
+    topk: int, aux_coeff: float, z_coeff: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`load_balancing_loss_share` and `z_loss_share` of `layers.losses`, from sums of a routing kernel.
+
+    Args:
+        counts_E: int64, slots per expert in the whole micro-batch.
+        total: number of tokens of the micro-batch; None: `num_tokens`, at least 1.
+
+    Returns:
+        Three losses: aux_coeff * balance + z_coeff * z, balance and z; and the gradient of the first with
+        respect to `score_sums_E` and `lse_squares`, [E + 1].
+    """
+    if not runs_kernel(score_sums_E) or score_sums_E.dtype == torch.float64:
+        return router_losses_torch(
+            score_sums_E, lse_squares, counts_E, total, num_tokens, topk, aux_coeff, z_coeff
+        )
+    num_experts = score_sums_E.size(0)
+    losses, unit_E1 = score_sums_E.new_empty(3), score_sums_E.new_empty(num_experts + 1)
+    _losses_kernel[(1,)](
+        score_sums_E, lse_squares, counts_E, total, losses, unit_E1, num_tokens, num_experts,
+        num_experts / topk, aux_coeff, z_coeff, BLOCK_E=power_of_2(num_experts),
+    )  # fmt: skip
+    return losses, unit_E1
+
+
+class RouterLosses(torch.autograd.Function):
+    """The losses of `router_losses`, of which only the first has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        losses, unit_E1 = router_losses(*args)
+        ctx.save_for_backward(unit_E1)
+        weighted, balance, z = losses.unbind()
+        ctx.mark_non_differentiable(balance, z)
+        return weighted, balance, z
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradient_E1 = ctx.saved_tensors[0] * grads[0]
+        return gradient_E1[:-1], gradient_E1[-1], *(None,) * 6

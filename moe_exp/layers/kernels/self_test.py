@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_exp.host.devices import driver_version
 from moe_exp.layers.activations import ACTIVATIONS
-from moe_exp.layers.kernels import combine, cross_entropy, drops, launch, rows, slot_sort, topk
+from moe_exp.layers.kernels import combine, cross_entropy, drops, launch, rows, scores, slot_sort, topk
 from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.fp8 import products
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
@@ -320,6 +320,9 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
         shape = f"{num_tokens} tokens, {num_routed} experts, top-{sizes.topk}, {score}"
         args = logits_TE, sizes.topk
         yield _case(topk.router_topk, torch.float32, shape, *args, bias_E=bias_E, **options)
+        sums_E, counts_E = logits_TE.softmax(1).sum(0), draw.integers(num_tokens, num_routed)
+        sums = sums_E, sums_E.sum(), counts_E, None, num_tokens, sizes.topk, 0.01, 0.001
+        yield _case(scores.router_losses, torch.float32, shape, *sums)
     shape = f"{num_tokens} tokens, {num_experts} experts, top-{topk_size}"
     expert_TK = draw.integers(num_experts - 1, num_tokens, topk_size)  # never the last expert
     kept_TK = draw.integers(4, num_tokens, topk_size) > 0
@@ -346,7 +349,7 @@ def _with_gradient(function: Any) -> Any:
         logits_TE, draw = logits_TE.detach().requires_grad_(), _Draw(logits_TE.device)
         with torch.enable_grad():
             found = function(logits_TE, *args, **options)
-            losses = found.weights_TK, found.lse_T, found.score_sums_E
+            losses = found.weights_TK, found.lse_squares, found.score_sums_E
         seeds = [draw.weights(*loss.shape).to(loss.dtype) for loss in losses]
         (dlogits_TE,) = torch.autograd.grad(losses, logits_TE, seeds)
         return [*(x.detach() for x in found), dlogits_TE]

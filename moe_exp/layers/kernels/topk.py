@@ -38,7 +38,7 @@ class TopK(NamedTuple):
 
     expert_TK: Tensor  # chosen experts, int64, best first; ties: lowest index first
     weights_TK: Tensor  # router weights, with gradient
-    lse_T: Tensor  # log-sum-exp of the logits, with gradient
+    lse_squares: Tensor  # squares of log-sum-exp, summed like score_sums_E, scalar, with gradient
     score_sums_E: Tensor  # scores (rows sum to 1) summed over tokens without padding, with gradient
     tokens_per_expert_E: Tensor  # slots per expert, int64, without padding
     by_score_E: Tensor  # like tokens_per_expert_E for the K highest scores; differs only with a bias
@@ -61,7 +61,7 @@ def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
 
 @jit
 def _forward_kernel(
-    logits, bias, valid, expert, weights, lse, sums, counts, num_tokens, num_experts, stride, factor,
+    logits, bias, valid, expert, weights, sums, counts, num_tokens, num_experts, stride, factor,
     TOPK: tl.constexpr, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _forward_kernel(
     is_expert, is_place = experts < num_experts, places < TOPK
     score_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     entropy_sums = tl.zeros_like(score_sums)
-    largest_sums = tl.zeros((BLOCK_T,), dtype=tl.float32)
+    lse_squares, largest_sums = tl.zeros((BLOCK_T,), tl.float32), tl.zeros((BLOCK_T,), tl.float32)
     chosen_sums = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
     by_score_sums = tl.zeros_like(chosen_sums)
     for block in range(tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T), tl.num_programs(0)):
@@ -97,12 +97,12 @@ def _forward_kernel(
         is_slot = is_token[:, None] & is_place
         tl.store(expert + slots, chosen.to(tl.int64), mask=is_slot)
         tl.store(weights + slots, value, mask=is_slot)
-        tl.store(lse + tokens, logsumexp, mask=is_token)
 
         counted = is_counted[:, None] & is_expert[None, :]
         score = tl.where(counted, score, 0.0)
         score_sums += score
         entropy_sums -= score * tl.log(tl.where(score > 0.0, score, 1.0))
+        lse_squares += tl.where(is_counted, logsumexp * logsumexp, 0.0)
         largest_sums += tl.where(is_counted, tl.max(tl.where(is_place, value, 0.0), 1), 0.0)
         chosen_sums += (counted & (key == LEAST)).to(tl.int32)
         if bias is not None:
@@ -111,20 +111,20 @@ def _forward_kernel(
             by_score_sums += (counted & (key == LEAST)).to(tl.int32)
 
     # Each program's partial sums, which are later added in a fixed order instead of with atomics.
-    sums += tl.program_id(0).to(tl.int64) * (num_experts + 2)
+    sums += tl.program_id(0).to(tl.int64) * (num_experts + 3)
     counts += tl.program_id(0).to(tl.int64) * (2 * num_experts)
     tl.store(sums + experts, tl.sum(score_sums, 0), mask=is_expert)
-    tl.store(sums + num_experts, tl.sum(tl.sum(entropy_sums, 1), 0))
-    tl.store(sums + num_experts + 1, tl.sum(largest_sums, 0))
-    chosen_count = tl.sum(chosen_sums, 0)
-    tl.store(counts + experts, chosen_count, mask=is_expert)
-    by_score_count = chosen_count if bias is None else tl.sum(by_score_sums, 0)
+    tl.store(sums + num_experts, tl.sum(lse_squares, 0))
+    tl.store(sums + num_experts + 1, tl.sum(tl.sum(entropy_sums, 1), 0))
+    tl.store(sums + num_experts + 2, tl.sum(largest_sums, 0))
+    tl.store(counts + experts, tl.sum(chosen_sums, 0), mask=is_expert)
+    by_score_count = tl.sum(chosen_sums if bias is None else by_score_sums, 0)
     tl.store(counts + num_experts + experts, by_score_count, mask=is_expert)
 
 
 @jit
 def _backward_kernel(
-    logits, valid, expert, dweights, dlse, dscore_sums, dlogits, num_tokens, num_experts, stride, factor,
+    logits, valid, expert, dweights, dsquares, dscore_sums, dlogits, num_tokens, num_experts, stride, factor,
     TOPK: tl.constexpr, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _backward_kernel(
     is_expert = experts < num_experts
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     z, is_token, is_counted = _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride)
-    probabilities, _ = softmax(z)
+    probabilities, logsumexp = softmax(z)
     raw = raw_scores(z, probabilities, SCORE)
 
     # Scatter the values of the K chosen experts to E; the others are zero.
@@ -178,8 +178,8 @@ def _backward_kernel(
             score, _ = softmax(in_logs)
             dlog += score * (dscore - tl.sum(dscore * score, 1)[:, None])
         dz += dlog * slope
-    if dlse is not None:
-        dz += probabilities * tl.load(dlse + tokens, mask=is_token, other=0.0)[:, None]
+    if dsquares is not None:
+        dz += probabilities * tl.where(is_counted, 2.0 * logsumexp * tl.load(dsquares), 0.0)[:, None]
     place = dlogits + tokens.to(tl.int64)[:, None] * num_experts + experts[None, :]
     tl.store(place, dz.to(dlogits.dtype.element_ty), mask=is_token[:, None] & is_expert[None, :])
 
@@ -273,15 +273,13 @@ def router_topk_torch(
     elif normalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + _EPSILON)
     weights_TK = weights_TK * scaling_factor
-    top1_T = weights_TK.detach().amax(dim=-1)
+    top1_T, lse_T = weights_TK.detach().amax(dim=-1), logits_TE.logsumexp(dim=-1)
     if valid_T is not None:
-        scores_TE, top1_T = scores_TE * valid_T.unsqueeze(1), top1_T * valid_T
+        scores_TE, top1_T, lse_T = scores_TE * valid_T.unsqueeze(1), top1_T * valid_T, lse_T * valid_T
     entropy = -torch.xlogy(scores_TE.detach(), scores_TE.detach()).sum()
     by_score_E = counts_E if bias_E is None else _best(by_score_TE, topk, valid_T)[1]
-    lse_T = logits_TE.logsumexp(dim=-1)
-    return TopK(
-        expert_TK, weights_TK, lse_T, scores_TE.sum(dim=0), counts_E, by_score_E, entropy, top1_T.sum()
-    )
+    sums = torch.dot(lse_T, lse_T), scores_TE.sum(dim=0)
+    return TopK(expert_TK, weights_TK, *sums, counts_E, by_score_E, entropy, top1_T.sum())
 
 
 def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -317,10 +315,8 @@ def router_topk(
     options["scaling_factor"] = float(scaling_factor)
     if not launch.runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
         return router_topk_torch(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
-    expert_TK, weights_TK, lse_T, score_sums_E, other_sums, counts = _RouterTopK.apply(
-        logits_TE, bias_E, valid_T, topk, *options.values()
-    )
-    return TopK(expert_TK, weights_TK, lse_T, score_sums_E, counts[0], counts[1], *other_sums)
+    *found, other_sums, counts = _RouterTopK.apply(logits_TE, bias_E, valid_T, topk, *options.values())
+    return TopK._make((*found, *counts, *other_sums))
 
 
 class _RouterTopK(torch.autograd.Function):
@@ -329,68 +325,66 @@ class _RouterTopK(torch.autograd.Function):
         ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, *options: Any
     ) -> tuple[Tensor, ...]:
         logits_TE = launch.last_contiguous(logits_TE)
-        expert_TK, weights_TK, lse_T, sums, counts = _topk_forward(logits_TE, bias_E, valid_T, *options)
+        expert_TK, weights_TK, sums, counts = _topk_forward(logits_TE, bias_E, valid_T, *options)
         ctx.save_for_backward(logits_TE, valid_T, expert_TK)
         ctx.options = options
-        score_sums_E, other_sums = sums.split([logits_TE.size(1), 2])
+        score_sums_E, lse_squares, other_sums = sums.split([logits_TE.size(1), 1, 2])
         ctx.mark_non_differentiable(expert_TK, other_sums, counts)
         ctx.set_materialize_grads(False)
-        return expert_TK, weights_TK, lse_T, score_sums_E, other_sums, counts
+        return expert_TK, weights_TK, lse_squares.squeeze(0), score_sums_E, other_sums, counts
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits_TE, valid_T, expert_TK = ctx.saved_tensors
-        _, dweights_TK, dlse_T, dscore_sums_E, *_ = grads
+        _, dweights_TK, dsquares, dscore_sums_E, *_ = grads
         if dweights_TK is None:
             dweights_TK = logits_TE.new_zeros(expert_TK.shape)
-        dlogits_TE = _topk_backward(
-            logits_TE, valid_T, expert_TK, dweights_TK, dlse_T, dscore_sums_E, *ctx.options[1:]
-        )
+        gradients = dweights_TK, dsquares, dscore_sums_E
+        dlogits_TE = _topk_backward(logits_TE, valid_T, expert_TK, *gradients, *ctx.options[1:])
         return dlogits_TE, *[None] * (2 + len(ctx.options))
 
 
 def _fake_forward(
     logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, topk: int, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits_TE.shape
     expert_TK = logits_TE.new_empty(num_tokens, topk, dtype=torch.int64)
-    weights_TK, lse_T = (
-        logits_TE.new_empty(shape, dtype=torch.float32) for shape in ((num_tokens, topk), (num_tokens,))
-    )
-    sums = logits_TE.new_empty(num_experts + 2, dtype=torch.float32)
-    return expert_TK, weights_TK, lse_T, sums, logits_TE.new_empty(2, num_experts, dtype=torch.int64)
+    weights_TK = logits_TE.new_empty(num_tokens, topk, dtype=torch.float32)
+    sums = logits_TE.new_empty(num_experts + 3, dtype=torch.float32)
+    return expert_TK, weights_TK, sums, logits_TE.new_empty(2, num_experts, dtype=torch.int64)
 
 
 @launch.compilable("topk_forward", _fake_forward)
 def _topk_forward(
     logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, topk: int, score: str,
     pre_softmax: bool, normalize: bool, scaling_factor: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    expert_TK, weights_TK, lse_T, sums, counts = _fake_forward(logits_TE, bias_E, valid_T, topk)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    expert_TK, weights_TK, sums, counts = _fake_forward(logits_TE, bias_E, valid_T, topk)
     num_tokens, num_experts = logits_TE.shape
     if num_tokens == 0:
-        return expert_TK, weights_TK, lse_T, sums.zero_(), counts.zero_()
+        return expert_TK, weights_TK, sums.zero_(), counts.zero_()
     blocks = _blocks(num_experts)
     num_blocks = launch.cdiv(num_tokens, blocks["BLOCK_T"])
     # Uses all processors regardless of MOE_SM_MARGIN: the bits of the sums depend on the number of programs.
     programs = launch.num_programs(logits_TE, num_blocks, per_processor=_PER_PROCESSOR, takes_all=True)
-    partial_sums = sums.new_empty(programs, num_experts + 2)
+    partial_sums = sums.new_empty(programs, num_experts + 3)
     partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
     _forward_kernel[(programs,)](
-        logits_TE, *launch.contiguous(bias_E, valid_T), expert_TK, weights_TK, lse_T, partial_sums,
+        logits_TE, *launch.contiguous(bias_E, valid_T), expert_TK, weights_TK, partial_sums,
         partial_counts, num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=topk, SCORE=score,
         PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, BLOCK_K=launch.power_of_2(topk), **blocks,
     )  # fmt: skip
-    return expert_TK, weights_TK, lse_T, partial_sums.sum(0), partial_counts.sum(0)
+    return expert_TK, weights_TK, partial_sums.sum(0), partial_counts.sum(0)
 
 
 @launch.compilable(
     "topk_backward", lambda logits_TE, *_: torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
 )
 def _topk_backward(
-    logits_TE: Tensor, valid_T: Tensor | None, expert_TK: Tensor, dweights_TK: Tensor, dlse_T: Tensor | None,
-    dscore_sums_E: Tensor | None, score: str, pre_softmax: bool, normalize: bool, scaling_factor: float,
+    logits_TE: Tensor, valid_T: Tensor | None, expert_TK: Tensor, dweights_TK: Tensor,
+    dsquares: Tensor | None, dscore_sums_E: Tensor | None, score: str, pre_softmax: bool, normalize: bool,
+    scaling_factor: float,
 ) -> Tensor:  # fmt: skip
     dlogits_TE = torch.empty_like(logits_TE, memory_format=torch.contiguous_format)
     num_tokens, num_experts = logits_TE.shape
@@ -398,7 +392,7 @@ def _topk_backward(
         return dlogits_TE
     blocks = _blocks(num_experts)
     _backward_kernel[(launch.cdiv(num_tokens, blocks["BLOCK_T"]),)](
-        logits_TE, *launch.contiguous(valid_T, expert_TK, dweights_TK, dlse_T, dscore_sums_E), dlogits_TE,
+        logits_TE, *launch.contiguous(valid_T, expert_TK, dweights_TK, dsquares, dscore_sums_E), dlogits_TE,
         num_tokens, num_experts, logits_TE.stride(0), scaling_factor, TOPK=expert_TK.size(1), SCORE=score,
         PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, **blocks,
     )  # fmt: skip

@@ -28,13 +28,16 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class KernelConfig:
-    """Constants, `num_warps` and `num_stages` of a kernel launch; TMA=1 requires tensor descriptors."""
+    """Constants, `num_warps` and `num_stages` of a kernel launch; TMA=1 requires tensor descriptors.
+
+    LIBRARY=1, without other constants, is a function of PyTorch in place of the kernel, see `tuned`.
+    """
 
     constants: dict[str, int]
 
     def suits(self, kwargs: dict[str, Any]) -> bool:
         """Whether the config supports these operands."""
-        return bool(kwargs.get("HAS_TMA")) or not self.constants.get("TMA")
+        return all(kwargs.get(f"HAS_{name}") or not self.constants.get(name) for name in ("TMA", "LIBRARY"))
 
     def __str__(self) -> str:
         return ", ".join(f"{name}: {value}" for name, value in self.constants.items())
@@ -51,7 +54,9 @@ class Tuned:
     def __init__(
         self, function: Any, configs: Sequence[KernelConfig], key: Sequence[str], trial: str | None = None,
         blocks: Callable[[dict[str, Any]], dict[str, list[int]]] | None = None,
+        library: Callable[[dict[str, Any]], None] | None = None,
     ):  # fmt: skip
+        self.library = library
         self.fn, self.configs, self._trial, self._blocks = function, list(configs), trial, blocks
         self.name = function.fn.__module__.rpartition(".")[2]
         self._of_key = [(name, function.arg_names.index(name)) for name in key]
@@ -140,6 +145,9 @@ class Tuned:
     def _launch(
         self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
     ) -> Any:
+        if config.constants.get("LIBRARY"):
+            assert self.library is not None
+            return self.library(dict(zip(self.fn.arg_names, args, strict=False)))
         args, kwargs = self.prepared(config, args, kwargs, is_trial=is_trial)
         return self.fn.run(*args, **kwargs)
 
@@ -275,6 +283,7 @@ def tuned(
     key: Sequence[str],
     trial: str | None = None,
     blocks: Callable[[dict[str, Any]], dict[str, list[int]]] | None = None,
+    library: Callable[[dict[str, Any]], None] | None = None,
 ) -> Callable[[Any], Any]:
     """Decorator for a kernel that is launched with the fastest of `configs`; see Tuned.
 
@@ -286,6 +295,8 @@ def tuned(
             accumulate into their output. If the argument is 1, the kernel must leave the output unchanged.
         blocks: function of all arguments that returns the block shape of each descriptor, by argument name;
             called before each launch with TMA=1, where values have two bytes.
+        library: function of the positional arguments, by name, that computes the same with PyTorch; the last
+            config. The keyword argument HAS_LIBRARY says whether it supports the operands.
     """
     # Instead of `trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
 
@@ -293,7 +304,9 @@ def tuned(
         if triton is None:
             return function
         chosen = [make_config(config) for config in (configs[:1] if INTERPRETED else configs)]
-        kernel = Tuned(function, chosen, key, trial, blocks)
+        if library is not None and not INTERPRETED:
+            chosen.append(KernelConfig({"LIBRARY": 1}))
+        kernel = Tuned(function, chosen, key, trial, blocks, library)
         TUNED[kernel.name] = kernel
         return kernel
 

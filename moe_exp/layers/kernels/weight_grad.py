@@ -134,9 +134,21 @@ def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.conste
     return values
 
 
+@launch.compilable("expert_order", lambda offsets_L1: offsets_L1[1:].clone())
+def expert_order(offsets_L1: Tensor) -> Tensor:
+    """Experts by number of rows, descending; ties by index. int32 [L]."""
+    if not launch.runs_kernel(offsets_L1):
+        return offsets_L1.diff().argsort(descending=True, stable=True).int()
+    num_experts, offsets_L1 = offsets_L1.size(0) - 1, offsets_L1.contiguous()
+    order_L, block = offsets_L1.new_empty(num_experts), min(_BLOCK_E, launch.power_of_2(num_experts))
+    _order_kernel[(launch.cdiv(num_experts, block),)](offsets_L1, order_L, num_experts, BLOCK=block)
+    return order_L
+
+
 def weight_grad_torch(
     a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None, out: Tensor | None = None, adds: bool = True,
+    b_index_R: Tensor | None = None, order_L: Tensor | None = None, out: Tensor | None = None,
+    adds: bool = True,
 ) -> Tensor:  # fmt: skip
     if out is not None and not adds:
         out.zero_()
@@ -154,7 +166,8 @@ def weight_grad_torch(
 
 def weight_grad(
     a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None, out: Tensor | None = None, adds: bool = True,
+    b_index_R: Tensor | None = None, order_L: Tensor | None = None, out: Tensor | None = None,
+    adds: bool = True,
 ) -> Tensor:  # fmt: skip
     """Computes dw_e = sum_r a_r^T b_r over the rows r of every expert e, accumulated in fp32.
 
@@ -163,6 +176,8 @@ def weight_grad(
         b: rows [R, N] sorted by expert, or the tensor that `b_index_R` indexes.
         a_index_R: int32, row of `a` for each row; None: `a` is already sorted.
         b_index_R: int32, row of `b` for each row; None: `b` is already sorted.
+        order_L: from `expert_order`, for several calls with the same offsets; None: computed. It changes only
+            the time.
         out: fp32 [L, M, N] to add to in place, such as Megatron's main_grad; its last dimension must be
             contiguous.
         adds: False: overwrite `out` instead.
@@ -171,44 +186,45 @@ def weight_grad(
         `out`, or a new [L, M, N] in the dtype of `a`, zero for experts without rows.
     """
     if out is None:
-        return _new_grad(a, b, offsets_L1, a_index_R, b_index_R)
+        return _new_grad(a, b, offsets_L1, a_index_R, b_index_R, order_L)
     if out.stride(-1) != 1:
         rule = "the last dimension must be contiguous"
         raise ValueError(f"out={tuple(out.stride())} strides: {rule}. Fix: pass a contiguous tensor.")
-    _write_grad(out, a, b, offsets_L1, a_index_R, b_index_R, adds)
+    _write_grad(out, a, b, offsets_L1, a_index_R, b_index_R, order_L, adds)
     return out
 
 
 # Two operators, because for torch.compile an operator must not return a tensor that it writes to.
 @launch.compilable(
     "weight_grad",
-    lambda a, b, offsets_L1, a_index_R, b_index_R: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)),
+    lambda a, b, offsets_L1, *_: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)),
 )
 def _new_grad(
-    a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None
-) -> Tensor:
+    a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None,
+    order_L: Tensor | None,
+) -> Tensor:  # fmt: skip
     if not launch.runs_kernel(a):
         return weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R)
     dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1))
-    _launch(dw_LMN, a, b, offsets_L1, a_index_R, b_index_R, adds=False)
+    _launch(dw_LMN, a, b, offsets_L1, a_index_R, b_index_R, order_L, adds=False)
     return dw_LMN
 
 
 @launch.compilable("weight_grad_add", lambda *_: None, mutates=["out"])
 def _write_grad(
     out: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None,
-    b_index_R: Tensor | None, adds: bool,
+    b_index_R: Tensor | None, order_L: Tensor | None, adds: bool,
 ) -> None:  # fmt: skip
     if not launch.runs_kernel(a):
         weight_grad_torch(a, b, offsets_L1, a_index_R=a_index_R, b_index_R=b_index_R, out=out, adds=adds)
     else:
-        _launch(out, a, b, offsets_L1, a_index_R, b_index_R, adds=adds)
+        _launch(out, a, b, offsets_L1, a_index_R, b_index_R, order_L, adds=adds)
 
 
 def _launch(
     dw_LMN: Tensor, a: Tensor, b: Tensor, offsets_L1: Tensor, *indices: Tensor | None, adds: bool
 ) -> None:
-    a_index_R, b_index_R = indices
+    a_index_R, b_index_R, order_L = indices
     num_experts, num_m, num_n = dw_LMN.shape
     num_rows = (a if a_index_R is None else a_index_R).size(0)
     if num_rows == 0:
@@ -217,8 +233,7 @@ def _launch(
         return
     offsets_L1, a_index_R, b_index_R = launch.contiguous(offsets_L1, a_index_R, b_index_R)
     a, b = launch.last_contiguous(a), launch.last_contiguous(b)
-    order_L, block_e = offsets_L1.new_empty(num_experts), min(_BLOCK_E, launch.power_of_2(num_experts))
-    _order_kernel[(launch.cdiv(num_experts, block_e),)](offsets_L1, order_L, num_experts, BLOCK=block_e)
+    order_L = expert_order(offsets_L1) if order_L is None else order_L
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         # Not persistent: tiles have different numbers of rows, and the device balances them.

@@ -1,12 +1,10 @@
-"""Causal attention core, norms and rotary embedding of the local spec.
+"""Causal attention core and norms of the local spec.
 
 Shapes: S sequence length on this rank, C context parallel size, B batch, H query heads and G key/value heads
 on this rank, d head size of queries and keys, v head size of values (d except in multi-latent attention).
 """
 
-# Why not Megatron's: its wrapper of PyTorch's norms does not support sequence parallelism. Its rotary
-# embedding (arXiv:2104.09864) launches about 20 operations in each direction for queries and keys, a third of
-# all launches of a layer without experts, which limits small models on a GPU. Ours launches three for each.
+# Why not Megatron's: its wrapper of PyTorch's norms does not support sequence parallelism.
 
 import importlib.util
 import math
@@ -19,8 +17,6 @@ from torch.distributed import ProcessGroup
 from moe_exp.layers.dispatcher.collectives import gather_rows
 from moe_exp.layers.megatron.documents import Documents
 from moe_exp.layers.microbatch import in_sequence_order, sequence_blocks
-
-from megatron.core.models.common.embeddings import rope_utils
 
 
 class KeyValueCache:
@@ -309,58 +305,3 @@ class ProjectionNorm(nn.Module):
         total = gather_rows(squares.unsqueeze(0), sizes=[1] * self.group.size(), group=self.group).sum(0)
         normalized = wide * torch.rsqrt(total / self.num_channels + self.eps).unsqueeze(-1)
         return (normalized * self.weight).to(x.dtype).view_as(x)
-
-
-def install_rotary() -> bool:
-    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's kernel is in use."""
-    if rope_utils.fused_apply_rotary_pos_emb is None:
-        rope_utils.fused_apply_rotary_pos_emb = rotate
-    return rope_utils.fused_apply_rotary_pos_emb is rotate
-
-
-def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotates each pair (a, b) of values to (a cos - b sin, b cos + a sin).
-
-    Args:
-        x: [S, B, H, D].
-        angles: [S, 1 or B, 1, P], equal for both values of a pair; `x[..., P:]` is unchanged.
-        interleaved: a pair is two adjacent values; otherwise, two values at distance P / 2.
-    """
-    # Cosine [..., P] and sine of every pair [..., P / 2], cached on the angles, which all layers share.
-    known = vars(angles).setdefault("cos_and_sin", {})
-    if x.dtype not in known:
-        # Tensors created in inference mode could not be used in training.
-        with torch.inference_mode(False):
-            known[x.dtype] = angles.cos().to(x.dtype), _pairs(angles, interleaved)[0].sin().to(x.dtype)
-    return _Rotate.apply(x, *known[x.dtype], interleaved)
-
-
-def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    return first, second
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _rotated(x, cos, sin, interleaved, sign=1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, sin, ctx.interleaved, sign=-1), None, None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, sign: int) -> Tensor:
-    """Rotates by the angle or, with sign -1, by the negative angle."""
-    width, out = cos.size(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
-    source, turned = x[..., :width], out[..., :width]
-    torch.mul(source, cos, out=turned)
-    (a, b), (out_a, out_b) = _pairs(source, interleaved), _pairs(turned, interleaved)
-    out_a.addcmul_(b, sin, value=-sign)
-    out_b.addcmul_(a, sin, value=sign)
-    if width < x.size(-1):
-        out[..., width:] = x[..., width:]
-    return out

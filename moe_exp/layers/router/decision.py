@@ -66,10 +66,10 @@ class RoutingDecision:
     def for_losses(self) -> tuple[Tensor, Tensor]:
         """Scores (zero for padding) and logits, both [T, E].
 
-        After a routing kernel: the sums of the scores [E] and the log-sum-exp of the logits [T].
+        After a routing kernel: `score_sums_E` and `lse_squares` of `sums`.
         """
         if self.sums is not None:
-            return self.sums.score_sums_E, self.sums.lse_T
+            return self.sums.score_sums_E, self.sums.lse_squares
         assert self.scores_TE is not None and self.logits_TE is not None
         scores_TE = self.scores_TE if self.valid_T is None else self.scores_TE * self.valid_T.unsqueeze(1)
         return scores_TE, self.logits_TE

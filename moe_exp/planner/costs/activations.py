@@ -168,7 +168,7 @@ class _Account:
             block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
             masks = self._width * block * ends
         # Cosines and sines of all positions. Megatron's rotary embedding keeps them for queries and keys of
-        # each layer; `layers.megatron.attention.rotate` shares them among layers that are not recomputed.
+        # each layer; `layers.megatron.rotary.rotate` shares them among layers that are not recomputed.
         positions = 0.0
         by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"
         is_shared = self._is_fused or not (by_megatron or config.recompute == "full")

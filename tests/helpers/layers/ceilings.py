@@ -37,6 +37,7 @@ CASES: dict[str, Callable[[], None]] = {
     "padded_order": launches.padded,
     "top-k": launches.routed,
     "top-k backward": launches.routed_back,
+    "losses of the router": launches.losses_of_sums,
     "cross entropy": launches.loss,
     "cross entropy backward": launches.loss_back,
 }

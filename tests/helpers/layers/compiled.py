@@ -194,7 +194,7 @@ def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any,
 
     driver.set_active(_Driver(capability))
     package.processors = lambda device: 132
-    package.has_tma = lambda x: capability >= 90
+    package.has_tma, package.has_grouped_mm = lambda x: capability >= 90, lambda x: False
     current, started = [0], []
 
     @contextlib.contextmanager

@@ -16,10 +16,12 @@ from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient, cross_e
 from moe_exp.layers.kernels.drops import keep_within, padded_order
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.rows import chunk_order, gather_rows
+from moe_exp.layers.kernels.scores import router_losses
 from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import weight_grad
+from moe_exp.layers.megatron.rotary import rotated
 
 TOPK = 8
 INT, LONG, FP32, BF16, BOOL = torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.bool
@@ -143,8 +145,19 @@ def routed(score: str = "softmax", extras: bool = False, *, at: Sizes = SIZES) -
 def routed_back(score: str = "softmax", extras: bool = False, *, at: Sizes = SIZES) -> None:
     logits, chosen = on_gpu(at.tokens, at.routed, dtype=FP32), on_gpu(at.tokens, TOPK, dtype=LONG)
     valid = on_gpu(at.tokens, dtype=BOOL) if extras else None
-    gradients = [on_gpu(*sizes, dtype=FP32) for sizes in ((at.tokens, TOPK), (at.tokens,), (at.routed + 2,))]
+    gradients = [on_gpu(*sizes, dtype=FP32) for sizes in ((at.tokens, TOPK), (), (at.routed,))]
     _topk_backward(logits, valid, chosen, *gradients, score, not extras, extras, 1.0)
+
+
+def rotated_keys(*, at: Sizes = SIZES, interleaved: bool = False) -> None:
+    keys, cos = on_gpu(at.tokens, 2, 8, 384).narrow(-1, 256, 128), on_gpu(at.tokens, 1, 1, 96)
+    rotated(keys, cos, on_gpu(at.tokens, 1, 1, 48), interleaved, -1)
+
+
+def losses_of_sums(*, at: Sizes = SIZES) -> None:
+    counts, total = (on_gpu(*size, dtype=LONG) for size in ((at.routed,), ()))
+    options: Any = (total, 0, TOPK, 0.01, 0.001)
+    router_losses(on_gpu(at.routed, dtype=FP32), on_gpu(dtype=FP32), counts, *options)
 
 
 def loss(*, at: Sizes = SIZES, words: int = 128256) -> None:
@@ -161,7 +174,7 @@ def micro_batch(at: Sizes) -> None:
     for launch in [
         *GEMMS, partial(up, gather=False), partial(down, False), partial(activation_gradient, gather=False),
         partial(weight_gradient, False, True), *BIASED.values(), combined, rows_in_order, chunks,
-        sorted_slots, padded, partial(kept, False), kept, routed, routed_back,
+        sorted_slots, padded, partial(kept, False), kept, routed, routed_back, losses_of_sums,
     ]:  # fmt: skip
         launch(at=at)
 

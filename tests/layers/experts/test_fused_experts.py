@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from helpers.layers.kernel_device import needs_kernels
 from helpers.layers.references import formula, make_groups
 from helpers.layers.tiny_moe import HIDDEN, MODES, TOKENS, cut, decide, pushed_tokens, random, tiny_layer
 from helpers.ranks import run_on_ranks
@@ -18,6 +19,7 @@ from moe_exp.layers.experts import Experts, fused
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.experts.loop import expert_loop
 from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels import weight_grad as weight_grads
 
 FP32 = torch.float32
 
@@ -183,6 +185,17 @@ def test_only_what_is_asked_for(needed, twins):
     rows_function((3, 0, 4))(*alone).sum().backward()  # a gradient that is not contiguous, too
     assert [leaf.grad is not None for leaf in alone] == [index == needed for index in range(6)]
     assert torch.equal(alone[needed].grad, expected)
+
+
+@needs_kernels
+def test_a_backward_pass_sorts_the_experts_once(monkeypatch):
+    """For four weight gradients."""
+    calls = []
+    order = weight_grads.expert_order
+    monkeypatch.setattr(fused, "expert_order", lambda offsets: calls.append(1) or order(offsets))
+    monkeypatch.setattr(weight_grads, "expert_order", lambda offsets: pytest.fail("sorted again"))
+    with_gradients(rows_function((3, 0, 4)), rows_leaves((3, 0, 4), bias=True), torch.ones(7, 24))
+    assert calls == [1]
 
 
 # What is kept for the backward pass

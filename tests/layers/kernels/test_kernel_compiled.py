@@ -6,7 +6,6 @@ import pkgutil
 import re
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -40,8 +39,8 @@ OTHERS = [launches.combined, partial(launches.combined, False), launches.sorted_
 ROUTING = [
     launches.routed, partial(launches.routed, at=Sizes(routed=512)), launches.routed_back,
     partial(launches.routed, "sigmoid", True), partial(launches.routed_back, "sqrtsoftplus", True),
-    launches.rows_in_order, launches.chunks, launches.kept, partial(launches.kept, False), launches.padded,
-    launches.loss, launches.loss_back,
+    launches.losses_of_sums, launches.rotated_keys, launches.rows_in_order, launches.chunks, launches.kept,
+    partial(launches.kept, False), launches.padded, launches.loss, launches.loss_back,
 ]  # fmt: skip
 SLOW = [pytest.param(capability, marks=pytest.mark.slow) for capability in (90, 100)]
 VARIANTS = [
@@ -197,9 +196,7 @@ def test_kernels_without_products(launch: Callable[[], None], capability: int) -
     kernels = compiled(launch, capability)
     assert kernels
     for kernel in kernels:
-        # Triton 3.8, of torch 2.14, spills one value of this kernel.
-        spills = version("triton").startswith("3.8.") and launch is launches.routed and capability == 80
-        check(kernel, capability, is_gemm=False, spilled_bytes=8 if spills else 0)
+        check(kernel, capability, is_gemm=False)
         assert kernel.shared_bytes <= SHARED_LIMIT[86]
         # those of a histogram stay in shared memory
         assert "red.global" not in kernel.ptx and "atom.global" not in kernel.ptx

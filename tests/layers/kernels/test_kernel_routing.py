@@ -49,6 +49,10 @@ CASES = {
         "settings": {"capacity_factor": 0.7, "drop_policy": "position", "pad_to_capacity": True}
     },
     "rounded": {"settings": {"token_rounding": 4}},
+    # computed by one kernel
+    "one loss": {"losses": SUMMED[:1], "topk": 3},
+    "one loss, sigmoid": {"losses": SUMMED[:1], "score": "sigmoid", "expert_bias": True},
+    "only the z-loss": {"losses": ()},
 }
 
 

@@ -3,12 +3,14 @@ import torch
 
 from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels
 from helpers.relative_error import assert_equal_to
+from moe_exp.layers.kernels.scores import RouterLosses
 from moe_exp.layers.kernels.topk import TopK, router_topk, router_topk_torch
+from moe_exp.layers.losses import load_balancing_loss_share, z_loss_share
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 
 SCORES = [("softmax", True), ("softmax", False), ("sigmoid", True), ("sqrtsoftplus", True)]
-WITH_GRADIENT = ("weights_TK", "lse_T", "score_sums_E")
+WITH_GRADIENT = ("weights_TK", "lse_squares", "score_sums_E")
 INTEGERS = ("expert_TK", "tokens_per_expert_E", "by_score_E")
 
 
@@ -84,9 +86,9 @@ def test_extreme_logits_give_finite_weights_and_gradients():
     for score, pre_softmax in SCORES:
         options = {"score": score, "pre_softmax": pre_softmax, "normalize": True}
         out, twin = (function(logits_TE, 2, **options) for function in (router_topk, router_topk_torch))
-        total = out.weights_TK[:, 0].sum() + out.lse_T.sum() + out.score_sums_E[0]
+        total = out.weights_TK[:, 0].sum() + out.lse_squares + out.score_sums_E[0]
         assert torch.autograd.grad(total, logits_TE)[0].isfinite().all()
-        for name in ("weights_TK", "lse_T", "score_sums_E"):
+        for name in ("weights_TK", "lse_squares", "score_sums_E"):
             torch.testing.assert_close(getattr(out, name), getattr(twin, name), rtol=1e-5, atol=1e-6)
 
 
@@ -110,6 +112,26 @@ def test_broken_logits_still_choose_experts_that_exist(broken):
     with pytest.warns(RuntimeWarning) if DEVICE == "cpu" else torch.no_grad():  # numpy's, of the interpreter
         expert_TK = router_topk(logits_TE, 3).expert_TK
     assert all(len(set(row)) == 3 and set(row) <= set(range(5)) for row in expert_TK.tolist())
+
+
+@pytest.mark.parametrize(("total", "num_tokens"), [(None, 70), (53, 0), (0, 0)])
+def test_losses_of_the_sums_are_the_pure_functions(total, num_tokens):
+    """Values, and the gradient of the weighted sum; without any token it is finite."""
+    sums_E, counts_E = torch.rand(60, device=DEVICE), torch.randint(0, 20, (60,), device=DEVICE)
+    total = None if total is None else torch.tensor(total, device=DEVICE)
+    leaves = [x.requires_grad_() for x in (sums_E, sums_E.sum())]
+    losses = RouterLosses.apply(*leaves, counts_E, total, num_tokens, 4, 0.3, 0.2)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    number = {"num_tokens": num_tokens if total is None else total}
+    balance = load_balancing_loss_share(exact[0], counts_E, topk=4, **number)
+    z = z_loss_share(exact[1], **number)
+    values, gradients = (0.3 * balance + 0.2 * z, balance, z), torch.autograd.grad(losses[0] * 1.7, leaves)
+    assert_equal_to(
+        1e-6,
+        dict(enumerate((*losses, *gradients))),
+        dict(enumerate((*values, *torch.autograd.grad(values[0] * 1.7, exact)))),
+    )
+    assert [x.requires_grad for x in losses] == [True, False, False]
 
 
 def test_no_tokens():

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -208,6 +208,94 @@ def test_a_config_that_fails_after_it_was_chosen(stopwatch, monkeypatch, caplog)
     assert relative_error(y_RO, expected) < 1e-3
     assert not fails((), watch.launched[-1])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+# PyTorch's function as one more config
+
+
+def with_library(monkeypatch, counts, *, transposed=False):
+    """Operands in bf16, and torch._grouped_mm as the last config of grouped_matmul, and the fastest."""
+    monkeypatch.setattr(launch, "has_grouped_mm", lambda x: x.dtype == torch.bfloat16)
+    kernel = grouped_matmul._kernel
+    monkeypatch.setattr(kernel, "configs", [*kernel.configs, tuning.KernelConfig({"LIBRARY": 1})])
+    x_RI = drawn(sum(counts) + 3, 16, dtype=torch.bfloat16, seed=1)
+    w_LIO = drawn(4, 16, 24, dtype=torch.bfloat16, seed=2)
+    x_RI[sum(counts) :] = torch.nan
+    w_LIO = w_LIO.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w_LIO
+    return x_RI, w_LIO, offsets_of(counts)
+
+
+def num_calls(monkeypatch):
+    calls, product = [], torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *args, **how: calls.append(1) or product(*args, **how))
+    return calls
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("counts", [(5, 0, 9, 2), (0, 0, 7, 0), (0, 3, 0, 0), (0, 0, 0, 0)])
+def test_the_function_of_pytorch_is_a_config(stopwatch, monkeypatch, counts, transposed):
+    """Rows past the last expert's, here NaN, are not read."""
+    watch, calls, rows = stopwatch(grouped_matmul), num_calls(monkeypatch), sum(counts)
+    operands = with_library(monkeypatch, counts, transposed=transposed)
+    for number in (3, 4):  # two while timing; the second call times nothing
+        y_RO = grouped_matmul.grouped_matmul(*operands)
+        assert len(calls) == number and watch.num_timed == len(grouped_matmul.CONFIGS) + 1
+    expected = grouped_matmul.grouped_matmul_torch(*operands)
+    assert y_RO.shape == expected.shape and y_RO.is_contiguous()
+    assert torch.equal(y_RO[:rows], expected[:rows])
+    with deterministic():
+        grouped_matmul.grouped_matmul(*operands)
+    assert len(calls) == 4
+
+
+def test_the_function_of_pytorch_only_where_it_suits(stopwatch, monkeypatch):
+    """Not with biases, not in fp16, not where it pads its rows, and not for unaligned rows."""
+    stopwatch(grouped_matmul)
+    calls, (x_RI, w_LIO, offsets_L1) = num_calls(monkeypatch), with_library(monkeypatch, (5, 0, 9, 2))
+    wide = torch.zeros(19, 17, dtype=torch.bfloat16)
+    for case in (
+        (x_RI, w_LIO, offsets_L1, w_LIO[:, 0], x_RI[:, 0].float()),
+        (x_RI.half(), w_LIO.half(), offsets_L1),
+        (x_RI, w_LIO.transpose(1, 2).contiguous()[:, :20].transpose(1, 2), offsets_L1),
+        (wide[:, :16], w_LIO, offsets_L1),
+    ):
+        grouped_matmul.grouped_matmul(*case)
+        (chosen,) = list(grouped_matmul._kernel.choices.values())[-1:]
+        assert not calls and "LIBRARY" not in chosen.constants
+
+
+def test_the_function_of_pytorch_that_fails_leaves_memory_for_another_config(stopwatch, monkeypatch, caplog):
+    stopwatch(grouped_matmul)
+    x_RI, w_LIO, offsets_L1 = with_library(monkeypatch, (5, 0, 9, 2))
+
+    def fails(*args, **options):
+        raise RuntimeError("groups")
+
+    monkeypatch.setattr(torch, "_grouped_mm", fails)
+    y_RO = grouped_matmul.grouped_matmul(x_RI, w_LIO, offsets_L1)
+    at = {"x": x_RI, "w": w_LIO, "y": torch.empty(19, 24), "offsets": offsets_L1}
+    with pytest.raises(RuntimeError, match="groups"):
+        grouped_matmul._by_library(at)
+    assert at["y"].untyped_storage().nbytes() == 19 * 24 * 4  # the interpreter would allocate it
+    expected = grouped_matmul.grouped_matmul_torch(x_RI, w_LIO, offsets_L1)
+    assert relative_error(y_RO[:16], expected[:16]) < 1e-2
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "kernel grouped_matmul: config LIBRARY: 1 is not used: RuntimeError: groups"
+    )
+
+
+def test_the_function_of_pytorch_runs_only_on_hopper(monkeypatch):
+    monkeypatch.setattr(launch, "_num_free_processors", 0)
+    for capability, dtype, margin, found in (
+        ((9, 0), torch.bfloat16, 0, True), ((9, 0), torch.bfloat16, 8, False),
+        ((9, 0), torch.float16, 0, False), ((8, 0), torch.bfloat16, 0, False),
+        ((10, 0), torch.bfloat16, 0, False), ((12, 0), torch.bfloat16, 0, False),
+    ):  # fmt: skip
+        monkeypatch.setattr(launch, "_capability", lambda index, found=capability: found)
+        launch.leave_free(margin)
+        x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda:0"))
+        assert launch.has_grouped_mm(x) is found
 
 
 def test_full_memory_ends_the_timing_and_not_the_run(stopwatch, monkeypatch, caplog):

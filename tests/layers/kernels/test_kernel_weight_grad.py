@@ -6,8 +6,9 @@ import torch
 from helpers.layers.backward_cases import COUNTS, DTYPES, SPARE_ROWS, drawn, offsets_of, rows, tokens_of_rows
 from helpers.layers.kernel_device import DEVICE, needs_descriptors, needs_kernels, use_descriptors
 from helpers.relative_error import relative_error
+from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels import weight_grad as module
-from moe_exp.layers.kernels.weight_grad import weight_grad, weight_grad_torch
+from moe_exp.layers.kernels.weight_grad import expert_order, weight_grad, weight_grad_torch
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SIDES = {"a": (True, False), "b": (False, True), "both": (True, True), "neither": (False, False)}
@@ -83,9 +84,14 @@ def test_sizes_and_routings(counts, sizes):
 
 @needs_kernels
 @pytest.mark.parametrize("block", [2, 4, 8])
-def test_experts_are_sorted_by_rows(block):
+def test_experts_are_sorted_by_rows(block, monkeypatch):
     """Most first, ties by lower number; also of more experts than a program compares at a time."""
     offsets_L1 = offsets_of((3, 9, 0, 9, 1, 0, 40))
+    monkeypatch.setattr(module, "_BLOCK_E", block)
+    assert expert_order(offsets_L1).tolist() == [6, 1, 3, 0, 4, 2, 5]
+    monkeypatch.setattr(launch, "runs_kernel", lambda x: False)
+    assert expert_order(offsets_L1).tolist() == [6, 1, 3, 0, 4, 2, 5]
+    monkeypatch.undo()
     order_L = torch.full((8,), -1, dtype=torch.int32, device=DEVICE)
     module._order_kernel[(-(-7 // block),)](offsets_L1, order_L, 7, BLOCK=block)
     assert order_L.tolist() == [6, 1, 3, 0, 4, 2, 5, -1]
@@ -98,6 +104,10 @@ def test_the_order_of_the_experts_changes_nothing(block, monkeypatch):
     assert relative_error(expected, expert_by_expert(args, indices)) < 1e-6
     monkeypatch.setattr(module, "_BLOCK_E", block)
     assert torch.equal(weight_grad(*args, **indices), expected)
+    order_L = expert_order(args[2])
+    monkeypatch.setattr(module, "expert_order", lambda offsets_L1: pytest.fail("computed again"))
+    for out in (None, torch.zeros_like(expected)):
+        assert torch.equal(weight_grad(*args, **indices, order_L=order_L, out=out), expected)
 
 
 def test_main_grad_in_a_buffer():

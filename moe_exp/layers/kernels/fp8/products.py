@@ -86,9 +86,10 @@ activation_grad_torch = partial(activation_grad, product=grouped_matmul_torch)
 
 def weight_grad(
     a: Tensor, b: Tensor, offsets_L1: Tensor, *, a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None, out: Tensor | None = None, adds: bool = True, twin: bool = False,
+    b_index_R: Tensor | None = None, order_L: Tensor | None = None, out: Tensor | None = None,
+    adds: bool = True, twin: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`kernels.weight_grad` in FP8. `twin`: compute in plain torch."""
+    """`kernels.weight_grad` in FP8, which ignores `order_L`. `twin`: compute in plain torch."""
     columns, product = quantize_columns, block_weight_grad
     if twin:
         columns, product = quantize_columns_torch, block_weight_grad_torch

@@ -1,0 +1,154 @@
+"""Rotary embedding (RoPE, arXiv:2104.09864) of queries and keys, a kernel for each in each direction.
+
+Shapes: S sequence length, B batch, H heads, D head size, P rotated channels of a head.
+"""
+
+# Why not Megatron's: it launches about 20 operations in each direction for queries and keys, a third of all
+# launches of a layer without experts, which limits small models on a GPU. Without Triton, ours launches three
+# for each.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
+from moe_exp.layers.kernels.self_test import LIMITS, KernelCheck, error_of
+
+from megatron.core.models.common.embeddings import rope_utils
+
+_TILE = 1024  # pairs that a program rotates
+
+
+def install_rotary() -> bool:
+    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if it uses Transformer Engine's kernel."""
+    if rope_utils.fused_apply_rotary_pos_emb is None:
+        rope_utils.fused_apply_rotary_pos_emb = rotate
+    return rope_utils.fused_apply_rotary_pos_emb is rotate
+
+
+def choose_rotary(is_fused: bool, *, device_type: str, failure: str = "") -> tuple[str, str]:
+    """Chooses the rotary embedding; returns its name and the reason.
+
+    Args:
+        is_fused: Megatron's `apply_rope_fusion`.
+        failure: why the kernel must not run, see `launch.failure_of`.
+    """
+    if failure or not is_fused:
+        return "megatron", failure or "DOCUMENT_MASK, YaRN or multi-latent attention"
+    if device_type == "cpu" or launch.missing():
+        return "torch", launch.missing() or "the Triton kernel is for GPUs"
+    return "triton", "queries and keys are rotated by one kernel each"
+
+
+def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False, use_kernel: bool | None = None) -> Tensor:
+    """Rotates each pair (a, b) of values to (a cos - b sin, b cos + a sin).
+
+    Args:
+        x: [S, B, H, D].
+        angles: [S, 1 or B, 1, P], equal for both values of a pair; `x[..., P:]` is unchanged.
+        interleaved: a pair is two adjacent values; otherwise, two values at distance P / 2.
+        use_kernel: None: on a GPU that runs Triton kernels.
+    """
+    # Cosine [..., P] and sine of every pair [..., P / 2], cached on the angles, which all layers share.
+    known = vars(angles).setdefault("cos_and_sin", {})
+    if x.dtype not in known:
+        # Tensors created in inference mode could not be used in training.
+        with torch.inference_mode(False):
+            known[x.dtype] = angles.cos().to(x.dtype), _pairs(angles, interleaved)[0].sin().to(x.dtype)
+    in_torch = x.dtype == torch.float64 or not launch.takes_kernels(x, use_kernel)
+    return _Rotate.apply(x, *known[x.dtype], interleaved, rotated_torch if in_torch else rotated)
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return first, second
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, function: Any) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.function = interleaved, function
+        return function(x, cos, sin, interleaved, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.function(grads[0], *ctx.saved_tensors, ctx.interleaved, -1), None, None, None, None
+
+
+@jit
+def _kernel(
+    x, cos, sin, y, num_samples, num_heads, stride_s, stride_b, stride_h, num_angles, sign,
+    WIDTH: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rotates BLOCK_H heads of one token; BLOCK: at least WIDTH / 2 and DIM - WIDTH."""
+    token = tl.program_id(0).to(tl.int64)
+    position, sample = token // num_samples, token % num_samples
+    heads, places = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
+    source = x + position * stride_s + sample * stride_b + heads.to(tl.int64) * stride_h
+    target = y + (token * num_heads + heads) * DIM
+    angle = position * num_angles + sample % num_angles
+    is_pair = places < WIDTH // 2
+    first = places * 2 if INTERLEAVED else places
+    second = first + (1 if INTERLEAVED else WIDTH // 2)
+    c = tl.load(cos + angle * WIDTH + first, mask=is_pair, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle * (WIDTH // 2) + places, mask=is_pair, other=0.0).to(tl.float32) * sign
+    mask = is_pair & (heads < num_heads)
+    a = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + second, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target + first, (a * c - b * s).to(y.dtype.element_ty), mask=mask)
+    tl.store(target + second, (b * c + a * s).to(y.dtype.element_ty), mask=mask)
+    if WIDTH < DIM:
+        mask = (places < DIM - WIDTH) & (heads < num_heads)
+        tl.store(target + WIDTH + places, tl.load(source + WIDTH + places, mask=mask), mask=mask)
+
+
+@launch.compilable("rotated", lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+    """Rotates x by the angle or, with sign -1, by the negative angle, in fp32 with one rounding."""
+    x, y = launch.last_contiguous(x), torch.empty_like(x, memory_format=torch.contiguous_format)
+    cos, sin = launch.contiguous(cos, sin)
+    num_positions, num_samples, num_heads, dim = x.shape
+    width = cos.size(-1)
+    block = launch.power_of_2(max(width // 2, dim - width))
+    block_h = min(launch.power_of_2(num_heads), max(1, _TILE // block))
+    if y.numel():
+        _kernel[num_positions * num_samples, launch.cdiv(num_heads, block_h)](
+            x, cos, sin, y, num_samples, num_heads, *x.stride()[:3], cos.size(1), sign, WIDTH=width, DIM=dim,
+            INTERLEAVED=interleaved, BLOCK_H=block_h, BLOCK=block,
+        )  # fmt: skip
+    return y
+
+
+def rotated_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+    """Plain-torch reference of `rotated`, with two roundings."""
+    width, out = cos.size(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
+    source, turned = x[..., :width], out[..., :width]
+    torch.mul(source, cos, out=turned)
+    (a, b), (out_a, out_b) = _pairs(source, interleaved), _pairs(turned, interleaved)
+    out_a.addcmul_(b, sin, value=-sign)
+    out_b.addcmul_(a, sin, value=sign)
+    if width < x.size(-1):
+        out[..., width:] = x[..., width:]
+    return out
+
+
+def check_rotated(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
+    """Compares the kernel with its plain-torch reference, with some channels not rotated."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(9, 2, 3, 96, generator=generator, device=device).to(dtype)
+    half = torch.rand(9, 2, 1, 32, generator=generator, device=device) * 50
+    for interleaved in (False, True):
+        angles = half.repeat_interleave(2, -1) if interleaved else half.repeat(1, 1, 1, 2)
+        operands = x[..., 8:], angles.cos().to(dtype), half.sin().to(dtype)
+        results = [[f(*operands, interleaved, sign) for sign in (1, -1)] for f in (rotated, rotated_torch)]
+        error = error_of(*results)
+        problem = "" if error <= LIMITS[dtype] else f"relative error {error:.2g} (limit {LIMITS[dtype]:g})"
+        shape = f"9 positions, 3 heads, 64 of 88 channels{', interleaved' if interleaved else ''}"
+        yield KernelCheck("rotated", str(dtype).removeprefix("torch."), shape, 1, error, problem)
