@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = {
-    "lines of Python": 63_800,  # 63,000, and CUDA graphs, AdamW in one pass and PRESET=gpu
+    "lines of Python": 64_000,  # 63,000, and CUDA graphs, AdamW in one pass, PRESET=gpu, CROSS_ENTROPY=linear
     "files": 330,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,

@@ -15,7 +15,7 @@ from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.rows import gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.up_projection import up_projection
-from moe_exp.layers.kernels.weight_grad import weight_grad
+from moe_exp.layers.kernels.weight_grad import main_grad_of, placeholder, weight_grad
 
 
 def experts_of_tokens(
@@ -110,14 +110,10 @@ class _Experts(torch.autograd.Function):
         options = {"activation": ctx.activation, "token_R": token_R, "weights_R": weights_R}
         dhidden_RW, weighted_RF, dweights_R = back(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
         dx = dweights = dweight1 = dweight2 = dbias1 = dbias2 = None
-        mains: list[Tensor | None] = []  # main_grad to add to, as in Megatron's tensor_parallel/layers.py
-        for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True):
-            found = getattr(parameter, "main_grad", None) if needed else None
-            # Megatron-FSDP creates `main_grad` on access, without valid old values. The kernel adds in fp32.
-            if hasattr(parameter, "__fsdp_param__") or (found is not None and found.dtype != torch.float32):
-                found = None
-            mains.append(found)
-        main1, main2 = mains
+        main1, main2 = (
+            main_grad_of(parameter) if needed else None
+            for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True)
+        )
         if ctx.needs_input_grad[3]:
             dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, out=main2)
         del weighted_RF
@@ -146,18 +142,7 @@ class _Experts(torch.autograd.Function):
                 dweights_R = gather_rows(dweights_R, row_TK.flatten()).view(row_TK.shape)
             dweights = dweights_R.to(ctx.weights_dtype)
         if main2 is not None:
-            dweight2 = _placeholder(ctx.parameters[1])
+            dweight2 = placeholder(ctx.parameters[1])
         if main1 is not None:
-            dweight1 = _placeholder(ctx.parameters[0])
+            dweight1 = placeholder(ctx.parameters[0])
         return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 7
-
-
-def _placeholder(parameter: Any) -> Tensor | None:
-    """Gradient returned for a weight whose gradient was added to `main_grad`."""
-    if not hasattr(parameter, "grad_added_to_main_grad"):
-        return None
-    parameter.grad_added_to_main_grad = True
-    # Megatron's DDP hooks, which start the reduction, expect a gradient and free it immediately. This
-    # gradient is created last in backward, when other memory has been freed.
-    make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
-    return make(parameter)
