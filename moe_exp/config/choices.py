@@ -155,6 +155,9 @@ SCHEDULES = {
 }
 
 
+LOSS_CHUNK_TOKENS = 1024  # tokens whose logits exist at a time with CROSS_ENTROPY=linear
+
+
 @dataclass(frozen=True)
 class MupRule:
     """A published muP rule for MoE layers (see parameter_groups.py)."""

@@ -158,7 +158,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
         name = PARTS[part]
         if name and getattr(config, name.lower()) != "auto":
             rule = f"the self-test of its kernels failed: {and_more(lines)}"
-            raise ConfigError([f"{name}=triton: {rule}. Fix: set {name}=auto."])
+            raise ConfigError([config.problem(name.lower(), rule, f"set {name}=auto")])
         of_megatron = part in ("cross entropy", "rotary embedding")
         failure = KernelFailure(part, lines, backend="megatron" if of_megatron else "torch")
         if part == "experts":
@@ -211,7 +211,7 @@ def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
     routing = choose_routing(config.routing_kernels, device_type=device.type)
     if config.use_moe and routing[0] == "triton":
         parts.append("routing")
-    if choose_cross_entropy(config.cross_entropy, device_type=device.type)[0] == "triton":
+    if choose_cross_entropy(config.cross_entropy, device_type=device.type)[0] != "megatron":
         parts.append("cross entropy")
     if choose_step(config, device_type=device.type) != "torch":
         parts.append("optimizer")

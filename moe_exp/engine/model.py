@@ -13,7 +13,7 @@ from moe_exp.engine.graphs import on_side_stream
 from moe_exp.engine.initial_weights import initialize_weights
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
-from moe_exp.layers.kernels.cross_entropy import choose_cross_entropy, token_losses
+from moe_exp.layers.kernels.cross_entropy import choose_cross_entropy, linear_losses, token_losses
 from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure_of
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
@@ -24,6 +24,7 @@ from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -283,7 +284,7 @@ def build_chunk(
         settings.apply_rope_fusion = False
     failure = failure_of("cross entropy", kernel_failures)
     kind, _ = choose_cross_entropy(config.cross_entropy, device_type=_device_type(), failure=failure)
-    chunk = (GPTModel if kind == "megatron" else GPTModelWithOwnLoss)(
+    chunk = {"megatron": GPTModel, "triton": GPTModelWithOwnLoss, "linear": GPTModelWithLinearLoss}[kind](
         settings,
         decoder_spec(
             settings,
@@ -347,3 +348,37 @@ class GPTModelWithOwnLoss(GPTModel):
         """Loss of each token, fp32 [B, S], from labels [B, S] and this rank's logits [S, B, V]."""
         losses = token_losses(logits, labels.transpose(0, 1), self.pg_collection.tp)
         return losses.transpose(0, 1).contiguous()
+
+
+class GPTModelWithLinearLoss(GPTModel):
+    """GPTModel that computes output layer and loss by chunks of tokens (CROSS_ENTROPY=linear)."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        if self.post_process:  # the call of this layer, with its hooks, waits for gathered parameters
+            self._project, self.output_layer.forward = self.output_layer.forward, self._output
+
+    def forward(
+        self, *args: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """As in GPTModel. The gradient of the losses must be a multiple of `loss_mask` (None: all ones)."""
+        self._targets = None
+        if labels is not None:
+            mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
+            self._targets = labels.transpose(0, 1), mask.transpose(0, 1)
+        return super().forward(*args, labels=labels, **options)
+
+    def _output(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Forward pass of the output layer: losses [S, B] if there are labels, else logits; and no bias."""
+        if self._targets is None:
+            return self._project(hidden, weight, runtime_gather_output)
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
+        weight = self.output_layer.weight if weight is None else weight
+        return linear_losses(hidden, weight, *self._targets, self.pg_collection.tp), None
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss of each token, fp32 [B, S]; `logits` are the losses [S, B] of `_output`."""
+        return logits.transpose(0, 1).contiguous()

@@ -138,5 +138,8 @@ def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str
         yield f"{name.upper()}={size}", {name: size} | (even if name == "pp" else {})
     if config.mbsz > 1:
         yield f"MBSZ={config.mbsz // 2}", {"mbsz": config.mbsz // 2}
-    if planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels) == "megatron":
+    loss = planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
+    if loss == "megatron":
         yield "CROSS_ENTROPY=triton", {"cross_entropy": "triton"}
+    if loss != "linear":
+        yield "CROSS_ENTROPY=linear", {"cross_entropy": "linear"}

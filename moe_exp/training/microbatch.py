@@ -89,6 +89,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     output = model(
         batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"],
         packed_seq_params=batch["documents"], padding_mask=batch.get("padding_mask"),
+        loss_mask=batch["loss_mask"],
     )  # fmt: skip
     return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=batch.get("weight", 1.0))
 

@@ -196,13 +196,21 @@ def test_wrong_kernels_are_reported_and_others_run(monkeypatch, part, backend):
     monkeypatch.setattr(backends, "check_rotated", lambda *_: [wrong])
     assert backends.check_run(small(), RANK) == [KernelFailure(part, ["a kernel is wrong"], backend)]
     if part == "cross entropy":  # named, it ends the start
-        with pytest.raises(ConfigError, match=r"CROSS_ENTROPY=triton: .*\. Fix: set CROSS_ENTROPY=auto\."):
-            backends.check_run(small(cross_entropy="triton"), RANK)
+        for kind in ("triton", "linear"):
+            with pytest.raises(
+                ConfigError, match=rf"CROSS_ENTROPY={kind}: .*\. Fix: set CROSS_ENTROPY=auto\."
+            ):
+                backends.check_run(small(cross_entropy=kind), RANK)
 
 
 def test_the_loss_is_compared_where_auto_takes_its_kernels(monkeypatch):
     monkeypatch.setattr(launch, "missing", lambda: "")
-    for loss, found in (("auto", {"cuda"}), ("triton", {"cuda", "cpu"}), ("megatron", set())):
+    for loss, found in (
+        ("auto", {"cuda"}),
+        ("triton", {"cuda", "cpu"}),
+        ("linear", {"cuda", "cpu"}),
+        ("megatron", set()),
+    ):
         config = small(use_moe=False, cross_entropy=loss)
         for kind in ("cuda", "cpu"):
             parts = backends.parts_with_kernels(config, torch.device(kind))

@@ -1,11 +1,16 @@
-"""CROSS_ENTROPY=triton computes Megatron's loss and gradients of a whole model; auto takes it on GPUs."""
+"""CROSS_ENTROPY=triton and linear compute Megatron's loss and gradients of a whole model; auto takes triton
+on GPUs.
+"""
 
 from functools import partial
 
 import pytest
 import torch
 from test_backends import TINY
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from helpers.model_on_ranks import run_models
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.config import load_config
@@ -13,7 +18,7 @@ from moe_exp.engine import model as engine_model
 from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import build_model
-from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels import cross_entropy, launch
 from moe_exp.layers.kernels.launch import KernelFailure
 
 
@@ -45,6 +50,71 @@ def test_the_same_loss_and_gradients(tp):
         assert grads.keys() == expected_grads.keys()
         for key, grad in grads.items():
             assert relative_error(grad, expected_grads[key]) < 1e-5, key
+
+
+# More than LOSS_CHUNK_TOKENS per micro-batch, and two micro-batches.
+CHUNKED = {"mbsz": 72, "gbsz": 144}
+MASKED = {"document_mask": True, "eod_mask_loss": True}
+TIED = {"tie_embeddings": True}
+OVERLAPPED = {"overlap": "true", "distributed_optimizer": True}  # parameters arrive during the next forward
+LAYOUTS = [
+    (1, [MASKED, TIED, {"use_moe": False, "parametrization": "mup", "mup_base_hidden_size": 16}]),
+    (2, [{"tp": 2} | MASKED, {"tp": 2} | TIED, {"pp": 2} | MASKED | TIED, {"cp": 2} | MASKED]),
+    (4, [{"tp": 2, "pp": 2} | MASKED, {"tp": 2, "pp": 2} | TIED, {"tp": 2, "ep": 2} | OVERLAPPED]),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "layouts"), LAYOUTS, ids=["1", "2", "4"])
+def test_linear_is_the_unfused_loss(num_ranks, layouts):
+    jobs = [
+        CHUNKED | layout | {"cross_entropy": kind} for layout in layouts for kind in ("megatron", "linear")
+    ]
+    found = run_models(num_ranks, jobs)
+    for layout, expected, ours in zip(layouts, found[::2], found[1::2], strict=True):
+        assert relative_error(ours.losses, expected.losses) < 1e-6, layout
+        assert ours.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+        assert ours.gradients.keys() == expected.gradients.keys()
+        for name, gradient in ours.gradients.items():
+            assert relative_error(gradient, expected.gradients[name]) < 1e-6, (layout, name)
+
+
+class Largest(TorchDispatchMode):
+    """Number of elements of the largest tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+def largest_tensors(kinds):
+    """Elements of the largest tensor in forward and backward, in training and in validation, by kind."""
+    cross_entropy.LOSS_CHUNK_TOKENS, found, rank = 16, {}, None
+    for kind in kinds:
+        config = load_config(TINY | {"seq_len": 120, "use_moe": False, "cross_entropy": kind}, {})
+        rank = rank or runtime.start(config)
+        (model,) = build_model(config, rank)
+        tokens, positions = torch.randint(500, (2, 121)), torch.arange(120).expand(2, 120)
+        with Largest() as training:
+            model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).sum().backward()
+        with Largest() as validation, torch.no_grad():
+            model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        logits = model(tokens[:, :-1], positions, None)
+        assert logits.shape == (2, 120, config.padded_vocab_size)
+        found[kind] = training.numel, validation.numel, logits.numel()
+    runtime.stop()
+    return found
+
+
+def test_linear_never_holds_the_logits():
+    (found,) = run_on_ranks(1, largest_tensors, ["megatron", "linear"])
+    training, validation, logits = found["megatron"]
+    assert min(training, validation) >= logits
+    training, validation, logits = found["linear"]
+    assert max(training, validation) < logits / 2
 
 
 def test_auto_takes_the_kernel_where_it_runs(monkeypatch):

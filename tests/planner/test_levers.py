@@ -47,8 +47,9 @@ def test_each_lever_is_the_difference_of_two_plans():
         ({"recompute": "full"}, {"TP=2"}, {"RECOMPUTE=selective", "RECOMPUTE=full", "RECOMPUTE=none"}),
         ({"use_moe": False, "ep": 1}, {"RECOMPUTE=selective"}, {"EP=2", "ETP=2", "RECOMPUTE=moe_act"}),
         ({"mbsz": 1}, set(), {"MBSZ=0", "MBSZ=1"}),
-        ({"cross_entropy": "megatron"}, {"CROSS_ENTROPY=triton"}, set()),
-        ({"cross_entropy": "triton"}, set(), {"CROSS_ENTROPY=triton"}),
+        ({"cross_entropy": "megatron"}, {"CROSS_ENTROPY=triton", "CROSS_ENTROPY=linear"}, set()),
+        ({"cross_entropy": "triton"}, {"CROSS_ENTROPY=linear"}, {"CROSS_ENTROPY=triton"}),
+        ({"cross_entropy": "linear"}, set(), {"CROSS_ENTROPY=triton", "CROSS_ENTROPY=linear"}),
         ({"pp": 2, "pipeline_layers": "23,25"}, {"PP=4"}, set()),
     ],
 )
@@ -77,7 +78,7 @@ def random_settings(draw: random.Random) -> dict[str, object]:
     choices = dict.fromkeys(("tp", "pp", "ep", "cp", "etp", "mbsz"), (1, 2, 4)) | {
         "preset": ("mixtral-8x7b", "qwen3-30b-a3b", "reference", "deepseek-v3-like"), "nnodes": (1, 2, 8),
         "use_moe": (True, True, True, False), "recompute": ("none", "moe_act", "selective", "full"),
-        "dtype": ("bf16", "fp32"), "cross_entropy": ("megatron", "triton"), "vpp": (None, None, 2),
+        "dtype": ("bf16", "fp32"), "cross_entropy": ("megatron", "triton", "linear"), "vpp": (None, None, 2),
         "shared_expert_size": (0, 512), "gpus_per_node": (8,), "gbsz": (512,),
     }  # fmt: skip
     return {name: draw.choice(values) for name, values in choices.items()}

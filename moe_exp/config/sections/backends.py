@@ -45,10 +45,11 @@ class BackendSettings(ExpertSettings):
         costs=False,
         measured=1,
     )
-    cross_entropy: Literal["auto", "megatron", "triton"] = model(
+    cross_entropy: Literal["auto", "megatron", "triton", "linear"] = model(
         "auto",
         "implementation of the output layer's loss; triton: this package's kernel, which stores logits "
-        "but no probabilities for backward; auto: triton on GPUs that support it, else megatron",
+        "but no probabilities for backward; linear: output layer and loss by chunks of tokens, stores "
+        "gradients of the output layer but no logits; auto: triton on GPUs that support it, else megatron",
     )
     impl: Literal["auto", "local", "te"] = model(
         "auto",

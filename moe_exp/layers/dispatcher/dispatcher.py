@@ -11,7 +11,7 @@ calls both. The result includes the record that `combine` needs; the dispatcher 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -219,12 +219,16 @@ class AllToAllDispatcher(SpreadDispatcher):
         if rows_per_expert is None:
             slots = sort_slots(decision, num_experts=self.num_experts)
             rows_SL = self._receive_counts(slots.rows_per_expert_E)
-            # Synchronizes: one copy to the host provides all sizes.
-            counts = torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]).tolist()
-            route = self._route(counts[: self.num_experts], counts[self.num_experts :], rows_SL)
-            order = slots.order(sum(route.send))
+            read = start_copy(torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]))  # all sizes
+            # Without drops the number of rows is known, and the GPU gathers them while the host waits.
+            order = slots.order(sum(read()[: self.num_experts]) if slots.has_drops else None)
         else:
             order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
+        rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
+        if rows_per_expert is None:
+            counts = read()
+            route = self._route(counts[: self.num_experts], counts[self.num_experts :], rows_SL)
+        else:
             if self._padded is None or self._padded[0] != rows_per_expert:
                 sources = self.ep * self.etp
                 rows_SL = torch.full((sources, self.num_local_experts), rows_per_expert, device=x_TD.device)
@@ -233,7 +237,7 @@ class AllToAllDispatcher(SpreadDispatcher):
                 self._padded = rows_per_expert, route
             route = self._padded[1]
         there = AllToAll(group=self.ep_group, send=route.send, receive=route.receive)
-        departed = depart(there, order.rows(x_TD), order.weights(decision.weights_TK))
+        departed = depart(there, rows_RD, weights_R)
         return partial(self._land, departed, there, order, route)
 
     def _land(
@@ -280,6 +284,20 @@ class AllToAllDispatcher(SpreadDispatcher):
         receive = by_source[self.etp_rank * self.ep : (self.etp_rank + 1) * self.ep]
         splits = tuple(sum(received[expert::per_rank]) for expert in range(per_rank))
         return _ExchangeSizes(sums(sent_E, per_rank), receive, sums(by_source, self.ep), splits, rows_SL)
+
+
+def start_copy(counts: Tensor) -> Callable[[], list[int]]:
+    """Starts copying `counts` to the host; returns a function that waits for the copy, not for later work."""
+    host = counts.to("cpu", non_blocking=True)  # to pinned memory
+    copied = torch.cuda.current_stream().record_event() if counts.is_cuda else None
+
+    @cache
+    def read() -> list[int]:
+        if copied is not None:
+            copied.synchronize()
+        return list(host.tolist())
+
+    return read
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:

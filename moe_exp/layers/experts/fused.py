@@ -15,7 +15,7 @@ from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.rows import gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.up_projection import up_projection
-from moe_exp.layers.kernels.weight_grad import expert_order, weight_grad
+from moe_exp.layers.kernels.weight_grad import expert_order, main_grad_of, placeholder, weight_grad
 
 
 def experts_of_tokens(
@@ -111,23 +111,20 @@ class _Experts(torch.autograd.Function):
         options = {"activation": ctx.activation, "token_R": token_R, "weights_R": weights_R}
         dhidden_RW, weighted_RF, dweights_R = back(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
         dx = dweights = dweight1 = dweight2 = dbias1 = dbias2 = None
-        # Arguments `out` and `adds` of each weight, as in Megatron's tensor_parallel/layers.py. The first
-        # micro-batch of an iteration overwrites main_grad, which saves zeroing and reading it.
-        mains: list[dict[str, Any]] = []
-        for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True):
-            found = getattr(parameter, "main_grad", None) if needed else None
-            # Megatron-FSDP creates `main_grad` on access, without valid old values. The kernel adds in fp32.
-            if hasattr(parameter, "__fsdp_param__") or (found is not None and found.dtype != torch.float32):
-                found = None
-            adds = getattr(parameter, "grad_added_to_main_grad", True)
-            mains.append({} if found is None else {"out": found, "adds": adds})
-        main1, main2 = mains
+        main1, main2 = (
+            main_grad_of(parameter) if needed else None
+            for parameter, needed in zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True)
+        )
+        # The first micro-batch of an iteration overwrites main_grad, which saves zeroing and reading it.
+        adds1, adds2 = (getattr(parameter, "grad_added_to_main_grad", True) for parameter in ctx.parameters)
         order_L = expert_order(offsets_L1) if not ctx.fp8 and any(ctx.needs_input_grad[2:6]) else None
         if ctx.needs_input_grad[3]:
-            dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, order_L=order_L, **main2)
+            options = {"order_L": order_L, "out": main2, "adds": adds2}
+            dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, **options)
         del weighted_RF
         if ctx.needs_input_grad[2]:
-            dweight1 = sums(dhidden_RW, x, offsets_L1, b_index_R=token_R, order_L=order_L, **main1)
+            options = {"order_L": order_L, "out": main1, "adds": adds1}
+            dweight1 = sums(dhidden_RW, x, offsets_L1, b_index_R=token_R, **options)
         if ctx.needs_input_grad[4]:  # a sum over rows is a product with ones
             ones_R1 = dhidden_RW.new_ones(dhidden_RW.size(0), 1)
             dbias1 = weight_grad(ones_R1, dhidden_RW, offsets_L1, order_L=order_L).squeeze(1)
@@ -150,19 +147,8 @@ class _Experts(torch.autograd.Function):
             if row_TK is not None:
                 dweights_R = gather_rows(dweights_R, row_TK.flatten()).view(row_TK.shape)
             dweights = dweights_R.to(ctx.weights_dtype)
-        if main2:
-            dweight2 = _placeholder(ctx.parameters[1])
-        if main1:
-            dweight1 = _placeholder(ctx.parameters[0])
+        if main2 is not None:
+            dweight2 = placeholder(ctx.parameters[1])
+        if main1 is not None:
+            dweight1 = placeholder(ctx.parameters[0])
         return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 7
-
-
-def _placeholder(parameter: Any) -> Tensor | None:
-    """Gradient returned for a weight whose gradient was added to `main_grad`."""
-    if not hasattr(parameter, "grad_added_to_main_grad"):
-        return None
-    parameter.grad_added_to_main_grad = True
-    # Megatron's DDP hooks, which start the reduction, expect a gradient and free it immediately. This
-    # gradient is created last in backward, when other memory has been freed.
-    make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
-    return make(parameter)

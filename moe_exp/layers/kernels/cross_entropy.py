@@ -1,6 +1,7 @@
 """Cross entropy over a vocabulary that may be split over ranks; forward and backward each read logits once.
 
-loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Shapes: N tokens, V vocabulary entries of this rank.
+loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Shapes: N tokens, V vocabulary entries of this rank,
+D hidden, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_exp.config.choices import LOSS_CHUNK_TOKENS
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.launch import jit, tl
+from moe_exp.layers.kernels.weight_grad import main_grad_of, placeholder
 
 BLOCK = 4096  # vocabulary entries per step
 
@@ -135,14 +138,16 @@ def _write_gradient(
 
 
 def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> tuple[str, str]:
-    """Chooses the cross entropy, `megatron` or `triton`; returns the choice and the reason.
+    """Chooses the cross entropy, `megatron`, `triton` or `linear`; returns the choice and the reason.
 
     Args:
-        name: `megatron`, `triton`, or `auto` (triton on a GPU that can run the Triton kernels).
+        name: the choice, or `auto` (triton on a GPU that can run the Triton kernels, else megatron).
         failure: why `auto` must not choose the kernels, see `launch.failure_of`.
     """
     if name == "megatron":
         return "megatron", "Megatron's function, which saves probabilities in fp32; set by CROSS_ENTROPY"
+    if name == "linear":
+        return "linear", f"logits and gradients of {LOSS_CHUNK_TOKENS} tokens at a time; set by CROSS_ENTROPY"
     if device_type == "cpu":
         if name == "auto":
             return "megatron", "Megatron's function; the Triton kernels are for GPUs"
@@ -171,31 +176,119 @@ def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = No
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, group: ProcessGroup | None) -> Tensor:
-        first = 0 if group is None else group.rank() * logits_NV.size(1)
-        log_sum_N, picked_N = cross_entropy_statistics(logits_NV, target_N, first)
-        if group_size(group) > 1:  # logsumexp over ranks
-            largest_N = log_sum_N.clone()
-            dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
-            total_N = (log_sum_N - largest_N).exp_()
-            dist.all_reduce(total_N, group=group)
-            log_sum_N = largest_N + total_N.log_()
-            dist.all_reduce(picked_N, group=group)
+        ctx.first = 0 if group is None else group.rank() * logits_NV.size(1)
+        log_sum_N, picked_N = _statistics_of_all_words(logits_NV, target_N, ctx.first, group)
         # Backward recomputes the probabilities. Megatron saves them in fp32: twice the bytes of bf16 logits.
         ctx.save_for_backward(logits_NV, target_N, log_sum_N)
-        ctx.first = first
         return log_sum_N - picked_N
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits_NV, target_N, log_sum_N = ctx.saved_tensors
-        grad_N = grads[0].contiguous()
-        is_fp64 = logits_NV.dtype == torch.float64
-        is_eager = not torch.compiler.is_compiling()
-        if is_eager and launch.runs_kernel(logits_NV) and logits_NV.is_contiguous() and not is_fp64:
-            # Nothing else reads the logits, the largest tensor of a step, so the gradient takes their memory.
-            # Autograd raises if a second backward pass needs them.
-            _write_gradient(logits_NV, target_N, log_sum_N, grad_N, ctx.first, logits_NV)
-            torch.autograd.graph.increment_version(logits_NV)
-            return logits_NV, None, None
-        return cross_entropy_gradient(logits_NV, target_N, log_sum_N, grad_N, ctx.first), None, None
+        return _gradient(logits_NV, target_N, log_sum_N, grads[0].contiguous(), ctx.first), None, None
+
+
+def _statistics_of_all_words(
+    logits_NV: Tensor, target_N: Tensor, first: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy_statistics` over the words of all ranks of the group."""
+    log_sum_N, picked_N = cross_entropy_statistics(logits_NV, target_N, first)
+    if group_size(group) > 1:  # logsumexp over ranks
+        largest_N = log_sum_N.clone()
+        dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
+        total_N = (log_sum_N - largest_N).exp_()
+        dist.all_reduce(total_N, group=group)
+        log_sum_N = largest_N + total_N.log_()
+        dist.all_reduce(picked_N, group=group)
+    return log_sum_N, picked_N
+
+
+def _gradient(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int) -> Tensor:
+    """`cross_entropy_gradient`, by the kernel in the memory of the logits."""
+    is_fp64 = logits_NV.dtype == torch.float64
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and launch.runs_kernel(logits_NV) and logits_NV.is_contiguous() and not is_fp64:
+        # Nothing else reads the logits, the largest tensor of a step, so the gradient takes their memory.
+        # Autograd raises if a second backward pass needs them.
+        _write_gradient(logits_NV, target_N, log_sum_N, grad_N, first, logits_NV)
+        torch.autograd.graph.increment_version(logits_NV)
+        return logits_NV
+    return cross_entropy_gradient(logits_NV, target_N, log_sum_N, grad_N, first)
+
+
+def linear_losses(
+    hidden: Tensor, weight_VD: Tensor, target: Tensor, mask: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """`token_losses` of the logits `hidden @ weight_VD.t()`, which exist for one chunk of tokens at a time.
+
+    Computes the gradients together with the losses, before the gradient of the losses is known. That must
+    therefore be c * mask with a number c: backward multiplies by c. Otherwise the gradients are NaN.
+
+    Args:
+        hidden: input of the output layer, [..., D], the same on all ranks of the group. Its gradient is this
+            rank's share: the shares of the group add up.
+        weight_VD: weight of this rank's words. Its gradient is added to Megatron's `main_grad` if it has one.
+        target, group: see `token_losses`.
+        mask: 1 for tokens that count, else 0, fp32 [...].
+    """
+    has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad)
+    flat_ND, (target_N, mask_N) = hidden.reshape(-1, hidden.size(-1)), (x.reshape(-1) for x in (target, mask))
+    return _LinearLosses.apply(flat_ND, weight_VD, target_N, mask_N, group, has_backward).view(target.shape)
+
+
+class _LinearLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mask_N: Tensor,
+        group: ProcessGroup | None, has_backward: bool,
+    ) -> Tensor:  # fmt: skip
+        first = 0 if group is None else group.rank() * weight_VD.size(0)
+        wide = torch.promote_types(weight_VD.dtype, torch.float32)
+        losses_N = torch.empty_like(target_N, dtype=wide)
+        if has_backward:
+            dhidden_ND = torch.empty_like(hidden_ND)
+            dweight_VD = torch.zeros_like(weight_VD, dtype=wide)
+        for start in range(0, target_N.size(0), LOSS_CHUNK_TOKENS):
+            chunk = slice(start, start + LOSS_CHUNK_TOKENS)
+            hidden_CD, target_C = hidden_ND[chunk], target_N[chunk]
+            logits_CV = hidden_CD @ weight_VD.t()
+            log_sum_C, picked_C = _statistics_of_all_words(logits_CV, target_C, first, group)
+            torch.sub(log_sum_C, picked_C, out=losses_N[chunk])
+            if has_backward:
+                dlogits_CV = _gradient(logits_CV, target_C, log_sum_C, mask_N[chunk], first)
+                torch.mm(dlogits_CV, weight_VD, out=dhidden_ND[chunk])
+                _add_product(dweight_VD, dlogits_CV.t(), hidden_CD)
+                del dlogits_CV
+            del logits_CV  # before the next chunk's
+        if has_backward:
+            ctx.save_for_backward(dhidden_ND, dweight_VD, mask_N)
+            ctx.parameter = weight_VD  # a saved tensor may be unpacked as a new object without main_grad
+        return losses_N
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dhidden_ND, dweight_VD, mask_N), grad_N = ctx.saved_tensors, grads[0]
+        dhidden = dweight = None
+        scale_1 = grad_N.index_select(0, mask_N.argmax(dim=0, keepdim=True))
+        scale_1 = scale_1.where((grad_N == scale_1 * mask_N).all(), torch.nan)
+        if ctx.needs_input_grad[0]:
+            dhidden = dhidden_ND.mul_(scale_1)  # autograd raises if a second backward pass needs it
+        if ctx.needs_input_grad[1]:
+            if (main_grad := main_grad_of(ctx.parameter)) is not None:
+                main_grad.addcmul_(dweight_VD, scale_1)
+                dweight = placeholder(ctx.parameter)
+            else:
+                dweight = dweight_VD.mul_(scale_1).to(ctx.parameter.dtype)
+        return dhidden, dweight, None, None, None, None
+
+
+def _add_product(total_MN: Tensor, a_MC: Tensor, b_CN: Tensor) -> None:
+    """total += a b, by 16-bit products with fp32 sums where torch has them."""
+    if total_MN.dtype == a_MC.dtype:
+        total_MN.addmm_(a_MC, b_CN)
+    elif launch.multiplies_16_bits(a_MC, b_CN):
+        total_MN += torch.mm(a_MC, b_CN, out_dtype=total_MN.dtype)
+    else:
+        total_MN += a_MC @ b_CN

@@ -56,6 +56,14 @@ def runs_kernel(x: Tensor) -> bool:
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
+def multiplies_16_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether torch.mm multiplies these tensors with fp32 sums and results; products are exact in fp32."""
+    # on NVIDIA GPUs in PyTorch 2.8 and newer; torch.compile supports it only in later versions
+    is_known = a.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
+    is_16_bit = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    return is_known and is_16_bit and not torch.compiler.is_compiling()
+
+
 @dataclass(frozen=True)
 class KernelFailure:
     """A part of the model whose kernels failed their self-test and are not used."""

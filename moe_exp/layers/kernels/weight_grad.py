@@ -6,6 +6,8 @@ bitwise reproducible. Shape suffixes: see `moe_exp.layers`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -249,3 +251,21 @@ def _launch(
         STRIDE_A=a.stride(0), STRIDE_B=b.stride(0), ADDS=adds,
         HAS_TMA=a_tma is not None or b_tma is not None, **launch.dot_constants(a),
     )  # fmt: skip
+
+
+def main_grad_of(parameter: Any) -> Tensor | None:
+    """Megatron's fp32 `main_grad`, to which a backward pass may add, as in its tensor_parallel/layers.py."""
+    # Megatron-FSDP creates `main_grad` on access, without valid old values.
+    found = None if hasattr(parameter, "__fsdp_param__") else getattr(parameter, "main_grad", None)
+    return found if found is not None and found.dtype == torch.float32 else None
+
+
+def placeholder(parameter: Any) -> Tensor | None:
+    """Gradient returned for a weight whose gradient was added to `main_grad`."""
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    # Megatron's DDP hooks, which start the reduction, expect a gradient and free it immediately. This
+    # gradient is created last in backward, when other memory has been freed.
+    make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+    return make(parameter)

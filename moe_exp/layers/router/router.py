@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.config.choices import LOSSES, SCORES
 from moe_exp.config.sections.router import RouterConfig
-from moe_exp.layers.kernels.launch import takes_kernels
+from moe_exp.layers.kernels.launch import multiplies_16_bits, takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
 from moe_exp.layers.router.assignment import best_experts, sinkhorn, within_top_p, zipf_experts
@@ -254,7 +254,7 @@ class _LinearIn(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         # Saves `x` unconverted, as other functions do: autograd would keep an additional copy in `dtype`.
         ctx.save_for_backward(x_TD, weight_ED)
-        if _multiplies_16_bits(x_TD, weight_ED) and dtype == torch.float32:
+        if multiplies_16_bits(x_TD, weight_ED) and dtype == torch.float32:
             return torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)
         return nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
@@ -264,21 +264,13 @@ class _LinearIn(torch.autograd.Function):
         x_TD, weight_ED = ctx.saved_tensors
         dlogits_TE, dx_TD, dweight_ED = grads[0], None, None
         is_bf16 = x_TD.dtype == torch.bfloat16 and dlogits_TE.dtype == torch.float32
-        if is_bf16 and _multiplies_16_bits(x_TD, weight_ED):
+        if is_bf16 and multiplies_16_bits(x_TD, weight_ED):
             return *bf16_grads(dlogits_TE, x_TD, weight_ED), None
         if ctx.needs_input_grad[0]:
             dx_TD = (dlogits_TE @ weight_ED.to(dlogits_TE.dtype)).to(x_TD.dtype)
         if ctx.needs_input_grad[1]:
             dweight_ED = (dlogits_TE.t() @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
         return dx_TD, dweight_ED, None
-
-
-def _multiplies_16_bits(x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Whether torch.mm supports fp32 sums and results for these 16-bit tensors (their products are exact)."""
-    # on NVIDIA GPUs in PyTorch 2.8 and newer; torch.compile supports it only in later versions
-    is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
-    is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
-    return is_known and is_16_bit and not torch.compiler.is_compiling()
 
 
 def bf16_grads(

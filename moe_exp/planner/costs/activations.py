@@ -15,7 +15,8 @@ tensor is counted once, at its last reader:
     latent size l    w*h and w*l inputs of the projections down and up, another w*l if the experts gather
                      their rows themselves; rows are w*l instead of w*h
     loss             4*V/t probabilities in fp32, and w*V/t logits during the loss; CROSS_ENTROPY=triton:
-                     w*V/t logits, and another w*V/t for their gradient during the loss
+                     w*V/t logits, and another w*V/t for their gradient during the loss; =linear: w*h gradient
+                     instead of the input, and 4*h*V/t (not per token) for the weight's gradient
 
 With FP8, the input of a product is kept in FP8, one byte per number. The experts' grouped GEMM has no weights
 of its own (`grouped_gemm._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
@@ -30,7 +31,7 @@ kernels. Checked on a CPU against the tensors that autograd saves, and on GPUs a
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.config.choices import SCORES, Score
+from moe_exp.config.choices import LOSS_CHUNK_TOKENS, SCORES, Score
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import fp8_kept, padded_slots, planned_backend, planned_loss, priced
 
@@ -114,6 +115,13 @@ class _Account:
             loss = 4 * logits + 9 * self._all_tokens
             # Probabilities are computed from an fp32 copy of the logits; fp32 logits are overwritten.
             loss_work = width * logits if width < 4 else 0.0
+        elif self._loss_kind == "linear":
+            # instead of the input, its gradient in all ranks' parts of the sequence
+            words = config.padded_vocab_size / self._tp
+            weight_gradient = 4 * words * self._hidden
+            loss = width * self._hidden * self._all_tokens - hidden + 4 * self._all_tokens + weight_gradient
+            loss_work *= min(1.0, LOSS_CHUNK_TOKENS / self._all_tokens)
+            loss_work += weight_gradient if width < 4 else 0.0  # a chunk's product, before it is added
         return Activations(
             dense_parts=dense, moe_parts=moe, embedding=8 * self._all_tokens + mask,
             output_parts={"norms, dropout": norm, "logits, loss": hidden + loss}, hidden=hidden,

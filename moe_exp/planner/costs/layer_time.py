@@ -2,10 +2,12 @@
 roofline (Williams et al. 2009). No torch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_exp.config import setting_error
+from moe_exp.config.choices import LOSS_CHUNK_TOKENS
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.device import Device, Pass, exchange_seconds, skew_of
 from moe_exp.planner.costs.flops import attended_tokens
@@ -108,8 +110,12 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
         skew = skew_of(job, device.hardware, constants)
         parts |= {name: parts[name] * skew for name in ("rows", "experts", "activation")}
     loss = planned_loss(config, on_cpu=device.is_cpu, runs_kernels=device.hardware.runs_kernels)
-    logit_bytes = _FUSED_LOGIT_BYTES if device.is_recent and loss == "triton" else _LOGIT_BYTES
-    parts["output"] += device.moved(tokens * config.padded_vocab_size / config.tp, logit_bytes)
+    logit_bytes = _FUSED_LOGIT_BYTES if device.is_recent and loss != "megatron" else _LOGIT_BYTES
+    words = config.padded_vocab_size / config.tp
+    parts["output"] += device.moved(tokens * words, logit_bytes)
+    if loss == "linear":  # adds the products of chunks in fp32, and in backward their sum to main_grad
+        sums = (16 * math.ceil(tokens / LOSS_CHUNK_TOKENS), 12)
+        parts["output"] += device.moved(words * config.hidden_size, sums)
     starts = 0.0 if device.is_recent else constants.layer_seconds
     # Each expert of a loop takes 0.1 ms, according to reference runs with and without grouped GEMM.
     looped = 0.125 * config.num_experts / config.ep if config.expert_backend == "loop" else 0

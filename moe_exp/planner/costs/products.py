@@ -57,7 +57,11 @@ def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) 
 def planned_loss(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
     """Returns CROSS_ENTROPY or, for `auto`, the choice of `cross_entropy.choose_cross_entropy`."""
     by_device = "triton" if runs_kernels and not on_cpu else "megatron"
-    return priced(config, "cross_entropy", {"auto": by_device, "megatron": "megatron", "triton": "triton"})
+    return priced(
+        config,
+        "cross_entropy",
+        {"auto": by_device} | {kind: kind for kind in ("megatron", "triton", "linear")},
+    )
 
 
 def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
@@ -73,9 +77,11 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
             why = "DTYPE=fp32" if config.dtype == "fp32" else needs
             said = f"separate grouped GEMMs, not triton: {why}"
         words["experts"] = f"{said} (affects the memory; the predicted time is the same for all backends)"
-    if planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels) == "triton":
+    loss = planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
+    if loss != "megatron":
+        kept = "memory of its kernel" if loss == "triton" else "memory of the output layer's gradients"
         timed = "time of a fused kernel" if hardware.is_recent else "time of Megatron's loss"
-        words["cross entropy"] = f"triton: memory of its kernel, {timed}"
+        words["cross entropy"] = f"{loss}: {kept}, {timed}"
     if config.fp8 != "none":
         what = " and ".join(compress(("experts", "other layers"), fp8_parts(config)))
         words["FP8"] = f"{what}: planned with FP8 peak and casts; the memory is not verified by measurements"

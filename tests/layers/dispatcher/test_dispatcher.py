@@ -150,6 +150,41 @@ def test_waits_for_the_device():
         assert counts == {"local": [0, 1, 0], "alltoall": [1, 1, 0], "allgather": [1, 1, 1]}
 
 
+def steps_of_start(has_drops: bool) -> list[str]:
+    """What the host does in order, in forward and backward of a dispatch by all-to-all over two ranks."""
+    steps: list[str] = []
+
+    def record(owner, name, step):
+        function = getattr(owner, name)
+        setattr(owner, name, lambda *args, **options: steps.append(step) or function(*args, **options))
+
+    def start_copy(counts, start=dispatchers.start_copy):
+        steps.append("copy")
+        read = start(counts)
+        return lambda: steps.append("read") or read()
+
+    dispatchers.start_copy = start_copy
+    record(dist, "all_to_all_single", "exchange")
+    record(dispatchers.RowOrder, "rows", "rows")
+    record(dispatchers.RowOrder, "weights", "weights")
+    dispatcher = AllToAllDispatcher(EXPERTS, **make_groups(2, 1))
+    expert_TK = torch.tensor([[0, 1], [1, 2], [3, 0]])
+    kept_TK = torch.tensor([[True, False]] * 3) if has_drops else None
+    check_identity(dispatcher, expert_TK, kept_TK)
+    return steps
+
+
+def test_the_host_reads_after_the_launch_of_the_rows():
+    """With drops it needs their number first. A layer has seven all-to-alls: the counts; rows and weights;
+    results; and back the gradients of these three.
+    """
+    for steps in run_on_ranks(2, steps_of_start, False):
+        assert steps[:7] == ["exchange", "copy", "rows", "weights", "read", "exchange", "exchange"]
+        assert steps.count("exchange") == 7
+    for steps in run_on_ranks(2, steps_of_start, True):
+        assert steps[:7] == ["exchange", "copy", "read", "rows", "weights", "read", "exchange"]
+
+
 def make_with_three_experts(name):
     OVER_RANKS[name](3, ep_group=dist.group.WORLD, etp_group=None)
 

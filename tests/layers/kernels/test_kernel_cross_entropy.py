@@ -7,12 +7,14 @@ import torch.distributed as dist
 from helpers.layers.kernel_device import DEVICE, needs_kernels
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
+from moe_exp.layers.kernels import cross_entropy
 from moe_exp.layers.kernels.cross_entropy import (
     choose_cross_entropy,
     cross_entropy_gradient,
     cross_entropy_gradient_torch,
     cross_entropy_statistics,
     cross_entropy_statistics_torch,
+    linear_losses,
     token_losses,
 )
 
@@ -142,3 +144,92 @@ def test_which_runs_and_why(monkeypatch):
     monkeypatch.setattr("moe_exp.layers.kernels.launch.missing", lambda: "triton is not installed")
     with pytest.raises(ValueError, match=r"^cross_entropy=triton: triton is not installed\. Fix: set CROSS"):
         choose_cross_entropy("triton", device_type="cuda")
+
+
+def drawn_layer(num_tokens, num_words, width, *, dtype=torch.float32):
+    """Hidden states [N, D], weight [V, D], target [N] and mask [N]."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, width, generator=generator) for n in (num_tokens, num_words))
+    target = torch.randint(num_words, (num_tokens,), generator=generator)
+    mask = (torch.rand(num_tokens, generator=generator) < 0.7).float()
+    return *(x.to(DEVICE, dtype) for x in (hidden, weight)), target.to(DEVICE), mask.to(DEVICE)
+
+
+def losses_and_gradients(losses_of, hidden, weight, mask):
+    """Losses; gradients of their masked mean."""
+    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
+    losses = losses_of(hidden, weight)
+    (losses * mask).sum().div(mask.sum().clamp(min=1)).backward()
+    return losses.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("sizes", [(1, 7, 3), (8, 64, 16), (21, 100, 24)])
+@pytest.mark.usefixtures("poisoned")
+def test_linear_loss_by_chunks(monkeypatch, dtype, sizes):
+    monkeypatch.setattr(cross_entropy, "LOSS_CHUNK_TOKENS", 8)
+    hidden, weight, target, mask = drawn_layer(*sizes, dtype=dtype)
+    mask[0] = 0 if sizes[0] > 1 else 1
+
+    def unfused(hidden, weight):
+        logits = hidden.double() @ weight.double().t()
+        return torch.nn.functional.cross_entropy(logits, target, reduction="none")
+
+    expected = losses_and_gradients(unfused, hidden.double(), weight.double(), mask)
+    found = losses_and_gradients(lambda *layer: linear_losses(*layer, target, mask), hidden, weight, mask)
+    assert found[0].dtype == torch.float32 and found[1].dtype == found[2].dtype == dtype
+    assert not found[1][mask == 0].any()
+    # logits are rounded to the dtype, and their gradient
+    limits = (1e-6,) * 3 if dtype == torch.float32 else (4 * TOLERANCE[dtype],) * 3
+    for one, other, limit in zip(found, expected, limits, strict=True):
+        assert relative_error(one, other) < limit
+
+
+def test_linear_loss_adds_to_main_grad_and_scales_the_gradient():
+    hidden, weight, target, mask = drawn_layer(12, 40, 8)
+    weight.requires_grad_().main_grad = torch.ones_like(weight)
+    weight.grad_added_to_main_grad = False
+    for scale in (2.0, 0.5):  # two micro-batches
+        (linear_losses(hidden, weight, target, mask) * mask).sum().mul(scale).backward()
+        assert weight.grad_added_to_main_grad
+    _, _, expected = losses_and_gradients(lambda *it: linear_losses(*it, target, mask), hidden, weight, mask)
+    assert relative_error(weight.main_grad - 1, 2.5 * mask.sum() * expected) < 1e-6
+    hidden.requires_grad_()
+    losses = linear_losses(hidden, weight, target, mask)
+    losses.sum().backward()  # not a multiple of the mask
+    assert hidden.grad.isnan().all() and weight.main_grad.isnan().all()
+    losses = linear_losses(hidden, weight, target, torch.zeros_like(mask))
+    (dhidden,) = torch.autograd.grad((losses * 0).sum(), hidden, retain_graph=True)
+    assert not dhidden.any()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
+
+
+def test_linear_loss_without_gradients_multiplies_once(monkeypatch):
+    hidden, weight, target, mask = drawn_layer(12, 40, 8)
+    losses = linear_losses(hidden, weight.requires_grad_(), target, mask)
+    monkeypatch.setattr(cross_entropy, "_gradient", lambda *args: pytest.fail("a gradient is computed"))
+    with torch.no_grad():
+        assert torch.equal(linear_losses(hidden, weight, target, mask), losses)
+
+
+def linear_losses_of_rank(hidden, weight, target, mask):
+    cross_entropy.LOSS_CHUNK_TOKENS = 4
+    part = weight.chunk(dist.get_world_size())[dist.get_rank()].contiguous()
+    group = dist.group.WORLD
+    return losses_and_gradients(lambda *it: linear_losses(*it, target, mask, group), hidden, part, mask)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_linear_loss_over_ranks(num_ranks):
+    hidden, weight, target, mask = (x.cpu() for x in drawn_layer(7, 32, 8, dtype=torch.float32))
+    expected = losses_and_gradients(
+        lambda x, w: torch.nn.functional.cross_entropy(x @ w.t(), target, reduction="none"),
+        hidden.double(), weight.double(), mask,
+    )  # fmt: skip
+    results = run_on_ranks(num_ranks, linear_losses_of_rank, hidden, weight, target, mask)
+    losses, dhidden, dweight = zip(*results, strict=True)
+    assert all(torch.equal(one, losses[0]) for one in losses)
+    found = losses[0], torch.stack(dhidden).sum(dim=0), torch.cat(dweight)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 1e-6

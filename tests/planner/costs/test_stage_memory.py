@@ -299,6 +299,17 @@ def test_the_loss_kernel_keeps_logits_and_no_probabilities():
     assert without.output_parts == megatron.output_parts
 
 
+def test_the_linear_loss_keeps_gradients_and_no_logits():
+    """Of the hidden states in bf16, instead of these, and of the output weight in fp32."""
+    triton, linear = (
+        activations_of(PlannedJob.of(reference(cross_entropy=kind))) for kind in ("triton", "linear")
+    )
+    tokens, words, width = 8 * 2048, reference().padded_vocab_size, reference().hidden_size
+    difference = total(triton.output_parts) - total(linear.output_parts)
+    assert difference == tokens * (2 * words + 12 - 4) - 4 * words * width
+    assert linear.output_work == 2 * 1024 * words + 4 * words * width  # a chunk's logits and its product
+
+
 def test_expected_imbalance():
     assert memory.expected_imbalance(reference(ep=1), 0.5) == 1
     assert memory.expected_imbalance(reference(use_moe=False), 0.5) == 1
