@@ -303,14 +303,17 @@ def backward_of(
     ("dtype", "fp8", "limit"),
     [(FP32, False, 1e-6), (torch.bfloat16, False, 1e-2), (torch.bfloat16, True, 1e-2)],
 )
-def test_gradients_are_added_to_main_grad(dtype, fp8, limit):
+@pytest.mark.parametrize("is_first", [False, True])
+def test_gradients_are_added_to_main_grad(dtype, fp8, limit, is_first):
+    """The first of two micro-batches overwrites what is there, if no other one came before."""
     options = {"dtype": dtype, "fp8": fp8}
     plain, _ = backward_of(adds_to_main_grad=False, **options)
-    experts, before = backward_of(**options, repeats=2, main_grad=FP32, grad_added_to_main_grad=False)
+    experts, before = backward_of(**options, repeats=2, main_grad=FP32, grad_added_to_main_grad=not is_first)
     for (name, weight), ordinary in zip(experts.named_parameters(), plain.parameters(), strict=True):
-        added = (weight.main_grad - before[name]) / 2
+        kept = torch.zeros_like(before[name]) if is_first else before[name]
+        added = (weight.main_grad - kept) / 2
         assert (added - ordinary.grad).norm() < limit * ordinary.grad.norm()
-        assert torch.equal(weight.main_grad[1], before[name][1])  # the expert without rows
+        assert torch.equal(weight.main_grad[1], kept[1])  # the expert without rows
         assert weight.grad_added_to_main_grad
         assert weight.grad.shape == weight.shape
 
