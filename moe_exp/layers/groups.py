@@ -1,4 +1,8 @@
-"""Sums and maxima over the ranks of an optional process group."""
+"""Sums and maxima over the ranks of an optional process group, and copies to the host."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,3 +30,17 @@ def max_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
     most = x.detach().clone()
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
     return most
+
+
+def start_copy(x: Tensor) -> Callable[[], list[Any]]:
+    """Starts copying a tensor to the host; the returned function waits for the copy, but not for later work."""
+    host = x.to("cpu", non_blocking=True)  # to pinned memory
+    copied = torch.cuda.current_stream().record_event() if x.is_cuda else None
+
+    @cache
+    def read() -> list[Any]:
+        if copied is not None:
+            copied.synchronize()
+        return list(host.tolist())
+
+    return read

@@ -18,6 +18,7 @@ from moe_exp.engine.model import moe_layers
 from moe_exp.engine.qk_clip import attention_cores
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.devices import peak_resident_bytes
+from moe_exp.layers.groups import start_copy
 from moe_exp.layers.statistics import statistics_names, update
 
 from megatron.core.distributed import DistributedDataParallel
@@ -239,24 +240,6 @@ class IterationEnd:
     lm_loss: float  # cross entropy, nats, mean over the counted tokens; NaN without any
 
 
-class HostCopy:
-    """Copy of a small tensor to the host, for which the host waits only in `wait`."""
-
-    def __init__(self, x: Tensor):
-        self._values, self._event = x, None
-        if x.is_cuda:
-            self._values = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self._values.copy_(x, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> list[float]:
-        """Values of the tensor, one-dimensional."""
-        if self._event is not None:
-            self._event.synchronize()
-        return list(self._values.tolist())
-
-
 def end_of_iteration(
     *, stop: str, reasons: Sequence[str], is_writing: bool, losses: Sequence[Tensor], device: torch.device
 ) -> Callable[[], IterationEnd]:
@@ -268,10 +251,10 @@ def end_of_iteration(
     if losses:
         table[-2:] = torch.stack(list(losses)).double().sum(dim=0)
     torch.distributed.all_reduce(table)
-    copy = HostCopy(table)
+    values = start_copy(table)
 
     def read() -> IterationEnd:
-        *counts, writing, loss, num_counted = copy.wait()
+        *counts, writing, loss, num_counted = values()
         given = next((reason for reason, count in zip(reasons, counts, strict=True) if count), "")
         return IterationEnd(given, bool(writing), loss / num_counted if num_counted else math.nan)
 

@@ -51,13 +51,14 @@ from moe_exp.engine.optimizer_setup import (
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, report_exit_code
+from moe_exp.layers.groups import start_copy
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
 from moe_exp.runs.summary import finish_run
 from moe_exp.training import samples as data
 from moe_exp.training.console import end_logging, setup_logging
-from moe_exp.training.interval import HostCopy, Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
+from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.microbatch import read_microbatch, run_schedule, start_graphs, weigh_microbatches
@@ -318,7 +319,7 @@ class Step:
     batch_size: int  # samples of all ranks
     losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty except on the last stage
     num_zeros: float | None  # zeros in the gradient, if counted
-    late_norm: HostCopy | None  # gradient norm that tells whether the step was taken
+    late_norm: Callable[[], list[float]] | None  # waits for the gradient norm, which decides on the step
     done: Iteration = field(init=False)  # results, the same on every rank; set by `complete`
 
 
@@ -351,7 +352,7 @@ def train_step(
     progress.add(job.config, batch_size, flops=flops)
     interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops)
     zeros = None if num_zeros is None else float(num_zeros)
-    late_norm = HostCopy(grad_norm.view(1)) if updated is None else None
+    late_norm = start_copy(grad_norm.view(1)) if updated is None else None
     step = Step(first_sample, batch_size, losses, zeros, late_norm)
     if late_norm is None:
         norm = None if grad_norm is None else float(grad_norm)
@@ -362,7 +363,7 @@ def train_step(
 def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None:
     """Waits until the last step's norm is known, then `complete`s it, unless that was done before."""
     if step.late_norm is not None:
-        (norm,), step.late_norm = step.late_norm.wait(), None
+        (norm,), step.late_norm = step.late_norm(), None
         updated = count_step(job.trained.optimizer, norm)
         complete(job, progress, interval, step, updated=updated, norm=norm)
 

@@ -11,7 +11,7 @@ calls both. The result includes the record that `combine` needs; the dispatcher 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from moe_exp.layers.dispatcher.row_order import (
     regroup_chunks,
     sort_by_expert,
 )
-from moe_exp.layers.groups import group_size
+from moe_exp.layers.groups import group_size, start_copy
 from moe_exp.layers.router import RoutingDecision
 
 
@@ -284,20 +284,6 @@ class AllToAllDispatcher(SpreadDispatcher):
         receive = by_source[self.etp_rank * self.ep : (self.etp_rank + 1) * self.ep]
         splits = tuple(sum(received[expert::per_rank]) for expert in range(per_rank))
         return _ExchangeSizes(sums(sent_E, per_rank), receive, sums(by_source, self.ep), splits, rows_SL)
-
-
-def start_copy(counts: Tensor) -> Callable[[], list[int]]:
-    """Starts copying `counts` to the host; returns a function that waits for the copy, not for later work."""
-    host = counts.to("cpu", non_blocking=True)  # to pinned memory
-    copied = torch.cuda.current_stream().record_event() if counts.is_cuda else None
-
-    @cache
-    def read() -> list[int]:
-        if copied is not None:
-            copied.synchronize()
-        return list(host.tolist())
-
-    return read
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:
