@@ -33,7 +33,7 @@ def max_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def start_copy(x: Tensor) -> Callable[[], list[Any]]:
-    """Starts copying a tensor to the host; the returned function waits for the copy, but not for later work."""
+    """Starts copying a tensor to the host; the returned function waits for the copy, not for later work."""
     host = x.to("cpu", non_blocking=True)  # to pinned memory
     copied = torch.cuda.current_stream().record_event() if x.is_cuda else None
 
