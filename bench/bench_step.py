@@ -87,7 +87,7 @@ class Ours:
         self.last = loop.train_step(*state, count_zeros=count_zeros, last=self.last)
 
     def loss_sum(self) -> float:
-        """Sum of the losses of all micro-batches so far."""
+        """Sum of the losses of all tokens so far."""
         return self.interval.losses[0].item()
 
 
@@ -159,11 +159,11 @@ class Pair:
 
     def check(self, num_steps: int = 3) -> float:
         """Prints the losses of the next steps; the largest relative difference."""
-        worst, num_microbatches = 0.0, self.ours.job.config.num_microbatches
+        worst, config = 0.0, self.ours.job.config
         for step in range(num_steps):
             plain, before = self.prepare()(), self.ours.loss_sum()
             self.ours.step()
-            ours = (self.ours.loss_sum() - before) / num_microbatches
+            ours = (self.ours.loss_sum() - before) / (config.gbsz * config.seq_len)
             worst = max(worst, abs(ours - plain) / plain)
             print(
                 f"  step {step + 1}: plain torch {plain:.7f}  moe_exp {ours:.7f}  relative difference"
