@@ -111,7 +111,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
 
 
 def _off_the_grid(shard: Any) -> Any:
-    """Turns the prepended layer axis of a shard into an ordinary axis of size 1."""
+    """Makes the layer axis that Megatron prepends to a shard an ordinary axis of size 1."""
     # Megatron requests shards with a prepended layer axis as one grid over all layers. Here, only some
     # layers are needed, in other pieces.
     if isinstance(shard, ShardedTensorFactory):

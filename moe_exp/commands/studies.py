@@ -163,7 +163,7 @@ command("mup", "check how activations and the best learning rate depend on model
 def _of_mup(repeats: int) -> tuple[Argument, ...]:
     """Returns the arguments that `mup check` and `mup transfer` share."""
     experts_help = "values of NUM_EXPERTS at the first width, such as 8,16 (default: the given NUM_EXPERTS)"
-    parts_help = "numbers of parts per expert at the first width, such as 1,2 (multiply TOPK, NUM_EXPERTS)"
+    parts_help = "numbers of parts per expert at the first width, such as 1,2; multiply TOPK and NUM_EXPERTS"
     widths = "64,128,256,512"
     return (
         arg("--widths", f"HIDDEN_SIZE of the models (default: {widths})", default=widths),
@@ -271,7 +271,7 @@ def trained_loss(config: Config) -> float:
 
 
 def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
-    """Returns the models of each axis (such as width) by size; all models use the data of the settings."""
+    """Returns the models of each axis (such as width) by size; all train on the data of the settings."""
     from moe_exp.studies.mup import models_of_axes
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}

@@ -93,7 +93,7 @@ def samples_after(config: Config, iteration: int, start: Start) -> int:
 
 
 def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
-    """Returns a line with the learning rate at `start` and later quarters of the run, and the piece ends."""
+    """Returns a line with the learning rate at `start`, at quarters of the run, and where pieces end."""
     shown = {config.train_iters * percent // 100: f" ({percent}%)" for percent in _SHOWN_PERCENT}
     if start.iteration:
         later = {iteration: text for iteration, text in shown.items() if iteration > start.iteration}

@@ -50,7 +50,7 @@ def are_alike(config: Config) -> bool:
 
 
 def multiples_of(config: Config, name: str) -> Multiples:
-    """Factors for the parameter with this name in checkpoints. Norms and biases do not decay."""
+    """Factors for learning rate and weight decay of the parameter `name`. Norms and biases do not decay."""
     deciding = zip(("lr", "wd"), deciding_rules(config.parameter_rules, name), strict=True)
     lr, wd = (1.0 if rule is None else float(getattr(rule, key)) for key, rule in deciding)
     if is_norm_or_bias(name):

@@ -101,7 +101,7 @@ class Hashes:
     def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
         """Whether each document is among the `sorted_words` of another instance.
 
-        Of hashes with equal first 64 bits, only one is compared; such hashes are rare below 2**32 documents.
+        If hashes have the same first 64 bits, only one is compared; this is rare below 2**32 documents.
         """
         mine_first, mine_second = self._words
         if not len(first):

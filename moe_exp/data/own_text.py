@@ -47,7 +47,7 @@ def fitting_vocab_size(config: Config) -> int | None:
 
 
 def needs_preparation(config: Config) -> bool:
-    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES name text or token files at an object store."""
+    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES contain text, or token files in an object store."""
     return any(map(is_prepared_first, (config.train_data, config.valid_data, *config.stage_blends)))
 
 
@@ -99,7 +99,7 @@ def facts_for_ranks(prepared: Config) -> str:
 
 
 def find_prepared_text(config: Config, trained: str = "") -> Config:
-    """`with_prepared_text` for a trained run, without preparing anything.
+    """Like `with_prepared_text`, for a run that was trained; prepares nothing.
 
     If files have changed or are missing, uses the newest preparation of the same text and logs a warning;
     ValueError if none exists. `trained`: `tokenizer_fingerprint` that its tokenizer must have.

@@ -63,7 +63,7 @@ def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -
 
 @contextmanager
 def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Swaps weights and average inside the block. Called by every rank, within `parameters_in_sync`."""
+    """In the block, weights and average are swapped. Called by every rank, in `parameters_in_sync`."""
 
     @torch.no_grad()
     def exchange() -> None:

@@ -77,7 +77,7 @@ class StopRules:
         self._next_check = 0.0
 
     def reason(self, iteration: int) -> str:
-        """Reason to stop, a key of STOP_REASONS, or empty to continue."""
+        """Reason to stop (a key of STOP_REASONS); empty to continue."""
         if self._stop.reason:
             return self._stop.reason
         now = time.monotonic()

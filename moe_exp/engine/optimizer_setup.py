@@ -68,7 +68,7 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
 
 @contextmanager
 def _megatron_builds(config: Config, step: str) -> Iterator[None]:
-    """In the block, Megatron builds the chosen class, and its distributed optimizer accepts this class."""
+    """In the block, Megatron builds the chosen optimizer and accepts it in its distributed optimizer."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     fp32 = (step == "torch" and not keeps_remainders(config, step) and _FUSED_ADAM) or Adam
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else fp32
@@ -216,7 +216,8 @@ def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: Megatron
 
 
 def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
-    """Excludes gradients that the expert kernels overwrite from `zero_grad_buffer`; returns their parameters.
+    """Excludes from `zero_grad_buffer` the gradients that the expert kernels overwrite; returns their
+    parameters.
 
     Most of a MoE model's gradients are of experts: 4 bytes per parameter need not be written and read.
     """

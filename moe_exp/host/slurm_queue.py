@@ -46,7 +46,7 @@ class QueuedJob:
 
     @property
     def num_tasks(self) -> int:
-        """Number of jobs in the line: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for 123_[1,4-8:4]."""
+        """Number of jobs in a squeue line: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for 123_[1,4-8:4]."""
         found = re.fullmatch(r"\d+_\[([\d,:-]+)(%\d+)?\]", self.name)
         total = 0
         for part in found[1].split(",") if found else ():
@@ -98,7 +98,9 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """The jobs `job_ids`, or a user's (default: own) jobs with this --job-name; QueueError on failure."""
+    """The jobs `job_ids`, or jobs of `user` (default: current user) with this --job-name; QueueError on
+    failure.
+    """
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.

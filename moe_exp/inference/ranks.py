@@ -121,15 +121,15 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: MBSZ of the training with `capacity`, else `most`, limited to 256 MB of logits."""
+    """Default batch size: training's MBSZ with `capacity`, else `most`, or fewer for 256 MB of logits."""
     return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
 def shared_batches(
     batches: Sequence[T], rank: Runtime, what: str, unit: str, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, bool]]:
-    """Yields this rank's batches, and whether each batch counts; the first rank shows a progress bar. Batch i
-    belongs to replica i modulo the number of replicas.
+    """Yields this rank's batches, each with a flag that tells whether its results count; the first rank shows
+    a progress bar. Batch i belongs to replica i modulo the number of replicas.
     """
     # Expert parallelism may span replicas, so all of them must run every step: replicas without a batch in
     # the last step repeat its first batch, which then does not count.

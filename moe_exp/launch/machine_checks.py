@@ -401,7 +401,7 @@ def disk_problems(c: Config) -> list[str]:
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Existing checkpoints, problems if the next one does not fit, and problems if not all new ones fit."""
+    """Existing checkpoints; problems if the next checkpoint does not fit, and if not all new ones fit."""
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []
     folder = RunFolder.of(c)

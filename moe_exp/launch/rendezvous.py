@@ -134,7 +134,7 @@ class RestartRendezvous(RendezvousHandler):
 
     @property
     def has_moved(self) -> bool:
-        """Whether this node's round ended on another node."""
+        """Whether another node has ended the round that this node is in."""
         return self._current != self.round or self.is_over
 
     @property

@@ -61,7 +61,7 @@ class AuxLoss:
 
     @property
     def needs(self) -> Loss:
-        """Requirements of the loss: the scores and the router state that it needs."""
+        """What the loss needs: scores, and state of the router."""
         return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
 
 

@@ -67,8 +67,8 @@ def fit(
 
     `prior` replaces the priors of `kind`, with narrower spreads. The search begins at `start` (default: the
     prior). Constants that affect no run are taken from `rest` (default: their prior); those in `hold` are
-    fixed.
-    `noise` is the relative error of a good row: the smaller, the less weight priors have.
+    fixed. `noise` is the relative error of a row without gross errors; the smaller it is, the less weight
+    priors have.
     """
     # Factors of a single cluster are only fitted for that cluster, which has a prior.
     if prior is None and issubclass(kind, TimeConstants):

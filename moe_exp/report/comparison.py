@@ -125,7 +125,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Start of the first record on `x`, if it is as long as the second; 0 with one record, NaN with none."""
+    """Start of the first record, taken to be as long as the second; 0 for one record, NaN for none."""
     # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:

@@ -173,7 +173,7 @@ RANKING_RULE = (
 
 
 def other_winners(runs: Sequence[RunRecords]) -> list[str]:
-    """Sentences on equal FLOPs and equal time, where the best run differs from the best at equal tokens."""
+    """A sentence each for equal FLOPs and equal time, if the best run is not the best at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
     lines = []

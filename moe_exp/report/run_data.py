@@ -209,7 +209,7 @@ def latest(values: Floats) -> float:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values above SPIKE_FACTOR * median of the SPIKE_WINDOW values before (10 or more finite)."""
+    """Indices of values above SPIKE_FACTOR * median of the last SPIKE_WINDOW (at least 10 finite) values."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found

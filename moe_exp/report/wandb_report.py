@@ -277,7 +277,7 @@ class LoadSquares:
             self._num_records, self._last_iteration = self._num_records + 1, record["iteration"]
 
     def text(self) -> str:
-        """Rows of squares with a legend; empty without MoE layers."""
+        """A row of squares per layer (load of the busiest expert) with a legend; empty without MoE layers."""
         layers = sorted(layer for layer, peaks in self._peaks.items() if any(peaks))
         if not layers:
             return ""

@@ -159,7 +159,7 @@ class TrainingTime:
         return time
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Adds the iterations up to a train record."""
+        """Adds the time of the iterations up to a train record."""
         self.per_iteration = (record.get("elapsed_time_per_iteration_ms") or 0.0) / 1e3
         self.seconds += (record["iteration"] - self.iteration) * self.per_iteration
         self.iteration = record["iteration"]

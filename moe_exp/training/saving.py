@@ -86,7 +86,7 @@ class CheckpointManager:
         return time.monotonic() - start
 
     def finish_written(self, ends: Sequence[tuple[Iteration, IterationEnd]]) -> float:
-        """Finishes a pending save (ASYNC_SAVE) once all ranks have written their files; seconds waited.
+        """Finishes a pending save (ASYNC_SAVE) once all ranks have written it; returns the seconds waited.
 
         `ends` are the results that training has just read. Called by every rank with the same.
         """

@@ -66,7 +66,7 @@ def latest_iteration(checkpoints: Path) -> int | None:
 
 
 def unusable(place: object, reason: str, fix: str = "use another checkpoint") -> ValueError:
-    """Builds the error for an unusable checkpoint, file, folder or option `place`."""
+    """Builds the error for `place`, a checkpoint, file, folder or option that cannot be used."""
     return ValueError(f"{place}: {reason}. Fix: {fix}.")
 
 

@@ -84,7 +84,7 @@ HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_
 
 
 def no_sliding_window(*, switched: bool = True) -> FieldRule:
-    """Rule against sliding windows. If `switched` (not Mixtral), use_sliding_window=false turns them off."""
+    """Rule against sliding windows. use_sliding_window=false disables them if `switched` (not Mixtral)."""
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:

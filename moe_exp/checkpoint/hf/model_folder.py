@@ -325,7 +325,7 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies `like`'s generation_config.json with ids from `trained`; if none, writes ids from `fields`."""
+    """Copies generation_config.json of `like` with ids from `trained`; if missing, uses ids from `fields`."""
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)
         write_json(folder / GENERATION, old | as_trained(trained, old))

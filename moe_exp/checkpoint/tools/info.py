@@ -21,7 +21,7 @@ _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 
 
 def chosen(path: Path, iteration: int | None = None) -> Path:
-    """Returns the iter_ folder in `path` of the newest checkpoint or of `iteration`; ValueError if none."""
+    """Returns the iter_ folder of `iteration` or of the newest checkpoint in `path`, or raises ValueError."""
     if iteration is None:
         return folders.one_checkpoint(path)
     name, folder = f"iteration={iteration}", folders.checkpoints_folder(path)

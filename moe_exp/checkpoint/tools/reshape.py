@@ -285,8 +285,9 @@ def average(
     sources: Sequence[Path], target: Path, weights: Sequence[float], *, of_ema: bool = False
 ) -> Written:
     """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
-    checkpoint with the last source's iteration. `of_ema` averages the stored moving averages (EMA_DECAY), but
-    the expert bias itself. ValueError if models differ or lack moving averages, or in cases of `reshape`.
+    checkpoint with the last source's iteration. `of_ema` averages the stored moving averages (EMA_DECAY)
+    instead; the expert bias has none and is averaged itself. ValueError if models differ or lack moving
+    averages, or in cases of `reshape`.
     """
     keep_bytes = naming.KEEP_BYTES // len(sources)
     readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]

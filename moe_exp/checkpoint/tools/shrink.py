@@ -179,7 +179,7 @@ class _Island:
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
     def parted(self) -> list[_Island]:
-        """Splits the island into one per view if no views share elements (such as columns of a matrix)."""
+        """Splits the island into one per view if views (such as columns of a matrix) share no elements."""
         views: dict[View, list[Tensor]] = {}
         for tensor in self.members:
             views.setdefault(_view(tensor), []).append(tensor)

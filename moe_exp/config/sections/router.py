@@ -302,7 +302,7 @@ class RouterSettings(ModelSettings):
 
     @property
     def num_router_outputs(self) -> int:
-        """Number of experts and null experts."""
+        """Number of experts plus null experts."""
         return self.num_experts + self.null_experts
 
     @property

@@ -1,7 +1,7 @@
 """First and last steps of a datatrove pipeline: a reader and a writer that count, so that nothing is lost.
 
 A datatrove step is any callable of (documents, rank, world size). These steps, and the filters between them,
-are plain classes that can be pickled and build datatrove's own blocks where they run.
+are plain classes that can be pickled; they create datatrove's own objects in the process that runs them.
 """
 
 import base64

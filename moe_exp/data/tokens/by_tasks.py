@@ -30,7 +30,7 @@ BLOCK_BYTES = 2**30
 
 @dataclass(frozen=True)
 class TaskTokens:
-    """A tokenization in `num_tasks` tasks per pass; each task receives a pickled copy."""
+    """A tokenization in `num_tasks` tasks per pass; each task receives a pickled copy of this object."""
 
     folder: Path
     bin_path: Path

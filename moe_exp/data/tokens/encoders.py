@@ -3,8 +3,8 @@
 gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
 and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether the
 different split changes the ids depends on the merges, so a sample of texts cannot show it. Therefore each
-non-ASCII character is tried once with a vocabulary that reveals the splits, and documents with characters
-that the packages split differently use the tokenizer's own package.
+non-ASCII character is encoded once with a vocabulary that reveals the splits. Documents with characters that
+the packages split differently are encoded by the tokenizer's own package.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    """Blames nodes for failed pairs of nodes; the only node of a job, for failed pairs of ranks."""
+    """Blames nodes for failed pairs of nodes; in a job with one node, that node for failed pairs of ranks."""
     failed: dict[tuple[int, int], str] = {}
     for node, report in reports.items():
         for rank in report["ranks"]:
@@ -312,7 +312,7 @@ def rounds_of_pairs(count: int) -> list[list[Pair]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Nodes that explain failed pairs (always the node in most remaining pairs), and unexplained pairs."""
+    """Nodes that explain failed pairs (repeatedly, the node in most of them), and pairs left unexplained."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:

@@ -167,7 +167,7 @@ def _backward(
     bias1_LF: Tensor | None, bias2_LD: Tensor | None, hidden_RF: Tensor, rows_per_expert_L: Tensor,
     bias2_start: int, activation: str, token_R: Tensor | None, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of the first six arguments of `_forward`, empty if not needed; that of `x` has R rows."""
+    """Gradients of the first six arguments of `_forward` (empty if not needed); for `x`, with R rows."""
     splits = rows_per_expert_L.tolist()
     inputs = x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
     results = _empty_gradients(grad, *inputs, needs)

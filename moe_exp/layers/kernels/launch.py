@@ -208,7 +208,7 @@ _num_free_processors = 0  # per process, because all layers share the device
 
 
 def free_processors() -> int:
-    """Number of multiprocessors set by `leave_free`."""
+    """Number of multiprocessors that kernels leave free, set by `leave_free`."""
     return _num_free_processors
 
 

@@ -74,7 +74,7 @@ def key_of(x):
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """TOPK best experts and their values [BLOCK_T, BLOCK_K], and a `key` that is LEAST for these experts."""
+    """TOPK best experts and their values [BLOCK_T, BLOCK_K], and `key` with these experts set to LEAST."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)

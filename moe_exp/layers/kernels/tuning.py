@@ -46,9 +46,9 @@ class KernelConfig:
 class Tuned:
     """A kernel with several configs: `kernel[grid](...)` launches the fastest. Arguments: see `tuned`.
 
-    The configs are timed at the first launch with a new key: the values of some arguments and the dtypes of
-    all tensors. A config that fails is dropped with one warning, and another config is used. After
-    `take_choices` nothing is timed, and a new key uses the config of the most similar key.
+    The configs are timed at the first launch with a new key. The key consists of the values of some arguments
+    and the dtypes of all tensors. A config that fails is dropped with one warning, and another config is
+    used. After `take_choices` nothing is timed, and a new key uses the config of the most similar key.
     """
 
     def __init__(

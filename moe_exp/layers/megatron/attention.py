@@ -168,7 +168,7 @@ class CausalAttention(nn.Module):
         return in_sequence_order(rows, sequence_blocks(size, num_stripes))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Result [Sq, B, H, v] for queries [Sq, B, H, d], keys [Sk, B, G, d]; last query sees all keys."""
+        """Result [Sq, B, H, v] for queries [Sq, B, H, d] and keys [Sk, B, G, d]. The last query sees all."""
         self._measure(query, key)
         if self.use_flash:
             from flash_attn import flash_attn_func

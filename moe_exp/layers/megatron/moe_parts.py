@@ -107,7 +107,7 @@ class MegatronRouter(Router):
         self.update_rules(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
-        """Call after Megatron's finalize_model_grads: updates the balance rules that it does not support."""
+        """Call after Megatron's finalize_model_grads: updates balance rules that Megatron does not have."""
         self.update_rules(self.batch_group, QuantileBias, L1Factor)
 
 

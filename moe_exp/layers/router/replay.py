@@ -30,7 +30,8 @@ def is_counted_forward() -> bool:
 class RoutingReplay:
     """Decisions of one router: one [T, K] tensor per forward pass, in order.
 
-    A replay also computes the weights from the scores of the current pass, so gradients reach the router.
+    In a replay, the weights are still computed from the scores of the current pass, so that gradients reach
+    the router.
 
     Args:
         recorded: decisions to replay; None: record new decisions.

@@ -55,7 +55,7 @@ class Activations:
 def activations_of(
     job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
-    """Returns a micro-batch's activations. `imbalance`: if dropless, a rank's rows over a fair share."""
+    """Returns a micro-batch's activations. `imbalance`: dropless, a rank's rows divided by its fair share."""
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 

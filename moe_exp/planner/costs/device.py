@@ -110,7 +110,7 @@ class Device:
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Returns the time to move `num_bytes` per element in forward and backward (for 2-byte types)."""
+        """Time to move `num_bytes` (given for 2-byte types) per element in forward and in backward."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
@@ -134,7 +134,7 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bandwidth of a ring, which leaves each node once and can use the network links of all its ranks."""
+        """Bandwidth of a ring that leaves each node once; it can use the links of all ranks on the node."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
         network = self.hardware.network_bytes_per_second * self.hardware.network_share
@@ -219,7 +219,7 @@ def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstan
 
 
 def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Returns the time of experts and exchange relative to a balanced load."""
+    """Returns the time of experts and exchange, relative to their time with a balanced load."""
     config = job.config
     is_padded = config.expert_capacity_factor is not None and config.pad_to_capacity
     is_even = job.engine.balanced or config.ep == 1 or is_padded or config.force_routing == "balanced"

@@ -148,7 +148,7 @@ def _host_seconds(job: PlannedJob, device: Device) -> tuple[float, float]:
 
 
 def _linears(job: PlannedJob, device: Device, shapes: Sequence[Shape]) -> Pass:
-    """Returns the time of products, their gradients, and gradient accumulation."""
+    """Returns the time of matrix products, their gradients, and the accumulation of weight gradients."""
     num_bytes: float = _ACCUMULATION_BYTES[job.precision]
     if job.sharding == "distributed" and not device.is_cpu:  # fused: read and write once
         num_bytes = 2 * job.engine.gradient_bytes
@@ -195,7 +195,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a layer, or the output layer: forward and backward pass of a micro-batch on one rank."""
+    """Costs of a part of a layer, or of the output layer: a micro-batch on one rank, forward and backward."""
 
     name: str
     flops: float  # a multiply-add counts as two

@@ -89,7 +89,7 @@ def parameters_of_stages(
 
 
 def tables_of_stages(config: Config, num_stages: int) -> list[int]:
-    """Counts a rank's embedding and output layer parameters per stage; a tied pair on a stage counts once."""
+    """Counts a rank's embedding and output parameters per stage; tied weights on a stage count once."""
     tables, embedding = [0] * num_stages, config.padded_vocab_size // config.tp * config.hidden_size
     tables[0] += embedding
     if num_stages > 1 or not config.tie_embeddings:

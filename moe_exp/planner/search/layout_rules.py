@@ -158,7 +158,7 @@ def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[F
 
 
 def _any_batch(config: Config) -> dict[str, Any]:
-    """Returns batch settings that are valid for any layout, to check the levels above the micro-batch."""
+    """Returns batch settings that are valid for any layout, to check layouts without a micro-batch size."""
     return {"gbsz": config.world_size, "rampup_batch_size": "", "data_stages": ""}
 
 
@@ -203,8 +203,9 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
 
 
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
-    """Returns the layer splits to try, each as settings (none: even split). With a large vocabulary, further
-    splits count the embedding and the output layer as one layer each, or the output layer as several layers.
+    """Returns the layer splits to try, each as a dict of settings (empty: even split). With a large
+    vocabulary, further splits count the embedding and the output layer as one layer each, or the output layer
+    as several layers.
     """
     if num_stages == 1:
         return ({},)

@@ -86,7 +86,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
-    """Parses `num_tokens` and `price_per_gpu_hour` of `estimate.cost_of`; ConfigError if invalid."""
+    """Parses `num_tokens` and `price_per_gpu_hour`, arguments of `estimate.cost_of`; or ConfigError."""
 
     def parse_price(text: str) -> float:
         number = number_in(text)

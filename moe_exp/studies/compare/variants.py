@@ -193,7 +193,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Sets MLP widths to match the reference, except where a variant sets it; ConfigError if impossible."""
+    """Sets MLP widths that match the reference, unless a variant sets them; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:

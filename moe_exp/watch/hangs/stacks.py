@@ -213,7 +213,7 @@ def summarize(folder: Path) -> Summary:
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Yields all stacks, latest calls of suspected (else all) ranks, and ranks dumped by a fallback tool."""
+    """Yields all stacks, latest calls of suspected (or all) ranks, and ranks dumped by a fallback tool."""
     # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])

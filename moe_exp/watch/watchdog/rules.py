@@ -326,7 +326,7 @@ class Memory:
     def to_report(
         self, found: Mapping[str, str], now: float, again_seconds: float
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Problems to report now, and reported problems that are over; each as text by key."""
+        """Problems to report now, and reported problems that are over: two dicts from key to text."""
         news = {}
         for key, text in found.items():
             known = self.problems.setdefault(key, Reported())
