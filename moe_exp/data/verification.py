@@ -136,7 +136,7 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
 
 
 def _document_findings(manifest: Manifest) -> list[Finding]:
-    """Checks the documents in JSONL outputs: counts per file and in total, and validation against training."""
+    """Checks documents of JSONL outputs: counts per file and in total, and validation against training."""
     names = [one["name"] for one in manifest.outputs if ending(one["name"]) in JSON_SUFFIXES]
     if not names:
         return []

@@ -190,7 +190,7 @@ def generate(
     plan: GenerationPlan, stage: ranks.Stage, *, begin: Callable[[str], None] = lambda prompt: None,
     show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Generated]:  # fmt: skip
-    """Yields one result per prompt; calls `begin` with the prompt, then `show` with each part of the result."""
+    """Yields one result per prompt; calls `begin` with the prompt, then `show` with each part of the text."""
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
 
     def grow(result: Generated, text: str) -> None:
