@@ -141,7 +141,7 @@ def test_every_part_that_is_no_layout_is_named(text, lines):
 def test_values_that_are_no_sizes(text):
     with pytest.raises(ConfigError, match=r"^TP=.*: must be a whole number of at least 1"):
         parse_fixed({"tp": text})
-    with pytest.raises(ConfigError, match=r"PIPELINE_LAYERS=1\*99999999999: must be the layers"):
+    with pytest.raises(ConfigError, match=r"PIPELINE_LAYERS=1\*99999999999: must be numbers of layers"):
         parse_fixed({"pipeline_layers": "1*99999999999"})
 
 
