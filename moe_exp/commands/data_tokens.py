@@ -86,7 +86,7 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--dry-run", "estimate tokens, disk space and time from a sample; write nothing"),
     group(
         "execution",
-        *execution("number of tasks on separate cores or machines (default: none; --workers processes)"),
+        *execution("number of tasks on separate cores or machines (default: none, but --workers processes)"),
     ),
     group(
         "Megatron's options without effect",

@@ -134,7 +134,7 @@ def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
 
 
 def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handler]:
-    """Declares `moe-exp PATH`, which runs the decorated function; if undecorated, a group of commands.
+    """Declares `moe-exp PATH`, which runs the decorated function or, without one, is a group of commands.
 
     Args:
         about: description in the list of commands.

@@ -211,7 +211,7 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
 
 @command("mup transfer", "find the best learning rate at several model sizes and how much it changes")
 @takes(
-    string("--lrs", "comma-separated learning rates (default: LR times 1/8 to 8, by factors of 2)"),
+    string("--lrs", "comma-separated learning rates (default: LR / 8 to LR * 8, by factors of 2)"),
     arg("--jobs", "models trained concurrently (default: 1)", default=1),
     arg("--out", "output folder (default: mup_transfer)", default="mup_transfer"),
     *_of_mup(repeats=3),

@@ -138,7 +138,7 @@ class Through:
             self._write()
 
     def end_file(self, num_bytes: int) -> None:
-        """Replaces the bytes added for the current file by its size."""
+        """Replaces the bytes counted for the current file by the file's size."""
         self._ended += num_bytes
         self._bytes = self._ended
         self._write()

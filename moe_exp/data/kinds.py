@@ -130,7 +130,7 @@ def is_stream(path: Path) -> bool:
 
 
 def _has_values(path: Path) -> bool:
-    """Whether a .json file is not JSONL, but an array or an object over several lines; raises `DAMAGE`."""
+    """Whether a .json file is an array or an object over several lines, not JSONL; raises one of `DAMAGE`."""
     return ending(path) in JSON_FILES and bool(_JSON_VALUES.match(next(_file_chunks(path), b"")))
 
 
@@ -143,7 +143,7 @@ DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdDamage)
 
 
 def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
-    """Converts one of `DAMAGE` to the error that names the line."""
+    """Converts an exception from `DAMAGE` to an error that names the line."""
     return BadDocument(path, line_number, f"the compressed file is damaged or ends early ({error})")
 
 

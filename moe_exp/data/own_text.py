@@ -66,7 +66,7 @@ def with_prepared_text(config: Config) -> Config:
 
 
 def already_prepared(config: Config) -> Config | None:
-    """Result of `with_prepared_text` if all data exist, else None. None for data at an object store."""
+    """Result of `with_prepared_text` if all data exist, else None. None for data in an object store."""
     blends = (config.train_data, config.valid_data, *config.stage_blends)
     if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
         return None

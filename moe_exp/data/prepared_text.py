@@ -156,7 +156,7 @@ def known_places(data_dir: Path) -> set[str]:
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """The preparation of the same files: names, sizes and times are equal; if times differ, contents are."""
+    """The prepared data of the same files: equal names, sizes and times, or (with other times) contents."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]
@@ -176,7 +176,7 @@ def matching(source: TextSource, data_dir: Path) -> Prepared | None:
 
 
 def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> Prepared:
-    """The preparation that a run was trained on. `trained`: its tokenizer's fingerprint, if known."""
+    """The prepared data that a run was trained on. `trained`: its tokenizer's fingerprint, if known."""
 
     def is_its_own(one: Prepared) -> bool:
         return not trained or same_fingerprint(tokenizer_fingerprint(one.tokenizer), trained)

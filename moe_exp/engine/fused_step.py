@@ -76,7 +76,7 @@ def keep_remainders(part: Any) -> None:
 
 
 def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:
-    """Makes every Adam in `optimizer` use `adamw_step`; `whole_step`: if `choose_step` returned `whole`."""
+    """Makes every Adam in `optimizer` use `adamw_step`; `whole_step`: whether `choose_step` is `whole`."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
         assert isinstance(part.optimizer, Adam)
@@ -139,7 +139,7 @@ class FusedStep:
 
 
 def count_step(optimizer: MegatronOptimizer, norm: float) -> bool:
-    """Returns whether `FusedStep` has taken a step; subtracts it from the number of steps if it has not."""
+    """Returns whether `FusedStep` has taken its step; if not, decrements the number of steps."""
     if math.isfinite(norm):
         return True
     for group in optimizer.param_groups:

@@ -381,7 +381,7 @@ class RouterState:
 
     @torch.no_grad()
     def restore(self, unless: torch.Tensor | None = None) -> None:
-        """Restores the routers' state from the copy, `unless` that flag on the device is set, bool []."""
+        """Restores the routers' state from the copy, except if `unless` (bool [], on the device) is true."""
         if unless is None and self._kept:
             torch._foreach_copy_(self._kept, self._before)
         elif unless is not None:

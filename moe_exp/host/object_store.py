@@ -176,7 +176,9 @@ class Store:
             self._asked(name, lambda fs, place: fs.rm_file(place))
 
     def upload(self, path: Path, name: str) -> None:
-        """Copies a file to the store; FileNotFoundError without a file, ConnectionError if sizes differ."""
+        """Copies a file to the store; FileNotFoundError if it does not exist, ConnectionError if sizes
+        differ.
+        """
         num_bytes = path.stat().st_size
         # by default, s3fs holds ten parts of each file in memory
         options = {"max_concurrency": 2} if self.protocol == "s3" else {}

@@ -339,7 +339,7 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Raises ValueError if data has another tokenizer; only warns for the run's own data or if allowed."""
+    """Raises ValueError if data has another tokenizer; only warns for the run's data or if allowed to."""
     for source in sources:
         facts, documents = token_files.tokenizer_facts(source.files.manifest), documents_of(source.prefix)
         if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):

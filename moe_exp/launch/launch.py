@@ -201,7 +201,7 @@ def _fetch_checkpoints(config: Config) -> None:
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """Returns `module_arguments` plus the rendezvous address, which torchrun changes in the environment."""
+    """Returns `module_arguments` plus the rendezvous address, which torchrun changes in the variables."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 

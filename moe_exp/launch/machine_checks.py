@@ -338,7 +338,7 @@ def _load_dir(c: Config) -> Iterator[str]:
 
 
 def _data_of_converted(c: Config) -> Iterator[str]:
-    """Requires TRAIN_DATA for weights from another program, as the embedded corpus does not fit them."""
+    """Requires TRAIN_DATA for weights of another program: the embedded corpus has another tokenizer."""
     for name in ("load_dir", "upcycle_from") if not c.train_data else ():
         with suppress(ValueError):  # reported by the checks of these settings
             value = getattr(c, name)

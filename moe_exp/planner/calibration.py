@@ -65,8 +65,8 @@ def fit(
     The error that a row would have without being in the fit is estimated by one Gauss-Newton step from the
     fit to all rows. A refit without the row gives a similar error (`test_calibration.py` compares both).
 
-    `prior` replaces the priors of `kind`, with narrower spreads. The search begins at `start` (default: the
-    prior). Constants that affect no run are taken from `rest` (default: their prior); those in `hold` are
+    `prior` replaces the priors of `kind` and narrows their spreads. The search begins at `start` (default:
+    the prior). Constants that affect no run are taken from `rest` (default: their prior); those in `hold` are
     fixed. `noise` is the relative error of a row without gross errors; the smaller it is, the less weight
     priors have.
     """

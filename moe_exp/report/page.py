@@ -245,7 +245,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices at which `values` reach a new minimum; of more than `most`, an even selection of `most`."""
+    """Indices at which `values` reach a new minimum; if more than `most`, an evenly spaced selection."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     before = np.concatenate([[np.inf], lowest[:-1]])
     indices = np.flatnonzero(lowest < before)

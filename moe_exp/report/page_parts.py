@@ -221,7 +221,9 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
-    """Costs of runs at `loss` (if `is_common`, the lowest that all reach). The script can change `loss`."""
+    """Costs of the runs to reach `loss` (if `is_common`, the lowest loss that all runs reach). The script can
+    change `loss`.
+    """
     if unit is None:
         note = "The tokenizers differ and bits per byte are not known, so losses cannot be compared."
         return f'<p class="note">{note}</p>'

@@ -258,7 +258,7 @@ def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> l
 
 
 def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[str]:
-    """Next steps for an unfinished run: what to do first, and what repeating the command then does."""
+    """Next steps for an unfinished run: what to do first, and what happens if the command is repeated."""
     if summary["status"] == "finished":
         return []
     checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}

@@ -380,7 +380,7 @@ def _root_cause(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _most_useful(lines: Sequence[str]) -> str:
-    """Returns the first available of: rank's error, fatal signal, our last message, last error, last line."""
+    """Returns the first of these: error of a rank, fatal signal, our last message, last error, last line."""
     signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
     of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
     ours = [line for line in lines if of_ours.match(line)]

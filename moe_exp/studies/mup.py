@@ -128,7 +128,7 @@ class Optimum:
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
-    """Returns log2 of the best rate by a parabola, and whether this rate is at the edge of `rates`."""
+    """Fits a parabola; returns log2 of the best rate, and whether the best rate is at the edge of `rates`."""
     logs = np.log2(rates)
     place = int(np.argmin(losses))
     if place in (0, len(rates) - 1):

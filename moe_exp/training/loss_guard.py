@@ -79,7 +79,7 @@ class LossGuard:
         self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
 
     def check(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
-        """Checks the iteration `done`; GuardEnd on every rank if the run must end or restart."""
+        """Checks iteration `done`; raises GuardEnd on every rank if the run must end or restart."""
         self._recent.append(done)
         # A skipped step has a norm if the norm is not finite. Without a norm fp16 has overflowed, which
         # counts only if the loss scaler cannot lower its scale further.

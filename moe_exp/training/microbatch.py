@@ -68,8 +68,8 @@ def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule, replaying each micro-batch in training if `graphs` is given. Returns the
-    `lm_loss` of each micro-batch for logging; [] on all pipeline stages but the last.
+    """Runs Megatron's schedule; with `graphs`, each micro-batch of training replays its CUDA graph. Returns
+    the `lm_loss` of each micro-batch for logging; [] on all pipeline stages but the last.
     """
     step = forward_step if graphs is None or forward_only else partial(graphs_step, graphs, len(microbatches))
     # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
@@ -100,7 +100,7 @@ def start_graphs(
 ) -> tuple[MicrobatchGraphs | None, str]:  # fmt: skip
     """Captures and checks the CUDA graph of the next micro-batch; if any rank fails, returns None and why.
 
-    Called by every rank. Raises a ConfigError instead if CUDA_GRAPH=on.
+    Called by every rank. Raises a ConfigError in that case if CUDA_GRAPH=on.
     """
     graphs, first = build_graphs(model, CudaGraph), progress.consumed_samples
     number, _, _ = next_batch(config, first, samples.stage_at(first).seq_len)

@@ -102,7 +102,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs [number of parts, ...] by name, and what weight changes contribute to outputs, by name."""
+        """Outputs [number of parts, ...] by name, and the contribution of weight changes to each, by name."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

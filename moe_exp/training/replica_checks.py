@@ -139,7 +139,7 @@ def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
 
 
 def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
-    """Fingerprints of every rank, summed over names, by one all-gather of a few numbers per rank."""
+    """Fingerprints of every rank, summed over names; uses one all-gather of a few numbers per rank."""
     sums = []
     for named in mine.tensors.values():
         # An odd factor per name: tensors swapped between two names change the sum.

@@ -87,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """Moves stages set in tokens to batch boundaries of the run resumed from `source`; returns the config."""
+    """Places stages that begin after a number of tokens at batch boundaries (resumed from `source`)."""
     if not config.data_stages:
         return config
 

@@ -88,7 +88,8 @@ class CheckpointManager:
     def finish_written(self, ends: Sequence[tuple[Iteration, IterationEnd]]) -> float:
         """Finishes a pending save (ASYNC_SAVE) once all ranks have written it; returns the seconds waited.
 
-        `ends` are the results that training has just read. Called by every rank with the same.
+        `ends` are the results that training has just read. Every rank must call this function with the same
+        `ends`.
         """
         return self.finish() if self.writer.is_pending and ends and not ends[-1][1].is_writing else 0.0
 

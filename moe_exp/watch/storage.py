@@ -127,7 +127,7 @@ def save_advice(
 
 @dataclass(frozen=True)
 class Storage:
-    """Storage needs of a run or a settings file; `there`: iterations of existing checkpoints."""
+    """Storage needs of a run or a settings file; `there` lists the iterations of existing checkpoints."""
 
     config: Config
     measured: Measured

@@ -97,7 +97,9 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
-    """Odd weights for `size` positions on an axis, from `start`. The last axis has axis number 1."""
+    """Weights (odd numbers) for `size` positions on an axis, the first at position `start`. The last axis has
+    axis number 1.
+    """
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     # SplitMix64 with its constants as signed numbers, as PyTorch has no arithmetic for unsigned ones
     z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)
@@ -111,7 +113,7 @@ _kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Moves the offset on a stacked layer axis into the name; returns the name and the remaining offsets."""
+    """Puts the offset on a stacked layer axis into the name as layer number; returns name and rest."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)

@@ -100,7 +100,7 @@ def first_value(box: Box, shape: Sequence[int]) -> int:
 
 
 def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
-    """Box of `sizes` whose first value has position `place` in memory order; inverse of `first_value`."""
+    """Box with `sizes` that begins at position `place` of `shape` in memory order; undoes `first_value`."""
     offsets = []
     for size in reversed(shape):
         place, offset = divmod(place, size)

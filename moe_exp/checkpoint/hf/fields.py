@@ -128,7 +128,7 @@ DENSE_LAYERS_BY_LIST = FieldRule(
 
 
 def _layer_settings(is_moe: list[bool]) -> Settings:
-    """Shortest settings that describe which layers are MoE."""
+    """The fewest settings that describe which layers are MoE."""
     if not any(is_moe):
         fix = "specify a dense architecture in config.json"
         raise refuse("mlp_only_layers", "all layers", "must leave at least one MoE layer", fix)

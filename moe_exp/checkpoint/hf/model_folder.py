@@ -236,7 +236,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Sets a copied tokenizer's begin token (or none) and end token as in training; returns their ids."""
+    """Gives a copied tokenizer the begin token (if any) and end token of training; returns their ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}

@@ -204,7 +204,7 @@ class _Work:
         return key, axes
 
     def objects(self) -> Iterator[tuple[str, Any]]:
-        """Yields full key and value of each object in the new checkpoint."""
+        """Yields the full key and the value of each object in the new checkpoint."""
         for full_key in self.reader.objects:
             key, match = full_key, _OBJECT.fullmatch(full_key)
             if full_key == COMMON_OBJECT:  # written as common.pt
@@ -286,8 +286,8 @@ def average(
 ) -> Written:
     """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
     checkpoint with the last source's iteration. `of_ema` averages the stored moving averages (EMA_DECAY)
-    instead; the expert bias has none and is averaged itself. ValueError if models differ or lack moving
-    averages, or in cases of `reshape`.
+    instead; the expert bias has none and is averaged itself. Raises ValueError if models differ or lack
+    moving averages, or where `reshape` would.
     """
     keep_bytes = naming.KEEP_BYTES // len(sources)
     readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]

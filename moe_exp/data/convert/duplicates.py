@@ -253,7 +253,7 @@ def near_filter(folder: str) -> Any:
 
 @dataclass
 class NearDuplicateFilter(Filter):
-    """Filter with `near_filter` whose samples are whole clusters."""
+    """Filter with `near_filter`; its samples are whole clusters."""
 
     folder: str
 

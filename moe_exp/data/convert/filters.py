@@ -94,7 +94,7 @@ class Filter:
                 self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
 
     def sample_facts(self, document: Any) -> dict[str, Any]:
-        """Additional facts for the sample of a dropped document."""
+        """Additional facts to show with a dropped document."""
         return {}
 
 

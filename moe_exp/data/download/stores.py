@@ -40,7 +40,7 @@ LISTING = ".listing.json"
 def download_from_store(
     source: Source, folder: Path, *, dry_run: bool = False, start_over: bool = False
 ) -> list[Path]:
-    """Downloads the data files of a source whose URL names a folder or file at an object store.
+    """Downloads the data files of a source whose URL names a folder or file in an object store.
 
     Repeat the call to resume it. If all files are present, no request is sent. manifest.json records the
     version of each file at the store.

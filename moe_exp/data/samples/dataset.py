@@ -335,7 +335,7 @@ def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
     """Ranges to skip after resuming: the checkpoint's (`saved`), plus the run's (`wanted`) beyond the
-    checkpoint's position. For earlier samples, only the checkpoint records which were skipped.
+    checkpoint's position. Which earlier samples were skipped is known only from the checkpoint.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.

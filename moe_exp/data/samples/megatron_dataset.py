@@ -38,7 +38,7 @@ INDEX_FOLDER = "megatron_index"
 
 
 class MegatronSamples:
-    """`dataset.Samples` of a GPTDataset or BlendedDataset."""
+    """A GPTDataset or BlendedDataset with the interface of `dataset.Samples`."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset

@@ -52,7 +52,7 @@ class DocumentTokens:
 
 
 def documents_of(blend: str) -> DocumentTokens | None:
-    """Document tokens of a blend's token files; None if the manifests lack these tokens or differ."""
+    """The tokens that begin and end documents of a blend; None if manifests lack these tokens or differ."""
     manifests = [manifest_of(prefix) for _, prefix in parse_blend(blend)]
     found = {(tokenizer_fact(one, "eod_id"), tokenizer_fact(one, "bos_id")) for one in manifests}
     # Merged files of older versions only record the end token; they have no BOS.
@@ -61,7 +61,7 @@ def documents_of(blend: str) -> DocumentTokens | None:
 
 
 def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentTokens | None:
-    """Document tokens of a run's training data; None if unknown.
+    """The tokens that begin and end documents of a run's training data; None if unknown.
 
     `order`: `SampleOrder.facts` of the checkpoint; if the facts lack the tokens, the token files are read.
     """

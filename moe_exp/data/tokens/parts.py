@@ -282,7 +282,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Excerpts to compare: of the first document, random ones, and the first with unusual characters."""
+    """Excerpts to compare, of these documents: the first, random ones, the first with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)

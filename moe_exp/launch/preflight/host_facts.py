@@ -176,5 +176,5 @@ def _number(text: str | None) -> int:
 
 
 def _is_set(text: str | None) -> bool:
-    """Whether a flag is set: `Yes`, or a count from newer drivers."""
+    """Whether a flag is set: older drivers report `Yes`, newer drivers a count."""
     return text == "Yes" or _number(text) > 0

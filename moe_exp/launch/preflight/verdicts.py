@@ -69,7 +69,7 @@ class NodeVerdict:
 
     @property
     def reason(self) -> str:
-        """The node's own faults of the worst grade, in one line."""
+        """The node's own faults that have its worst grade, in one line."""
         own, grade = (finding for finding in self.findings if finding.is_its_fault), self.own_grade
         return "; ".join(finding.text for finding in own if finding.grade == grade)
 

@@ -164,7 +164,7 @@ class _Flight:
 
 
 class _Depart(torch.autograd.Function):
-    """Returns an empty tensor as the graph edge to `_Arrive`, because the results do not exist yet."""
+    """Returns an empty tensor that links the autograd graph to `_Arrive`; the results do not exist yet."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
     ),
 )
 def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Computes the parts of the loss that depend on this rank's words.
+    """Computes what the loss needs from this rank's part of the vocabulary.
 
     Args:
         logits_NV: logits of this rank's words.

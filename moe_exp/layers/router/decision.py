@@ -108,7 +108,7 @@ def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> T
 
 
 def tokens_in_group(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor | int:
-    """Number of tokens that are not padding on all ranks of `group`."""
+    """Number of non-padding tokens, summed over the ranks of `group`."""
     if decision.valid_T is None:
         return decision.expert_TK.size(0) * group_size(group)
     return sum_over(decision.valid_T.sum(), group)

@@ -1,4 +1,4 @@
-"""The planner's free time constants, each with a prior. No torch.
+"""Constants of the planner's time estimates that are fitted, each with a prior. No torch.
 
 `memory.py` has the memory constants. `calibration.py` fits both kinds; the package's fitted values are in
 `profiles/constants.json`.

@@ -28,7 +28,7 @@ RECIPIENTS: dict[str, Literal["experts", "ranks", "all"] | None] = {
 
 @cache
 def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
-    """Returns the number of output elements, including the tiles of idle SMs in the last wave."""
+    """Returns the number of output elements, as if the idle SMs of the last wave computed tiles, too."""
     least = math.inf
     # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
     for height, width in ((128, 256), (256, 128)):
@@ -156,7 +156,7 @@ class Group:
         return 2 * self.reduce_scatter(num_bytes, share)
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach: `older` on devices up to Ampere."""
+        """Returns the share of `bytes_per_second` that rings reach; on devices up to Ampere, `older`."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share

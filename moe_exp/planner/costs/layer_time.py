@@ -49,7 +49,7 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Returns the recomputed forward seconds for each value of RECOMPUTE and of `Engine.recompute`."""
+        """Seconds of forward that backward repeats, for each value of RECOMPUTE and of `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts_moe - self.starts_dense
         return {

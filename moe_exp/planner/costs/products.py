@@ -99,7 +99,7 @@ class Shape(NamedTuple):
 
 
 def products(config: Config, *, sequence_parallel: bool) -> dict[str, list[Shape]]:
-    """Returns by part the matrix products of all layers and the output layer, except attention scores."""
+    """Returns the matrix products of all layers and the output layer by part, without attention scores."""
     tokens, hidden = num_tokens(config), config.hidden_size
     experts_in_fp8, others_in_fp8 = fp8_parts(config)
     ways, tp = 2 if config.gated else 1, config.tp
@@ -160,7 +160,7 @@ def num_slots(config: Config, tokens: float, sequence_parallel: bool) -> float:
 
 
 def projections(config: Config, query: float, heads: float, *, tp: int) -> list[tuple[float, float]]:
-    """Returns (columns, depth) of the products before the scores, given a rank's query channels and heads."""
+    """Returns (columns, depth) of the products before attention scores, for a rank's channels and heads."""
     hidden, latent, rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     if not config.multi_latent_attention:
         return [(query + 2 * config.num_query_groups * config.kv_channels / tp, hidden)]

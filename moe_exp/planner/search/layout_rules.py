@@ -135,7 +135,9 @@ def _over_nodes(config: Config) -> Iterator[str]:
 
 
 def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Yields valid layouts in `space` and counts others in `rejected`; `config` has no `model_problems`."""
+    """Yields valid layouts in `space` and counts others in `rejected`; `config` must have no
+    `model_problems`.
+    """
     for tp, cp in product(space.tp, space.cp):
         leaves = len(space.ep) * len(space.etps(tp)) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
         splits = {pp: space.stages or stage_splits(config, pp) for pp in space.pp}

@@ -62,7 +62,7 @@ class Search:
         return [one for one in self.ranked[1:] if one.seconds <= (1 + RUNNER_UP) * self.ranked[0].seconds]
 
     def place_of(self, seconds: float) -> int:
-        """Returns the rank of an iteration time among all layouts, from 1."""
+        """Returns the place (1: fastest) of an iteration time among all layouts."""
         return 1 + sum(one.seconds < seconds for one in self.ranked)
 
 

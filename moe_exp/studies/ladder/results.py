@@ -38,7 +38,7 @@ svg {{ max-width: 100%; height: auto }}
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted losses of the last rung by variant, from before this rung ran."""
+    """Losses of the last rung by variant, as predicted before this rung ran."""
 
     when: str
     losses: dict[str, Estimate]

@@ -136,7 +136,7 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Job with memory predicted as it is measured: resident on a CPU, allocated by PyTorch on a GPU."""
+    """Job whose predicted memory is what is measured: resident on a CPU, allocated by PyTorch on a GPU."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 

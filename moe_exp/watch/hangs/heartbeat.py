@@ -189,7 +189,7 @@ def paused() -> AbstractContextManager[None]:
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
-    """Writes the record of torch's flight recorder, or {}, for each byte in the pipe; waits in C code."""
+    """For each byte in the pipe, writes the record of torch's flight recorder, or {}; it waits in C code."""
     # read and write: as a mere reader, `read` would return at once after the other side has closed
     pipe = os.open(rank_file(folder, rank, "pipe"), os.O_RDWR)
     path = rank_file(folder, rank, "collectives.json")

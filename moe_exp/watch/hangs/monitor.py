@@ -293,7 +293,7 @@ class HangWatch:
         return True
 
     def _named_by_another(self) -> Request | None:
-        """Another node's request for the same hang, or None; node 0 does not wait for a request."""
+        """Another node's request for the same hang, or None; node 0 does not wait for such requests."""
         # all nodes detect the hang at about the same time, and their stacks belong in one folder
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:

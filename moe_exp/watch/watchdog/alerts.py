@@ -123,7 +123,7 @@ class AlertFile:
         return f"file {self.path}"
 
     def send(self, subject: str, text: str) -> None:
-        """Appends a message; raises OSError on failure."""
+        """Appends a message to the file; raises OSError on failure."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{now} {_line(subject)}\n" + "".join(f"    {line}\n" for line in text.splitlines()))

@@ -126,7 +126,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (text by key) of a run without a folder; `jobs`, `missing`: texts on its jobs and folder."""
+    """Problems (text by key) of a run without a folder; `jobs` and `missing` describe its jobs and folder."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -304,7 +304,7 @@ class Reported:
 
 @dataclass
 class Memory:
-    """Memory of the checks of one run, kept in a state file."""
+    """State that the checks of one run keep in a file between calls."""
 
     problems: dict[str, Reported] = field(default_factory=dict)  # by key
     num_events: int | None = None  # of metrics.jsonl that were checked
@@ -368,7 +368,7 @@ def default_folder() -> Path:
 
 
 def read_memory(path: Path) -> Memory:
-    """Reads the memory of earlier checks; empty if the file is missing or damaged."""
+    """Reads the state that earlier checks stored; empty if the file is missing or damaged."""
     try:
         values: dict[str, Any] = read_json(path)
         memory = Memory(**values)

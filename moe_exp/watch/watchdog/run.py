@@ -155,7 +155,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """Number of times in a row that the run started at the same iteration and never saved since."""
+        """Number of consecutive starts at the same iteration, without a save in between."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
