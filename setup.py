@@ -39,6 +39,7 @@ EXTRAS = {
     "adam8bit": ["bitsandbytes>=0.50"],
     "data": [
         "datatrove>=0.10",
+        "scipy>=1.11",
         "pyarrow>=15",
         "zstandard>=0.22",
         "huggingface-hub>=1.6",

@@ -172,9 +172,13 @@ def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterato
             old.unlink(missing_ok=True)
     # unique names: the process of a task that was given up may still be running, and writing
     temporary = [path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp") for path in paths]
-    yield temporary
-    for path, written in zip(paths, temporary, strict=True):
-        if is_durable:
-            with written.open("rb") as file:
-                os.fsync(file.fileno())
-        written.replace(path)
+    try:
+        yield temporary
+        for path, written in zip(paths, temporary, strict=True):
+            if is_durable:
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
+            written.replace(path)
+    finally:
+        for written in temporary:
+            written.unlink(missing_ok=True)

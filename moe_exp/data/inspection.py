@@ -34,7 +34,6 @@ _SHOWN_TOKENS, _SHOWN_LAST_TOKENS, _SHOWN_CHARACTERS = 80, 8, 300
 _BAR_CHARACTERS = 40
 _FIELDS_OF = 1000
 _ADVANCE_BYTES = 2**20
-_Words = npt.NDArray[np.uint64]
 
 
 def inspect_path(
@@ -83,47 +82,26 @@ class Hashes:
         self._bytes += other._bytes
 
     @property
-    def _words(self) -> tuple[_Words, _Words]:
-        first, second = np.frombuffer(self._bytes, dtype=np.uint64).reshape(-1, 2).T
-        return first, second
-
-    def sorted_words(self) -> tuple[_Words, _Words]:
-        """Both halves of every hash, sorted by the first half, then by the second."""
-        first, second = self._words
-        order = np.lexsort((second, first))
-        return first[order], second[order]
+    def values(self) -> npt.NDArray[np.void]:
+        """All hashes [N], which numpy compares byte by byte."""
+        return np.frombuffer(self._bytes, dtype="V16")
 
     def num_duplicates(self) -> int:
         """Number of documents that repeat an earlier one."""
-        first, second = self.sorted_words()
-        return int(((first[1:] == first[:-1]) & (second[1:] == second[:-1])).sum())
+        return len(self) - len(np.unique(self.values))
 
-    def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
-        """Whether each document is among the `sorted_words` of another instance.
-
-        If hashes have the same first 64 bits, only one is compared; this is rare below 2**32 documents.
-        """
-        mine_first, mine_second = self._words
-        if not len(first):
-            return np.zeros(len(self), dtype=np.bool_)
-        place = np.minimum(np.searchsorted(first, mine_first), len(first) - 1)
-        return (first[place] == mine_first) & (second[place] == mine_second)
+    def num_in(self, known: npt.NDArray[np.void]) -> int:
+        """Number of documents that are among the sorted hashes `known`."""
+        ends = (np.searchsorted(known, self.values, side=side) for side in ("left", "right"))
+        return int(np.not_equal(*ends).sum())
 
 
 def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
     """Returns how many documents are only in `one`, and how many only in `other` (as multisets)."""
-    joined = Hashes()
-    joined.extend(one)
-    joined.extend(other)
-    first, second = joined._words
-    order = np.lexsort((second, first))
-    first, second = first[order], second[order]
-    is_start = np.ones(len(order), dtype=np.bool_)
-    is_start[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
-    if not len(order):
-        return 0, 0
-    # For each run of equal hashes: by how many `one` exceeds `other`.
-    surplus = np.add.reduceat(np.where(order < len(one), 1, -1), np.flatnonzero(is_start))
+    _, kinds = np.unique(np.concatenate([one.values, other.values]), return_inverse=True)
+    # For each different hash: by how many `one` exceeds `other`.
+    sides = kinds[: len(one)], kinds[len(one) :]
+    surplus = np.subtract(*(np.bincount(side, minlength=len(kinds)) for side in sides))
     return int(surplus[surplus > 0].sum()), int(-surplus[surplus < 0].sum())
 
 

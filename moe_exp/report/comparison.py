@@ -1,8 +1,8 @@
 """Compares runs: differing settings, and the cost of reaching a loss."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 import numpy as np
@@ -198,8 +198,8 @@ def rounded_up(loss: float) -> float:
     """Rounds a reached loss up at the fourth decimal place, so that the result was reached too; keeps NaN."""
     if not np.isfinite(loss):
         return loss
-    # as decimal text: 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
-    return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
+    # 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
+    return math.ceil(round(loss * 1e4, 5)) / 1e4
 
 
 class Overview:

@@ -1,23 +1,20 @@
 """Writes a wandb report comparing dense and MoE runs, using wandb's report API (package wandb-workspaces).
 
-Curves come from wandb and stay up to date; the table and heatmaps show metrics.jsonl at the time of writing.
+Curves come from wandb and stay up to date; the table shows metrics.jsonl at the time of writing.
 API keys are left to wandb: nothing here prints or stores one.
 """
-
-from __future__ import annotations
 
 import os
 import re
 import shlex
 import warnings
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_exp.config import ConfigError, problem
-from moe_exp.report.follower import Follower, layers_by_load, number_text
+from moe_exp.report.follower import Follower, number_text
 from moe_exp.runs.run_folder import RunFolder
 
 # x axes of the loss panels: end of the metric's name, suffix of the panel's title, axis label.
@@ -46,10 +43,6 @@ _COLORS = {
 _MOST_COLUMNS, _PANEL_LINES = 24, 8  # of wandb's grid
 _LONGEST_TITLE = 128  # limit of wandb's report model
 _LOGIN = "run `wandb login`, or set WANDB_API_KEY"
-_MOST_SQUARES = 48
-# (upper limit, square); white means not measured.
-_SQUARES = ((1.25, "🟦"), (1.5, "🟩"), (2.0, "🟨"), (3.0, "🟧"), (float("inf"), "🟥"))
-_MISSING = "⬜"
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,6 @@ class MirroredRun:
     wandb_id: str
     kind: str
     follower: Follower
-    squares: LoadSquares
 
     @property
     def is_moe(self) -> bool:
@@ -139,8 +131,7 @@ def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
         raise ConfigError(problems)
     runs = []
     for folder in {folder.path.resolve(): folder for folder in folders}.values():
-        squares = LoadSquares()
-        follower = Follower(folder.path, also=squares.take)
+        follower = Follower(folder.path)
         follower.refresh()
         if follower.trouble:
             rule, fix = "its metrics.jsonl cannot be read", "change its permissions, or check the disk"
@@ -149,7 +140,7 @@ def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
         # Without settings, the records show whether there are experts.
         is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))
         kind = str(settings.get("moe_type", "moe")) if is_moe else "dense"
-        runs.append(MirroredRun(_wandb_id(folder), kind, follower, squares))
+        runs.append(MirroredRun(_wandb_id(folder), kind, follower))
     return runs
 
 
@@ -207,11 +198,7 @@ def build_report(
         wr.H1("Gradients and learning rate"), _grid(wr, runs, health, columns=2),
     ]  # fmt: skip
     if moe := [run for run in runs if run.is_moe]:
-        squares = []
-        for run in moe:
-            if text := run.squares.text():
-                squares += [wr.H3(run.follower.name), wr.MarkdownBlock(text=f"```\n{text}\n```")]
-        blocks[5:5] = [wr.H1("Expert load"), *squares, _grid(wr, moe, load, columns=2)]
+        blocks[5:5] = [wr.H1("Expert load"), _grid(wr, moe, load, columns=2)]
     what = f"{len(runs) - len(moe)} dense and {len(moe)} MoE runs"
     about = {"title": title, "description": f"{what} compared by tokens, FLOPs and time."}
     # Run sets without a project use the report's.
@@ -255,45 +242,3 @@ def _table(runs: Sequence[MirroredRun]) -> str:
 def _markdown(text: str) -> str:
     """Escapes markup, HTML and cell separators."""
     return re.sub(r"[\\`*_{}\[\]()<>#+!|&~$\r\n]", lambda found: f"&#{ord(found[0])};", text)
-
-
-class LoadSquares:
-    """Draws the largest max/mean load of each MoE layer as text: wandb reports can only embed curves."""
-
-    def __init__(self) -> None:
-        self._peaks: dict[int, array[float]] = {}  # of each record, by layer; 0: not measured
-        self._num_records = self._last_iteration = 0
-
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Adds the next record; ignores records other than train records of MoE models."""
-        layers = layers_by_load(record) if record.get("kind") == "train" else []
-        if layers and record["iteration"] <= self._last_iteration:
-            self._peaks, self._num_records = {}, 0  # the file was rewritten
-        for layer in layers:
-            peaks = self._peaks.setdefault(layer.layer, array("d"))
-            peaks.extend([0.0] * (self._num_records - len(peaks)))
-            peaks.append(layer.max_over_mean or 0.0)
-        if layers:
-            self._num_records, self._last_iteration = self._num_records + 1, record["iteration"]
-
-    def text(self) -> str:
-        """A row of squares per layer (load of the busiest expert) with a legend; empty without MoE layers."""
-        layers = sorted(layer for layer, peaks in self._peaks.items() if any(peaks))
-        if not layers:
-            return ""
-        # records per square: a power of two keeps the bounds of squares while the run grows
-        step = 1
-        while -(-self._num_records // step) > _MOST_SQUARES:
-            step *= 2
-        *below, (_, largest) = _SQUARES
-        limits = [f"{square} under {limit:g}" for limit, square in below]
-        key = ", ".join([*limits, f"{largest} {below[-1][0]:g} and more"])
-        lines = [f"load of the busiest expert relative to the mean: {key}"]
-        for layer in layers:
-            squares = ""
-            for start in range(0, self._num_records, step):
-                peak = max(self._peaks[layer][start : start + step], default=0.0)
-                squares += next(square for limit, square in _SQUARES if peak < limit) if peak else _MISSING
-            lines.append(f"layer {layer:3d} {squares}")
-        lines.append(f"until iteration {self._last_iteration:,}, {step} records per square")
-        return "\n".join(lines)

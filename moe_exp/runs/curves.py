@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,15 +162,14 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
     """Centered moving mean over up to `half_width` values to each side, fewer at the steep start."""
     # NaN stays NaN, to show gaps, and is excluded from the means around it
-    sums = [0.0, *accumulate(0.0 if math.isnan(value) else value for value in values)]
-    counts = [0, *accumulate(int(not math.isnan(value)) for value in values)]
-    means = []
-    for i, value in enumerate(values):
-        reach = min(half_width, i // 8, len(values) - 1 - i)
-        begin, end = i - reach, i + reach + 1
-        is_gap = math.isnan(value)
-        means.append(math.nan if is_gap else (sums[end] - sums[begin]) / (counts[end] - counts[begin]))
-    return means
+    known, places = np.isfinite(values), np.arange(len(values))
+    sums = np.cumsum([0.0, *np.where(known, values, 0.0)])
+    counts = np.cumsum([0, *known])
+    reach = np.minimum(half_width, np.minimum(places // 8, places[::-1]))
+    begins, ends = places - reach, places + reach + 1
+    means = (sums[ends] - sums[begins]) / np.maximum(counts[ends] - counts[begins], 1)
+    smooth: list[float] = np.where(known, means, np.nan).tolist()
+    return smooth
 
 
 def _imbalance(record: Mapping[str, Any]) -> float | None:

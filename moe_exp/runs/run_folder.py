@@ -286,15 +286,12 @@ def run_folder_problems(config: Config) -> list[str]:
         rule, fix = f"{place} is a file, not a folder", "choose another RUN_DIR or RUN_NAME"
         return [problem("run_dir", config.run_dir, rule, fix)]
     # Paths of the wrong type: a pipe would block forever, and a folder EXIT would end every start.
-    files = (
-        folder.config, folder.provenance, folder.log, folder.metrics, folder.skipped_samples, folder.lock,
-        folder.summary, folder.exit_file, folder.rendezvous_key, folder.checkpoints / LATEST,
-    )  # fmt: skip
     folders = (
         folder.checkpoints, folder.tensorboard, folder.wandb, folder.profile, folder.bad_steps,
         folder.set_aside,
     )  # fmt: skip
-    wrong = [(path, "file") for path in files if _exists(path) and not path.is_file()]
+    files = {*vars(folder).values(), folder.checkpoints / LATEST} - {folder.path, *folders}
+    wrong = [(path, "file") for path in sorted(files) if _exists(path) and not path.is_file()]
     wrong += [(path, "folder") for path in folders if _exists(path) and not path.is_dir()]
     if wrong:
         fix = "move it away, or choose another RUN_NAME"

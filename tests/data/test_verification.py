@@ -210,7 +210,7 @@ def test_difference_of_multisets(one, other):
     counts = Counter(one), Counter(other)
     assert difference(*sides) == ((counts[0] - counts[1]).total(), (counts[1] - counts[0]).total())
     assert sides[0].num_duplicates() == len(one) - len(set(one))
-    assert sides[0].is_in(*sides[1].sorted_words()).tolist() == [number in other for number in one]
+    assert sides[0].num_in(np.unique(sides[1].values)) == sum(number in other for number in one)
 
 
 def test_command(texts, tmp_path, capsys):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.warm_runs import answer_warm
-from moe_exp.report.wandb_report import LoadSquares, build_report, mirrored_runs, wandb_report
+from moe_exp.report.wandb_report import build_report, mirrored_runs, wandb_report
 from moe_exp.training.metrics import curves
 
 KEY = "0123456789abcdef" * 2 + "5ec4e700"
@@ -116,12 +116,11 @@ def test_run_sets_hold_these_runs_alone(needs_wandb: None, tmp_path: Path) -> No
 def test_text_of_the_report(needs_wandb: None, tmp_path: Path) -> None:
     odd = make_run(tmp_path / "<script>|`x`_y", "d1", is_moe=False)
     spec = spec_of([odd, make_run(tmp_path / "moe", "m1")])
-    table, heatmap = [block["content"] for block in spec["blocks"] if block["type"] == "markdown-block"]
+    (table,) = [block["content"] for block in spec["blocks"] if block["type"] == "markdown-block"]
     rows = table.splitlines()
     name, numbers = "&#60;script&#62;&#124;&#96;x&#96;&#95;y", "2,000 | 4.2500 | 4.5000 | 2,000 | 2.50 GB"
     assert rows[2] == f"| {name} | dense | 2 | {numbers} |"
     assert rows[3].startswith("| moe | dmoe | 2 | ") and len(rows) == 4
-    assert "layer   1 🟨🟨\nlayer   2 🟧🟧\nuntil iteration 2, 1 records per square" in heatmap
     with pytest.raises(ValueError, match=r"^TITLE=x{20}\.\.\.: must have at most 128 characters"):
         spec_of([tmp_path / "moe"], title="x" * 129)
 
@@ -255,19 +254,3 @@ def test_saving_through_wandbs_own_client(needs_wandb: None, tmp_path: Path, ser
         assert "abc12345" in sent["spec"] and len(panels(json.loads(sent["spec"]))) > 10
     assert KEY not in done.stdout + done.stderr + json.dumps(handler.saved)
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-
-
-def test_squares_of_a_long_run_stay_few() -> None:
-    squares = LoadSquares()
-    squares.take({"kind": "valid", "iteration": 0})
-    for iteration in range(1, 1001):
-        peak = 9.0 if iteration == 700 else 1.0
-        layers = [{"layer": 7, "max_over_mean": peak}, {"layer": 12, "max_over_mean": None}]
-        squares.take(train(iteration, experts=layers))
-    head, row, foot = squares.text().splitlines()
-    assert "🟦 under 1.25, " in head and "🟥 3 and more" in head
-    assert foot == "until iteration 1,000, 32 records per square"
-    assert row == "layer   7 " + "🟦" * 21 + "🟥" + "🟦" * 10  # iteration 700 is in the 22nd stretch of 32
-    squares.take(train(1, num_layers=1))  # the file begins anew
-    assert squares.text().splitlines()[1:] == ["layer   1 🟨", "until iteration 1, 1 records per square"]
-    assert LoadSquares().text() == ""

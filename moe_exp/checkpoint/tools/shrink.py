@@ -11,6 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -244,29 +245,14 @@ class _Compact:
             self._islands += [part for island in found for part in island.parted()]
         held = sum(members[0].untyped_storage().nbytes() for members in storages.values())
         self.gain_bytes = held - sum(island.num_bytes for island in self._islands)
-        self._tensors: dict[int, Tensor] = {}
 
     def replaced(self, value: Any) -> Any:
-        """Returns `value` with compact copies of its tensors; changes dicts and lists in place."""
+        """Returns a copy of `value` with compact copies of its tensors."""
+        memo: dict[int, Any] = {}
         for island in self._islands:
-            self._tensors |= island.copied()
-        return self._replaced(value, {})
-
-    def _replaced(self, value: Any, done: dict[int, Any]) -> Any:
-        if isinstance(value, Tensor):
-            return self._tensors[id(value)]
-        if id(value) in done:
-            return done[id(value)]
-        if isinstance(value, dict):
-            done[id(value)] = value
-            for key, item in list(value.items()):
-                value[key] = self._replaced(item, done)
-        elif isinstance(value, list):
-            done[id(value)] = value
-            value[:] = [self._replaced(item, done) for item in value]
-        elif type(value) is tuple:
-            done[id(value)] = value = tuple(self._replaced(item, done) for item in value)
-        return value
+            memo |= island.copied()
+        # deepcopy takes the copy of an object from `memo`, so it copies only the containers.
+        return deepcopy(value, memo)
 
 
 def difference(a: Any, b: Any) -> str:

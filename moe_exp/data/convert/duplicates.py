@@ -230,18 +230,13 @@ def smallest_labels(
     num_nodes: int, firsts: NDArray[np.int64], seconds: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Smallest node connected to each node. `firsts` and `seconds` are the ends of the edges."""
-    labels = np.arange(num_nodes)
-    while True:
-        smallest = np.minimum(labels[firsts], labels[seconds])
-        # hook all labels at an edge to the smallest one, then compress the paths
-        hooked = labels.copy()
-        for ends in (labels[firsts], labels[seconds], firsts, seconds):
-            np.minimum.at(hooked, ends, smallest)
-        while not np.array_equal(following := hooked[hooked], hooked):
-            hooked = following
-        if np.array_equal(hooked, labels):
-            return labels
-        labels = hooked
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    edges = coo_array((np.ones(len(firsts), bool), (firsts, seconds)), shape=(num_nodes, num_nodes))
+    _, components = connected_components(edges, directed=False)
+    smallest: NDArray[np.int64] = np.unique(components, return_index=True)[1]
+    return smallest[components]
 
 
 def near_filter(folder: str) -> Any:

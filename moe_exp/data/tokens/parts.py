@@ -16,6 +16,7 @@ import xxhash
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Tally, lines_before, read_lines, text_of
+from moe_exp.data.execution import complete_files
 from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN
@@ -166,26 +167,17 @@ class PartEncoder:
         counts, lengths = PartCounts(), [np.empty(0, np.int32)]
         digest, blocks = xxhash.xxh3_128(), BlockHash(CHECKED_BYTES)
         sample = _Sample(part.index, min(1.0, part.num_bytes / LARGEST_PART_BYTES))
-        temporary = folder / f"{part.stem}.{os.getpid()}.tmp"
-        try:
-            with temporary.open("wb") as file:
+        paths = [folder / f"{part.stem}{suffix}" for suffix in (".bin", ".lengths")]
+        with complete_files(paths) as (bin_path, lengths_path):
+            with bin_path.open("wb") as file:
                 for batch in self._batches(part, counts.tally, sample, advance):
                     tokens, batch_lengths = self._tokens(part, batch, counts)
                     lengths.append(batch_lengths)
                     digest.update(tokens.data)
                     blocks.update(tokens.view(np.uint8).data)
                     file.write(tokens.data)
-                file.flush()
-                os.fsync(file.fileno())
             self._check(part, sample, counts)
-            temporary.replace(folder / f"{part.stem}.bin")
-            with temporary.open("wb") as file:
-                file.write(np.concatenate(lengths).data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(folder / f"{part.stem}.lengths")
-        finally:
-            temporary.unlink(missing_ok=True)
+            np.concatenate(lengths).tofile(lengths_path)
         # Last: the counts mark the part as complete.
         counts.token_hash = digest.hexdigest()
         counts.block_hashes = [block.hex() for block in blocks.digests()]

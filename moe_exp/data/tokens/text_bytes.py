@@ -77,14 +77,10 @@ class TokenBytes:
             ids = ids_of(text)
             if unknown is not None and (ids == unknown).any():
                 what = "characters without a token"
-            elif self.count(ids, np.arange(len(ids)) == 0) == len(text.encode()):
+            elif self.each(ids, np.arange(len(ids)) == 0).sum() == len(text.encode()):
                 continue
             lost.append(what)
         return ", ".join(dict.fromkeys(lost))
-
-    def count(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> int:
-        """Total bytes of consecutive tokens; arguments as in `each`."""
-        return int(self.each(ids, is_first).sum())
 
     def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
         """Bytes of each of the consecutive tokens [N]; `is_first` [N]: whether the token begins a

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,10 +46,10 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class BinIdxWriter:
-    """Context manager that writes `prefix`.bin and `prefix`.idx document by document.
+    """Context manager that writes `prefix`.bin document by document.
 
-    The files appear when the `with` block ends without an exception; otherwise nothing is left behind.
-    `eod_id` is appended to every document; `vocab_size` determines the token dtype.
+    `prefix`.idx, without which no program reads the .bin, is written when the `with` block ends without an
+    exception. `eod_id` is appended to every document; `vocab_size` determines the token dtype.
     """
 
     def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int = EOD_ID):
@@ -60,8 +59,9 @@ class BinIdxWriter:
         self._sizes = array("i")
 
     def __enter__(self) -> BinIdxWriter:
-        self._temporary = [Path(f"{self.prefix}{suffix}.{os.getpid()}.tmp") for suffix in (".bin", ".idx")]
-        self._bin = self._temporary[0].open("wb")
+        # An index must never be next to another .bin.
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        self._bin = Path(f"{self.prefix}.bin").open("wb")
         return self
 
     def add_document(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
@@ -75,23 +75,12 @@ class BinIdxWriter:
         self._sizes.append(len(document))
         self.num_tokens += len(document)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                sizes = np.frombuffer(self._sizes, dtype=np.int32) if self._sizes else np.empty(0, np.int32)
-                write_index(self._temporary[1], sizes, self.dtype)
-                self._bin.flush()
-                os.fsync(self._bin.fileno())
-                # An index must never be next to another .bin: remove the old one first, add the new one last.
-                Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-                self._temporary[0].replace(f"{self.prefix}.bin")
-                self._temporary[1].replace(f"{self.prefix}.idx")
-        finally:
-            self._bin.close()
-            for path in self._temporary:
-                path.unlink(missing_ok=True)
+    def __exit__(self, kind: object, *error: object) -> None:
+        with self._bin as file:
+            file.flush()
+            os.fsync(file.fileno())
+        if kind is None:
+            write_index(Path(f"{self.prefix}.idx"), np.array(self._sizes, dtype=np.int32), self.dtype)
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:

@@ -441,9 +441,10 @@ def test_a_worker_that_dies_is_named(folder, how, tmp_path, monkeypatch):
     source = write(tmp_path / "x.jsonl", (folder / "corpus.jsonl").read_bytes() * 60)
 
     def kill_one():
-        while not (working := list((tmp_path / "out.partial").glob("part.*.tmp"))):
+        # each worker reports its progress in a file that has its process id as its name
+        while not (working := list((tmp_path / "out.partial/through").glob("*"))):
             time.sleep(0.02)
-        os.kill(int(working[0].name.split(".")[2]), signal.SIGKILL)
+        os.kill(int(working[0].name), signal.SIGKILL)
 
     threading.Thread(target=kill_one, daemon=True).start()
     with pytest.raises(Unfinished, match=r"of \S+x\.jsonl was killed by SIGKILL; .*fewer --workers"):
