@@ -73,7 +73,7 @@ def test_columns_of_numbers_are_numbers(tmp_path):
     assert run.train["lm_loss"].isna().all() and run.train["lm_loss"].dtype == float
     assert run.train["consumed_flops"].tolist() == [1e24]
     assert len(run.valid) == 0 and "lm_loss_ppl" in run.valid
-    with pytest.raises(ValueError, match=r"x=consumed_samplse: no record has both this key and a value .* Fix: "):
+    with pytest.raises(ValueError, match=r"x=consumed_samplse: no record has both this key and .* Fix: "):
         run.plot(x="consumed_samplse")
 
 
