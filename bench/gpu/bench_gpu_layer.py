@@ -26,9 +26,10 @@ so, too.
 
 Who is not installed, fails or cannot run here is left out by name, with the reason; the exit code is 1 where
 that is one of ours. Results are saved after every shape and routing. Times are CUDA events, on a CPU the wall
-clock. Columns: TFLOP/s of the three projections; share of what a large matrix product reaches in the same
-process; bytes allocated at the peak of forward and backward, and kept between them; `theirs / ours` over 1
-means that ours is faster.
+clock. Columns: `graph, ms` is the forward as a CUDA graph, without the host's launches (on a CPU the forward
+again; `-` where a layer cannot be captured, with the reason below the table); TFLOP/s of the three
+projections; share of what a large matrix product reaches in the same process; bytes allocated at the peak of
+forward and backward, and kept between them; `theirs / ours` over 1 means that ours is faster.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from gpu_clock import (
     at_most,
     backward_in_this_thread,
     elapsed_ms,
+    make_graph,
     matmul_ceiling,
     num_input_sets,
     peak_bytes,
@@ -75,6 +77,7 @@ from gpu_peers import OUR_KERNELS, OURS, OURS_SORTING, PEERS, PROVIDERS
 from gpu_warm import run_at_once
 from torch import Tensor
 
+from moe_exp.engine.graphs import Graph
 from moe_exp.layers.kernels import tuning
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -107,6 +110,8 @@ class Turn:
         self.layer = PROVIDERS[name].build(problem.shape, self.leaves.parameters)
         self.forward_ms: list[float] = []
         self.both_ms: list[float] = []
+        self.graph_ms: list[float] = []
+        self.graph: Graph | None = None  # forward of all sets
         self.errors: dict[str, float] = {}
         self.saved_bytes, self.peak_bytes = 0, None
 
@@ -133,9 +138,26 @@ class Turn:
         )
         self.peak_bytes = peak_bytes(partial(self.both, self.sets[0]), device)
 
+    def capture(self) -> None:
+        """Captures the forward of all sets. Raises LeftOut if a replay computes something else."""
+
+        def region() -> Tensor:
+            return [self.forward(inputs).detach() for inputs in self.sets][-1]
+
+        graph, expected = make_graph(), region()
+        found = graph.capture(region)
+        graph.replay()
+        if not torch.allclose(
+            found.float(), expected.float(), rtol=1e-2, atol=1e-3 * float(expected.abs().max())
+        ):
+            raise LeftOut("wrong: a replay differs from the forward")
+        self.graph = graph
+
     def take(self, device: torch.device) -> Turn:
         self.forward_ms.append(elapsed_ms([partial(self.forward, inputs) for inputs in self.sets], device))
         self.both_ms.append(elapsed_ms([partial(self.both, inputs) for inputs in self.sets], device))
+        if self.graph is not None:
+            self.graph_ms.append(elapsed_ms([self.graph.replay], device) / len(self.sets))
         return self
 
 
@@ -230,7 +252,10 @@ class Suite:
             self.attempt(name, problem, name, partial(self.prepare, name, problem, expected))
             for name in self.names_at(problem.shape)
         ]
-        return [turn for turn in turns if turn is not None]
+        ready = [turn for turn in turns if turn is not None]
+        for turn in ready:
+            self.attempts.run(f"graph of {turn.name}, {problem.label}", turn.capture, may_fail=True)
+        return ready
 
     def prepare(self, name: str, problem: Problem, expected: list[Tensor]) -> Turn:
         """Builds, checks and warms up."""
@@ -271,6 +296,7 @@ class Suite:
             "shape": problem.shape_name, "routing": problem.routing, "provider": turn.name,
             "rounds": len(turn.both_ms), "errors": turn.errors, "largest_error": max(turn.errors.values()),
             "forward_ms": forward_ms, "both_ms": both_ms,
+            "graph_ms": statistics.median(turn.graph_ms) if turn.graph_ms else None,
             "both_range_ms": [min(turn.both_ms), max(turn.both_ms)], "forward_tflops": tflops / forward_ms,
             "both_tflops": 3 * tflops / both_ms,
             "share_of_ceiling": 3 * tflops / both_ms * 1e12 / self.ceiling, "peak_bytes": turn.peak_bytes,
@@ -343,18 +369,21 @@ def profile_of(turn: Turn, device: torch.device, *, num_rows: int = 15) -> str:
 
 
 HEADINGS = [
-    "shape", "routing", "layer", "forward, ms", "forward + backward, ms", "TFLOP/s forward", "TFLOP/s both",
-    "of the ceiling", "peak, MiB", "saved, MiB", "saved / formula", "theirs / ours", "largest error",
+    "shape", "routing", "layer", "forward, ms", "graph, ms", "forward + backward, ms",
+    "TFLOP/s forward", "TFLOP/s both", "of the ceiling", "peak, MiB", "saved, MiB", "saved / formula",
+    "theirs / ours", "largest error",
 ]  # fmt: skip
 
 
 def table_row(row: Row) -> str:
     ratio = "-" if row["theirs_over_ours"] is None else f"{row['theirs_over_ours']:.2f}"
     peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / MIB:.0f}"
+    graph = "-" if row["graph_ms"] is None else f"{row['graph_ms']:.3f}"
     where = max(row["errors"], key=row["errors"].get)
     cells = [
-        row["shape"], row["routing"], row["provider"], f"{row['forward_ms']:.3f}", f"{row['both_ms']:.3f}",
-        f"{row['forward_tflops']:.3g}", f"{row['both_tflops']:.3g}", f"{row['share_of_ceiling']:.0%}", peak,
+        row["shape"], row["routing"], row["provider"], f"{row['forward_ms']:.3f}", graph,
+        f"{row['both_ms']:.3f}", f"{row['forward_tflops']:.3g}", f"{row['both_tflops']:.3g}",
+        f"{row['share_of_ceiling']:.0%}", peak,
         f"{row['saved_bytes'] / MIB:.1f}", f"{row['saved_over_minimal']:.2f}", ratio,
         f"{row['largest_error']:.1e}, {where}",
     ]  # fmt: skip
@@ -379,7 +408,7 @@ def compile_ahead(arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     command += [
         "--start-seconds",
-        str(arguments.start_seconds),
+        str(arguments.warm_seconds),
         "--budget",
         str(arguments.warm_seconds),
         "--warm-seconds",
@@ -441,7 +470,7 @@ def parse_arguments() -> argparse.Namespace:
         "--start-seconds",
         type=seconds,
         default=75,
-        help="for a peer to compile, tune and warm up (default 75)",
+        help="for a peer to compile, tune and warm up, after --warm-seconds (default 75)",
     )
     warm = 300 if on_gpu else 0
     parser.add_argument(

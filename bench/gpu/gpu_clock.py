@@ -10,6 +10,24 @@ import torch
 from gpu_attempts import LeftOut
 from torch import Tensor
 
+from moe_exp.engine.graphs import CudaGraph, Graph
+
+
+class Again:
+    """In place of a CUDA graph without CUDA: runs the region again."""
+
+    def capture(self, region: Callable[[], Tensor]) -> Tensor:
+        self.region, self.result = region, torch.zeros(0)
+        return self.result
+
+    def replay(self) -> None:
+        found = self.region().detach()
+        self.result.resize_(found.shape).copy_(found)
+
+
+def make_graph() -> Graph:
+    return CudaGraph() if torch.cuda.is_available() else Again()
+
 
 def elapsed_ms(calls: Iterable[Callable[[], object]], device: torch.device) -> float:
     """Milliseconds from the first call to the end of the last, over their number."""

@@ -37,15 +37,13 @@ from unittest.mock import patch
 import torch
 from bench_gpu_step import MODELS, sizes, write_tokens
 from gpu_attempts import free
-from gpu_clock import elapsed_ms, matmul_ceiling
+from gpu_clock import elapsed_ms, make_graph, matmul_ceiling
 from gpu_floors import SHAPES
 from gpu_machine import origin
 from gpu_warm import run_at_once
-from torch import Tensor
 
 from moe_exp.config import Config, load_config
 from moe_exp.engine import adamw, backends, optimizer_setup
-from moe_exp.engine.graphs import CudaGraph
 from moe_exp.engine.runtime import start_alone, stop
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.up_projection import up_projection
@@ -59,17 +57,6 @@ from bench_step import Ours
 
 HERE = Path(__file__).resolve().parent
 Emit = Callable[..., None]
-
-
-class Again:
-    """In place of a CUDA graph without CUDA: runs the region again."""
-
-    def capture(self, region: Callable[[], Tensor]) -> Tensor:
-        self.region, self.result = region, torch.zeros(2)
-        return self.result
-
-    def replay(self) -> None:
-        self.result.copy_(self.region())
 
 
 def device() -> torch.device:
@@ -174,8 +161,7 @@ def build(config: Config, variant: Variant, rank: Any) -> Ours:
     with patch.object(optimizer_setup, "choose_step", lambda *_, **__: kind):
         ours = Ours(config, rank, graph=variant.graph)
     if variant.graph:
-        graph = CudaGraph if torch.cuda.is_available() else Again
-        ours.job = replace(ours.job, graphs=build_graphs(ours.job.trained.model, graph))
+        ours.job = replace(ours.job, graphs=build_graphs(ours.job.trained.model, make_graph))
     return ours
 
 

@@ -18,7 +18,7 @@ EXPECTED = {
     "correct": {"kernels": "failed", "ten steps": "waits", "graph is eager": "equal"},
     "micro": {"AdamW": "gb_per_second", "grouped GEMM": "ours_ms", "router backward": "bf16_ms"},
     "step": {"step": "host_ms"},
-    "layers": {"layers": "both_ms"},
+    "layers": {"layers": "graph_ms"},
     "peers": {"peers": "ms"},
     "profile": {"profile": "products"},
     "compile": {"compile": "seconds"},
