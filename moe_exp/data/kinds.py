@@ -375,19 +375,6 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
         raise BadDocument(path, number, f"only {number} of {num_rows} rows can be read")
 
 
-def table_schema(path: Path) -> Any:
-    """Arrow schema of a table; raises like `read_table`."""
-    import pyarrow
-
-    check_regular([path])
-    try:
-        with ExitStack() as stack:
-            return (_parquet if ending(path) == PARQUET_SUFFIX else _arrow)(stack, path, None)[1]
-    except (pyarrow.ArrowException, EOFError) as error:
-        reason = f"the file is damaged or ends early ({' '.join(str(error).split())})"
-        raise BadDocument(path, 1, reason) from error
-
-
 def _parquet(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[Iterable[Any], Any, int]:
     import pyarrow.parquet
 

@@ -13,7 +13,7 @@ import orjson
 from moe_exp.config import Config, ConfigError, problem, setting_error
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
-from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema, total_bytes
+from moe_exp.data.kinds import TEXT_SUFFIXES, BadDocument, TextRule, total_bytes
 from moe_exp.data.prepared_text import (
     FACTS,
     Prepared,
@@ -323,14 +323,12 @@ def _check_first_documents(source: TextSource) -> None:
             continue
         seen.add(kind)
         field = source.text_field
-        if kind in TABLE_SUFFIXES:
-            names = table_schema(path).names
-        else:
-            _, line = next(read_lines(path, text_field=field, rule=source.rule), (0, b""))
-            names = None
-            with suppress(orjson.JSONDecodeError):  # reading the file reports the line
-                row = orjson.loads(line)
-                names = list(row) if isinstance(row, dict) else None
+        # raises an error for a table without this column
+        _, line = next(read_lines(path, text_field=field, rule=source.rule), (0, b""))
+        names = None
+        with suppress(orjson.JSONDecodeError):  # reading the file reports the line
+            row = orjson.loads(line)
+            names = list(row) if isinstance(row, dict) else None
         if names is not None and field not in names:
             rule = f"{path.name} has no field {field!r}; its fields are {', '.join(names) or 'none'}"
             raise setting_error(source.setting, source.name, rule, "set TEXT_FIELD to the text field")

@@ -64,10 +64,7 @@ def decoder_of(tokenizer: TextTokenizer) -> Decoder:
     if tokenizer.kind == "bytes":
         return lambda ids: bytes(token for token in ids if token < 256).decode(errors="replace")
     if tokenizer.kind == "sentencepiece":
-        import sentencepiece
-
-        size = tokenizer.vocab_size
-        processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+        size, processor = tokenizer.vocab_size, tokenizer.processor()
         return lambda ids: str(processor.decode([int(token) for token in ids if token < size]))
     from tokenizers import Tokenizer
 

@@ -262,13 +262,6 @@ def run_curve(run: RunRecords, what: str, unit: str, window_tokens: float) -> Lo
     return LossCurve({axis: table[axis][known] for axis in AXES}, loss[known]) if known.any() else None
 
 
-def parities(runs: Sequence[RunRecords]) -> list[Parity]:
-    """Compares every MoE model with every dense model; runs that differ only in SEED count as one."""
-    groups = seed_groups(runs)
-    dense = [group for group in groups if group.runs[0].kind == "dense"]
-    return [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]
-
-
 def parity(one: Group, other: Group) -> Parity:
     """Compares two groups at the lowest loss that both reach, as defined in `page_parts._PARITY_RULE`."""
     runs = (*one.runs, *other.runs)

@@ -16,7 +16,6 @@ from moe_exp.report.comparison import (
     in_words,
     is_validated_alike,
     loss_unit,
-    parities,
     parity,
     parity_text,
     run_curve,
@@ -189,10 +188,11 @@ def other_winners(runs: Sequence[RunRecords]) -> list[str]:
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
     """Compares every MoE model with every dense model; if all are of one kind, each with the baseline."""
-    if found := parities(runs):
+    groups = seed_groups(runs)
+    dense = [group for group in groups if group.runs[0].kind == "dense"]
+    if found := [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]:
         return found
     baseline = runs[baseline_of(runs)]
-    groups = seed_groups(runs)
     other = next(group for group in groups if baseline in group.runs)
     return [parity(group, other) for group in groups if group is not other]
 

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from unittest.mock import Mock
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -253,6 +255,16 @@ def test_wrong_text_is_named_before_anything_is_written(name, place):
     (line,) = text_problems(settings(train_data=name))
     assert re.search(message, line)
     assert not (place / "data").exists()
+
+
+def test_a_table_without_the_column_is_named(place):
+    table = pyarrow.table({"body": ["a"], "id": [1]})
+    pyarrow.parquet.write_table(table, place / "x.parquet")
+    (line,) = text_problems(settings(train_data="x.parquet"))
+    rule = "has no column 'text'; its columns are body, id"
+    assert line.endswith(f"x.parquet: {rule}. Fix: set TEXT_FIELD to the text column.")
+    (line,) = text_problems(settings(train_data="x.parquet", text_field="id"))
+    assert "the column 'id' contains int64, not text" in line
 
 
 def test_folders_that_cannot_be_used(place):

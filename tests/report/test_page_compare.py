@@ -12,11 +12,11 @@ from moe_exp.report.comparison import (
     common_loss,
     cost_of,
     loss_unit,
-    parities,
     parity_text,
     trailing_mean,
     warnings_of,
 )
+from moe_exp.report.headline import pairs
 from moe_exp.report.page import page_data, report_html
 from moe_exp.report.run_data import AXES, read_runs, spikes
 
@@ -83,7 +83,7 @@ def test_parity_by_hand(tmp_path):
     # With four records 5% of the tokens is less than one: each record is its own mean. Both reach 3.0.
     losses = {"dense": ([5, 4, 3.5, 3], 10, 1, DENSE), "moe": ([4, 3, 2.5, None], 15, 3, MOE)}
     runs = runs_of(tmp_path, losses)
-    (found,) = parities(runs)
+    (found,) = pairs(runs)
     assert (found.loss, found.tokens, found.flops, found.seconds) == (3, 2 / 4, 30 / 40, 6 / 4)
     text = parity_text(found)
     assert "moe reaches the loss of dense (3.0000 nats per token, the lowest that both reach)" in text
@@ -93,7 +93,7 @@ def test_parity_by_hand(tmp_path):
 
 def test_parity_where_the_dense_run_is_better(tmp_path):
     losses = {"dense": ([5, 3, 2], 10, 1, DENSE), "moe": ([5, 4, 3.5], 10, 1, MOE)}
-    (found,) = parities(runs_of(tmp_path, losses))
+    (found,) = pairs(runs_of(tmp_path, losses))
     # dense comes to 3.5 three quarters of the way from its first record to the second.
     assert (found.loss, found.tokens) == (3.5, 3 / 1.75)
     text = parity_text(found)
@@ -103,7 +103,7 @@ def test_parity_where_the_dense_run_is_better(tmp_path):
 
 @pytest.mark.parametrize(("losses", "reason"), [([], "no loss yet"), ([None], "no finite loss")])
 def test_parity_without_a_loss(losses, reason, tmp_path):
-    (found,) = parities(runs_of(tmp_path, {"dense": ([5, 3], 10, 1, DENSE), "moe": (losses, 10, 1, MOE)}))
+    (found,) = pairs(runs_of(tmp_path, {"dense": ([5, 3], 10, 1, DENSE), "moe": (losses, 10, 1, MOE)}))
     assert found.reason == f"moe has {reason}"
     assert parity_text(found) == f"moe and dense are not compared: {found.reason}."
 
@@ -116,7 +116,7 @@ def test_a_run_that_has_just_begun_leaves_the_others_comparable(tmp_path):
     assert comparison.window_of(runs) == comparison.window_of(runs[:2])
     assert common_loss(runs) == (4.105, "nats per token")
     short = "new is too short to smooth its loss: it has less than 1% of the tokens of the longest run"
-    assert [found.reason for found in parities(runs)] == ["", short]
+    assert [found.reason for found in pairs(runs)] == ["", short]
     assert f"{short}; comparisons of the cost to reach a loss exclude this run." in warnings_of(runs)
     assert f"Left out: {short}." in report_html(runs)
 
@@ -125,7 +125,7 @@ def test_a_run_without_token_counts_is_named(tmp_path):
     runs = runs_of(tmp_path, {"dense": ([5, 4], 10, 1, DENSE), "moe": ([5, 4], 10, 1, MOE)})
     runs[1].train["consumed_tokens"][:] = NAN
     assert common_loss(runs)[0] == 4
-    assert "moe has losses but no token counts (consumed_tokens)" in parities(runs)[0].reason
+    assert "moe has losses but no token counts (consumed_tokens)" in pairs(runs)[0].reason
     page = report_html(runs[1:])
     assert "No loss can be compared. Left out: moe has losses but no token counts" in page
     assert "No loss has been recorded" not in page
@@ -172,11 +172,11 @@ def test_mixed_tokenizers_use_bits_per_byte_where_they_are_known(tmp_path):
     losses = {"dense": ([5, 4], 10, 1, DENSE), "moe": ([9, 6], 10, 1, MOE | {"tokenizer": "other"})}
     runs = runs_of(tmp_path, losses)
     assert loss_unit(runs) is None
-    assert "tokenizers differ" in parity_text(parities(runs)[0])
+    assert "tokenizers differ" in parity_text(pairs(runs)[0])
     assert "losses per token are not comparable, and bits per byte are not known" in warnings_of(runs)[0]
     for run, bits in zip(runs, (2.0, 1.5), strict=True):  # 0.5 and 0.375 bits a nat
         validate(run, bits)
-    (found,) = parities(runs)
+    (found,) = pairs(runs)
     assert (found.unit, found.loss) == (comparison.BITS, 2.25)  # 4 * 0.5 = 2.0 and 6 * 0.375 = 2.25
     assert "losses are compared in bits per byte" in warnings_of(runs)[0]
 

@@ -7,7 +7,8 @@ import pytest
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError, to_yaml
-from moe_exp.report.comparison import Group, parities, parity, parity_text
+from moe_exp.report.comparison import Group, parity, parity_text
+from moe_exp.report.headline import pairs
 from moe_exp.report.page_parts import overview_rows
 from moe_exp.report.run_data import read_runs
 from moe_exp.studies.compare.comparison import (
@@ -79,7 +80,7 @@ def test_it_says_what_the_page_says(comparison):
     text = report(comparison)
     (said,) = [line for line in text.splitlines() if line.startswith("- dmoe ")]
     runs = read_runs([dmoe.folder.path, dense.folder.path])
-    assert said == f"- {parity_text(parities(runs)[0])}"
+    assert said == f"- {parity_text(pairs(runs)[0])}"
     # dense is at 5.1875 with record 24 and at 5.0625 with 25, so at 5.15 with 24.3: 30 / 24.3, 60 s / 24.3 s
     assert "123% of the FLOPs, 247% of the time and 123% of the tokens" in said and "5.1500" in said
     rows = dict(overview_rows([one.numbers for one in ended]))
