@@ -138,6 +138,7 @@ VARIANTS = {
         "rampup_batch_size": "4 4 40", "data_stages": '[{"from_samples": 32, "seq_len": 8}]',
     },
     "masked losses": {"eod_mask_loss": "true"},
+    "linear loss": {"cross_entropy": "linear"},
 }  # fmt: skip
 
 
