@@ -50,9 +50,9 @@ def experts_of(
     shards: Mapping[int, Mapping[str, Tensor]], experts: Sequence[int], *, granularity: int,
     weights_sum: float,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Builds the tensors of L `experts` (indices in the whole layer) from the dense MLP's `shards` by index.
-    `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D], `weight2`
-    [L, D, F/G], and the biases if the MLP has biases.
+    """Builds the tensors of L `experts` (indices in the whole layer) from the dense MLP's numbered `shards`.
+    `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D], `weight2` [L, D,
+    F/G], and the biases if the MLP has biases.
     """
     # The second projection is linear, so applying the whole factor to it is exact for every activation.
     # He et al. scale both projections, which is exact only if the activation is homogeneous; a different
@@ -71,7 +71,8 @@ def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     """Replaces initial weights by those of the dense run UPCYCLE_FROM, saved under any layout. The optimizer
     starts from zero. The router keeps its initial weights, but rows in a virtual group become equal. All
-    ranks must call this function. Returns a one-line summary; ValueError if the dense model does not fit.
+    ranks must call this function. Returns a one-line summary; ValueError if the dense model does not match
+    the MoE model.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
     keys = CheckpointKeys.read(folder)

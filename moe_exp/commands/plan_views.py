@@ -126,7 +126,9 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
     prices = {load_hardware(name).name: price for name, price in _prices(arguments.prices)}
     if others := set(prices) - set(devices):
         rule = f"{sorted(others)[0]} is not among --devices"
-        raise setting_error("prices", arguments.prices, rule, "add it to --devices, or omit its price")
+        raise setting_error(
+            "prices", arguments.prices, rule, "add the device to --devices, or omit its price"
+        )
     config, fixed = searched(arguments, named[0])
     constants, fixed_values = load_constants(arguments.profile or CONSTANTS), parse_fixed(fixed)
     found: list[tuple[dict[str, Any], Candidate | None]] = []

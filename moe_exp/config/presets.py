@@ -1,6 +1,6 @@
 """Named sets of defaults: a model and its training settings. Every value can be overridden.
 
-WARMUP_ITERS and DECAY_ITERS of a preset belong to its TRAIN_ITERS, see `loading.load_config`.
+WARMUP_ITERS and DECAY_ITERS of a preset are meant only for its TRAIN_ITERS, see `loading.load_config`.
 """
 
 from typing import Any

@@ -27,7 +27,9 @@ class Batches(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Batch sizes of the ramp in order, GBSZ last. A run may skip a size that lasts less than a batch."""
+        """Batch sizes of the ramp in order, GBSZ last. A run may skip a batch size whose part of the ramp is
+        shorter than one batch.
+        """
         if self.rampup is None:
             return [self.gbsz]
         start, increment, _ = self.rampup

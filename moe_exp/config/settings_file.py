@@ -33,7 +33,7 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
 
     The first line with content decides between YAML and NAME=value lines quoted as in a shell. Omits empty
     values in NAME=value lines, and null in YAML unless the setting can be none. `also`: further valid names.
-    Raises ConfigError if the file cannot be read, with a line for each unknown or repeated name.
+    Raises ConfigError if the file cannot be read or has unknown or repeated names (a line for each).
     """
     text = _text(path)
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))

@@ -60,7 +60,8 @@ def _torch_version() -> str:
 
 
 def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> EmbeddedCorpus:
-    """Returns the corpus under `data_dir`, building it if necessary. Of concurrent callers, one builds it.
+    """Returns the corpus under `data_dir`, building it if necessary. If several processes call this function
+    at once, one of them builds the corpus.
 
     Args:
         data_dir: folder of all prepared corpora; created if missing, only read if the corpus exists.

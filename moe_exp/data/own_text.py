@@ -102,7 +102,8 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
     """Like `with_prepared_text`, for a run that was trained; prepares nothing.
 
     If files have changed or are missing, uses the newest preparation of the same text and logs a warning;
-    ValueError if none exists. `trained`: `tokenizer_fingerprint` that its tokenizer must have.
+    ValueError if none exists. `trained`: `tokenizer_fingerprint` that the tokenizer of the preparation must
+    have.
     """
     known = known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training

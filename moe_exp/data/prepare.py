@@ -161,7 +161,9 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
 
 
 def plan(wanted: Preparation) -> None:
-    """Prints what `prepare` would do; writes nothing. Before the download, uses the registered size."""
+    """Prints what `prepare` would do; writes nothing. Before the download, the estimate uses the size
+    registered for the source.
+    """
     source = wanted.source()
     folder, shuffled = _checked_folders(source, wanted)
     if source.is_embedded:

@@ -196,7 +196,9 @@ def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> P
 
 
 def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
-    """Finds or creates a text's token files. Of concurrent callers on all nodes, one creates them."""
+    """Finds or creates a text's token files. If several processes of any node call it at once, one of them
+    creates the files.
+    """
     if found := matching(source, data_dir):
         logger.info("%s: already prepared, %s", source.name, _summary(found))
         return found

@@ -89,8 +89,9 @@ def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:
 class FusedStep:
     """Replaces `step` of Megatron's optimizer; changes nothing if the gradient norm is not finite.
 
-    Returns None, the norm (fp32 []), and the number of zeros in the gradients if counted. The host does not
-    wait for the norm; once it is known, `count_step` must be called, at the latest before the next step.
+    Returns a tuple: None, the norm (fp32 []), and the number of zeros in the gradients (None: not counted).
+    The host does not wait for the norm; once it is known, `count_step` must be called, at the latest before
+    the next step.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, parts: list[Any]):

@@ -97,7 +97,7 @@ def is_rank() -> bool:
 
 
 def is_in_group() -> bool:
-    """Whether this process is in a process group other than the one of `share_alone`."""
+    """Whether this process is in a process group, except the one that `share_alone` creates."""
     return torch.distributed.is_initialized() and torch.distributed.group.WORLD is not _alone
 
 
@@ -224,7 +224,7 @@ def freeze_garbage() -> None:
 
 
 def stop() -> None:
-    """Destroys Megatron's parallel state, and the process group unless `start` found it."""
+    """Destroys Megatron's parallel state, and the process group unless it existed before `start`."""
     if torch.distributed.is_initialized():
         groups = parallel_state._global_process_group_list or ()  # which Megatron does not destroy
         parallel_state.destroy_model_parallel()
@@ -237,7 +237,7 @@ def stop() -> None:
 
 
 def _leave() -> None:
-    """Destroys a kept process group at exit, as NCCL requires."""
+    """At exit, destroys a process group that was kept for later runs, as NCCL requires."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

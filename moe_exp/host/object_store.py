@@ -189,7 +189,9 @@ class Store:
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: try again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Downloads a file in parts, or resumes; ConnectionError if it is no longer the `known` version."""
+        """Downloads a file in parts, or resumes; ConnectionError if the file is not the `known` version any
+        more.
+        """
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,7 @@ def _source(config: Config) -> _Source | None:
 
 
 def _placed(config: Config, source: _Source) -> tuple[Config, list[str], list[str]]:
-    """`config` with data stages moved to batch starts, one line per moved stage, and the list of problems."""
+    """`config` with data stages moved to the start of a batch, a line per moved stage, and the problems."""
     if not source.progress:
         staged, lines = config.with_stage_begins()
         return staged, lines, list(staged.stage_begin_problems())

@@ -4,7 +4,7 @@ The columns are those of `profiles/measured_runs.csv`. Results (mem_gb in GiB, o
 iteration) and trust flags (use_mem, use_time, quirk) may be missing or empty. A column with the lower-case
 name of a setting in docs/settings.md (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`) holds that setting; if the
 cell is empty, the other columns determine the setting. `row_of_job` writes such rows. Further columns of
-`profiles/public_runs.csv` describe how other programs ran (`Engine`).
+`profiles/public_runs.csv` describe runs of other training programs (see `Engine`).
 """
 
 import csv

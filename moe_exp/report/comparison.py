@@ -195,7 +195,7 @@ def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """Rounds a reached loss up at the fourth decimal place, so that the result was reached too; keeps NaN."""
+    """Rounds a loss that a run reached up to four decimal places, so that the run reached the result, too."""
     if not np.isfinite(loss):
         return loss
     # 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001

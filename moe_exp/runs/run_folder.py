@@ -169,7 +169,9 @@ def release_run_folders() -> int:
 
 def _held_problem(config: Config) -> list[str]:
     rule = f"another run is writing to {RunFolder.of(config).path}"
-    return [problem("run_name", config.name, rule, "wait for it to end, or choose another RUN_NAME")]
+    return [
+        problem("run_name", config.name, rule, "wait for the other run to end, or choose another RUN_NAME")
+    ]
 
 
 def lock_problems(config: Config) -> list[str]:

@@ -28,7 +28,8 @@ _WITH_WIDTH = (
 
 def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
     """Returns `base` with HIDDEN_SIZE=`width`, proportional heads and MLP widths, and `num_experts` experts
-    (0: as in `base`), each split into `granularity` experts; this multiplies TOPK. ConfigError if impossible.
+    (0: as in `base`), each split into `granularity` experts; TOPK is multiplied by `granularity`. ConfigError
+    if impossible.
     """
     ratio = Fraction(width, base.hidden_size)
     sizes = {name: getattr(base, name) * ratio for name in _WITH_WIDTH}
@@ -91,8 +92,9 @@ class Growth:
 
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
-    """Returns the slopes over the sizes in `measured`. Each size has runs with different seeds, and each run
-    has (mean output, mean change) by step and part. Uses outputs of the first step and changes of the last.
+    """Returns the slopes of outputs and changes over the model sizes in `measured`. Each size has runs with
+    different seeds, and each run has (mean output, mean change) by step and part. Uses outputs of the first
+    step and changes of the last.
     """
     sizes, found = np.log2(list(measured)), []
 

@@ -81,7 +81,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """Objects of one start of a run, constant once built."""
+    """Objects that each start of a run builds and then does not change."""
 
     config: Config
     runtime: Runtime
@@ -458,7 +458,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records losses (nats per token) of weights and moving average; returns the former and the seconds."""
+    """Records losses (nats per token) of weights and of their average; returns the first, and seconds."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()

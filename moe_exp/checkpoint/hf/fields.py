@@ -42,8 +42,9 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def same(names: str, setting: str) -> FieldRule:
-    """Rule for a field equivalent to a setting. Of several names (`num_experts|num_local_experts`), the first
-    is written. A setting such as `head_dim.kv_channels` means: read into head_dim, write from kv_channels.
+    """Rule for a field that means the same as a setting. Of several names (`num_experts|num_local_experts`),
+    the first is written. A setting such as `head_dim.kv_channels` means: read into head_dim, write from
+    kv_channels.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")

@@ -37,7 +37,9 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """Result of `compare`. `settings` and `progress` map each name that differs to its values in A and B."""
+    """Result of `compare`. `settings` and `progress` contain the names that differ, each with its values in A
+    and B.
+    """
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)

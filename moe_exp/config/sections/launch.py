@@ -62,8 +62,8 @@ class LaunchSettings(BaseModel):
         return self.master_port or (23456 if self.nnodes > 1 else 0)
 
     def problems(self) -> Iterator[str]:
-        """Yields a line (name, value, rule, fix) for each broken rule between settings, independent of the
-        machine. Values that are invalid on their own are rejected when the object is created.
+        """Yields a line (name, value, rule, fix) for each rule that the settings break on every machine.
+        Values that are invalid on their own are rejected when the object is created.
         """
         yield from self.node_rank_problems()
 

@@ -61,7 +61,7 @@ class LearningSettings(ParallelSettings):
         0, "length of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S) (iterations)"
     )
     wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
-        "linear", "shape of the decays that take WSD_DECAY_ITERS; minus_sqrt: 1 - sqrt(elapsed fraction)"
+        "linear", "shape of each decay phase (WSD_DECAY_ITERS long); minus_sqrt: 1 - sqrt(elapsed fraction)"
     )
     wsd_decay_ends: IterationsOrShares = learning(
         "",

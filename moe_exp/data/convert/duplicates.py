@@ -40,7 +40,7 @@ _WORD = re.compile(
 
 @dataclass
 class BlockStep:
-    """Step that builds a datatrove block in the process that runs the step, and runs the block there."""
+    """Step that builds a datatrove block and runs it, both in the process of the step."""
 
     build: Callable[[], Any]
     stats: Any = None

@@ -277,7 +277,7 @@ class PackedCorpus(Corpus):
 
 
 def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
-    """Number of pieces of each length in tokens, [seq_len + 2], for documents of the given lengths."""
+    """Number of pieces by their length in tokens, [seq_len + 2], for documents of the given lengths."""
     num_full, rest = _cut(lengths, seq_len)
     counts = np.bincount(rest, minlength=seq_len + 2)
     counts[0], counts[-1] = 0, num_full.sum()
@@ -285,13 +285,13 @@ def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
 
 
 def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
-    """Number of full samples of each document, and the length of its remainder (0 or 2 to seq_len)."""
+    """Number of full samples of each document, and length of its remainder (0, or from 2 to seq_len)."""
     num_full, predicted = np.divmod(np.maximum(lengths - 1, 0), seq_len)
     return num_full, np.where(predicted > 0, predicted + 1, 0)
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Fraction of documents that samples of `seq_len` tokens cut, and fraction of padding tokens (`filler`).
+    """Fraction of documents that are cut by samples of `seq_len` tokens, and fraction of padding (`filler`).
 
     `concatenated`: a document of n tokens is cut with probability (n - 1) / seq_len. `best_fit`: only
     documents longer than a sample are cut. `filler`: with best fit.

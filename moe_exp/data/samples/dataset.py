@@ -153,7 +153,7 @@ class SampleStream:
         return stage.corpora[position], stage.taken[position] + window
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples that cover the numbers [first, first + count): int64 token ids of shape [count/F, S1].
+        """Samples with numbers [first, first + count): int64 token ids [count/F, S1]; a sample has F numbers.
         Raises ValueError if the numbers do not cover whole samples of one stage.
         """
         number, seq_len, _ = self.stage_at(first)

@@ -64,7 +64,7 @@ class MegatronSamples:
         return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
 
     def origin(self, index: int) -> Origin:
-        """Origin of a sample; `documents` has the numbers of the file's sequences."""
+        """Origin of a sample; `documents` contains the indices of the sequences in the file."""
         dataset = self._dataset
         if isinstance(dataset, BlendedDataset):
             dataset[index]  # opens its index files

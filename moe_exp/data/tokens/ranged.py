@@ -72,8 +72,8 @@ def remote_manifest(url: str) -> dict[str, Any]:
 
 
 def find_tokens(url: str) -> dict[str, StoredFile]:
-    """Token files of a prefix in a store, by suffix. Raises ValueError if a file is missing or access denied,
-    ConnectionError if the store keeps failing.
+    """Token files of a prefix in a store, by suffix. Raises ValueError if a file is missing or access is
+    denied, ConnectionError if the store keeps failing.
     """
     store, name = split_url(url)
     found = {}

@@ -166,7 +166,7 @@ class LinkError(RuntimeError):
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Makes global `ranks` the default process group inside the block; no other group may use `store`."""
+    """Inside the block, the default process group has the global `ranks`; no other may use `store`."""
     # Not subgroups: they need a group of all ranks first, which one bad link prevents, and torch numbers them
     # per process, so names would differ between ranks that were in different numbers of them.
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately

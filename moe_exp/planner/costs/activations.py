@@ -24,8 +24,8 @@ columns, for each micro-batch: 2 bytes per weight. This size has not been compar
 
 The unfused case without dropout, sequence parallelism and gates is from Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout). With sequence parallelism (section 4.2.2),
-the terms above without a division by t apply to tokens/t tokens. We add gates, grouped queries, experts and
-kernels. Checked on a CPU against the tensors that autograd saves, and on GPUs against four runs' peaks.
+the other terms above are divided by t, too. We add gates, grouped queries, experts and kernels. Checked on a
+CPU against the tensors that autograd saves, and on GPUs against four runs' peaks.
 """
 
 from dataclasses import dataclass

@@ -56,7 +56,9 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or `pipe` to request it."""
+    """Path of a rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or `pipe` (requests the
+    latter).
+    """
     return folder / f"rank_{rank:05d}.{ending}"
 
 

@@ -227,7 +227,7 @@ def _warn(text: str) -> None:
 
 
 def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> None:
-    """Checks every `every_seconds`, but not at once, until a signal ends this process."""
+    """Checks every `every_seconds`, the first time after that many, until a signal ends this process."""
     start = time.monotonic()
     while True:
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))

@@ -27,7 +27,7 @@ def _matmul_kernel(
     x, x_scale, w, w_scale, y, bias, weights, offsets, num_experts, width, depth, BLOCK: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] @ w[e]^T + weights[r] * bias[e] for r of expert e; x [R, I], w [L, O, I], y [R, O]."""
+    """y[r] = x[r] @ w[e]^T + weights[r] * bias[e] for rows r of expert e; x [R, I], w [L, O, I], y [R, O]."""
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK, BLOCK_E)
     num_m, num_n, steps = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK), tl.cdiv(depth, BLOCK)
     tile = tl.program_id(0)
