@@ -93,8 +93,8 @@ class DataSettings(OptimizerSettings):
     )
     document_tokens: Rate = data(
         0.0,
-        "mean document length within a sample, weighted by tokens; with DOCUMENT_MASK, FLOP counts and the "
-        "planner use it; 0: measured on TRAIN_DATA's token files",
+        "mean document length within a sample, weighted by tokens; the planner and FLOP counts use it if "
+        "DOCUMENT_MASK is set; 0: measured on TRAIN_DATA's token files",
         compared=False,
     )
     eod_mask_loss: bool = data(
