@@ -125,7 +125,8 @@ class MicrobatchCapacity:
         """Row count to which each expert is padded (None: no padding), equal on ranks that exchange rows.
 
         It is at least the capacity for this rank's tokens. With TP or CP, capacity applies to the whole
-        micro-batch, so a rank may keep more slots; Megatron-Core would drop the additional slots.
+        micro-batch, so a rank may keep more slots than its share. Megatron-Core applies it per rank and drops
+        them.
         """
         if self.settings.capacity_factor is None or not self.settings.pad_to_capacity:
             return None
