@@ -49,7 +49,7 @@ from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.router.router import bf16_grads
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.training import loop
+from moe_exp.training import step as one_iteration
 from moe_exp.training.microbatch import build_graphs
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -226,7 +226,7 @@ def timed_step(ours: Ours, config: Config, rounds: int = 5) -> dict[str, Any]:
     for _ in range(4):
         ours.step()
     host: list[float] = []
-    run_schedule = loop.run_schedule
+    run_schedule = one_iteration.run_schedule
 
     def timed(*args: Any, **options: Any) -> Any:
         wait()
@@ -237,7 +237,7 @@ def timed_step(ours: Ours, config: Config, rounds: int = 5) -> dict[str, Any]:
 
     whole = [elapsed_ms([ours.step], device()) for _ in range(rounds)]
     queued = elapsed_ms([ours.step] * 2 * rounds, device())  # as between two log lines
-    with patch.object(loop, "run_schedule", timed):
+    with patch.object(one_iteration, "run_schedule", timed):
         for _ in range(rounds):
             ours.step()
     ms = statistics.median(whole)

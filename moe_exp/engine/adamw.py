@@ -83,10 +83,9 @@ def step_factors(
     norm: Tensor | None, step: Tensor, *, lr: float, betas: tuple[float, float], weight_decay: float,
     clip: float,
 ) -> Tensor:  # fmt: skip
-    """Factors of one step, fp32 [4]: clipping c (NaN: skip the step), lr / (1 - b1^t), 1 / sqrt(1 - b2^t), 1
-    - lr wd.
+    """Factors of one step, fp32 [4]: c, lr / (1 - b1^t), 1 / sqrt(1 - b2^t), 1 - lr wd.
 
-    Does not wait for the device.
+    c clips; NaN skips the step. Does not wait for the device.
 
     Args:
         norm: norm of all gradients, fp32, one value; None: neither clip nor skip.

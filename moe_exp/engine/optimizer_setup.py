@@ -382,11 +382,8 @@ class RouterState:
     @torch.no_grad()
     def restore(self, unless: torch.Tensor | None = None) -> None:
         """Restores the routers' state from the copy, except if `unless` (bool [], on the device) is true."""
-        if unless is None and self._kept:
-            torch._foreach_copy_(self._kept, self._before)
-        elif unless is not None:
-            for kept, before in zip(self._kept, self._before, strict=True):
-                kept.copy_(torch.where(unless, kept, before))
+        for kept, before in zip(self._kept, self._before, strict=True):
+            kept.copy_(before if unless is None else torch.where(unless, kept, before))
 
 
 # Without Transformer Engine and Apex, Megatron waits for the GPU once per gradient to compute the norm, and

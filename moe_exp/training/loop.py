@@ -13,17 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import recover
-from moe_exp.checkpoint.integrity import Source
 from moe_exp.checkpoint.save import SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
@@ -31,71 +29,46 @@ from moe_exp.config.loading import given_values, settings_from_launcher
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text import prepared_by_launcher
-from moe_exp.data.samples.dataset import Samples
-from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.engine import faults, runtime
-from moe_exp.engine.averaged_weights import averaged_weights, update_average
-from moe_exp.engine.backends import KernelFailure, backends_of, check_run, tune_run
-from moe_exp.engine.fused_step import count_step
-from moe_exp.engine.graphs import MicrobatchGraphs
+from moe_exp.engine.averaged_weights import averaged_weights
+from moe_exp.engine.backends import backends_of, check_run, tune_run
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import (
     base_learning_rate,
     build_optimizer,
     build_scheduler,
-    next_batch,
     set_megatron_hooks,
     skip_steps_not_finite,
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, report_exit_code
-from moe_exp.layers.groups import start_copy
-from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
 from moe_exp.runs.summary import finish_run
 from moe_exp.training import samples as data
 from moe_exp.training.console import end_logging, setup_logging
-from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
+from moe_exp.training.interval import Interval, IterationEnd, end_of_iteration
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
-from moe_exp.training.microbatch import read_microbatch, run_schedule, start_graphs, weigh_microbatches
+from moe_exp.training.microbatch import start_graphs
 from moe_exp.training.recordings import Recorder, dump, is_dumped
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
+from moe_exp.training.step import Job, Step, forward_backward, settle, train_step
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 
 logger = logging.getLogger(__name__)
 
 # Reading order: `main` reads the settings, `run` is one start of the run, `build` creates or restores model
-# and optimizer, `train` is the loop, and `train_step` one iteration. Losses and gradients come from
-# `forward_backward` (training/microbatch.py) and the model (layers/moe_layer.py).
+# and optimizer, `train` is the loop, and `train_step` (training/step.py) one iteration. Losses and gradients
+# come from `run_schedule` (training/microbatch.py) and the model (layers/moe_layer.py).
 #
 # `Job` is constant once built. `Progress` counts iterations and samples and is saved in every checkpoint.
 # `Interval` sums the statistics of the next log line on the device. Every rank runs all of this. Only rank 0
 # has `metrics` and writes for all ranks, so no collective may be behind `if metrics is not None`.
-
-
-@dataclass(frozen=True)
-class Job:
-    """Objects that each start of a run builds and then does not change."""
-
-    config: Config
-    runtime: Runtime
-    folder: RunFolder
-    trained: Trained
-    train_stream: Samples
-    valid_stream: Samples | None
-    source: Source | None = None  # checkpoint that training resumes from
-    changes: Sequence[Change] = ()  # in the sample order since that checkpoint
-    bytes_per_token: float | None = None  # in the validation data; on rank 0, if the tokenizer is known
-    kernel_failures: Sequence[KernelFailure] = ()  # from the self-test; these kernels are not used
-    eod_id: int | None = None  # the token that ends a document, if DOCUMENT_MASK or EOD_MASK_LOSS needs it
-    graphs: MicrobatchGraphs | None = None  # for micro-batches, if CUDA_GRAPH uses them
-    graph_failure: str = ""  # reason why the check of the graphs failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,10 +181,10 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     # Model and optimizer. Our MoELayer becomes the mlp of Megatron's GPTModel: engine/model.py ->
     # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
     kernel_failures = check_run(config, rank)
-    tune_run(config, rank, kernel_failures)
     graph, reason = backends_of(config, rank.device.type, kernel_failures)["graph"]
     if config.cuda_graph == "on" and graph == "off":
         raise ConfigError([config.problem("cuda_graph", reason, "set CUDA_GRAPH=auto")])
+    tune_run(config, rank, kernel_failures)
     has_graph = graph == "on"
     model = build_model(config, rank, kernel_failures, has_graph=has_graph)
     optimizer = build_optimizer(config, model, kernel_failures)
@@ -259,8 +232,8 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         recorder.begin(iteration)
         step = train_step(job, progress, interval, count_zeros=is_logged, last=step)
 
-        # A GPU would idle while the host waits for the results of an iteration. Where nobody needs them at
-        # once, they are read during the next iteration, on all ranks alike.
+        # The GPU idles while the host waits for the results of an iteration. If the results are not needed at
+        # once, all ranks read them during the next iteration.
         ends = [late()] if late else []
         at_once = is_due(config, iteration) or any(end.stop or not done.updated for done, end in ends)
         if at_once:
@@ -309,105 +282,6 @@ def is_due(config: Config, iteration: int) -> bool:
     )  # fmt: skip
     is_multiple = any(_is_multiple(iteration, interval) for interval in intervals)
     return is_multiple or iteration == config.train_iters or is_dumped(config, iteration)
-
-
-@dataclass
-class Step:
-    """One iteration on this rank."""
-
-    first_sample: int
-    batch_size: int  # samples of all ranks
-    losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty except on the last stage
-    num_zeros: float | None  # zeros in the gradient, if counted
-    late_norm: Callable[[], list[float]] | None  # waits for the gradient norm, which decides on the step
-    done: Iteration = field(init=False)  # results, the same on every rank; set by `complete`
-
-
-def train_step(
-    job: Job, progress: Progress, interval: Interval, *, count_zeros: bool, last: Step | None = None
-) -> Step:
-    """One iteration: forward and backward over all micro-batches, optimizer, schedule.
-
-    `last` is the previous iteration if it is not settled: the optimizer needs the learning rate after it.
-    """
-    model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
-    # The batch ramp-up and the data stage determine the number and size of micro-batches.
-    seq_len = job.train_stream.stage_at(first_sample).seq_len
-    num_microbatches, _, batch_size = next_batch(job.config, first_sample, seq_len)
-    heartbeat.begin(progress.iteration + 1, num_microbatches)
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
-    heartbeat.enter("optimizer")
-    if last is not None:
-        settle(job, progress, interval, last)
-
-    # On an fp16 overflow or a non-finite gradient norm nothing is updated. The samples count as consumed, but
-    # learning rate schedule and weight average do not advance.
-    optimizer.config.log_num_zeros_in_grad = count_zeros  # costs a pass over all gradients
-    with timed(interval.timers, "optimizer"):
-        updated, grad_norm, num_zeros = optimizer.step()
-    flops = flops_per_iteration(job.config, batch_size, seq_len)
-    progress.add(job.config, batch_size, flops=flops)
-    interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops)
-    zeros = None if num_zeros is None else float(num_zeros)
-    late_norm = start_copy(grad_norm.view(1)) if updated is None else None
-    step = Step(first_sample, batch_size, losses, zeros, late_norm)
-    if late_norm is None:
-        norm = None if grad_norm is None else float(grad_norm)
-        complete(job, progress, interval, step, updated=bool(updated), norm=norm)
-    return step
-
-
-def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None:
-    """Waits until the last step's norm is known, then `complete`s it, unless that was done before."""
-    if step.late_norm is not None:
-        (norm,), step.late_norm = step.late_norm(), None
-        updated = count_step(job.trained.optimizer, norm)
-        complete(job, progress, interval, step, updated=updated, norm=norm)
-
-
-def complete(
-    job: Job, progress: Progress, interval: Interval, step: Step, *, updated: bool, norm: float | None
-) -> None:
-    """Advances the schedule and the weight average after a step, or counts it as skipped."""
-    step.done = Iteration(progress.iteration, step.first_sample, step.batch_size, updated, norm)
-    progress.skipped_iterations += not updated
-    interval.num_skipped += not updated
-    if updated:
-        job.trained.scheduler.step(increment=step.batch_size)  # in samples, because of batch ramp-ups
-        average_weights(job, progress, interval)
-
-
-def forward_backward(
-    job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
-    timers: PhaseTimers | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Reads the micro-batches and runs Megatron's schedule; returns the losses like `run_schedule`."""
-    config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
-    heartbeat.enter("data")
-    with timed(timers, "data"):
-        microbatches = [
-            read_microbatch(config, job.runtime, stream, first_sample, index, eod_id=job.eod_id)
-            for index in range(num_microbatches)
-        ]
-    heartbeat.enter("forward_backward")
-    if config.eod_mask_loss and not forward_only:
-        weigh_microbatches(microbatches, job.runtime.groups.dp)
-    with timed(timers, "forward_backward"):
-        return run_schedule(
-            config, model, microbatches, seq_len=seq_len, forward_only=forward_only, graphs=job.graphs
-        )
-
-
-def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
-    """Updates the moving average of the weights after every AVERAGE_EVERY-th step (EMA_DECAY)."""
-    config = job.config
-    if config.ema_decay and progress.num_steps % config.average_every == 0:
-        progress.num_averaged += 1
-        with timed(interval.timers, "optimizer"):
-            update_average(job.trained.optimizer, decay=config.ema_decay, number=progress.num_averaged)
 
 
 def agree_with_all_ranks(

@@ -20,7 +20,7 @@ from moe_exp.checkpoint.tools.diff import compare
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.launch.machine_checks import bitsandbytes_problem
 from moe_exp.planner.costs.params import checkpoint_bytes
-from moe_exp.training import loop
+from moe_exp.training import step as one_iteration
 
 STEPS, SAVED, DECAY = 4, 2, 0.7
 SLOW = pytest.mark.slow
@@ -193,7 +193,7 @@ def test_one_line_says_so(decay, has_average, line, number, caplog):
 def test_every_second_step_is_averaged_and_skipped_ones_do_not_count(monkeypatch):
     """The second step is at iteration 3, and the fourth at 5."""
     numbers = []
-    monkeypatch.setattr(loop, "update_average", lambda optimizer, **given: numbers.append(given))
+    monkeypatch.setattr(one_iteration, "update_average", lambda optimizer, **given: numbers.append(given))
     config = Leg({"ema_decay": 0.5, "average_every": 2, "gpus_per_node": 1}).config
     job = SimpleNamespace(config=config, trained=SimpleNamespace(optimizer=None))
     progress, averaged_at = Progress(), []
@@ -201,7 +201,7 @@ def test_every_second_step_is_averaged_and_skipped_ones_do_not_count(monkeypatch
         progress.add(config, 8, flops=1)
         progress.skipped_iterations += iteration == 2
         if iteration != 2:
-            loop.average_weights(job, progress, SimpleNamespace(timers=None))
+            one_iteration.average_weights(job, progress, SimpleNamespace(timers=None))
             averaged_at += [iteration] if len(numbers) > len(averaged_at) else []
     assert averaged_at == [3, 5] and progress.num_averaged == 2
     assert numbers == [{"decay": 0.5, "number": 1}, {"decay": 0.5, "number": 2}]

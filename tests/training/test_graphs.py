@@ -31,6 +31,7 @@ from moe_exp.layers.statistics import MoEStatistics
 from moe_exp.training import loop, microbatch
 from moe_exp.training.interval import Interval
 from moe_exp.training.microbatch import build_graphs, start_graphs
+from moe_exp.training.step import average_weights
 
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -109,7 +110,7 @@ def trained(settings: dict[str, Any], port: int, num_steps: int, with_graphs: bo
         if step == num_steps // 2:  # without graphs, and with averaged weights if there are any
             loop.validate(job, progress, None)
         done = loop.train_step(job, progress, interval, count_zeros=False).done
-        loop.average_weights(job, progress, interval)
+        average_weights(job, progress, interval)
         steps.append(_step(job, progress, interval, done.grad_norm))
     for one in StandIn.made:
         assert one.addresses and all(found == one.addresses[0] for found in one.addresses)

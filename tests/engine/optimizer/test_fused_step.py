@@ -13,6 +13,7 @@ from moe_exp.engine.fused_step import use_kernel
 from moe_exp.engine.optimizer_setup import skip_steps_not_finite
 from moe_exp.layers.kernels import launch
 from moe_exp.training import loop
+from moe_exp.training import step as one_iteration
 from moe_exp.training.interval import Interval
 
 
@@ -25,7 +26,7 @@ def trained(settings: dict[str, Any], port: int, kernel: bool) -> list[Step]:
         use_kernel(optimizer, whole_step=job.config.optimizer == "adam")
     skip_steps_not_finite(optimizer, model)
     interval, progress, steps = Interval(job.config, job.runtime, model), Progress(), []
-    finalize = loop.run_schedule
+    finalize = one_iteration.run_schedule
 
     def schedule(*args, **kwargs):
         found = finalize(*args, **kwargs)
@@ -33,14 +34,14 @@ def trained(settings: dict[str, Any], port: int, kernel: bool) -> list[Step]:
             next(model[0].parameters()).main_grad.view(-1)[0] = math.nan
         return found
 
-    loop.run_schedule = schedule
+    one_iteration.run_schedule = schedule
     try:
         for _ in range(10):
             step = loop.train_step(job, progress, interval, count_zeros=True)
             loop.settle(job, progress, interval, step)
             steps.append(_step(job, progress, interval, step.done.grad_norm))
     finally:
-        loop.run_schedule = finalize
+        one_iteration.run_schedule = finalize
     groups = [group for part in optimizer.chained_optimizers for group in part.optimizer.param_groups]
     assert {group["step"] for group in groups if group["params"]} == {9}
     runtime.stop()

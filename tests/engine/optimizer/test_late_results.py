@@ -15,6 +15,7 @@ from moe_exp.engine import faults, optimizer_setup
 from moe_exp.layers.kernels import launch
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training import loop
+from moe_exp.training import step as one_iteration
 from moe_exp.training.loss_guard import GuardEnd
 
 BAD_ITERATION = 3
@@ -28,7 +29,7 @@ def trained(settings: dict[str, Any], step: str, port: int) -> tuple[dict[str, A
     os.environ["MASTER_PORT"] = str(port)
     launch.INTERPRETED = False  # the plain-torch reference of the kernel
     config, stop, iteration, late = load_config(settings, {}), faults.StopSignal(), 0, []
-    run_schedule, train_step = loop.run_schedule, loop.train_step
+    run_schedule, train_step = one_iteration.run_schedule, loop.train_step
 
     def one_step(job: Any, progress: Any, *args: Any, last: Any = None, **options: Any) -> Any:
         nonlocal iteration
@@ -48,7 +49,7 @@ def trained(settings: dict[str, Any], step: str, port: int) -> tuple[dict[str, A
 
     with (
         patch.object(optimizer_setup, "choose_step", lambda *_, **__: step),
-        patch.object(loop, "run_schedule", schedule), patch.object(loop, "train_step", one_step),
+        patch.object(one_iteration, "run_schedule", schedule), patch.object(loop, "train_step", one_step),
     ):  # fmt: skip
         try:
             end: Any = loop.run(config, stop)

@@ -1,0 +1,147 @@
+"""One iteration of training: micro-batches, optimizer and schedule.
+
+`train_step` launches an iteration. With `FusedStep` (engine/fused_step.py) the host does not know yet whether
+the optimizer step was taken; `settle` waits for the gradient norm, at the latest in the next iteration.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from moe_exp.checkpoint.integrity import Source
+from moe_exp.checkpoint.state import Progress, Trained
+from moe_exp.config import Config
+from moe_exp.data.samples.dataset import Samples
+from moe_exp.data.samples.order import Change
+from moe_exp.engine.averaged_weights import update_average
+from moe_exp.engine.backends import KernelFailure
+from moe_exp.engine.fused_step import count_step
+from moe_exp.engine.graphs import MicrobatchGraphs
+from moe_exp.engine.optimizer_setup import next_batch
+from moe_exp.engine.runtime import Runtime
+from moe_exp.layers.groups import start_copy
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.training.interval import Interval, PhaseTimers, timed
+from moe_exp.training.loss_guard import Iteration
+from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
+from moe_exp.watch.hangs import heartbeat
+
+
+@dataclass(frozen=True)
+class Job:
+    """Objects that each start of a run builds and then does not change."""
+
+    config: Config
+    runtime: Runtime
+    folder: RunFolder
+    trained: Trained
+    train_stream: Samples
+    valid_stream: Samples | None
+    source: Source | None = None  # checkpoint that training resumes from
+    changes: Sequence[Change] = ()  # in the sample order since that checkpoint
+    bytes_per_token: float | None = None  # in the validation data; on rank 0, if the tokenizer is known
+    kernel_failures: Sequence[KernelFailure] = ()  # from the self-test; these kernels are not used
+    eod_id: int | None = None  # the token that ends a document, if DOCUMENT_MASK or EOD_MASK_LOSS needs it
+    graphs: MicrobatchGraphs | None = None  # for micro-batches, if CUDA_GRAPH uses them
+    graph_failure: str = ""  # reason why the check of the graphs failed
+
+
+@dataclass
+class Step:
+    """One iteration on this rank."""
+
+    first_sample: int
+    batch_size: int  # samples of all ranks
+    losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty except on the last stage
+    num_zeros: float | None  # zeros in the gradient, if counted
+    late_norm: Callable[[], list[float]] | None  # waits for the gradient norm, which decides on the step
+    done: Iteration = field(init=False)  # results, the same on every rank; set by `complete`
+
+
+def train_step(
+    job: Job, progress: Progress, interval: Interval, *, count_zeros: bool, last: Step | None = None
+) -> Step:
+    """One iteration: forward and backward over all micro-batches, optimizer, schedule.
+
+    `last` is the previous iteration if it is not settled: the optimizer needs the learning rate after it.
+    """
+    model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
+    # The batch ramp-up and the data stage determine the number and size of micro-batches.
+    seq_len = job.train_stream.stage_at(first_sample).seq_len
+    num_microbatches, _, batch_size = next_batch(job.config, first_sample, seq_len)
+    heartbeat.begin(progress.iteration + 1, num_microbatches)
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
+    heartbeat.enter("optimizer")
+    if last is not None:
+        settle(job, progress, interval, last)
+
+    # On an fp16 overflow or a non-finite gradient norm nothing is updated. The samples count as consumed, but
+    # learning rate schedule and weight average do not advance.
+    optimizer.config.log_num_zeros_in_grad = count_zeros  # costs a pass over all gradients
+    with timed(interval.timers, "optimizer"):
+        updated, grad_norm, num_zeros = optimizer.step()
+    flops = flops_per_iteration(job.config, batch_size, seq_len)
+    progress.add(job.config, batch_size, flops=flops)
+    interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops)
+    zeros = None if num_zeros is None else float(num_zeros)
+    late_norm = start_copy(grad_norm.view(1)) if updated is None else None
+    step = Step(first_sample, batch_size, losses, zeros, late_norm)
+    if late_norm is None:
+        norm = None if grad_norm is None else float(grad_norm)
+        complete(job, progress, interval, step, updated=bool(updated), norm=norm)
+    return step
+
+
+def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None:
+    """Waits until the last step's norm is known, then `complete`s it, unless that was done before."""
+    if step.late_norm is not None:
+        (norm,), step.late_norm = step.late_norm(), None
+        updated = count_step(job.trained.optimizer, norm)
+        complete(job, progress, interval, step, updated=updated, norm=norm)
+
+
+def complete(
+    job: Job, progress: Progress, interval: Interval, step: Step, *, updated: bool, norm: float | None
+) -> None:
+    """Advances the schedule and the weight average after a step, or counts it as skipped."""
+    step.done = Iteration(progress.iteration, step.first_sample, step.batch_size, updated, norm)
+    progress.skipped_iterations += not updated
+    interval.num_skipped += not updated
+    if updated:
+        job.trained.scheduler.step(increment=step.batch_size)  # in samples, because of batch ramp-ups
+        average_weights(job, progress, interval)
+
+
+def forward_backward(
+    job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
+    timers: PhaseTimers | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Reads the micro-batches and runs Megatron's schedule; returns the losses like `run_schedule`."""
+    config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
+    heartbeat.enter("data")
+    with timed(timers, "data"):
+        microbatches = [
+            read_microbatch(config, job.runtime, stream, first_sample, index, eod_id=job.eod_id)
+            for index in range(num_microbatches)
+        ]
+    heartbeat.enter("forward_backward")
+    if config.eod_mask_loss and not forward_only:
+        weigh_microbatches(microbatches, job.runtime.groups.dp)
+    with timed(timers, "forward_backward"):
+        return run_schedule(
+            config, model, microbatches, seq_len=seq_len, forward_only=forward_only, graphs=job.graphs
+        )
+
+
+def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
+    """Updates the moving average of the weights after every AVERAGE_EVERY-th step (EMA_DECAY)."""
+    config = job.config
+    if config.ema_decay and progress.num_steps % config.average_every == 0:
+        progress.num_averaged += 1
+        with timed(interval.timers, "optimizer"):
+            update_average(job.trained.optimizer, decay=config.ema_decay, number=progress.num_averaged)
