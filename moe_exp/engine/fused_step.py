@@ -100,6 +100,8 @@ class FusedStep:
             part.optimizer.clip = optimizer.config.clip_grad
             part.optimizer.weights = dict(_weights(part))
             if part.optimizer.weights:
+                if hasattr(torch.Tensor, "grad_dtype"):  # before torch 2.10, Megatron copies them to fp32
+                    part._copy_model_grads_to_main_grads = partial(_share_gradients, part)
                 # Megatron also copies after a load; in a step, the kernel has already written the weights.
                 copy = part._copy_main_params_to_model_params
                 part._copy_main_params_to_model_params = partial(self.unless_stepping, copy)
@@ -130,7 +132,7 @@ class FusedStep:
         sums = []
         for part in all_parts:
             grads = [] if part.is_stub_optimizer else part.get_main_grads_for_grad_norm()
-            norms = torch._foreach_norm(grads) if grads else [zero]
+            norms = torch._foreach_norm(grads, dtype=torch.float32) if grads else [zero]
             sums.append(torch.linalg.vector_norm(torch.stack(norms)).square())
         if self._optimizer.grads_states_parallel_group_is_shared():
             sums = [torch.stack(sums).sum()]
@@ -149,17 +151,35 @@ def count_step(optimizer: MegatronOptimizer, norm: float) -> bool:
     return False
 
 
+def _share_gradients(part: Any) -> None:
+    """Sets the gradients of main weights to those in the buffers, without a copy, whatever their dtype is."""
+    for main, model in _pairs(part):
+        grad = model.main_grad
+        if isinstance(part, DistributedOptimizer):
+            place = part._get_model_param_range_map(model)["param"]
+            grad = grad.view(-1)[place.start : place.end]
+        main.grad_dtype = grad.dtype
+        main.grad = grad
+
+
 def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """(main weights, 16-bit weights of the model) of the values that this rank updates."""
+    for main, model in _pairs(part):
+        if isinstance(part, DistributedOptimizer):
+            place = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            buffer, _, bucket = part.model_param_gbuf_map[model]
+            values = part.buffers[buffer].buckets[bucket].param_data.view(-1)
+            yield main, values[place.start : place.end]
+        else:
+            yield main, model.detach()
+
+
+def _pairs(part: Any) -> Iterator[tuple[Any, Any]]:
+    """(main weights, 16-bit parameter of the model) of a part of the optimizer."""
+    mains: Any = ()
     if isinstance(part, DistributedOptimizer):
-        groups = zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True)
-        for mains, models in groups:
-            for main, model in zip(mains, models, strict=True):
-                place = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-                buffer, _, bucket = part.model_param_gbuf_map[model]
-                values = part.buffers[buffer].buckets[bucket].param_data.view(-1)
-                yield main, values[place.start : place.end]
+        mains, models = part.shard_fp32_from_float16_groups, part.model_float16_groups
     elif isinstance(part, Float16OptimizerWithFloat16Params):
-        for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            for model, main in zip(models, mains, strict=True):
-                yield main, model.detach()
+        mains, models = part.fp32_from_float16_groups, part.float16_groups
+    for group, of_model in zip(mains, models, strict=True) if mains else ():
+        yield from zip(group, of_model, strict=True)

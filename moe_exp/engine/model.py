@@ -326,7 +326,7 @@ def overlaps(config: Config) -> bool:
 
 def _ddp_config(config: Config, *, overlap: bool) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=config.grad_dtype == "fp32",
         use_distributed_optimizer=config.distributed_optimizer,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and config.distributed_optimizer,

@@ -225,7 +225,7 @@ def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
     for module in chunk.modules():
         if isinstance(module, Experts) and module.adds_to_main_grad and module.backend in FUSED:
             weights: tuple[Any, ...] = module.weight1, module.weight2
-            found += [w for w in weights if w.requires_grad and w.main_grad.dtype == torch.float32]
+            found += [w for w in weights if w.requires_grad]
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         grads, params = buffer.grad_data, set(buffer.params)
         starts = {w.main_grad.storage_offset() - grads.storage_offset(): w for w in found if w in params}
@@ -394,7 +394,7 @@ def norm_of_all(
     chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
     """(norm of all tensors as one vector, fp32 [1]; None in place of a norm per tensor)."""
-    norms = torch._foreach_norm([x for some in tensors for x in some])
+    norms = torch._foreach_norm([x for some in tensors for x in some], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 

@@ -43,6 +43,12 @@ class OptimizerSettings(LearningSettings):
         costs=True,
         compared=False,
     )
+    grad_dtype: Literal["fp32", "bf16"] = learning(
+        "fp32",
+        "data type in which gradients are accumulated over micro-batches and reduced across ranks; bf16 "
+        "saves 2 bytes per parameter, but rounds at every micro-batch (docs/recipes.md)",
+        costs=True,
+    )
     sgd_momentum: Probability = learning(
         0.9, "momentum (OPTIMIZER=sgd); 0: no momentum and no optimizer state", costs=True
     )
@@ -79,7 +85,7 @@ class OptimizerSettings(LearningSettings):
         costs=True,
     )
     dtype: Literal["fp32", "bf16", "fp16"] = learning(
-        "bf16", "data type for computation; gradients are accumulated in fp32", costs=True
+        "bf16", "data type for computation", costs=True
     )
 
     def deterministic_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -123,6 +129,8 @@ class OptimizerSettings(LearningSettings):
             (self.fp8 != "none" and self.dtype != "bf16", "fp8",
              f"requires DTYPE=bf16, not {self.dtype}",
              "set DTYPE=bf16, or FP8=none"),
+            (self.grad_dtype == "bf16" and self.dtype != "bf16", "grad_dtype",
+             f"requires DTYPE=bf16, not {self.dtype}", "set DTYPE=bf16, or GRAD_DTYPE=fp32"),
             *((self.main_params == "remainder" and getattr(self, name) != value, "main_params",
                f"requires {name.upper()}={value}, not {getattr(self, name)}",
                f"set {name.upper()}={value}, or MAIN_PARAMS=fp32")

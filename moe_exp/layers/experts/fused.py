@@ -50,7 +50,7 @@ def experts_of_rows(
         weights_R: router weights, used in fp32.
         tokens_per_expert_L: rows of each expert, on the device.
         weight1_LWD: as for `experts_of_tokens`.
-        adds_to_main_grad: if a weight has Megatron's fp32 `main_grad`, the kernels add its gradient to
+        adds_to_main_grad: if a weight has Megatron's `main_grad`, the kernels add its gradient to
             `main_grad`, or overwrite `main_grad` if `grad_added_to_main_grad` is False, and its `grad`
             contains no valid values. Ignored under torch.compile.
         fp8: compute the matrix products in e4m3, see kernels/fp8.

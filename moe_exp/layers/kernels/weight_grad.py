@@ -180,7 +180,7 @@ def weight_grad(
         b_index_R: int32, row of `b` for each row; None: `b` is already sorted.
         order_L: from `expert_order`, for several calls with the same offsets; None: computed. It changes only
             the time.
-        out: fp32 [L, M, N] to add to in place, such as Megatron's main_grad; its last dimension must be
+        out: fp32 or bf16 [L, M, N] to add to in place, such as Megatron's main_grad; its last dimension must be
             contiguous.
         adds: False: overwrite `out` instead.
 
@@ -254,10 +254,9 @@ def _launch(
 
 
 def main_grad_of(parameter: Any) -> Tensor | None:
-    """Megatron's fp32 `main_grad`, to which a backward pass may add, as in its tensor_parallel/layers.py."""
+    """Megatron's `main_grad`, to which a backward pass may add, as in its tensor_parallel/layers.py."""
     # Megatron-FSDP creates `main_grad` on access, without valid old values.
-    found = None if hasattr(parameter, "__fsdp_param__") else getattr(parameter, "main_grad", None)
-    return found if found is not None and found.dtype == torch.float32 else None
+    return None if hasattr(parameter, "__fsdp_param__") else getattr(parameter, "main_grad", None)
 
 
 def placeholder(parameter: Any) -> Tensor | None:

@@ -54,7 +54,7 @@ class PlannedJob:
 
     config: Config
     stage_layers: tuple[int, ...]  # layers of each pipeline stage, possibly 0
-    precision: Precision  # compute type; bf16_fp32grad (this package) accumulates gradients in fp32
+    precision: Precision  # compute type; bf16_fp32grad accumulates gradients in fp32
     sharding: Sharding  # of the optimizer state: none, DeepSpeed's ZeRO-1, Megatron's distributed optimizer
     sequence_parallel: bool  # whether tensor-parallel ranks split the activations between the products
     fused_attention: bool  # whether scores are never written to memory (flash attention)
@@ -69,7 +69,10 @@ class PlannedJob:
     @classmethod
     def of(cls, config: Config) -> PlannedJob:
         """Returns the job that `moe-exp train` would run with these settings."""
-        precision: Precision = "bf16_fp32grad" if config.dtype == "bf16" else config.dtype
+        precision: Precision = config.dtype
+        if config.dtype == "bf16" and config.grad_dtype == "fp32":
+            precision = "bf16_fp32grad"
+        gradient = 2.0 if config.grad_dtype == "bf16" else 4.0
         return cls(
             config=config,
             stage_layers=tuple(config.stage_layers),
@@ -77,6 +80,7 @@ class PlannedJob:
             sharding="distributed" if config.distributed_optimizer else "none",
             sequence_parallel=config.tp > 1,
             fused_attention=True,
+            engine=Engine(gradient_bytes=gradient, reduced_bytes=gradient),
         )
 
     @property

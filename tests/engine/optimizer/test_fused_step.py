@@ -57,6 +57,8 @@ CASES = [
     {"dtype": "bf16"},
     {"dtype": "bf16", "main_params": "remainder"},
     {"dtype": "bf16", "distributed_optimizer": False},
+    {"dtype": "bf16", "grad_dtype": "bf16", "main_params": "remainder"},
+    {"dtype": "bf16", "grad_dtype": "bf16", "distributed_optimizer": False},
     {"dtype": "bf16", "optimizer_state_dtype": "bf16"},
     {"dtype": "fp32", "lr_groups": "*.router.*:lr=0.5,wd=0", "expert_lr_mult": 0.5},
     {"dtype": "fp32", "optimizer": "muon", "distributed_optimizer": False},
@@ -74,7 +76,7 @@ def test_steps_are_those_of_torch(layout, tmp_path):
         "run_dir": str(tmp_path / "run"),
     }
     # all cases on one rank; on two, those in which ranks share the optimizer or exchange the norm
-    cases = CASES if layout["gpus_per_node"] == 1 else CASES[1:4]
+    cases = CASES if layout["gpus_per_node"] == 1 else CASES[1:5]
     jobs = [(base | case, free_port(), kernel) for case in cases for kernel in (False, True)]
     found = run_on_ranks(layout["gpus_per_node"], on_rank, jobs, join=False, timeout=300)[0]
     for case, expected, ours in zip(cases, found[::2], found[1::2], strict=True):
