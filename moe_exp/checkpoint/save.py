@@ -74,7 +74,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """Data that this rank writes. Across all ranks, exactly one item contains each value of each tensor."""
+    """Data that this rank writes. Across all ranks, each value of each tensor is in exactly one item."""
 
     items: list[Item]  # pieces of tensors, and objects as bytes, with their names in `.metadata`
     common: dict[str, Any]  # unsharded state, the same on every rank; written by rank 0

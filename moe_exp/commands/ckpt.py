@@ -130,13 +130,14 @@ def run_reshape(arguments: argparse.Namespace) -> None:
         Path,
         nargs="+",
     ),
-    arg("target", "checkpoints folder to create, without optimizer state", Path),
+    arg("target", "checkpoints folder to create; its checkpoint has no optimizer state", Path),
     arg("--last N", "average the newest N checkpoints per folder (default: all; with --ema: 1)", default=0),
     flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
     arg(
         "--weights NAME",
-        "weights, named after the decay that they replace: uniform (linear decay), 1-sqrt, cosine or "
-        "inverse-sqrt; ema (see --ema-decay); or one number per checkpoint, such as 1,2,3 (default: uniform)",
+        "weights, named after the learning rate decay that the average replaces: uniform (linear decay), "
+        "1-sqrt, cosine or inverse-sqrt; ema (see --ema-decay); or one number per checkpoint, such as 1,2,3 "
+        "(default: uniform)",
         default="uniform",
     ),
     arg(

@@ -149,7 +149,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         default=1.0,
     ),
     arg("--seed", "random seed; results do not depend on the parallel layout (default: 1234)", default=1234),
-    repeated("--stop TEXT", "text before which generation ends (repeatable)"),
+    repeated("--stop TEXT", "text at which generation stops; the text itself is not printed (repeatable)"),
     flag("--json", "print one JSON object per prompt, with tokens and log-probabilities"),
 )
 def run_generate(arguments: argparse.Namespace) -> int:

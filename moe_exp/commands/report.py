@@ -28,7 +28,7 @@ _NOT_WITH = {
     string("--title", "heading of the report (default: names of the runs)"),
     string(
         "--notes TEXT",
-        "text to show under the heading, or path of its file (a page also shows each run folder's notes.md)",
+        "text to show under the heading, or path of a text file (a page also shows each run's notes.md)",
     ),
     arg("--loss X", "loss at which to compare costs (default: lowest loss that all runs reach)", float),
     flag("--watch", "show the runs live in the terminal instead of writing a page"),

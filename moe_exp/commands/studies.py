@@ -26,8 +26,8 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg(
         "--match",
-        "quantity that is equal for all models: flops or active-params (per token, at equal tokens), or time"
-        " (default: flops)",
+        "quantity that is equal for all models; flops: FLOPs per token, active-params: active parameters"
+        " (both with equally many training tokens), time: training time (default: flops)",
         default="flops",
     ),
     arg(

@@ -38,7 +38,7 @@ from moe_exp.config.settings import Config
 
 
 class Multiples(NamedTuple):
-    """Factors of LR and MIN_LR, and of WEIGHT_DECAY."""
+    """One factor for LR and MIN_LR (`lr`), and one for WEIGHT_DECAY (`wd`)."""
 
     lr: float
     wd: float

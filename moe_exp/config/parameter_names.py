@@ -1,4 +1,4 @@
-"""Parameters of a model by their names in checkpoints: sizes, and matching rules of LR_GROUPS. No torch."""
+"""Parameters of a model, by name in checkpoints: sizes, and LR_GROUPS rules that match them. No torch."""
 
 import difflib
 import re
@@ -9,7 +9,7 @@ from moe_exp.config.sections.moe import ExpertSettings
 
 
 def deciding_rules(rules: Sequence[Rule], name: str) -> tuple[Rule | None, Rule | None]:
-    """Returns the rules that set `lr` and `wd` of the parameter with this name in checkpoints, if any."""
+    """Returns the rules that set `lr` and `wd` of the parameter that checkpoints call `name`, or None."""
     found = [rule for rule in rules if rule.matches(name)]
     return (
         next((rule for rule in found if rule.lr is not None), None),

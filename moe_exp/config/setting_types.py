@@ -274,7 +274,7 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
 
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """Flag per layer, true for MoE layers, from MOE_LAYER_FREQ. A list is not adapted to `num_layers`."""
+    """Flag per layer, true for MoE layers. A list in `pattern` sets the length, not `num_layers`."""
     if pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:

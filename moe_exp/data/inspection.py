@@ -67,7 +67,7 @@ def data_files(path: Path, text_field: str) -> list[Path]:
 
 
 class Hashes:
-    """XXH3-128 hashes of documents, 16 bytes each, in the order of adding."""
+    """XXH3-128 hashes of documents, 16 bytes each, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()

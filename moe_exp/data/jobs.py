@@ -169,7 +169,7 @@ def _jobs_there(folder: Path) -> list[str]:
 
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
-    """Submits the remaining tasks, each pass depending on the previous one, unless earlier jobs are active.
+    """Unless earlier jobs are active, submits the remaining tasks; each pass depends on the previous pass.
 
     Args:
         follows: whether this step follows another step, whose last SLURM job may submit it once.

@@ -1,4 +1,4 @@
-"""Resolves data settings that name text or remote token files to local token files and a tokenizer."""
+"""Replaces text and remote token files in data settings with local token files and a tokenizer."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def plan_text(config: Config) -> list[str]:
 
 
 def validation_setting(config: Config) -> str:
-    """Setting that provides the validation data: train_data if it was held out from TRAIN_DATA."""
+    """Setting that provides the validation text: train_data if text was held out from it, else valid_data."""
     trained = {Path(name) for _, name in blend_members(config.train_data)}
     names = [Path(name) for _, name in blend_members(config.valid_data)]
     is_held_out = [one.with_name("train") in trained and one.with_name(FACTS).is_file() for one in names]

@@ -78,7 +78,7 @@ class TextSource:
 
     @cached_property
     def real_files(self) -> frozenset[Path]:
-        """Resolved paths, independent of how the name is spelled."""
+        """Resolved paths of the files, independent of how the setting spells them."""
         return frozenset(path.resolve() for path in self.files)
 
     @property

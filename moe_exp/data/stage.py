@@ -84,7 +84,7 @@ class CorpusStage:
     def finish_files(
         self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any
     ) -> dict[str, Any]:
-        """Moves the files next to OUTPUT, then writes and returns the manifest. Args: see `finish_folder`."""
+        """Moves the files to OUTPUT's parent folder; returns the new manifest. Args: see `finish_folder`."""
         manifest_path = _manifest_path(self.output, is_folder=False)
         self.manifest = self._manifest(outputs, facts, hashes or {})
         manifest_path.unlink(missing_ok=True)  # without it, partly replaced files do not count as finished
@@ -270,7 +270,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether the folder OUTPUT was started or created before the folder `other` was created."""
+    """Whether OUTPUT (start of its unfinished step, or manifest) is older than the manifest of `other`."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)

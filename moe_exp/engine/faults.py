@@ -118,7 +118,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal) -> Iterator[None]:
-    """Prints an error of the block with rank, host name and device; of a user error, only the message."""
+    """Prints an error in the block with rank, host name and device, but only the message of a user error."""
     try:
         yield
     except Exception as error:

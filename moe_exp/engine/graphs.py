@@ -206,7 +206,7 @@ class MicrobatchGraphs:
         return f"{number} of {len(eager)} losses and gradients differ from those without a graph"
 
     def _flags(self) -> tuple[bool, ...]:
-        """Whether the gradient of each parameter contains a micro-batch of this iteration, by its kernel."""
+        """For each parameter, whether its kernel has already added to `main_grad` in this iteration."""
         return tuple(getattr(p, "grad_added_to_main_grad", False) for p in self._parameters)
 
     def _set_flags(self, flags: Iterable[bool]) -> None:

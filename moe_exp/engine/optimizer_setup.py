@@ -106,7 +106,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether Muon updates the parameter (no embedding, output layer, router), with `axis` as split axis."""
+    """Whether Muon updates the parameter (no embedding, output layer or router) and it is split on `axis`."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -357,7 +357,7 @@ class RouterState:
         self._stages = parallel_state.get_pipeline_model_parallel_group() if exchanges else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Hook that copies the routers' state, then updates the state (`finalize`, `end_of_global_batch`)."""
+        """Hook that copies the routers' state before updating it (`finalize`, `end_of_global_batch`)."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:

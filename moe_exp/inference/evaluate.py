@@ -235,7 +235,7 @@ class _Owner:
 
     @classmethod
     def of(cls, data_of: str) -> "_Owner":
-        """Reads the run that --data-of names, which may not have saved a checkpoint yet."""
+        """Reads the run that --data-of names; the run may have no checkpoint yet."""
         path = expanded(data_of)
         if (path / "config.yaml").is_file() and not any(path.glob("checkpoints/iter_*")):
             return cls(load_config({"config": path}, {}), {}, data_of)

@@ -172,7 +172,7 @@ def _check_out(plan: ScoringPlan, tokens: Path, *, overwrite: bool) -> None:
 
 
 def score(plan: ScoringPlan, rank: Runtime) -> None:
-    """Writes all logits to `out` atomically. All ranks must call it. ValueError if the model cannot load."""
+    """Writes logits to `out` atomically. All ranks must call it. ValueError if the model cannot be loaded."""
     stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
     start, row_bytes, size = len(plan.header), 4 * plan.shape[1] * plan.shape[2], plan.batch_size
     batches = [range(i, min(i + size, len(plan.ids))) for i in range(0, len(plan.ids), size)]

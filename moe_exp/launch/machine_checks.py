@@ -395,7 +395,7 @@ def disk_warnings(config: Config) -> list[str]:
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks disk space for all new checkpoints or one (DISK_CHECK); on resume, only for the next one."""
+    """Checks the disk space: on resume for the next checkpoint, else for all or one, as DISK_CHECK says."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 

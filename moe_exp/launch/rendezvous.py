@@ -152,7 +152,7 @@ class RestartRendezvous(RendezvousHandler):
         self._store.set(f"said/{self.round}/{self._node_rank}", json.dumps(bounded))
 
     def fail(self) -> None:
-        """Ends the round because of failed ranks, and the job after MAX_RESTARTS restarts."""
+        """Ends the round because ranks failed; after MAX_RESTARTS restarts, ends the job as well."""
         # several nodes may report the same round: only the first report counts
         is_first = int(self._store.add(f"failed/{self.round}", 1)) == 1
         if is_first and int(self._store.add("failures", 1)) > self._max_restarts:

@@ -211,7 +211,9 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """Returns a CSV with a prediction per row: no time if batch size or DP is missing; missing DP means 1."""
+    """Returns a CSV with a prediction per row. Without batch size or DP, the time is empty; without DP, the
+    memory is that of DP=1.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

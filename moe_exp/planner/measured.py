@@ -126,7 +126,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         fix = f"use the column names of the package's {MEASURED_RUNS.name}"
         raise ValueError(f"{path}: missing columns {', '.join(absent)}. Fix: {fix}.")
     if not rows:
-        raise ValueError(f"{path}: no rows. Fix: add a line for each run below the column names.")
+        raise ValueError(f"{path}: no rows. Fix: below the column names, add a line for each run.")
     problems: list[str] = []
     for number, row in enumerate(rows, start=2):
         problems += _problems(row, f"{path}, row {row['row_id'] or number}")

@@ -170,7 +170,7 @@ def lowest(values: Floats) -> float:
 
 
 def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | None:
-    """Cost where `values` first reach `loss`, linearly interpolated over `at` (AXES); None if never."""
+    """Cost at which `values` first reach `loss`, by linear interpolation, or None; `at`: costs by axis."""
     reached = np.flatnonzero(values <= loss)  # NaN compares false
     if not len(reached):
         return None

@@ -284,7 +284,7 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 
 def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
-    """Expert load [columns, layers, experts] as uint16 (LOAD_SCALE: a fair share), and curves per layer."""
+    """Expert load [columns, layers, experts] as uint16 (LOAD_SCALE is a fair share), and curves per layer."""
     if not run.load:
         return None
     num_columns = int(min(NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))

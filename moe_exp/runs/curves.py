@@ -1,4 +1,4 @@
-"""Draws loss curves of one run (PNG) or several runs (figure), marks stages and resumes, and groups seeds."""
+"""Draws loss curves of one run (a PNG) or several runs (a figure), marks stages and resumes, groups seeds."""
 
 import io
 import math

@@ -327,7 +327,7 @@ def _exists(path: Path) -> bool:
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:
-    """Compares `config` with the latest start's settings; loading a checkpoint compares with its own."""
+    """Compares `config` with the latest start's settings; a checkpoint's settings are compared on loading."""
     if not _exists(folder.config):
         return []
     try:

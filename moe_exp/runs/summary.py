@@ -60,7 +60,7 @@ def finish_run(
     config: Config, folder: RunFolder, *, since: datetime, wall_seconds: float, code: int | None = None,
     caller: Caller | None = None,
 ) -> tuple[Status, str] | None:  # fmt: skip
-    """Writes the summary of the launch at `since` (with time zone); returns its status and the text.
+    """Writes the summary of the launch that began at `since` (timezone-aware); returns status and text.
 
     Returns None if the launch ended before it wrote its first record.
     """

@@ -191,7 +191,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Means over MoE layers of balancing loss, z-loss and AUX_LOSS_TYPE losses; a record per layer."""
+        """Mean balancing loss, z-loss and AUX_LOSS_TYPE losses over MoE layers, and a record per layer."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []

@@ -304,7 +304,7 @@ def measure(
     job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
     *, is_logged: bool,
 ) -> float | None:  # fmt: skip
-    """Logs, validates, dumps and checks replicas, each at its own interval; returns a new validation loss."""
+    """Logs, validates, writes dumps, compares replicas, each when due; returns a new validation loss."""
     config, iteration, valid_loss = job.config, progress.iteration, None
     if metrics is not None and (first_sample := step.first_sample):
         number, seq_len, _ = job.train_stream.stage_at(first_sample)

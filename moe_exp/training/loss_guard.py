@@ -199,7 +199,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
-        """Event fields on the batches: their samples, and per file up to 1000 of the documents in them."""
+        """Event fields about the batches: their samples and, per file, up to 1000 of their documents."""
         # Only rank 0 writes events, and looking up documents may build the order of a whole epoch.
         if self._metrics is None:
             return {}

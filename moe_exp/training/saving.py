@@ -32,7 +32,7 @@ T = TypeVar("T")
 class CheckpointManager:
     """Starts, finishes and reports saves of a run that has resumed from `source`.
 
-    `writer` writes the files. Only rank 0 has `metrics`, and uploads to REMOTE_DIR.
+    `writer` writes the files. Only rank 0 has `metrics`, and only rank 0 uploads to REMOTE_DIR.
     """
 
     def __init__(
@@ -118,7 +118,9 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """Newest checkpoint of the run or REMOTE_DIR, else of LOAD_DIR (ConfigError if it has none); or None."""
+    """Newest checkpoint of the run or in REMOTE_DIR; without one, the newest in LOAD_DIR (ConfigError if it
+    has none). None if there is no checkpoint and LOAD_DIR is not set.
+    """
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run
             _from_store(lambda: fetch_run(config))

@@ -65,7 +65,7 @@ def train_step(
 ) -> Step:
     """One iteration: forward and backward over all micro-batches, optimizer, schedule.
 
-    `last` is the previous iteration if it is not settled: the optimizer needs the learning rate after it.
+    `last`: the previous iteration, which is settled before the optimizer uses the learning rate.
     """
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
     # The batch ramp-up and the data stage determine the number and size of micro-batches.

@@ -367,7 +367,7 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """Groups equal faults by place. `logs`: the origin that a file's name gives, and its recognized lines."""
+    """Groups equal faults by place. `logs`: per file, the origin in its name, and its recognized lines."""
     hosts = defaultdict[str, set[str]](set)
     for _, where, _ in (one for _, seen in logs for one in seen):
         if where.host and where.rank:

@@ -120,7 +120,7 @@ def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ..
 
 
 def fingerprints_of(pieces: Iterable[TensorPiece]) -> Fingerprints:
-    """Fingerprints of `pieces` by name. Across all ranks, exactly one piece must contain each value."""
+    """Fingerprints of `pieces` by name. Across all ranks, each value must be in exactly one piece."""
     found: dict[str, tuple[str, int, Tensor]] = {}
     for key, values, offsets in pieces:
         name, place = name_and_place(key, offsets)

@@ -120,8 +120,8 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """Logical tensors, by name, of the weights (`state` None) or of an optimizer state. They are ordered so
-    that a reader with `keep_bytes=KEEP_BYTES` reads most chunks only once.
+    """Returns the logical tensors of an optimizer state, or of the weights if `state` is None, by name. They
+    are ordered so that a reader with `keep_bytes=KEEP_BYTES` reads most chunks only once.
     """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
@@ -154,7 +154,7 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Logical name of a key's tensor at leading index `place`, and `w` (gate half), `v` (up half) or ''."""
+    """Logical name of a key's tensor at leading indices `place`, and its half: `w` (gate), `v` (up) or ''."""
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
         key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"

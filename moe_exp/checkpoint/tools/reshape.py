@@ -242,9 +242,10 @@ def _expert_of(name: str) -> int:
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """Weights of `number` checkpoints, oldest first, with sum 1. `name`: the decay that they replace
-    (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight is `ema_decay` times
-    the next weight), or comma-separated numbers. ValueError for an unknown name or unsuitable numbers.
+    """Weights of `number` checkpoints, oldest first, with sum 1. `name`: the learning rate decay that the
+    average replaces (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight is
+    `ema_decay` times the next weight), or comma-separated numbers. ValueError for an unknown name or
+    unsuitable numbers.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]

@@ -11,7 +11,7 @@ from moe_exp.config.setting_types import NonNegative, PathText, Positive, expert
 
 
 class BackendSettings(ExpertSettings):
-    """Settings of the section Mixture of experts, from EXPERT_BACKEND on."""
+    """Settings of the section Mixture of experts, starting with EXPERT_BACKEND."""
 
     expert_backend: Annotated[str, one_of(EXPERT_BACKENDS, "auto")] = experts(
         "auto",

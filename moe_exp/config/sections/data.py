@@ -140,8 +140,8 @@ class DataSettings(OptimizerSettings):
 
     @property
     def stages(self) -> list[DataStage]:
-        """The initial stage (TRAIN_DATA and SEQ_LEN), then those of DATA_STAGES. Stages given in tokens start
-        at the start of a batch only after `with_stage_begins`.
+        """The initial stage (TRAIN_DATA and SEQ_LEN), then those of DATA_STAGES. Stages given in tokens begin
+        at a batch boundary only in the settings that `with_stage_begins` returns.
         """
         stages = [DataStage(0, self.train_data, self.seq_len)]
         for given in self._given_stages:

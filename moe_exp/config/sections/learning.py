@@ -54,7 +54,9 @@ class LearningSettings(ParallelSettings):
     gbsz: Positive = learning(64, "global batch size (samples)", costs=True)
     train_iters: Positive = learning(40000, "number of training iterations")
     warmup_iters: NonNegative = learning(
-        1000, "linear warm-up (iterations); unless given, at most a tenth of a given TRAIN_ITERS", measured=0
+        1000,
+        "linear warm-up (iterations); if TRAIN_ITERS is set, the default is at most a tenth of TRAIN_ITERS",
+        measured=0,
     )
     decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", measured=0)
     wsd_decay_iters: NonNegative = learning(

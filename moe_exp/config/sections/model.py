@@ -45,8 +45,8 @@ class ModelSettings(LaunchSettings):
     )
     q_lora_rank: OptionalWidth = model(0, "compressed width of queries (MLA); 0: no compression")
     kv_lora_rank: Width = model(512, "compressed width of keys and values (MLA)")
-    qk_head_dim: Width = model(128, "channels per query/key head without position embedding (MLA)")
-    qk_pos_emb_head_dim: Width = model(64, "channels per query/key head with position embedding (MLA)")
+    qk_head_dim: Width = model(128, "channels per query/key head that carry no position embedding (MLA)")
+    qk_pos_emb_head_dim: Width = model(64, "channels per query/key head that carry position embedding (MLA)")
     v_head_dim: Width = model(128, "channels per value head (MLA)")
     seq_len: Positive = model(2048, "sequence length (tokens per sample)")
     vocab_size: Positive = model(
@@ -226,7 +226,7 @@ class ModelSettings(LaunchSettings):
             yield self.problem("yarn_beta_fast", rule, "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1")
 
     def _without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
-        """Yields a line for each setting in `names` that was changed although `other` gives it no effect."""
+        """Yields a line for each changed setting in `names` that has no effect while `other` applies."""
         for name in names:
             if getattr(self, name) != (default := type(self).model_fields[name].default):
                 rule = f"has no effect while {other}"

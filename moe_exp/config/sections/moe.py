@@ -61,7 +61,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Flag per layer, true for MoE layers. A list is not adapted to NUM_LAYERS."""
+        """Flag per layer, true for MoE layers. A list in MOE_LAYER_FREQ sets the length, not NUM_LAYERS."""
         if not self.use_moe:
             return [False] * self.num_layers
         return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))

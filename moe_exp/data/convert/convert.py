@@ -292,7 +292,7 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
 def _publish(
     stage: CorpusStage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Checks the counts of all tasks against each other, the inputs and the disk; publishes the folder."""
+    """Checks that the tasks' results agree with each other, the inputs and the disk; publishes the folder."""
     # a lost or repeated document would go unnoticed in a corpus: every count must agree
     names = [f"{task:05d}.json" for task in range(main.num_tasks)]
     of_tasks = [[read_json(folder / name, fix=MAKE_AGAIN) for folder in counted] for name in names]

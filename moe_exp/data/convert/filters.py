@@ -149,7 +149,7 @@ class Counts:
         return self
 
     def then(self, following: Counts) -> Counts:
-        """Combines the counts of two passes; ValueError unless the second read what the first wrote."""
+        """Combines the counts of two passes; ValueError if the second did not read what the first wrote."""
         for what in _KEPT:
             if getattr(self.written, what) != getattr(following.read, what):
                 rule = "differs between the output of a pass and the input of the next"

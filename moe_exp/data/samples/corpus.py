@@ -70,7 +70,7 @@ class Corpus:
         return tokens
 
     def documents(self, index: int) -> tuple[int, ...]:
-        """Documents in window `index`, as numbers in the file."""
+        """Numbers (positions in the file) of the documents in window `index`."""
         return tuple(piece.document for piece in self._place(index))
 
     def _place(self, index: int) -> Iterable[CorpusPiece]:
@@ -168,7 +168,7 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Item(NamedTuple):
-    """Pieces of one length in a group. Each sample has `each` of these pieces; `first` is the index of the
+    """Pieces of one length in a group. `each`: number of these pieces in each sample; `first`: index of the
     group's first piece among all pieces of this length.
     """
 

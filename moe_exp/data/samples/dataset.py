@@ -309,7 +309,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
-    """Stream number of consumed sample `consumed`. `skipped`: as returned by `merged`."""
+    """Number that consumed sample `consumed` has in the stream. `skipped`: as returned by `merged`."""
     for first, end in skipped:
         if consumed < first:
             break
@@ -318,7 +318,7 @@ def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
 
 
 def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
-    """Stream numbers of the consumed samples [first, end). `skipped`: as returned by `merged`."""
+    """Numbers in the stream of the consumed samples [first, end). `skipped`: as returned by `merged`."""
     found = []
     begin = stream_number(first, skipped)
     while first < end:

@@ -56,7 +56,7 @@ class SampleOrder:
         documents: DocumentTokens | None = None,
     ) -> SampleOrder:  # fmt: skip
         """Order for `config` and files with this fingerprint and content. `stage_prints`: for each later
-        stage, a hash of both values. `documents`: ids of the tokens that begin and end documents.
+        stage, a hash of fingerprint and content. `documents`: ids of the tokens that begin and end documents.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(

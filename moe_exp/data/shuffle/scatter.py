@@ -77,7 +77,7 @@ def document_keys(seed: int, first: int, count: int) -> Keys:
 
 
 def text_choices(seed: int, text_digests: bytes) -> Keys:
-    """A number for each text, from text and seed only; the smallest numbers select the validation texts."""
+    """A number for each text, determined by text and seed; the smallest numbers mark validation texts."""
     start = xxhash.xxh3_64_intdigest(f"validation {seed}".encode())
     return mix(np.frombuffer(text_digests, dtype=">u8")[::2].astype(np.uint64) ^ np.uint64(start))
 
@@ -133,7 +133,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets for which a bucket's segment in a read buffer is worth a separate read."""
+    """Maximum number of buckets; with more, a bucket's part of a read buffer is too small to read alone."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 

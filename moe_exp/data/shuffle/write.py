@@ -109,7 +109,7 @@ def _read_back(output: _Output) -> dict[str, Any]:
 
 
 class Placed(NamedTuple):
-    """Records of documents, and for each document its task and the line's offset in the task's file."""
+    """Records of documents; for each document, its task and the offset of its line in the task's file."""
 
     records: NDArray[Any]
     tasks: NDArray[np.int32]
@@ -265,7 +265,7 @@ class LineBuffer:
                         some_bytes = self.view[begin : min(end, begin + _READ_BYTES)]
                         num_bytes = os.preadv(file.fileno(), [some_bytes], place)
                         if not num_bytes:
-                            raise ValueError(f"{path}: ends before its last line. Fix: add --start-over.")
+                            raise ValueError(f"{path}: is truncated. Fix: add --start-over.")
                         begin, place = begin + num_bytes, place + num_bytes
 
     def append_to(self, path: Path, begins: Places, ends: Places, order: Places) -> None:

@@ -64,7 +64,7 @@ class TokenBytes:
         self.note = self._probe(tokenizer, unknown)
 
     def _probe(self, tokenizer: TextTokenizer, unknown: int | None) -> str:
-        """Returns `note`, found by encoding example texts."""
+        """Encodes example texts and returns the text of `note`."""
         encode, lost = Encoders(tokenizer).get("tokenizers"), []
 
         def ids_of(text: str) -> Int64Array:

@@ -295,7 +295,7 @@ Pair = tuple[int, int]
 
 
 def rounds_of_pairs(count: int) -> list[list[Pair]]:
-    """At most 6 rounds of disjoint pairs (a, b), a < b < count; if count > 2, all have 2 or more partners."""
+    """At most 6 rounds of disjoint pairs (a, b), a < b < count; each number is in 2 or more if count > 2."""
     strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
     edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
     rounds: list[list[Pair]] = []

@@ -123,7 +123,7 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
 
 
 def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that jobs get from the submitting shell, and what to print as values; secrets are hidden."""
+    """Variables that jobs get from the submitting shell, with values to print; secret values are hidden."""
     names = [name for name in sorted(environ) if re.fullmatch(r"\w+", name, re.ASCII)]
     names = [name for name in names if name.startswith(PASSED_PREFIXES) and name not in settings.passed]
     passed = {name: "(not shown)" if _SECRET.search(name) else shown(environ[name]) for name in names}

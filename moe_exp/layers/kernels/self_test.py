@@ -307,7 +307,7 @@ def _case(run: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) 
 
 
 def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
-    """Kernel calls of router, drops and row order."""
+    """Calls of the kernels for routing, token dropping, row order and combining."""
     draw, num_tokens, num_experts, dtype = _Draw(device), 65, max(sizes.num_experts, 2), sizes.dtype
     topk_size, hidden = min(sizes.topk, num_experts), sizes.hidden_size
     slots = num_tokens * topk_size

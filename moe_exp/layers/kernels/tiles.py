@@ -157,7 +157,7 @@ def linear_unit(up, ACTIVATION: tl.constexpr):
 
 @jit
 def linear_unit_grad(dunit, up, ACTIVATION: tl.constexpr):
-    """Gradient of `up` from the gradient of the result of `linear_unit`."""
+    """Gradient of `up`, given the gradient `dunit` of the result of `linear_unit`."""
     if ACTIVATION == "clamped_swiglu":
         dunit = tl.where(tl.abs(up) > LIMIT, 0.0, dunit)
     return dunit

@@ -218,7 +218,7 @@ class Tuned:
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """File with the choice for other processes; its name hashes everything that the choice depends on."""
+        """File that shares the choice with other processes; named by a hash of what determines the choice."""
         on = device_facts()
         if not on:
             return None

@@ -1,6 +1,6 @@
 """Expert tensors as shards of Megatron's checkpoint tensors. Shape suffixes: see `moe_exp.layers`.
 
-Megatron's SequentialMLP and TEGroupedMLP write the same tensors in one of two formats, where `X` is
+Megatron's SequentialMLP and TEGroupedMLP write the same tensors in one of two formats. `X` stands for
 `linear_fc1.weight` [W, D], `linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
 
 - `experts.X`, with an expert axis before the axes of X. The gate is the first half of W.

@@ -42,8 +42,8 @@ def fp8_kept(config: Config) -> tuple[bool, bool]:
 
 
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
-    """Returns EXPERT_BACKEND or, for `auto`, the choice of `grouped_gemm.choose_backend`; `auto` stands for
-    the GPU backends other than triton, which all need the same memory.
+    """Returns EXPERT_BACKEND or, for `auto`, the choice of `grouped_gemm.choose_backend`. The result `auto`
+    stands for any GPU backend except triton; all of these need the same memory.
     """
     backend = priced(config, "expert_backend", {name: name for name in PRICED_BACKENDS})
     if backend != "auto":
@@ -147,7 +147,7 @@ def hidden_bytes(config: Config) -> float:
 
 
 def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float:
-    """Returns how many of a micro-batch's `tokens` a rank has between a layer's tensor-parallel products."""
+    """Returns how many of a micro-batch's `tokens` a rank has outside a layer's tensor-parallel products."""
     return tokens / config.tp if sequence_parallel else tokens
 
 

@@ -122,8 +122,8 @@ class DiskUse:
 def disk_use(
     config: Config, *, iteration: int = 0, there: Sequence[int] = (), one_bytes: int | None = None
 ) -> DiskUse:
-    """Returns the disk space that a run needs up to TRAIN_ITERS; an upper bound if some checkpoints are kept
-    for two reasons.
+    """Returns the disk space that a run needs up to TRAIN_ITERS. This is an upper bound, because a checkpoint
+    that is kept for two reasons may count twice.
 
     A checkpoint is removed only when the next one is complete (`which_to_remove`). The checkpoint from which
     the run resumed is also kept.

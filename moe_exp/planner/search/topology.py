@@ -121,7 +121,9 @@ class _Evaluation:
                 levels = levels or ({} if vpp else needed)
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
-        """Returns for each micro-batch size the lowest recompute index that fits and is at least `least`."""
+        """Returns, for each micro-batch size, the index of the first recompute setting that fits. `least`:
+        index at which the search starts, by size.
+        """
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
         # If the previous layout did not fit, this one probably won't either: try the smallest case first.
         if sizes and not self._last_fitted and not least:
@@ -157,7 +159,7 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """Returns the settings that determine the layers' time without recompute, which is a lower bound."""
+    """Returns the settings that determine how long the layers take at least: their time without recompute."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 

@@ -152,7 +152,7 @@ class Sweep:
         return [first, *others]
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
-        """Returns the rows of all cases in the lists, followed by other cases with results of earlier calls.
+        """Returns the rows of all cases in the lists, then those of other cases that earlier calls have run.
 
         With `retry_failed`, cases in the lists that failed, ran out of memory or timed out count as not run.
         """

@@ -34,7 +34,7 @@ class SweepSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpus: Sizes = Field((), description="list of GPU counts per node (process counts on a CPU)")
-    nodes: Sizes = Field((), description="list of node counts; more than 1 requires EXECUTOR=slurm")
+    nodes: Sizes = Field((), description="list of node counts; counts above 1 require EXECUTOR=slurm")
     tps: Sizes = Field((), description="list of tensor-parallel sizes, such as '1 2 4'")
     pps: Sizes = Field((), description="list of pipeline-parallel sizes")
     vpps: OptionalSizes = Field((), description="list of model chunks per pipeline rank, such as 'none 2'")

@@ -187,7 +187,7 @@ def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
 
 
 def to_markdown(rows: Sequence[Row], title: str) -> str:
-    """Returns a table of measured rows, fastest first per GPU count, then other rows, then rejections."""
+    """Returns a table of layouts by status, GPU count and time, followed by the rejected layouts."""
     lines, by_status = [f"# {title}"], _FASTEST_FIRST.index
     layouts = [row for row in rows if row.status != "rejected"]
     layouts.sort(key=lambda row: (by_status(row.status), row.case.config.world_size, row.seconds or 0.0))

@@ -65,7 +65,7 @@ class Watchdog:
     _kept: dict[Path, Memory] = field(default_factory=dict)  # lets a daemon survive a full disk
 
     def check(self, *, now: float | None = None) -> list[RunCheck]:
-        """Checks all runs and sends a message if needed; ValueError if another check does not end."""
+        """Checks all runs and sends a message if needed; ValueError if another check takes too long."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS):
