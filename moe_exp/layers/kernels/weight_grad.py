@@ -180,8 +180,8 @@ def weight_grad(
         b_index_R: int32, row of `b` for each row; None: `b` is already sorted.
         order_L: from `expert_order`, for several calls with the same offsets; None: computed. It changes only
             the time.
-        out: fp32 or bf16 [L, M, N] to add to in place, such as Megatron's main_grad; its last dimension must be
-            contiguous.
+        out: fp32 or bf16 [L, M, N] to add to in place, such as Megatron's main_grad; the last dimension must
+            be contiguous.
         adds: False: overwrite `out` instead.
 
     Returns:
