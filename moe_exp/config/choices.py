@@ -13,6 +13,9 @@ from typing import Any
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
+RECOMPUTED_IN_MOE = ("moe_act", "router", "shared_expert", "experts")
+RECOMPUTED = ("norm", "mla_up_proj", "core_attn", *RECOMPUTED_IN_MOE)  # choices of RECOMPUTE_MODULES
+
 
 @dataclass(frozen=True)
 class Score:

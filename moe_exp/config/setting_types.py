@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from moe_exp.config.choices import LOSSES, NO_LOSS
+from moe_exp.config.choices import LOSSES, NO_LOSS, RECOMPUTED
 from moe_exp.config.parsers import read_groups, read_points, read_stages
 from moe_exp.host.files import ending, is_url
 
@@ -100,6 +100,11 @@ def _losses(text: str) -> None:
         raise ValueError(f"{shown(unknown[0] or 'empty text')} is not a loss")
     if len(kinds) > 1 and (set(kinds) & set(NO_LOSS) or len(set(kinds)) < len(kinds)):
         raise ValueError("must not repeat a loss, nor combine none or sinkhorn with other losses")
+
+
+def _modules(text: str) -> None:
+    if unknown := set(text.split(",")) - set(RECOMPUTED) if text else ():
+        raise ValueError(f"{shown(min(unknown) or 'empty text')} is not one of {', '.join(RECOMPUTED)}")
 
 
 def _numbers(text: str) -> None:
@@ -248,6 +253,7 @@ _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
 LayerPattern = Annotated[str, _text(_layer_pattern)]
 LossKinds = Annotated[str, _text(_losses)]
+Modules = Annotated[str, _text(_modules)]
 Numbers = Annotated[str, _text(_numbers)]
 OptionalNumbers = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
 _RULE = "must be a whole number or a comma-separated list of whole numbers"

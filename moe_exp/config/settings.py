@@ -52,7 +52,9 @@ class Config(ReliabilitySettings):
             self.document_packing == "best_fit",
             **{f"{name}: the random state is kept on the host": value for name, value in random.items()},
             f"RECOMPUTE={self.recompute}: Megatron's recomputation reads the random state on the host":
-            self.recompute != "none",
+            self.recompute == "full" or "moe" in self.recomputed,
+            "RECOMPUTE_MODULES with mla_up_proj, shared_expert or core_attn: Megatron's recomputation reads "
+            "the random state on the host": self.recomputed & {"mla_up_proj", "shared_expert", "core_attn"},
             "LOG_TIMERS: the timers run on the host": self.log_timers,
             "DTYPE=fp16: the loss scale changes": self.dtype == "fp16",
             f"FP8={self.fp8}: not supported": self.fp8 != "none",

@@ -18,6 +18,7 @@ from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.megatron.rotary import install_rotary
+from moe_exp.layers.megatron.saved_tensors import NormRecompute
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
@@ -34,7 +35,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def use_te(config: Config) -> bool:
     """Whether the modules around the MoE layer are Transformer Engine's."""
     if config.impl == "auto":
-        return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+        # Transformer Engine computes a norm together with the following projection
+        return (
+            "norm" not in config.recomputed
+            and torch.cuda.is_available()
+            and importlib.util.find_spec("transformer_engine") is not None
+        )
     return config.impl == "te"
 
 
@@ -105,13 +111,12 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
     if config.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
         recompute["recompute_num_layers"] = 1
-    elif config.recompute != "none":
-        module = "moe" if config.recompute == "selective" else config.recompute
+    elif config.recomputed:
         recompute = {
             "recompute_granularity": "selective",
-            "recompute_modules": [module if config.use_moe else "core_attn"],
+            "recompute_modules": sorted(config.recomputed & {"core_attn", "mla_up_proj", "moe", "moe_act"}),
             # Megatron accepts recomputation of the activation only with grouped experts.
-            "moe_grouped_gemm": config.use_moe and module == "moe_act",
+            "moe_grouped_gemm": "moe_act" in config.recomputed,
         }
     return recompute | {
         "tensor_model_parallel_size": config.tp,
@@ -165,6 +170,8 @@ def _moe_settings(config: Config) -> dict[str, Any]:
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
     """Sets values that our layers support, but that TransformerConfig refuses or has no field for."""
     settings.context_stripes = config.context_stripes
+    if config.recomputed:
+        settings.recompute_modules += sorted(config.recomputed - set(settings.recompute_modules))
     if config.use_moe:
         losses = config.balancing_losses
         settings.moe_router_score_function = config.router_score
@@ -312,6 +319,8 @@ def build_chunk(
         for module in list(chunk.modules()):  # the model has one, or with latent attention each layer
             if isinstance(rotary := getattr(module, "rotary_pos_emb", None), nn.Module):
                 module.rotary_pos_emb = RestartingPositions(rotary)
+    if "norm" in config.recomputed:
+        NormRecompute(chunk)
     if initial_weights:
         initialize_weights(chunk, config)
     return chunk

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from moe_exp.config.choices import SCORES
 from moe_exp.layers import losses
@@ -49,6 +50,7 @@ class MoELayer(nn.Module):
         context_parallel_size: number of context parallel ranks within `microbatch_group`; each holds the
             blocks of a sequence that Megatron assigns to it (see `sequence_blocks`).
         context_stripes: number of stripes of a sequence, see `sequence_blocks`.
+        recompute_router: run the router again in backward instead of keeping scores and choice.
 
     Attributes:
         statistics: sums for the log, collected in training.
@@ -57,11 +59,12 @@ class MoELayer(nn.Module):
 
     def __init__(
         self, *, router: Router, dispatcher: Dispatcher, experts: Experts, settings: MoESettings,
-        shared: nn.Module | None = None, down: Callable[[Tensor], Tensor] | None = None,
+        shared: Callable[[Tensor], Tensor] | None = None, down: Callable[[Tensor], Tensor] | None = None,
         up: Callable[[Tensor], Tensor] | None = None, microbatch_group: ProcessGroup | None = None,
-        context_parallel_size: int = 1, context_stripes: int = 1,
+        context_parallel_size: int = 1, context_stripes: int = 1, recompute_router: bool = False,
     ):  # fmt: skip
         super().__init__()
+        self.recompute_router = recompute_router
         for loss in settings.aux_losses:
             if (state := loss.needs.state) and not hasattr(router, state):
                 rule, field = f"requires the router's buffer {state}", loss.needs.state_field
@@ -147,7 +150,14 @@ class MoELayer(nn.Module):
         self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None
     ) -> RoutingDecision:
         """Routes tokens, drops slots over capacity. `shape`: shape of the input without D; None: [T]."""
-        decision: RoutingDecision = self.router(x_TD, padding_mask_T)
+        decision: RoutingDecision
+        if self.recompute_router and self.is_training:
+            # reading the random state would wait for the device
+            is_random = self.router.config.jitter > 0 or self.router.config.assignment == "zipf"
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random}
+            decision = checkpoint(self.router, x_TD, padding_mask_T, **options)
+        else:
+            decision = self.router(x_TD, padding_mask_T)
         # Only in training: in evaluation, a token's output must not depend on other tokens.
         rounds = self.settings.token_rounding > 0 and self.is_training
         if self.settings.capacity_factor is None and not rounds:

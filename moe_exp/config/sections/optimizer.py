@@ -84,9 +84,7 @@ class OptimizerSettings(LearningSettings):
         "may be slower; operations without a deterministic algorithm end the run",
         costs=True,
     )
-    dtype: Literal["fp32", "bf16", "fp16"] = learning(
-        "bf16", "data type for computation", costs=True
-    )
+    dtype: Literal["fp32", "bf16", "fp16"] = learning("bf16", "data type for computation", costs=True)
 
     def deterministic_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Variables that DETERMINISTIC requires and `environ` does not define."""

@@ -4,9 +4,11 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from moe_exp.config.choices import RECOMPUTED, RECOMPUTED_IN_MOE
 from moe_exp.config.errors import choices, divisors, multiples, problem
 from moe_exp.config.sections.backends import BackendSettings
 from moe_exp.config.setting_types import (
+    Modules,
     NonNegative,
     NumRanks,
     OptionalPositive,
@@ -54,12 +56,27 @@ class ParallelSettings(BackendSettings):
         "activation recomputation; moe_act: the experts' activation function; selective: MoE layers; full: "
         "every layer (in a dense model, both moe_act and selective: the attention scores)",
     )
+    recompute_modules: Modules = layout(
+        "",
+        f"modules whose results backward recomputes, comma-separated ({', '.join(RECOMPUTED)}); experts: the "
+        "first projection and the activation function",
+    )
     cuda_graph: Literal["auto", "on", "off"] = layout(
         "auto",
         "run forward and backward of each micro-batch as one CUDA graph; auto: on a GPU if all settings "
         "allow it; on: fail if they do not, and exchange gradients only after the backward pass (no OVERLAP)",
         compared=False,
     )
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """Modules that backward recomputes, by RECOMPUTE_MODULES or RECOMPUTE; `moe`: whole MoE layers."""
+        if self.recompute in ("none", "full"):
+            # a dense run in a comparison ignores the modules of MoE layers
+            ignored = {""} if self.use_moe else {"", *RECOMPUTED_IN_MOE}
+            return frozenset(self.recompute_modules.split(",")) - ignored
+        moe = "moe" if self.recompute == "selective" else self.recompute
+        return frozenset({moe if self.use_moe else "core_attn"})
 
     @property
     def data_parallel_size(self) -> int:
@@ -96,6 +113,28 @@ class ParallelSettings(BackendSettings):
         yield from self._pipeline_problems()
         if self.vpp is not None:
             yield from self._chunk_problems(self.vpp)
+        if self.recompute_modules:
+            yield from self._recompute_problems()
+
+    def _recompute_problems(self) -> Iterator[str]:
+        chosen = self.recomputed
+        needs = {"mla_up_proj": "MULTI_LATENT_ATTENTION=true", "shared_expert": "SHARED_EXPERT_SIZE"}
+        has = {"mla_up_proj": self.multi_latent_attention, "shared_expert": self.shared_expert_size > 0}
+        for name in sorted(chosen & set(needs)):
+            if not has[name]:
+                rule = f"the model has no {name} without {needs[name]}"
+                yield self.problem("recompute_modules", rule, f"remove {name}, or set {needs[name]}")
+        yield from self.broken(
+            (self.recompute != "none", "recompute_modules",
+             f"cannot be combined with RECOMPUTE={self.recompute}",
+             "set RECOMPUTE=none (instead of moe_act, list moe_act here)"),
+            ("norm" in chosen and self.impl == "te", "recompute_modules",
+             "Transformer Engine computes a norm together with the following projection and keeps its result",
+             "remove norm, or set IMPL=local"),
+            (bool(chosen & {"experts", "router"}) and self.fp8 != "none" and not self.is_fp8_by_kernels,
+             "recompute_modules", f"FP8={self.fp8} by Transformer Engine cannot recompute experts or router",
+             "remove both, or set RECOMPUTE=selective"),
+        )  # fmt: skip
 
     def _expert_parallel_problems(self) -> Iterator[str]:
         yield from self.must_divide("ep", "NUM_EXPERTS", self.num_experts)

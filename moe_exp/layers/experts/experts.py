@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moe_exp.layers.activations import (
     ACTIVATIONS,
@@ -57,6 +59,7 @@ class Experts(nn.Module):
             D / etp_size columns of the second bias and adds them to its partial sum.
         recompute_activation: recompute the input of the second GEMM in backward, as fused.py and loop.py
             always do.
+        recompute_hidden: also recompute the result of the first GEMM.
         adds_to_main_grad: the `triton` backend adds weight gradients to Megatron's `main_grad`, see fused.py.
         fp8: the `triton` backend computes its matrix products in e4m3, see kernels/fp8.
 
@@ -68,8 +71,8 @@ class Experts(nn.Module):
     def __init__(
         self, *, num_local_experts: int, hidden_size: int, ffn_size: int, activation: str, backend: str,
         bias: bool = False, etp_rank: int = 0, etp_size: int = 1, recompute_activation: bool = False,
-        adds_to_main_grad: bool = False, fp8: bool = False, dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        recompute_hidden: bool = False, adds_to_main_grad: bool = False, fp8: bool = False,
+        dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
     ):  # fmt: skip
         super().__init__()
         _check_activation(activation)
@@ -87,6 +90,7 @@ class Experts(nn.Module):
             check_fp8_kernels(backend, device)
         self.activation, self.gated, self.fp8 = activation, ACTIVATIONS[activation].gated, fp8
         self.backend, self.recompute_activation = backend, recompute_activation
+        self.recompute_hidden = recompute_hidden
         self.adds_to_main_grad = adds_to_main_grad
         self.grouped_gemm = None if backend in FUSED else BACKENDS[backend]  # not used by loop.py
         width, part = ffn_size * (2 if self.gated else 1), hidden_size // etp_size
@@ -119,7 +123,8 @@ class Experts(nn.Module):
             return experts_of_tokens(x_TD, weights_TK, expert_TK, kept_TK, **self._fused_options())
         num_experts, rows = self.weight1.size(0), inputs.rows_per_expert
         order, counts_E, _ = local_row_order(decision, num_experts=num_experts, rows_per_expert=rows)
-        return self._loop(x_TD, order.weights(weights_TK), counts_E, order)
+        run = partial(self._loop, counts_L=counts_E, order=order)
+        return self._recomputed(run, x_TD, order.weights(weights_TK))
 
     @property
     def needs_padding(self) -> bool:
@@ -138,9 +143,22 @@ class Experts(nn.Module):
         if self.grouped_gemm is None:
             return experts_of_rows(rows_RD, weights_R, counts_L, **self._fused_options())
         if self._is_loop_on_cpu(rows_RD):
-            return self._loop(rows_RD, weights_R, counts_L)
+            return self._recomputed(partial(self._loop, counts_L=counts_L), rows_RD, weights_R)
         if splits is None and self.backend in BY_SPLITS:
             splits = tuple(counts_L.tolist())  # once for both GEMMs
+        run = partial(self._by_grouped_gemm, counts_L=counts_L, splits=splits)
+        return self._recomputed(run, rows_RD, weights_R)
+
+    def _recomputed(self, run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights_R: Tensor) -> Tensor:
+        """`run(x, weights_R)`, again in backward (up to the last saved tensor) with `recompute_hidden`."""
+        if not (self.recompute_hidden and torch.is_grad_enabled()):
+            return run(x, weights_R)
+        return cast(Tensor, checkpoint(run, x, weights_R, use_reentrant=False, preserve_rng_state=False))
+
+    def _by_grouped_gemm(
+        self, rows_RD: Tensor, weights_R: Tensor, counts_L: Tensor, splits: tuple[int, ...] | None
+    ) -> Tensor:
+        assert self.grouped_gemm is not None
         hidden_RW = self.grouped_gemm(rows_RD, self.weight1.transpose(1, 2), counts_L, splits)
         if self.bias1 is not None:
             hidden_RW = hidden_RW + _BiasOfRows.apply(self.bias1, counts_L, rows_RD.size(0))
@@ -167,6 +185,7 @@ class Experts(nn.Module):
             "bias2_LD": self._whole_bias2(),
             "activation": self.activation,
             "adds_to_main_grad": self.adds_to_main_grad,
+            "recompute_hidden": self.recompute_hidden,
             "fp8": self.fp8,
         }
 

@@ -21,7 +21,7 @@ from moe_exp.layers.kernels.weight_grad import expert_order, main_grad_of, place
 def experts_of_tokens(
     x_TD: Tensor, weights_TK: Tensor, expert_TK: Tensor, kept_TK: Tensor | None, weight1_LWD: Tensor,
     weight2_LDF: Tensor, bias1_LW: Tensor | None = None, bias2_LD: Tensor | None = None, *, activation: str,
-    adds_to_main_grad: bool = False, fp8: bool = False,
+    adds_to_main_grad: bool = False, recompute_hidden: bool = False, fp8: bool = False,
 ) -> Tensor:  # fmt: skip
     """y_t = sum over the kept slots k of w_tk * expert_tk(x_t), [T, D], if all experts are on this rank.
 
@@ -31,18 +31,18 @@ def experts_of_tokens(
         weights_TK: router weights, used in fp32.
         kept_TK: bool, True for slots that are not dropped; None: no slot is dropped.
         weight1_LWD: first projection, gate half first.
-        adds_to_main_grad, fp8: see `experts_of_rows`.
+        adds_to_main_grad, recompute_hidden, fp8: see `experts_of_rows`.
     """
     slot_N, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
     places = offsets_L1, slot_N, row_N.view(expert_TK.shape)
     parameters = weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
-    return _run(x_TD, weights_TK, *parameters, *places, activation, adds_to_main_grad, fp8)
+    return _run(x_TD, weights_TK, *parameters, *places, activation, adds_to_main_grad, recompute_hidden, fp8)
 
 
 def experts_of_rows(
     x_RD: Tensor, weights_R: Tensor, tokens_per_expert_L: Tensor, weight1_LWD: Tensor, weight2_LDF: Tensor,
     bias1_LW: Tensor | None = None, bias2_LD: Tensor | None = None, *, activation: str,
-    adds_to_main_grad: bool = False, fp8: bool = False,
+    adds_to_main_grad: bool = False, recompute_hidden: bool = False, fp8: bool = False,
 ) -> Tensor:  # fmt: skip
     """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert.
 
@@ -53,11 +53,13 @@ def experts_of_rows(
         adds_to_main_grad: if a weight has Megatron's `main_grad`, the kernels add its gradient to
             `main_grad`, or overwrite `main_grad` if `grad_added_to_main_grad` is False, and its `grad`
             contains no valid values. Ignored under torch.compile.
+        recompute_hidden: compute the first projection again in backward instead of keeping its result.
         fp8: compute the matrix products in e4m3, see kernels/fp8.
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
     parameters = weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
-    return _run(x_RD, weights_R, *parameters, offsets_L1, None, None, activation, adds_to_main_grad, fp8)
+    options = activation, adds_to_main_grad, recompute_hidden, fp8
+    return _run(x_RD, weights_R, *parameters, offsets_L1, None, None, *options)
 
 
 def _run(*args: Any) -> Tensor:
@@ -72,7 +74,8 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, weight1_LWD: Tensor, weight2_LDF: Tensor,
         bias1_LW: Tensor | None, bias2_LD: Tensor | None, offsets_L1: Tensor, slot_R: Tensor | None,
-        row_TK: Tensor | None, activation: str, adds_to_main_grad: bool, fp8: bool, has_backward: bool,
+        row_TK: Tensor | None, activation: str, adds_to_main_grad: bool, recompute_hidden: bool, fp8: bool,
+        has_backward: bool,
     ) -> Tensor:  # fmt: skip
         # The kernels read the weights contiguously; reshape keeps the strides if it can return a view.
         x, weights_R, token_R = x.contiguous(), weights.reshape(-1).float().contiguous(), None
@@ -82,16 +85,17 @@ class _Experts(torch.autograd.Function):
         product: Any = in_fp8.grouped_matmul if fp8 else grouped_matmul
         gathering: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
         # Not `|`, which torch.compile supports only in later versions.
-        options = {**gathering, "bias1_LW": bias1_LW, "keeps_hidden": has_backward}
+        options = {**gathering, "bias1_LW": bias1_LW, "keeps_hidden": has_backward and not recompute_hidden}
         hidden_RW, active_RF = up(x, weight1_LWD, offsets_L1, **options)
         of_bias = None if bias2_LD is None else weights_R
         y_RD = product(active_RF, weight2_LDF.transpose(1, 2), offsets_L1, bias2_LD, of_bias)
         # In bf16 with a gated activation, about 2TD + 4TKF bytes. Backward recomputes the input of the second
         # projection, as in SonicMoE (arXiv:2512.14080).
         ctx.save_for_backward(
-            x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, offsets_L1, token_R, row_TK, hidden_RW
+            x, weights_R, weight1_LWD, weight2_LDF, bias1_LW, bias2_LD, offsets_L1, token_R, row_TK, hidden_RW
         )
         ctx.activation, ctx.weights_dtype, ctx.fp8 = activation, weights.dtype, fp8
+        ctx.recompute_hidden = recompute_hidden
         ctx.parameters = None, None
         if adds_to_main_grad and not torch.compiler.is_compiling():
             # Saved tensors may be unpacked as new objects, which lack Megatron's attributes.
@@ -102,13 +106,16 @@ class _Experts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Read once: under torch.utils.checkpoint a second access is an error.
-        x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, *places, hidden_RW = ctx.saved_tensors
+        x, weights_R, weight1_LWD, weight2_LDF, bias1_LW, bias2_LD, *places, hidden_RW = ctx.saved_tensors
         offsets_L1, token_R, row_TK = places
         dy = grads[0].contiguous()
         back: Any = in_fp8.activation_grad if ctx.fp8 else activation_grad
         product: Any = in_fp8.grouped_matmul if ctx.fp8 else grouped_matmul
         sums: Any = in_fp8.weight_grad if ctx.fp8 else weight_grad
         options = {"activation": ctx.activation, "token_R": token_R, "weights_R": weights_R}
+        if ctx.recompute_hidden:
+            up: Any = in_fp8.up_projection if ctx.fp8 else up_projection
+            hidden_RW, _ = up(x, weight1_LWD, offsets_L1, bias1_LW=bias1_LW, keeps_hidden=True, **options)
         dhidden_RW, weighted_RF, dweights_R = back(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
         dx = dweights = dweight1 = dweight2 = dbias1 = dbias2 = None
         main1, main2 = (
@@ -151,4 +158,4 @@ class _Experts(torch.autograd.Function):
             dweight2 = placeholder(ctx.parameters[1])
         if main1 is not None:
             dweight1 = placeholder(ctx.parameters[0])
-        return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 7
+        return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 8

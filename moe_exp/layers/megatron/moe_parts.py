@@ -144,8 +144,8 @@ class MegatronExperts(Experts):
             bias=config.add_bias_linear,
             etp_rank=self.place.etp_rank,
             etp_size=self.place.etp_size,
-            recompute_activation=config.recompute_granularity == "selective"
-            and "moe_act" in config.recompute_modules,
+            recompute_activation="moe_act" in recomputed_modules(config),
+            recompute_hidden="experts" in recomputed_modules(config),
             adds_to_main_grad=True,  # does not need Apex, unlike gradient_accumulation_fusion
             fp8=fp8,
             dtype=config.params_dtype,
@@ -250,15 +250,16 @@ class MegatronMoELayer(MegatronMoE):
             projections = latent_projections(config, latent_linear, groups.tp, device_of_model())
             # The names that Megatron's checkpoints use.
             self.fc1_latent_proj, self.fc2_latent_proj = projections
-        self.moe_layer_recompute = (
-            config.recompute_granularity == "selective" and "moe" in config.recompute_modules
-        )
+        recomputed, shared = recomputed_modules(config), self.shared_experts
+        self.moe_layer_recompute = "moe" in recomputed
+        if shared is not None and not recomputed.isdisjoint({"shared_expert", "shared_experts"}):
+            shared = partial(self._recomputed, shared)
         layer = MoELayer(
             router=self.router, dispatcher=_dispatcher(dispatcher, config, groups), experts=self.experts,
-            settings=_settings(config, losses, min_capacity, token_rounding), shared=self.shared_experts,
+            settings=_settings(config, losses, min_capacity, token_rounding), shared=shared,
             down=projecting(self.fc1_latent_proj), up=projecting(self.fc2_latent_proj),
             microbatch_group=groups.tp_cp, context_parallel_size=groups.cp.size(),
-            context_stripes=getattr(config, "context_stripes", 1),
+            context_stripes=getattr(config, "context_stripes", 1), recompute_router="router" in recomputed,
         )  # fmt: skip
         # In a tuple, so that parameters are registered only once, under Megatron's names.
         self._token_layer = (layer,)
@@ -310,6 +311,11 @@ class MegatronMoELayer(MegatronMoE):
 
     def backward_dw(self, *args: Any, **kwargs: Any) -> None:
         self.experts.backward_dw()
+
+
+def recomputed_modules(config: TransformerConfig) -> set[str]:
+    """Modules that backward recomputes: Megatron's names, and those of RECOMPUTE_MODULES."""
+    return set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
 
 
 def _settings(

@@ -93,12 +93,16 @@ class _Account:
         attention = self._attention() - sum(size for name, size in saved.items() if name != "mlp")
         common = {"attention": attention, "norms, dropout": 2 * norm + 2 * mask}
         dense, experts = {}, self._experts() if self._has_moe else {}
+        for name, size in self._saved_in_moe().items():
+            experts[name.replace("_", " ")] -= size
         if self._has_dense:
             mlp = self._tokens * self._input * self._hidden
             mlp += self._all_tokens * self._mlp(config.ffn_hidden_size / self._tp)
             dense = common | {"dense MLP": mlp - saved.get("mlp", 0.0)}
         moe = common | experts if self._has_moe else {}
-        recomputed = max(saved.values(), default=0.0)
+        # backward recomputes one module after another, and one of a layer's two norms
+        again = saved | self._saved_in_moe()
+        recomputed = max((size / 2 if name == "norm" else size for name, size in again.items()), default=0.0)
         if config.recompute == "full":
             shared = 0.0 if self._norms_in_fp32 and width < 4 else hidden  # the norm's input is already kept
             recomputed = max(sum(dense.values()), sum(moe.values())) - shared
@@ -130,17 +134,43 @@ class _Account:
 
     def _saved(self) -> dict[str, float]:
         """Bytes that a layer need not keep because of `Engine.recompute`, by module."""
-        modules = self._job.engine.recompute
-        if not modules or self._config.recompute == "full":
+        modules, config = self._job.engine.recompute, self._config
+        if not modules or config.recompute == "full":
             return {}
         query, key, value, result = self._channels
-        heads = self._width * self._all_tokens / self._tp
-        is_latent = self._config.multi_latent_attention
+        per_token = self._all_tokens / self._tp
+        heads = self._width * per_token
+        of_latent = [config.q_lora_rank, config.kv_lora_rank] if config.multi_latent_attention else []
         sizes = {
             "layernorm": 2 * self._input * self._tokens * self._hidden,
-            "mla_up_proj": heads * (query + key + value) if is_latent else 0.0,
+            "norm": self._tokens
+            * (2 * self._input * self._hidden + self._width * sum(of_latent) * config.qk_norm),
+            "mla_up_proj": heads * (query + key + value) if of_latent else 0.0,
             "core_attn": heads * result,
-            "mlp": self._all_tokens * self._mlp(self._config.ffn_hidden_size / self._tp),
+            "mlp": self._all_tokens * self._mlp(config.ffn_hidden_size / self._tp),
+        }
+        if self._on_cpu:
+            if self._norms_in_fp32 and self._width < 4:  # then the input is kept instead
+                sizes["norm"] = 0.0
+            sizes["core_attn"] = 4 * config.num_heads * per_token  # the result is the projection's input
+            if self._writes_scores:
+                sizes["core_attn"] = per_token * self._core() - heads * (query + key + value + result)
+            if "core_attn" not in modules and of_latent:  # the core keeps copies of queries and keys, in fp32
+                sizes["mla_up_proj"] = heads * value if self._width == 4 else 0.0
+        return {name: size for name, size in sizes.items() if name in modules}
+
+    def _saved_in_moe(self) -> dict[str, float]:
+        """The same for the modules of an MoE layer."""
+        modules, config, experts = self._job.engine.recompute, self._config, self._has_moe and self._experts()
+        if not experts or config.recompute != "none":
+            return {}
+        router_width = priced(config, "router_dtype", {"fp32": 4, "fp64": 8})
+        # the losses keep scores or logits, and the experts weights
+        router = router_width * config.num_router_outputs * (1 + self._score.per_expert) + 8 * config.topk
+        sizes = {
+            "router": self._tokens * router,
+            "experts": experts["experts"],
+            "shared_expert": experts.get("shared expert", 0.0),
         }
         return {name: size for name, size in sizes.items() if name in modules}
 
@@ -253,7 +283,7 @@ class _Account:
         if not gathers_itself:  # the row, and indices in both directions
             indices = 16 + (24 if config.ep * config.etp > 1 else 0)
             dispatched = self._expert_input * self._expert_hidden + 4 + indices
-            is_computed_again = config.recompute == "moe_act" or runs_as_one
+            is_computed_again = "moe_act" in config.recomputed or runs_as_one
             computed += self._expert_input * (0 if is_computed_again else ffn)
         # scores, choice and chosen scores of a token; its logits, if a loss or the score needs them
         router_width = priced(config, "router_dtype", {"fp32": 4, "fp64": 8})

@@ -29,8 +29,8 @@ class Engine:
     # parts of a layer in CUDA graphs: attn, mlp, moe_router, moe_preprocess; all: the whole iteration
     graphs: frozenset[str] = frozenset()
     static_rows: bool = False  # fixed number of rows per rank for its experts, without waiting for counts
-    # modules recomputed in the backward pass in addition to RECOMPUTE: layernorm, mla_up_proj, core_attn, mlp
-    # (in layers without experts)
+    # modules recomputed in the backward pass in addition to RECOMPUTE: of RECOMPUTE_MODULES, or layernorm and
+    # mlp (in layers without experts)
     recompute: frozenset[str] = frozenset()
     is_nvfp4: bool = False  # products selected by FP8 use NVFP4
     fp8_attention: bool = False  # attention scores and weighted values in FP8
@@ -80,7 +80,11 @@ class PlannedJob:
             sharding="distributed" if config.distributed_optimizer else "none",
             sequence_parallel=config.tp > 1,
             fused_attention=True,
-            engine=Engine(gradient_bytes=gradient, reduced_bytes=gradient),
+            engine=Engine(
+                gradient_bytes=gradient,
+                reduced_bytes=gradient,
+                recompute=config.recomputed if config.recompute_modules else frozenset(),
+            ),
         )
 
     @property

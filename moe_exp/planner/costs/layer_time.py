@@ -52,15 +52,21 @@ class LayerTimes:
         """Seconds of forward that backward repeats, for each value of RECOMPUTE and of `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts_moe - self.starts_dense
+        first = 2 / 3  # of the experts' products: the first projection has twice the width if gated
         return {
             "none": 0.0,
             "moe_act": forward["activation"] if is_moe else 0.0,
             "selective": moe if is_moe else 0.0,  # dense layers of an MoE model are not recomputed
             "full": self.layer(is_moe).forward,
-            "layernorm": forward["norms"] * 0.4,  # the norms' share of the residual bytes
+            **dict.fromkeys(
+                ("norm", "layernorm"), forward["norms"] * 0.4
+            ),  # their share of the residual bytes
             "mla_up_proj": forward["up_projections"],
             "core_attn": forward["core"],
             "mlp": 0.0 if is_moe else forward["mlp"],
+            "router": forward["router"] if is_moe else 0.0,
+            "shared_expert": forward["shared_expert"] if is_moe else 0.0,
+            "experts": forward["experts"] * first + forward["activation"] if is_moe else 0.0,
         }
 
 

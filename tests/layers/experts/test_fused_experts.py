@@ -300,18 +300,23 @@ def backward_of(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fp8", "limit"),
-    [(FP32, False, 1e-6), (torch.bfloat16, False, 1e-2), (torch.bfloat16, True, 1e-2)],
-)
+    ("dtype", "main_grad", "fp8", "limit"),
+    [
+        (FP32, FP32, False, 1e-6), (torch.bfloat16, FP32, False, 1e-2), (torch.bfloat16, FP32, True, 1e-2),
+        (torch.bfloat16, torch.bfloat16, False, 2e-2), (torch.bfloat16, torch.bfloat16, True, 2e-2),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("is_first", [False, True])
-def test_gradients_are_added_to_main_grad(dtype, fp8, limit, is_first):
+def test_gradients_are_added_to_main_grad(dtype, main_grad, fp8, limit, is_first):
     """The first of two micro-batches overwrites what is there, if no other one came before."""
     options = {"dtype": dtype, "fp8": fp8}
     plain, _ = backward_of(adds_to_main_grad=False, **options)
-    experts, before = backward_of(**options, repeats=2, main_grad=FP32, grad_added_to_main_grad=not is_first)
+    experts, before = backward_of(
+        **options, repeats=2, main_grad=main_grad, grad_added_to_main_grad=not is_first
+    )
     for (name, weight), ordinary in zip(experts.named_parameters(), plain.parameters(), strict=True):
         kept = torch.zeros_like(before[name]) if is_first else before[name]
-        added = (weight.main_grad - kept) / 2
+        added = (weight.main_grad.float() - kept.float()) / 2
         assert (added - ordinary.grad).norm() < limit * ordinary.grad.norm()
         assert torch.equal(weight.main_grad[1], kept[1])  # the expert without rows
         assert weight.grad_added_to_main_grad
@@ -339,7 +344,6 @@ def test_what_is_returned_beside_main_grad(twins):
         {"adds_to_main_grad": False, "main_grad": torch.float32},
         {},  # as under FSDP2
         {"main_grad": torch.float32, "__fsdp_param__": True},  # a new buffer for each gradient
-        {"main_grad": torch.bfloat16},  # without grad_reduce_in_fp32
     ],
 )
 def test_ordinary_gradients_without_a_main_grad_to_add_to(options, twins):

@@ -1,0 +1,83 @@
+"""Recomputes the results of norms in backward instead of keeping them (RECOMPUTE_MODULES=norm).
+
+The layers after a norm save its result, which is as large as the hidden state that the norm itself saves.
+Saved-tensor hooks replace the result by a handle; the first layer that needs it in backward computes it again
+for all of them. Unlike Megatron's recomputation of norms, this reads no random state, so it works in CUDA
+graphs, and it does not depend on which layer runs first.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_NORMS = (nn.RMSNorm, nn.LayerNorm)
+
+
+class _Result:
+    """The result of a norm. `x` returns the input of the norm."""
+
+    def __init__(self, norm: nn.Module, x: Callable[[], Tensor], result: Tensor):
+        self._norm, self._x = norm, x
+        self._again: Tensor | None = None
+        # While this reference exists, no other storage has the same `cdata`.
+        self.storage = StorageWeakRef(result.untyped_storage())
+
+    def again(self) -> Tensor:
+        if self._again is None:
+            with torch.no_grad():
+                self._again = self._norm.forward(self._x())  # without hooks
+        return self._again
+
+
+class _Handle(NamedTuple):
+    """A saved view of a result."""
+
+    result: _Result
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+class NormRecompute:
+    """Makes the norms in the transformer layers of a model chunk recompute their results in backward."""
+
+    def __init__(self, chunk: Any):  # of GPTModel
+        self._results: dict[int, _Result] = {}  # of one forward pass, by storage
+        self._pack_others: Callable[[Tensor], Any] = lambda x: x
+        self._unpack_others: Callable[[Any], Tensor] = lambda x: x
+        for module in chunk.decoder.layers.modules():
+            if isinstance(module, _NORMS):
+                module.register_forward_hook(self._remember)
+        self._chunk_forward, chunk.forward = chunk.forward, self._forward
+
+    def _remember(self, norm: nn.Module, args: tuple[Tensor, ...], result: Tensor) -> None:
+        if torch.is_grad_enabled():
+            packed, unpack = self._pack_others(args[0].detach()), self._unpack_others
+            found = _Result(norm, lambda: unpack(packed), result)
+            self._results[found.storage.cdata] = found
+
+    def _forward(self, *args: Any, **options: Any) -> Any:
+        # torch calls only the innermost hooks, so these call the outer ones, such as those of an offload
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None:
+            self._pack_others, self._unpack_others = outer
+        with saved_tensors_hooks(self._pack, self._unpack):
+            try:
+                return self._chunk_forward(*args, **options)
+            finally:
+                self._results.clear()
+
+    def _pack(self, x: Tensor) -> Any:
+        found = self._results.get(x.untyped_storage()._cdata)
+        if found is None:
+            return self._pack_others(x)
+        return _Handle(found, x.size(), x.stride(), x.storage_offset())
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, _Handle):
+            return self._unpack_others(saved)
+        return saved.result.again().as_strided(saved.size, saved.stride, saved.offset)
