@@ -98,7 +98,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     """
     from moe_exp.planner.estimate import cost_of
     from moe_exp.planner.search.layout_text import parse_budget, parse_fixed, parse_wanted
-    from moe_exp.planner.search.topology import explain, search
+    from moe_exp.planner.search.topology import explain, search, search_smaller
     from moe_exp.planner.tables import PlanPrinter, describe_explanation, describe_search
 
     if arguments.top < 1 or arguments.rank < 1:
@@ -116,15 +116,17 @@ def run_search(arguments: argparse.Namespace) -> int:
     config, fixed = searched(arguments, hardware)
     fixed_values = parse_fixed(fixed)
     wanted = parse_wanted(arguments.explain, config) if arguments.explain else {}
-    found = search(config, hardware, fixed=fixed_values, constants=constants)
-    explained = None
-    if wanted:
+    explained, changes = None, dict[str, str]()
+    if not wanted:
+        found, changes = search_smaller(config, hardware, fixed=fixed_values, constants=constants)
+    else:
+        found = search(config, hardware, fixed=fixed_values, constants=constants)
         explained = explain(found, config, hardware, wanted, fixed=fixed_values, constants=constants)
     best = found.ranked[0] if found.ranked else None
     cost = cost_of(best.config, hardware, constants=constants, **cost_flags) if best else None
     printer = PlanPrinter(sys.stderr if to_stdout else sys.stdout)
     if arguments.json:
-        report = describe_search(found, hardware, arguments.top)
+        report = describe_search(found, hardware, arguments.top) | {"changed": changes}
         report["cost"] = asdict(cost) | {"days": cost.days} if cost else None
         if explained:
             report["explained"] = describe_explanation(explained, found, hardware)
@@ -132,7 +134,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     elif explained:
         printer.explanation(explained, found)
     else:
-        printer.search(found, hardware, arguments.top)
+        printer.search(found, hardware, arguments.top, changes)
         if best and cost:
             printer.best(best, cost)
     if arguments.export:

@@ -13,7 +13,7 @@ from moe_exp.planner.costs.products import planned_loss
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, at_stage, load_constants, predict
-from moe_exp.planner.search.layout_rules import RECOMPUTE
+from moe_exp.planner.search.layout_rules import RECOMPUTE, recompute_settings
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,13 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
 def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str, Any]]]:
     for value in RECOMPUTE[RECOMPUTE.index(config.recompute) + 1 :]:
         if config.use_moe or value != "moe_act":
-            yield f"RECOMPUTE={value}", {"recompute": value}
+            yield f"RECOMPUTE={value}", recompute_settings(value)
+    if config.use_moe and "experts" not in config.recomputed:
+        modules = ",".join(filter(None, [config.recompute_modules, "experts"]))
+        yield f"RECOMPUTE_MODULES={modules}", {"recompute_modules": modules}
+    for name in ("grad_dtype", "optimizer_state_dtype"):
+        if getattr(config, name) == "fp32":
+            yield f"{name.upper()}=bf16", {name: "bf16"}
     even = {"pipeline_layers": "", "first_stage_layers": 0, "last_stage_layers": 0}
     # SP is not a change of its own: TP > 1 always enables it.
     for name in ("tp", "cp", "ep", "etp", "pp") if config.use_moe else ("tp", "cp", "pp"):

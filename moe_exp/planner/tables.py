@@ -23,7 +23,7 @@ from moe_exp.planner.estimate import Cost, Lever, speed_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.search import topology
-from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
+from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, recompute_level
 from moe_exp.planner.search.topology import Candidate, Explanation, Search, layout_words
 
 
@@ -177,8 +177,16 @@ class PlanPrinter:
         }
         self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
 
-    def search(self, found: Search, hardware: Hardware, top: int) -> None:
-        """Prints the fastest layouts, the number of near-equal layouts, and why others were rejected."""
+    def search(self, found: Search, hardware: Hardware, top: int, changes: Mapping[str, str]) -> None:
+        """Prints the fastest layouts, the number of near-equal layouts, and why others were rejected.
+
+        `changes`: settings without which no layout fits with 8% to spare.
+        """
+        if changes:
+            settings = " ".join(f"{name.upper()}={value}" for name, value in changes.items())
+            self._print(
+                f"no layout fits with 8% of the memory to spare; with {settings}, which changes the results:"
+            )
         if found.ranked:
             config = found.ranked[0].config
             count, batch = count_parameters(config), f"GBSZ={config.gbsz}, SEQ_LEN={config.seq_len}"
@@ -197,7 +205,7 @@ class PlanPrinter:
                     "": f"{'=' if row['runner_up'] else ''}{place}",
                     "layout": layout_words(one.config),
                     "MBSZ": str(one.config.mbsz),
-                    "recompute": one.config.recompute,
+                    "recompute": recompute_level(one.config),
                     "layers per stage": short_stages(row["stage_layers"]),
                     "GiB": f"{of.peak_bytes / _GIBIBYTE:.1f}",
                     "left": f"{of.margin_bytes / of.memory_bytes:.0%}",
@@ -245,7 +253,7 @@ class PlanPrinter:
         if explained.fits:
             candidate, config = explained.candidate, explained.candidate.config
             best = found.ranked[0] if found.ranked else candidate
-            words = f"{layout_words(config)}, MBSZ={config.mbsz}, RECOMPUTE={config.recompute}"
+            words = f"{layout_words(config)}, MBSZ={config.mbsz}, recompute of {recompute_level(config)}"
             self._print(f"{asked}: fastest layout {words}")
             place = "slower than all ranked layouts"
             if explained.place <= len(found.ranked):

@@ -199,6 +199,6 @@ def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count
         planned = time_of(job, device, constants.time).total
         run = Neighbor(row, job, device, distance, float(row["sec_per_it"]), planned)
         what = (row["model"], device.name, row["precision"], run.dispatcher, job.engine)
-        key = (*what, other.gbsz, other.vpp, other.etp, other.recompute, *theirs)
+        key = (*what, other.gbsz, other.vpp, other.etp, other.recompute, other.recompute_modules, *theirs)
         found[key] = run
     return sorted(found.values(), key=lambda run: run.distance)[:count]

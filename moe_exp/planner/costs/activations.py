@@ -77,7 +77,7 @@ class _Account:
         # bytes per number of the input that a product keeps, in experts and in other layers
         self._expert_input, self._input = (1 if is_fp8 else self._width for is_fp8 in fp8_kept(config))
         # CPUs only have PyTorch's modules; GPUs normally use Transformer Engine's.
-        self._is_fused = not on_cpu and config.impl != "local"
+        self._is_fused = not (on_cpu or config.impl == "local" or "norm" in config.recomputed)
         self._backend = planned_backend(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
         self._loss_kind = planned_loss(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
         self._has_moe, self._has_dense = config.use_moe, not (config.use_moe and all(config.moe_layers))

@@ -148,8 +148,8 @@ def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
     """Returns the bytes of weights, gradients and optimizer state of a rank, as in Megatron's
     `report_theoretical_memory`, except that expert state is sharded over fewer replicas: world / (ETP*EP*PP).
     """
-    # 16-bit weight and fp32 gradient, or both in fp32
-    kept, state = 8 if config.dtype == "fp32" else 6, optimizer_state_bytes(config)
+    state = optimizer_state_bytes(config)
+    kept = (4 if config.dtype == "fp32" else 2) + (4 if config.grad_dtype == "fp32" else 2)
     ranks = config.world_size // config.pp if config.distributed_optimizer else 1
     dense = kept + state / max(1, ranks // config.tp)
     expert = kept + state / max(1, ranks // (config.etp * config.ep))

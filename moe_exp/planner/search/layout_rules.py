@@ -18,12 +18,23 @@ from moe_exp.planner.costs.params import count_parameters, split_layers, stages_
 
 # Settings that a search chooses; world size, batch and sequence length are given.
 SPLIT_SETTINGS = ("first_stage_layers", "last_stage_layers", "pipeline_layers")
-LAYOUT_SETTINGS = ("tp", "pp", *SPLIT_SETTINGS, "vpp", "ep", "etp", "cp", "mbsz", "recompute")
+LAYOUT_SETTINGS = (
+    "tp",
+    "pp",
+    *SPLIT_SETTINGS,
+    "vpp",
+    "ep",
+    "etp",
+    "cp",
+    "mbsz",
+    "recompute",
+    "recompute_modules",
+)
 RECOMPUTE = ("none", "moe_act", "selective", "full")  # fastest to smallest
 _ONE: dict[str, Any] = {
     **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "mbsz"), 1),
     **dict.fromkeys(("first_stage_layers", "last_stage_layers"), 0), "pipeline_layers": "", "vpp": None,
-    "recompute": "none",
+    "recompute": "none", "recompute_modules": "",
 }  # fmt: skip
 _LARGEST_MICROBATCH, _LARGEST_VPP = 64, 8
 OUT_OF_MEMORY = "out of memory"
@@ -56,7 +67,7 @@ class Space:
     etp: tuple[int, ...] | None  # None: 1 and TP
     cp: tuple[int, ...]
     mbsz: tuple[int, ...]
-    recompute: tuple[str, ...]
+    recompute: tuple[str, ...]  # values of RECOMPUTE, and lists for RECOMPUTE_MODULES
     stages: tuple[dict[str, Any], ...] | None  # settings of the layer split; None: see `stage_splits`
 
     @classmethod
@@ -74,11 +85,17 @@ class Space:
             "ep": _divisors(num_experts, min(num_experts, world)) if config.use_moe else [1],
             "cp": [size for size in powers if size <= longest],
             "mbsz": [size for size in powers if size <= min(config.gbsz, _LARGEST_MICROBATCH)],
-            "recompute": ("none", "selective", "full"),
-        } | {name: values for name, values in fixed.items() if name not in ("etp", *SPLIT_SETTINGS)}
+            "recompute": fixed.get("recompute_modules") or list(_levels(config)),
+        } | {
+            name: values
+            for name, values in fixed.items()
+            if name not in ("etp", "recompute_modules", *SPLIT_SETTINGS)
+        }
 
-        def order(value: Any) -> int:  # recompute by amount; VPP=none before numbers
-            return RECOMPUTE.index(value) if isinstance(value, str) else value or 0
+        def order(value: Any) -> float:  # recompute by amount; VPP=none before numbers
+            if not isinstance(value, str):
+                return value or 0
+            return RECOMPUTE.index(value) if value in RECOMPUTE else 1 + len(value) / 1000
 
         ascending: dict[str, tuple[Any, ...]] = {
             name: tuple(sorted(set(values), key=order)) for name, values in chosen.items()
@@ -91,6 +108,25 @@ class Space:
     def etps(self, tp: int) -> tuple[int, ...]:
         """Returns the expert-tensor-parallel sizes to try with a tensor-parallel size."""
         return self.etp if self.etp is not None else tuple(sorted({1, tp}))
+
+
+def _levels(config: Config) -> Iterator[str]:
+    yield from ("none", "selective", "full")
+    if config.use_moe and (config.fp8 == "none" or config.is_fp8_by_kernels):
+        others = {"shared_expert": config.shared_expert_size, "mla_up_proj": config.multi_latent_attention}
+        modules = ["experts", *(name for name, is_there in others.items() if is_there)]
+        yield from {"experts", ",".join(modules)}
+
+
+def recompute_settings(level: str) -> dict[str, str]:
+    """Returns the settings of a level in `Space.recompute`."""
+    is_list = level not in RECOMPUTE
+    return {"recompute": "none" if is_list else level, "recompute_modules": level if is_list else ""}
+
+
+def recompute_level(config: Config) -> str:
+    """Returns the level of these settings, as in `Space.recompute`."""
+    return config.recompute_modules or config.recompute
 
 
 def _divisors(number: int, largest: int) -> list[int]:

@@ -14,6 +14,7 @@ _RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
 # At most four digits, since a typo could otherwise become a list of millions.
 _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
+_LISTS = ("pipeline_layers", "recompute_modules")  # one value contains commas
 _MOST_TOKENS = 10**18  # a million times the largest corpora
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -22,7 +23,7 @@ def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
     """Parses allowed values of layout settings, such as `2,4`; ConfigError if invalid."""
 
     def values(name: str, text: str) -> tuple[Any, ...]:
-        parts = [text] if name == "pipeline_layers" else text.split(",")  # its value contains commas
+        parts = [text] if name in _LISTS else text.split(",")
         return tuple(_value(name, part) for part in parts)
 
     return _all({name: partial(values, name, text) for name, text in texts.items()})
@@ -31,8 +32,8 @@ def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
 def parse_wanted(text: str, config: Config) -> dict[str, Any]:
     """Parses a layout such as `TP=4,PP=12,DP=8`, where DP is only checked; ConfigError if invalid."""
     pairs, problems = {}, []
-    # Split only at commas before a name, as PIPELINE_LAYERS contains commas.
-    for part in re.split(r",(?=\s*[a-zA-Z])", text):
+    # Split only at commas before a setting, as values may contain commas.
+    for part in re.split(r",(?=[^,=]*=)", text):
         name, equals, value = part.partition("=")
         name = name.strip().lower().replace("-", "_")
         name = "mbsz" if name in ("mbs", "micro_batch_size") else name
@@ -71,6 +72,8 @@ def _value(name: str, text: str) -> Any:
         if text not in _RECOMPUTE:
             raise setting_error(name, text, "unknown value", "use " + ", ".join(_RECOMPUTE))
         return text
+    if name == "recompute_modules":
+        return load_config({name: text}, {}).recompute_modules if text else text
     if name == "pipeline_layers":
         if not re.fullmatch(_STAGES, text):
             raise setting_error(name, text, "must be numbers of layers per stage", "write 8,9,9,8 or 8,9*2,8")
@@ -152,7 +155,7 @@ def exported_settings(
     schedule = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
     usual = defaults.model_dump()
     usual |= {"warmup_iters": schedule.warmup_iters, "decay_iters": schedule.decay_iters}
-    always = _ALWAYS if overrides else _ALWAYS - {*SPLIT_SETTINGS}
+    always = _ALWAYS if overrides else _ALWAYS - {*SPLIT_SETTINGS, "recompute_modules"}
     others = ("preset", "master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
     for name in type(config).model_fields:
         value = getattr(config, name)

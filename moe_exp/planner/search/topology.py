@@ -89,6 +89,31 @@ def search(
     return Search(ranked, +rejected, work.smallest)  # without reasons that refused none
 
 
+# Settings that save memory but change the results, and the share of memory without which they are needed:
+# predictions are off by 5% on average.
+_SMALLER = ({"optimizer_state_dtype": "bf16"}, {"grad_dtype": "bf16"})
+_SPARE = 0.08
+
+
+def search_smaller(config: Config, hardware: Hardware, **options: Any) -> tuple[Search, dict[str, Any]]:
+    """Searches again with settings that need less memory, until a layout fits with 8% to spare; returns these
+    settings, too. The arguments are those of `search`.
+    """
+
+    def has_room(found: Search) -> bool:
+        predictions = [one.prediction for one in found.ranked]
+        return any(one.margin_bytes >= _SPARE * one.memory_bytes for one in predictions)
+
+    changes: dict[str, Any] = {}
+    found = search(config, hardware, **options)
+    for change in _SMALLER:
+        smaller = config.model_copy(update=changes | change)
+        if not has_room(found) and smaller != config and not rules.model_problems(smaller):
+            changes |= change
+            found = search(smaller, hardware, **options)
+    return found, changes
+
+
 class _Evaluation:
     """Evaluates families of layouts with as few predictions as possible."""
 
@@ -127,13 +152,15 @@ class _Evaluation:
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
         # If the previous layout did not fit, this one probably won't either: try the smallest case first.
         if sizes and not self._last_fitted and not least:
-            smallest = config.model_copy(update={"mbsz": sizes[0], "recompute": self._recompute[-1]})
+            smallest = config.model_copy(
+                update={"mbsz": sizes[0], **rules.recompute_settings(self._recompute[-1])}
+            )
             level = 0 if self._fitting(smallest) else num_levels
         for mbsz in sizes:
             candidate = None
             level = max(level, least.get(mbsz, 0))
             while level < num_levels and not candidate:
-                tried = {"mbsz": mbsz, "recompute": self._recompute[level]}
+                tried = {"mbsz": mbsz, **rules.recompute_settings(self._recompute[level])}
                 candidate = self._fitting(config.model_copy(update=tried))
                 level += candidate is None
             needed[mbsz] = level
@@ -146,7 +173,7 @@ class _Evaluation:
 
     def _fitting(self, config: Config) -> Candidate | None:
         candidate = Candidate(config, predict(PlannedJob.of(config), self._hardware, self._constants))
-        if config.recompute == self._recompute[0]:
+        if rules.recompute_level(config) == self._recompute[0]:
             time = candidate.prediction.time
             layers = time.compute + time.tensor_parallel + time.context_parallel + time.expert_parallel
             self._layer_seconds[_layers_key(config, config.mbsz)] = layers
@@ -220,7 +247,8 @@ def memory_line(candidate: Candidate) -> str:
     """Returns the error for a valid layout that does not fit in memory."""
     prediction, config = candidate.prediction, candidate.config
     rule = f"needs {prediction.peak_bytes / 2**30:.1f} of {prediction.memory_bytes / 2**30:.1f} GiB"
-    rule += f" on stage {prediction.peak_stage} with MBSZ={config.mbsz} and RECOMPUTE={config.recompute}"
+    level = rules.recompute_level(config)
+    rule += f" on stage {prediction.peak_stage} with MBSZ={config.mbsz} and recompute of {level}"
     return problem("layout", layout_words(config), rule, "raise TP, PP or EP, or use more or larger GPUs")
 
 

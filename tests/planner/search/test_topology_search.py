@@ -8,8 +8,16 @@ from moe_exp.config import ConfigError
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.prediction import predict
 from moe_exp.planner.search import layout_rules, topology
-from moe_exp.planner.search.layout_rules import Space, families, layout_problems, stage_splits, with_layout
-from moe_exp.planner.search.topology import search
+from moe_exp.planner.search.layout_rules import (
+    Space,
+    families,
+    layout_problems,
+    recompute_level,
+    recompute_settings,
+    stage_splits,
+    with_layout,
+)
+from moe_exp.planner.search.topology import search, search_smaller
 
 GROUPS = {"num_router_groups": 4, "router_group_topk": 2}
 MODELS = {
@@ -55,7 +63,7 @@ def all_layouts(config, space):
             space.etps(tp), stage_splits(config, pp), space.mbsz, space.vpp, space.recompute
         ):
             outer = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
-            yield with_layout(config, **outer, mbsz=mbsz, vpp=vpp, recompute=recompute, **split)
+            yield with_layout(config, **outer, mbsz=mbsz, vpp=vpp, **recompute_settings(recompute), **split)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,8 @@ def test_what_is_left_out_is_slower_or_does_not_fit(gibibytes, settings):
     best = min(fitting.values())
     assert result.ranked[0].seconds == best
     for layout, seconds in fitting.items():
-        less = [layout.model_copy(update={"recompute": other}) for other in ("none", "selective", "full")]
+        others = ("none", "experts", "selective", "full")
+        less = [layout.model_copy(update=recompute_settings(other)) for other in others]
         # Left out: slow whatever its stages, or one with less recompute is there and no slower.
         is_beaten = any(ranked.get(other, 1e9) <= seconds for other in less)
         assert layout in ranked or seconds > 1.49 * best or is_beaten
@@ -160,12 +169,28 @@ def test_recompute_is_what_memory_asks_for():
     config = model(SMALL, seq_len=4096, gbsz=64)
     fixed = {"tp": [1], "pp": [1], "vpp": [None], "mbsz": [16], "ep": [1]}
     levels = []
-    for step in range(40):
-        result = search(config, with_memory(80 * 0.9**step), fixed=fixed, constants=PRIORS)
-        chosen = [one.config.recompute for one in result.ranked] or ["nothing fits"]
-        assert len(chosen) == 1 and result.num_tried == 3
-        levels.append(("none", "selective", "full", "nothing fits").index(chosen[0]))
-    assert levels == sorted(levels) and set(levels) == {0, 1, 2, 3}
+    for step in range(140):
+        result = search(config, with_memory(80 * 0.97**step), fixed=fixed, constants=PRIORS)
+        chosen = [recompute_level(one.config) for one in result.ranked] or ["nothing fits"]
+        assert len(chosen) == 1 and result.num_tried == 4
+        levels.append(("none", "experts", "selective", "full", "nothing fits").index(chosen[0]))
+    assert levels == sorted(levels) and set(levels) >= {0, 1, 3, 4}
+
+
+def test_results_change_only_if_nothing_else_fits():
+    fixed = {"tp": [1], "pp": [1], "vpp": [None], "mbsz": [1], "ep": [1]}
+    config, changes = model(SMALL, seq_len=256, gbsz=64), []
+    for step in range(140):
+        hardware = with_memory(80 * 0.97**step)
+        found, changed = search_smaller(config, hardware, fixed=fixed, constants=PRIORS)
+        rooms = [one.prediction.margin_bytes / one.prediction.memory_bytes for one in found.ranked]
+        if changed and rooms and max(rooms) >= 0.08:
+            before = search(config, hardware, fixed=fixed, constants=PRIORS).ranked
+            assert all(one.prediction.margin_bytes < 0.08 * one.prediction.memory_bytes for one in before)
+            assert all(getattr(found.ranked[0].config, name) == "bf16" for name in changed)
+        changes.append(list(changed))
+    first = ["optimizer_state_dtype"]
+    assert [changes[0], changes[-1]] == [[], [*first, "grad_dtype"]] and first in changes
 
 
 def test_nothing_fits():
