@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -117,8 +117,11 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def named_by_rank(stop: StopSignal) -> Iterator[None]:
-    """Prints an error in the block with rank, host name and device, but only the message of a user error."""
+def named_by_rank(stop: StopSignal, memory_text: Callable[[Exception], str] = str) -> Iterator[None]:
+    """Prints an error in the block with rank, host name and device, but only the message of a user error.
+
+    If GPU memory is full, prints only one line, with `memory_text` of the error.
+    """
     try:
         yield
     except Exception as error:
@@ -136,11 +139,14 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
                 complain(*str(error).splitlines())
                 leave_reasons(*str(error).splitlines())
             os._exit(BAD_INPUT)
-        line = f"{rank_place()} failed: {type(error).__name__}: {error}"
+        is_full = type(error).__name__ == "OutOfMemoryError"
+        text = memory_text(error) if is_full else str(error)
+        line = f"{rank_place()} failed: {type(error).__name__}: {text}"
         leave_reasons(line)
         with contextlib.suppress(OSError):  # stderr may be a log on a full disk
             print(f"moe-exp: {line}", file=sys.stderr)
-            traceback.print_exc()
+            if not is_full:
+                traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)  # without cleanup, as in `end_job`
 

@@ -38,6 +38,7 @@ from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.planner.costs.saves import disk_use, keep_last_that_fits
+from moe_exp.planner.estimate import memory_advice
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.prediction import predict
 from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, lock_problems, run_folder_problems
@@ -376,15 +377,20 @@ def _data_dir(c: Config) -> Iterator[str]:
 def memory_warnings(config: Config) -> list[str]:
     """Warns if a rank is predicted to need more memory than this host's GPUs have."""
     profile = profile_of(device_name()) if count_gpus() else ""
-    expected = None
-    with suppress(ValueError):  # settings that the planner does not know
-        expected = predict(PlannedJob.of(config), load_hardware(profile)) if profile else None
-    if not expected or not expected.oom:
+    if not profile:
+        return []
+    hardware = load_hardware(profile)
+    try:
+        expected = predict(PlannedJob.of(config), hardware)
+        if not expected.oom:
+            return []
+        advice = memory_advice(config, hardware, expected)
+    except ValueError:  # settings that the planner does not know
         return []
     # both in GiB, as nvidia-smi shows memory
     needed, has = (f"{of / 2**30:.1f} GiB" for of in (expected.needed_bytes, expected.memory_bytes))
     rule = f"the planner predicts that a rank needs {needed} of memory, but {profile} has {has}"
-    fix = "use more GPUs, RECOMPUTE=full, a smaller MBSZ or model, or a layout from moe-exp plan search"
+    fix = f"use more GPUs, a layout from moe-exp plan search, or {advice or 'a smaller model'}"
     return [config.problem("gpus_per_node", rule, fix)]
 
 

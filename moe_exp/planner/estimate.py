@@ -127,6 +127,21 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
     return sorted(found, key=lambda lever: (bool(lever.problem), -lever.needed_bytes))
 
 
+def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:
+    """Returns up to four changes of one setting that save memory: first those that suffice alone, and among
+    equals the fastest.
+    """
+    found = [lever for lever in levers(config, hardware, load_constants(), prediction) if not lever.problem]
+    # a change below the error of the prediction is no help
+    found = [lever for lever in found if lever.needed_bytes > 0.01 * prediction.memory_bytes]
+    found.sort(key=lambda lever: (not lever.fits, lever.slower))
+    return ", ".join(
+        f"{lever.setting} ({lever.needed_bytes / 2**30:.1f} GiB less, {lever.slower:+.0%} time"
+        f"{', enough' if lever.fits else ''})"
+        for lever in found[:4]
+    )
+
+
 def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str, Any]]]:
     for value in RECOMPUTE[RECOMPUTE.index(config.recompute) + 1 :]:
         if config.use_moe or value != "moe_act":

@@ -1,10 +1,12 @@
 """Statistics of a log interval, summed over all ranks by a few reductions at the end of the interval."""
 
+import gc
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -17,9 +19,13 @@ from moe_exp.config import Config
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.qk_clip import attention_cores
 from moe_exp.engine.runtime import Runtime
-from moe_exp.host.devices import peak_resident_bytes
+from moe_exp.host.devices import device_name, peak_resident_bytes
 from moe_exp.layers.groups import start_copy
 from moe_exp.layers.statistics import statistics_names, update
+from moe_exp.planner.costs.job import PlannedJob
+from moe_exp.planner.estimate import memory_advice
+from moe_exp.planner.hardware import load_hardware, profile_of
+from moe_exp.planner.prediction import predict
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -323,3 +329,29 @@ def timed(timers: PhaseTimers | None, phase: str) -> Iterator[None]:
         yield
     finally:
         timers.stop(phase)
+
+
+def out_of_memory_text(config: Config, error: Exception) -> str:
+    """What torch could not allocate, peaks as measured and planned, the largest tensors, and advice."""
+    tried = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    parts = [f"no room for {tried[1]}" if tried else str(error).partition("\n")[0].strip().rstrip(".")]
+    if torch.cuda.is_initialized():
+        parts.append(f"measured peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    # views share a storage; without the tensors that only autograd's graph holds
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    tensors.sort(key=torch.Tensor.numel)  # so that the largest view comes last
+    largest = sorted({x.untyped_storage()._cdata: x for x in tensors}.values(), key=_bytes_of)[-4:]
+    sizes = (f"{_bytes_of(x) / 2**30:.2f} GiB ({x.dtype}, {[*x.shape]})" for x in reversed(largest))
+    parts.append("largest tensors: " + ", ".join(sizes).replace("torch.", ""))
+    if profile := profile_of(device_name()):
+        hardware = load_hardware(profile)
+        with suppress(ValueError):  # settings that the planner does not know
+            planned = predict(PlannedJob.of(config), hardware)
+            needed, has = planned.needed_bytes / 2**30, planned.memory_bytes / 2**30
+            parts.insert(1, f"planned peak {needed:.1f} of {has:.1f} GiB")
+            parts.append(f"to save memory: {memory_advice(config, hardware, planned) or 'use more GPUs'}")
+    return "; ".join(parts)
+
+
+def _bytes_of(x: Any) -> int:
+    return int(x.untyped_storage().nbytes())

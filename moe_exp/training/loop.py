@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder,
 from moe_exp.runs.summary import finish_run
 from moe_exp.training import samples as data
 from moe_exp.training.console import end_logging, setup_logging
-from moe_exp.training.interval import Interval, IterationEnd, end_of_iteration
+from moe_exp.training.interval import Interval, IterationEnd, end_of_iteration, out_of_memory_text
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.microbatch import start_graphs
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return BAD_INPUT
-    with faults.stop_signal() as stop, faults.named_by_rank(stop):
+    with faults.stop_signal() as stop, faults.named_by_rank(stop, partial(out_of_memory_text, config)):
         try:
             exit_code = run(config, stop)
         except ConfigError as error:

@@ -1,6 +1,9 @@
 """Lines in the formats that torch, NCCL, CUDA, the driver, the kernel and SLURM print."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -248,3 +251,28 @@ def test_what_a_run_knows_of_hangs_and_kills_is_no_line_of_a_log(tmp_path, capsy
     assert hang.startswith(f"{tmp_path}: hang at iteration 4, ")
     assert hang.endswith(f": rank 2 on node-b differs from the others; see {tmp_path}/hang/NOW/summary.txt")
     assert killed.endswith(": rank 1 on node-a (cpu): SIGKILL")
+
+
+FULL = """
+import torch
+from moe_exp.config import load_config
+from functools import partial
+from moe_exp.engine import faults
+from moe_exp.training import interval
+
+interval.device_name = lambda: "NVIDIA H100 80GB HBM3"
+config = load_config({"preset": "qwen3-30b-a3b", "gpus_per_node": 8, "ep": 8, "gbsz": 64}, {})
+kept = torch.empty(3, 2**28)
+parts = [kept[0], kept[1]]
+with faults.named_by_rank(faults.StopSignal(), partial(interval.out_of_memory_text, config)):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity")
+"""
+
+
+def test_full_memory_ends_in_one_line():
+    ended = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and recognised(line).name == "GPU memory is full"
+    assert re.search(r"no room for 2.32 GiB; planned peak 9.* of 79.6 GiB; ", line)
+    assert "; largest tensors: 3.00 GiB (float32, [3, 268435456])" in line
+    assert "; to save memory: RECOMPUTE=full (20.8 GiB less, +32% time, enough), GRAD_DTYPE" in line

@@ -78,6 +78,14 @@ class Space:
         powers = [2**power for power in range(max(world, config.gbsz).bit_length())]
         # With fewer than 8192 tokens per rank, context parallelism costs more than it saves.
         longest = min(world, max(1, config.seq_len // 8192))
+        levels = ["none", "selective", "full"]
+        if config.use_moe and (config.fp8 == "none" or config.is_fp8_by_kernels):
+            others = {
+                "shared_expert": config.shared_expert_size,
+                "mla_up_proj": config.multi_latent_attention,
+            }
+            modules = ["experts", *(name for name, is_there in others.items() if is_there)]
+            levels += {"experts", ",".join(modules)}
         chosen: dict[str, Sequence[Any]] = {
             "tp": _divisors(per_node, per_node),
             "pp": _divisors(world, min(config.num_layers, world)),
@@ -85,7 +93,7 @@ class Space:
             "ep": _divisors(num_experts, min(num_experts, world)) if config.use_moe else [1],
             "cp": [size for size in powers if size <= longest],
             "mbsz": [size for size in powers if size <= min(config.gbsz, _LARGEST_MICROBATCH)],
-            "recompute": fixed.get("recompute_modules") or list(_levels(config)),
+            "recompute": fixed.get("recompute_modules") or levels,
         } | {
             name: values
             for name, values in fixed.items()
@@ -108,14 +116,6 @@ class Space:
     def etps(self, tp: int) -> tuple[int, ...]:
         """Returns the expert-tensor-parallel sizes to try with a tensor-parallel size."""
         return self.etp if self.etp is not None else tuple(sorted({1, tp}))
-
-
-def _levels(config: Config) -> Iterator[str]:
-    yield from ("none", "selective", "full")
-    if config.use_moe and (config.fp8 == "none" or config.is_fp8_by_kernels):
-        others = {"shared_expert": config.shared_expert_size, "mla_up_proj": config.multi_latent_attention}
-        modules = ["experts", *(name for name, is_there in others.items() if is_there)]
-        yield from {"experts", ",".join(modules)}
 
 
 def recompute_settings(level: str) -> dict[str, str]:
