@@ -140,6 +140,8 @@ VARIANTS = {
     },
     "masked losses": {"eod_mask_loss": "true"},
     "linear loss": {"cross_entropy": "linear"},
+    "recompute": {"recompute_modules": "norm,router,moe_act,experts"},
+    "gradients in bf16": {"dtype": "bf16", "grad_dtype": "bf16", "recompute": "moe_act"},
 }  # fmt: skip
 
 
@@ -224,6 +226,11 @@ def choice(backend: str = "triton", overlaps: bool = False, **settings: Any) -> 
         ({"moe_type": "moe", "pad_to_capacity": "false"}, "PAD_TO_CAPACITY"),
         ({"document_packing": "best_fit"}, "DOCUMENT_PACKING=best_fit"),
         ({"recompute": "full"}, "RECOMPUTE=full"),
+        ({"recompute": "selective"}, "RECOMPUTE=selective"),
+        (
+            {"recompute_modules": "norm,core_attn"},
+            "RECOMPUTE_MODULES with mla_up_proj, shared_expert or core_attn",
+        ),
         ({"log_timers": "true"}, "LOG_TIMERS"),
         ({"dtype": "fp16"}, "DTYPE=fp16"),
         ({"cuda_graph": "off"}, "requested by CUDA_GRAPH"),

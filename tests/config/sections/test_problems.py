@@ -283,6 +283,26 @@ REFUSED = [
         "main_params=remainder dtype=bf16 qk_clip=100 distributed_optimizer=false",
         "MAIN_PARAMS=remainder: requires QK_CLIP=0, not 100.0. Fix: set QK_CLIP=0, or MAIN_PARAMS=fp32.",
     ),
+    ("grad_dtype=bf16 dtype=fp16", "GRAD_DTYPE=bf16: requires DTYPE=bf16, not fp16... or GRAD_DTYPE=fp32."),
+    # Recomputation
+    ("recompute_modules=norm,mlp", "RECOMPUTE_MODULES=norm,mlp: mlp is not one of norm, mla_up_proj"),
+    (
+        "recompute_modules=mla_up_proj",
+        "RECOMPUTE_MODULES=mla_up_proj: ...without MULTI_LATENT_ATTENTION=true",
+    ),
+    (
+        "recompute_modules=shared_expert,norm",
+        "RECOMPUTE_MODULES=shared_expert,norm: ...or set SHARED_EXPERT_S",
+    ),
+    (
+        "recompute_modules=norm recompute=moe_act",
+        "RECOMPUTE_MODULES=norm: ...RECOMPUTE=moe_act... RECOMPUTE=none",
+    ),
+    ("recompute_modules=norm impl=te", "RECOMPUTE_MODULES=norm: ...remove norm, or set IMPL=local."),
+    (
+        "recompute_modules=experts fp8=hybrid expert_backend=te dtype=bf16",
+        "RECOMPUTE_MODULES=experts: FP8=hybrid by Transformer Engine cannot recompute",
+    ),
     ("ema_decay=0.9 average_every=11 train_iters=10 warmup_iters=0", "AVERAGE_EVERY=11: ... to at most 10."),
     # Batches
     ("gbsz=30", "GBSZ=30: must be a multiple of MBSZ*DP=8*1=8... set GBSZ to 24 or 32, or MBSZ to"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.legs import LAYOUTS, Step, _step, start_job, write_data
+from helpers.checkpoint.legs import LAYOUTS, Leg, Step, _step, run_legs, start_job, write_data
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.checkpoint.state import Progress
 from moe_exp.engine import runtime
@@ -70,3 +70,21 @@ def test_gradients_in_bf16(layout, tmp_path):
             for one, other in zip(rounded, plain, strict=True):
                 assert math.isclose(one.grad_norm, other.grad_norm, rel_tol=4e-3), case
                 assert math.isclose(one.params_norm, other.params_norm, rel_tol=1e-5), case
+
+
+def test_checkpoints_do_not_depend_on_it(tmp_path):
+    """With one micro-batch and one rank, the bits do not depend on it either; nor on what is recomputed."""
+    base = {
+        "train_data": str(write_data(tmp_path)),
+        "dtype": "bf16",
+        "mbsz": 8,
+        "gbsz": 8,
+        "gpus_per_node": 1,
+    }
+    kinds = [{"grad_dtype": "bf16", "recompute_modules": "norm,experts"}, {"grad_dtype": "fp32"}]
+    kinds.append({"recompute": "selective"})
+    saved = [tmp_path / str(number) for number in range(len(kinds))]
+    legs = [Leg(base | kind, steps=4, saves={2: place}) for kind, place in zip(kinds, saved, strict=True)]
+    legs += [Leg(base | kind, start, 2) for start in saved for kind in kinds]
+    whole, *others = run_legs(legs)
+    assert others[:2] == [whole, whole] and others[2:] == [whole[2:]] * 9
