@@ -101,7 +101,11 @@ def run_exclude(arguments: argparse.Namespace) -> None:
 @command("watch blame", "find the node, rank and device that caused the errors in logs")
 @takes(
     arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
-    arg("--exclude FILE", "exclude list for hosts with hardware, driver or link faults", Path),
+    arg(
+        "--exclude FILE",
+        "file to which hosts with hardware, driver or link faults are added, for the next jobs to avoid",
+        Path,
+    ),
     JSON,
 )
 def run_blame(arguments: argparse.Namespace) -> None:

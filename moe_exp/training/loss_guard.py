@@ -244,7 +244,7 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """`samples` without samples that rollbacks skip if training resumes from `source`. Called by every rank.
+    """`samples` without those that rollbacks skip after a resume from `source`. Called by every rank.
 
     `sample_order` is `SampleOrder.facts` of this start. ConfigError if the rollbacks cannot be read.
     """
