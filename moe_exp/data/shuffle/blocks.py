@@ -255,7 +255,7 @@ class Slice:
 
 
 def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
-    """The input slices that each task reads, in input order. Only plain JSONL is cut, so some tasks may have no slices."""
+    """The input slices that each task reads, in order. Only plain JSONL is cut; tasks may have no slice."""
     sizes = [path.stat().st_size for path in paths]
     bounds = [task * sum(sizes) // num_tasks for task in range(num_tasks + 1)]
     # A cut may be inside a line, which belongs to the task where it starts (`_line_start`).
