@@ -14,7 +14,8 @@ rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box i
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0) in the whole [4W, D]
 
 The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place. Main
-weights that are kept as remainders are joined to fp32 until the next iteration (`engine/fused_step.py`).
+weights that are stored as remainders are joined to fp32 until the next iteration (`engine/fused_step.py`);
+those in host memory are read and written there.
 A save converts moments in bf16 or 8 bits to fp32; a load converts them back (`engine/optimizer_classes.py`).
 """
 
@@ -71,7 +72,7 @@ def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
-        for main in list(getattr(part.optimizer, "remainders", ())):
+        for main in list(getattr(part.optimizer, "stored", ())):
             part.optimizer.join(main)
         # parameter, its main weights, the range kept here, and the instance
         kept: list[tuple[Tensor, Tensor, tuple[int, int], int | None]] = []

@@ -31,7 +31,8 @@ def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
 
     `failure` is the result of the kernel's self-test.
     """
-    if config.optimizer not in ("adam", "muon") or device_type != "cuda" or launch.missing() or failure:
+    is_on_device = device_type == "cuda" and not config.offload_optimizer
+    if config.optimizer not in ("adam", "muon") or not is_on_device or launch.missing() or failure:
         return "torch"
     # Muon needs clipped gradients of the matrices, and fp16 gradients that the loss scaler has checked.
     return "whole" if config.optimizer == "adam" and config.dtype != "fp16" else "update"
@@ -44,13 +45,13 @@ def keeps_remainders(config: Config, step: str) -> bool:
     return config.main_params == "remainder"
 
 
-def keep_remainders(part: Any) -> None:
-    """Makes a part of the optimizer keep main weights as remainders (see adamw.py), and allocates moments.
+def store_main_weights(part: Any) -> None:
+    """Makes a part of the optimizer store main weights by `Adam.split`, and allocates moments.
 
     Code that needs main weights joins them. The next iteration or copy to the model splits them again.
     """
     adam, zero_grad, copy = part.optimizer, part.zero_grad, part._copy_model_params_to_main_params
-    adam.weights, adam.remainders = dict(_weights(part)), {}
+    adam.weights, adam.stored = dict(_weights(part)), {}
     for group in adam.param_groups:
         for p in group["params"]:
             adam.allocate(p, group)  # one by one, because main weights and moments may not fit together

@@ -45,8 +45,9 @@ class Adam(torch.optim.Optimizer):
             raise ValueError(f"adam_w_mode=False: {rule}. Fix: use decoupled_weight_decay=True.")
         refuse_cuda_graphs(capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        # int16 remainders (MAIN_PARAMS, see adamw.py) by main weight, which then has no values of its own
-        self.remainders: dict[Tensor, Tensor] = {}
+        # By main weight, which then has no values of its own: int16 remainders (MAIN_PARAMS, see adamw.py), or
+        # fp32 weights in host memory (`OffloadedAdam`).
+        self.stored: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -60,12 +61,9 @@ class Adam(torch.optim.Optimizer):
                     self.allocate(p, group)
                 if self.uses_kernel:
                     self._update_by_kernel(group, params)
-                elif not self.remainders:
-                    self._update(group, params)
                 else:
-                    for p in params:
-                        with joined(self, p):
-                            self._update(group, [p])
+                    self._update(group, [p for p in params if p not in self.stored])
+                    self._update_stored(group, [p for p in params if p in self.stored])
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Creates a parameter's moments, initially zero, unless they exist."""
@@ -83,21 +81,34 @@ class Adam(torch.optim.Optimizer):
             self.state[p][name].copy_(value)
 
     def join(self, p: Tensor) -> None:
-        """Makes `p` hold fp32 main weights instead of a remainder, if it has one."""
-        if p in self.remainders:
-            square = self.state[p]["exp_avg_sq"]
-            p.data = join(self.weights[p], self.remainders.pop(p), square)
-            square.abs_()
+        """Makes `p` hold fp32 main weights again, if they are stored elsewhere."""
+        if p in self.stored:
+            p.data = self._take(p, self.stored.pop(p))
 
     def split(self, p: Tensor) -> None:
-        """Replaces the values of `p` by bf16 weights and a remainder, unless it has one."""
-        if p not in self.remainders:
-            square = self.state[p]["exp_avg_sq"]
-            weight, self.remainders[p], signed = split(p.detach(), square)
-            self.weights[p].copy_(weight)
-            square.copy_(signed)
+        """Stores the values of `p` elsewhere, unless they are, and writes the bf16 weights."""
+        if p not in self.stored:
+            self.stored[p] = self._store(p)
             # Megatron still uses shape, gradient and attributes. Reading yields NaN, and writing fails.
-            p.data = p.new_full((), math.nan).expand_as(p)
+            p.data = self.weights[p].new_full((), math.nan, dtype=p.dtype).expand_as(p)
+
+    def _take(self, p: Tensor, remainder: Tensor) -> Tensor:
+        square = self.state[p]["exp_avg_sq"]
+        main = join(self.weights[p], remainder, square)
+        square.abs_()
+        return main
+
+    def _store(self, p: Tensor) -> Tensor:
+        square = self.state[p]["exp_avg_sq"]
+        weight, remainder, signed = split(p.detach(), square)
+        self.weights[p].copy_(weight)
+        square.copy_(signed)
+        return remainder
+
+    def _update_stored(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        for p in params:
+            with joined(self, p):
+                self._update(group, [p])
 
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         _fused_adamw(group, params, [self.state[p] for p in params])
@@ -113,7 +124,7 @@ class Adam(torch.optim.Optimizer):
         for p in params:
             assert p.grad is not None
             adamw_step(
-                self.remainders.get(p, p.detach()), p.grad, self.state[p]["exp_avg"],
+                self.stored.get(p, p.detach()), p.grad, self.state[p]["exp_avg"],
                 self.state[p]["exp_avg_sq"], self.weights.get(p), factors, betas=group["betas"],
                 eps=group["eps"],
             )  # fmt: skip
@@ -284,7 +295,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 @contextmanager
 def joined(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[None]:
     """Makes `p` hold fp32 main weights inside the block, which may change them."""
-    adam = optimizer if isinstance(optimizer, Adam) and p in optimizer.remainders else None
+    adam = optimizer if isinstance(optimizer, Adam) and p in optimizer.stored else None
     if adam:
         adam.join(p)
     yield

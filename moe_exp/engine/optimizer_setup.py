@@ -15,10 +15,11 @@ from moe_exp.config.choices import LOSS_STATE, SCORES
 from moe_exp.config.learning_rate import learning_rate
 from moe_exp.config.parameter_groups import Multiples, are_alike, multiples_of
 from moe_exp.engine.averaged_weights import allocate_average
-from moe_exp.engine.fused_step import choose_step, keep_remainders, keeps_remainders, use_kernel
+from moe_exp.engine.fused_step import choose_step, keeps_remainders, store_main_weights, use_kernel
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon, Ranks
+from moe_exp.engine.offloaded_adam import BUCKET, OffloadedAdam, OffloadedBf16Adam
 from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
 from moe_exp.engine.qk_clip import clip_attention_logits
 from moe_exp.layers.experts.experts import Experts
@@ -55,6 +56,9 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
         raise ValueError(f"optimizer={name}: has no class in engine/optimizer_setup.py. Fix: use adam.")
     step = choose_step(config, device_type=device_type, failure=failure)
     kept = "; main weights as 16-bit remainders" if keeps_remainders(config, step) else ""
+    if config.offload_optimizer:
+        reason = f"OFFLOAD_OPTIMIZER=true, two buckets of {BUCKET >> 20} Mi values in flight"
+        return "torch fused AdamW on the host", f"{reason}, moments in {config.optimizer_state_dtype}"
     if step != "torch":
         return "triton", f"AdamW with clipping and bf16 weights in one pass{kept}"
     if config.optimizer_state_dtype == "bf16":
@@ -72,6 +76,8 @@ def _megatron_builds(config: Config, step: str) -> Iterator[None]:
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     fp32 = (step == "torch" and not keeps_remainders(config, step) and _FUSED_ADAM) or Adam
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else fp32
+    if config.offload_optimizer:
+        of_adam = OffloadedBf16Adam if config.optimizer_state_dtype == "bf16" else OffloadedAdam
     chosen = {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
     made: Any = chosen
     if chosen is Muon:
@@ -88,6 +94,10 @@ def _megatron_builds(config: Config, step: str) -> Iterator[None]:
     # write our own.
     values = [(module, "Adam", made), (module, "SGD", chosen), (module, "USING_PYTORCH_OPTIMIZER", False)]
     values += [(distributed, "Adam", (chosen,))]
+    if config.offload_optimizer:
+        # Megatron makes fp32 main weights of all parameters by this method, and they may not fit.
+        nan = torch.full((), math.nan, device=device_of_model())
+        values += [(torch.Tensor, "float", lambda x: nan.expand_as(x))]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     for owner, name, value in values:
         setattr(owner, name, value)
@@ -176,8 +186,8 @@ def build_optimizer(
     for part in optimizer.chained_optimizers:
         # Before the first step: fp16 runs may save before any step, and out-of-memory errors occur early.
         if not part.is_stub_optimizer:
-            if keeps_remainders(config, step):
-                keep_remainders(part)
+            if keeps_remainders(config, step) or config.offload_optimizer:
+                store_main_weights(part)
             elif isinstance(part.optimizer, Adam | Sgd):
                 allocate_moments(part.optimizer)
             else:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from moe_exp.config import Config, setting_error
-from moe_exp.host.devices import count_gpus, driver_version
+from moe_exp.host.devices import count_gpus, driver_version, num_cores
 from moe_exp.host.exit_codes import RENDEZVOUS_KEY
 from moe_exp.host.megatron_versions import quiet_loggers
 
@@ -189,8 +189,10 @@ def _device(config: Config, local_rank: int) -> torch.device:
         raise ValueError(f"CUDA: {rule}. Fix: {fix}, or set CUDA_VISIBLE_DEVICES= to run on the CPU.")
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
-        if config.threads_per_rank:
-            torch.set_num_threads(config.threads_per_rank)
+        # OFFLOAD_OPTIMIZER updates the weights with these threads.
+        of_rank = max(1, num_cores() // config.gpus_per_node) if config.offload_optimizer else 0
+        if threads := config.threads_per_rank or of_rank:
+            torch.set_num_threads(threads)
         return torch.device("cuda", local_rank)
     torch.set_num_threads(config.threads_per_rank or 1)
     return torch.device("cpu")

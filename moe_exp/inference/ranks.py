@@ -52,6 +52,7 @@ _NO_TRAINING: dict[str, Any] = {
     "token_rounding": 0, "distributed_optimizer": False, "overlap": "false", "wandb_project": "",
     "cuda_graph": "off",
     "optimizer": "adam", "optimizer_state_dtype": "fp32", "main_params": "fp32",
+    "offload_optimizer": False,
 }  # fmt: skip
 # Our attention supports the key/value cache. Kernels depend on this machine, not on training's.
 # Runs with FP8 save their weights in DTYPE.

@@ -129,8 +129,9 @@ def fingerprints_of(pieces: Iterable[TensorPiece]) -> Fingerprints:
         nothing = (str(values.dtype).removeprefix("torch."), 0, torch.zeros_like(share))
         dtype, num_values, total = found.get(name, nothing)
         found[name] = (dtype, num_values + values.numel(), total + share)
-    # one device synchronization for all tensors
-    totals = torch.stack([total for *_, total in found.values()]).tolist() if found else []
+    # One device synchronization for all tensors. Some may be in host memory (OFFLOAD_OPTIMIZER).
+    shares = [total for *_, total in found.values()]
+    totals = torch.stack([one.to(shares[0].device) for one in shares]).tolist() if found else []
     named = zip(found.items(), totals, strict=True)
     return {name: Fingerprint(dtype, count, total & _MASK) for (name, (dtype, count, _)), total in named}
 

@@ -49,6 +49,13 @@ class OptimizerSettings(LearningSettings):
         "saves 2 bytes per parameter, but rounds at every micro-batch (docs/recipes.md)",
         costs=True,
     )
+    offload_optimizer: bool = learning(
+        False,
+        "keep fp32 main weights and moments in host memory and update them there, with the same results; on "
+        "the GPU remain 6 bytes per parameter (OPTIMIZER=adam, DTYPE=bf16)",
+        costs=True,
+        compared=False,
+    )
     sgd_momentum: Probability = learning(
         0.9, "momentum (OPTIMIZER=sgd); 0: no momentum and no optimizer state", costs=True
     )
@@ -129,10 +136,14 @@ class OptimizerSettings(LearningSettings):
              "set DTYPE=bf16, or FP8=none"),
             (self.grad_dtype == "bf16" and self.dtype != "bf16", "grad_dtype",
              f"requires DTYPE=bf16, not {self.dtype}", "set DTYPE=bf16, or GRAD_DTYPE=fp32"),
-            *((self.main_params == "remainder" and getattr(self, name) != value, "main_params",
+            *((is_set and getattr(self, name) != value, setting,
                f"requires {name.upper()}={value}, not {getattr(self, name)}",
-               f"set {name.upper()}={value}, or MAIN_PARAMS=fp32")
-              for name, value in (("dtype", "bf16"), ("optimizer", "adam"), ("qk_clip", 0))),
+               f"set {name.upper()}={value}, or {setting.upper()}={other}")
+              for name, value in (("dtype", "bf16"), ("optimizer", "adam"), ("qk_clip", 0))
+              for setting, is_set, other in (("main_params", self.main_params == "remainder", "fp32"),
+                                             ("offload_optimizer", self.offload_optimizer, "false"))),
+            (self.offload_optimizer and self.main_params == "remainder", "offload_optimizer",
+             "keeps main weights in fp32, but MAIN_PARAMS=remainder", "set MAIN_PARAMS=auto"),
         )  # fmt: skip
 
     def _state_problems(self) -> Iterator[str]:

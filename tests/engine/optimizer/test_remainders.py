@@ -130,7 +130,7 @@ def looked_into(settings: dict[str, Any], port: int) -> None:
     for _ in range(4):  # the average is that of step 3
         loop.train_step(job, progress, interval, count_zeros=True)
     parts = [part.optimizer for part in optimizer.chained_optimizers]
-    pairs = [(part, p) for part in parts for p in part.remainders]
+    pairs = [(part, p) for part in parts for p in part.stored]
     states = [x for part in parts for state in part.state.values() for x in state.values()]
     places = {x.untyped_storage().data_ptr() for x in states}
     sizes = {p.numel() for _, p in pairs}
@@ -144,7 +144,7 @@ def looked_into(settings: dict[str, Any], port: int) -> None:
                 assert not is_own or memory.data_ptr() in places, x.shape
 
     def kept() -> list[torch.Tensor]:
-        tensors = [(part.weights[p], part.remainders[p], part.state[p]["exp_avg_sq"]) for part, p in pairs]
+        tensors = [(part.weights[p], part.stored[p], part.state[p]["exp_avg_sq"]) for part, p in pairs]
         return [bits(x).clone() for x in itertools.chain(*tensors)]
 
     check_memory()

@@ -1,0 +1,118 @@
+"""AdamW on the host, with main weights and moments in host memory (OFFLOAD_OPTIMIZER).
+
+As in ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), the device keeps only bf16 weights and gradients. A
+step goes through buckets of values. While the host updates a bucket, the device sends the gradients of the
+next one and receives the weights of the previous one:
+
+    device to host    g1   g2   g3   ...
+    host                   u1   u2   u3   ...
+    host to device              w1   w2   w3   ...
+
+The copies, 4 + 2 bytes per parameter, pass through page-locked buffers: two for gradients, two for weights.
+Main weights and moments stay on the host and are not page-locked, which could double their memory: PyTorch
+rounds the size of page-locked memory up to a power of two.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_exp.engine.optimizer_classes import Adam, Bf16Adam
+
+BUCKET = 1 << 26  # values; 256 MiB of gradients take a link of 25 GB/s about 10 ms
+
+# values of a bucket: parameter, their places in the parameter, and in the buffers
+_Piece = tuple[Tensor, slice, slice]
+
+
+class _Staging:
+    """Host buffers through which the gradients and weights of a bucket pass, and events after the copies."""
+
+    def __init__(self, size: int, device: torch.device):
+        module, is_pinned = torch.get_device_module(device), device.type == "cuda"
+        self.grads = torch.empty(size, pin_memory=is_pinned)
+        self.weights = torch.empty(size, dtype=torch.bfloat16, pin_memory=is_pinned)
+        self.fetched, self.sent = module.Event(), module.Event()
+
+
+class OffloadedAdam(Adam):
+    """Adam that stores the fp32 main weights of bf16 weights, and their moments, in host memory."""
+
+    _staging: tuple[_Staging, ...] = ()
+
+    def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        if not self.state[p] and p in self.weights:
+            # as Megatron would, but `_megatron_builds` keeps it from allocating main weights
+            p.data = self.weights[p].to("cpu", torch.float32)
+        super().allocate(p, group)
+
+    def _take(self, p: Tensor, main: Tensor) -> Tensor:
+        return main
+
+    def _store(self, p: Tensor) -> Tensor:
+        self.weights[p].copy_(p.bfloat16())
+        return p.data
+
+    def _update_stored(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        if not params:
+            return
+        device, size = params[0].device, min(BUCKET, sum(p.numel() for p in self.stored))
+        module = torch.get_device_module(device)
+        if not self._staging:
+            self._staging, self._copies = (_Staging(size, device), _Staging(size, device)), module.Stream()
+
+        def fetch(bucket: Iterable[_Piece], staging: _Staging) -> None:
+            with module.stream(self._copies):
+                for p, values, place in bucket:
+                    assert p.grad is not None
+                    staging.grads[place].copy_(p.grad.view(-1)[values], non_blocking=True)
+                staging.fetched.record()
+
+        self._copies.wait_stream(module.current_stream())  # gradients may still be clipped
+        buckets = list(_buckets(params, size))
+        ours, theirs = self._staging
+        fetch(buckets[0], ours)
+        for bucket, following in zip_longest(buckets, buckets[1:], fillvalue=()):
+            fetch(following, theirs)  # into a buffer that the host has read
+            ours.fetched.synchronize()
+            self._update_bucket(group, bucket, ours)
+            ours, theirs = theirs, ours
+
+    def _update_bucket(self, group: dict[str, Any], bucket: Iterable[_Piece], staging: _Staging) -> None:
+        pieces = []
+        for p, values, place in bucket:
+            piece = self.stored[p].view(-1)[values]
+            piece.grad = staging.grads[place]
+            self.state[piece] = {name: value.view(-1)[values] for name, value in self.state[p].items()}
+            pieces.append(piece)
+        self._update(group, pieces)
+        staging.sent.synchronize()  # the weights that were in the buffer
+        for piece, (p, values, place) in zip(pieces, bucket, strict=True):
+            del self.state[piece]
+            staging.weights[place].copy_(piece)
+            self.weights[p].view(-1)[values].copy_(staging.weights[place], non_blocking=True)
+        staging.sent.record()
+
+
+class OffloadedBf16Adam(OffloadedAdam, Bf16Adam):
+    """OffloadedAdam with moments stored in bf16."""
+
+
+def _buckets(params: Iterable[Tensor], size: int) -> Iterator[list[_Piece]]:
+    """Yields the values of `params` in their order, in buckets of `size` values."""
+    bucket: list[_Piece] = []
+    filled = 0
+    for p in params:
+        start = 0
+        while start < p.numel():
+            count = min(p.numel() - start, size - filled)
+            bucket.append((p, slice(start, start + count), slice(filled, filled + count)))
+            start, filled = start + count, filled + count
+            if filled == size:
+                yield bucket
+                bucket, filled = [], 0
+    if bucket:
+        yield bucket
