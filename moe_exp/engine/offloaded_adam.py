@@ -102,16 +102,19 @@ class OffloadedBf16Adam(OffloadedAdam, Bf16Adam):
 
 
 def _buckets(params: Iterable[Tensor], size: int) -> Iterator[list[_Piece]]:
-    """Yields the values of `params` in their order, in buckets of `size` values."""
+    """Yields the values of `params` in their order, in buckets of at most `size` values."""
     bucket: list[_Piece] = []
     filled = 0
     for p in params:
         start = 0
         while start < p.numel():
             count = min(p.numel() - start, size - filled)
+            if start + count < p.numel():
+                # AdamW rounds values that do not fill a vector register differently.
+                count -= count % 64
             bucket.append((p, slice(start, start + count), slice(filled, filled + count)))
             start, filled = start + count, filled + count
-            if filled == size:
+            if start < p.numel():
                 yield bucket
                 bucket, filled = [], 0
     if bucket:

@@ -1,7 +1,12 @@
-"""OFFLOAD_OPTIMIZER: the host trains with the bits of torch's AdamW, in buckets whose copies overlap."""
+"""OFFLOAD_OPTIMIZER: the host trains with the bits of torch's AdamW, in buckets whose copies overlap.
+
+What is kept where: `test_main_weights_are_not_kept_twice` in test_remainders.py.
+"""
 
 import itertools
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +19,141 @@ from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import load_config
 from moe_exp.engine import offloaded_adam, runtime
-from moe_exp.engine.averaged_weights import averaged_weights
-from moe_exp.engine.offloaded_adam import OffloadedAdam
-from moe_exp.engine.optimizer_classes import Adam
-from moe_exp.engine.optimizer_setup import choose_optimizer, skip_steps_not_finite
+from moe_exp.engine.offloaded_adam import OffloadedAdam, OffloadedBf16Adam
+from moe_exp.engine.optimizer_classes import Adam, Bf16Adam
+from moe_exp.engine.optimizer_setup import _megatron_builds, choose_optimizer, skip_steps_not_finite
 from moe_exp.training import loop
 from moe_exp.training import step as one_iteration
 from moe_exp.training.interval import Interval
 
+SIZES, BUCKET = (2500, 1, 400, 999, 3100), 1000  # no value of the fourth fits in the third bucket
+
+
+class Stream:
+    """Copies in their order. `is_late`: a copy runs when the host waits for it, as late as a device may."""
+
+    def __init__(self, is_late: bool = False):
+        self.is_late, self.queue, self.num_done = is_late, [], 0
+
+    def add(self, work: Callable[[], Any]) -> None:
+        self.queue.append(work)
+        if not self.is_late:
+            self.finish(len(self.queue))
+
+    def finish(self, count: int) -> None:
+        while self.num_done < count:
+            self.num_done += 1
+            self.queue[self.num_done - 1]()
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.add(partial(other.finish, len(other.queue)))
+
+
+class Device:
+    """In place of torch.cuda: two streams, of which either may be late, and a log of what the host does."""
+
+    def __init__(self, late: tuple[bool, bool]):
+        self.log: list[str] = []
+        self.now, self._late, self._events = Stream(late[0]), late[1], itertools.count()
+        device = self
+
+        class Event:
+            def __init__(self):
+                # two buffers, each with an event on gradients and one on weights
+                buffer, is_sent = divmod(next(device._events), 2)
+                self.name, self.stream, self.count = f"{('fetch', 'send')[is_sent]} {buffer}", device.now, 0
+
+            def record(self) -> None:
+                self.stream, self.count = device.now, len(device.now.queue)
+                device.log.append(self.name)
+
+            def synchronize(self) -> None:
+                device.log.append(f"wait for {self.name}")
+                self.stream.finish(self.count)
+
+        self.Event = Event
+
+    def Stream(self) -> Stream:
+        return Stream(self._late)
+
+    def current_stream(self) -> Stream:
+        return self.now
+
+    def stream(self, stream: Stream) -> Any:
+        before = self.now
+        device = self
+
+        class Block:
+            def __enter__(self):
+                device.now = stream
+
+            def __exit__(self, *_):
+                device.now = before
+
+        return Block()
+
+
+@pytest.fixture
+def device(request, monkeypatch):
+    found, copy = Device(request.param), torch.Tensor.copy_
+
+    def copy_(target, source, non_blocking=False):
+        if not non_blocking:
+            return copy(target, source)
+        found.now.add(lambda: copy(target, source))
+        return target
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: found)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(offloaded_adam, "BUCKET", BUCKET)
+    return found
+
+
+def in_groups(params: list[torch.Tensor]) -> list[dict[str, Any]]:
+    return [{"params": params[:4], "lr": 0.1}, {"params": params[4:], "lr": 0.2, "weight_decay": 0.1}]
+
+
+@pytest.mark.parametrize("device", list(itertools.product((False, True), repeat=2)), indirect=True)
+@pytest.mark.parametrize("kinds", [(Adam, OffloadedAdam), (Bf16Adam, OffloadedBf16Adam)])
+def test_copies_may_be_late_and_buckets_small(kinds, device, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    models = [torch.randn(size, generator=generator).bfloat16() for size in SIZES]
+    plain, ours = [x.float() for x in models], [torch.empty(size) for size in SIZES]
+    expected, adam = kinds[0](in_groups(plain)), kinds[1](in_groups(ours))
+    adam.weights = dict(zip(ours, models, strict=True))
+    for group in adam.param_groups:
+        for p in group["params"]:
+            adam.allocate(p, group)
+            adam.split(p)
+    update = adam._update
+    monkeypatch.setattr(adam, "_update", lambda *x: (x[1] and device.log.append("update"), update(*x)))
+    for _ in range(4):
+        for p, other in zip(ours, plain, strict=True):
+            other.grad = torch.randn(p.shape, generator=generator)
+            p.grad = 2 * other.grad
+            device.now.add(partial(p.grad.div_, 2))  # as clipping
+        expected.step()
+        device.log.clear()
+        adam.step()
+        device.now.finish(len(device.now.queue))
+        for p, other in zip(ours, plain, strict=True):
+            assert torch.equal(adam.stored[p], other) and torch.equal(adam.weights[p], other.bfloat16())
+            assert p.isnan().all() and p.untyped_storage().nbytes() == 4
+            for name, moment in expected.state[other].items():
+                assert adam.state[p][name].dtype == moment.dtype
+                assert torch.equal(adam.state[p][name], moment), name
+        assert set(adam.state) == set(ours)
+    order = []
+    for _ in range(2):  # groups, each with four buckets
+        order.append("fetch 0")
+        for here, there in ((0, 1), (1, 0)) * 2:
+            order += [f"fetch {there}", f"wait for fetch {here}", "update"]
+            order += [f"wait for send {here}", f"send {here}"]
+    assert device.log == order
+
+
 LONG, SAVED = 20, 10
+ON: dict[str, Any] = {"dtype": "bf16", "optimizer": "adam", "offload_optimizer": True}
 RUN: dict[str, Any] = {"dtype": "bf16", "lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0, "clip_grad": 0.5}
 RUN |= {"lr_groups": "*.router.*:lr=0.5,wd=0", "expert_lr_mult": 0.5}
 
@@ -32,36 +163,94 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {key: reader.read(key) for key in reader.tensors if "rng_state" not in key}
 
 
-SLOW = pytest.mark.slow
+CASES = [
+    ("DP2", "EP2", {"ema_decay": 0.9, "average_every": 3}),
+    ("TP2 whole", "one", {"optimizer_state_dtype": "bf16"}),
+    ("PP2", "PP2", {}),
+]
 
 
-@pytest.mark.parametrize(
-    ("saved_at", "loaded_at", "more"),
-    [
-        ("one", "DP2", {}), ("DP2", "EP2", {"ema_decay": 0.9, "average_every": 3}),
-        ("EP2 whole", "TP2", {"optimizer_state_dtype": "bf16"}), ("PP2", "PP2", {}),
-        pytest.param("TP2", "one whole", {}, marks=SLOW),
-    ],
-)  # fmt: skip
-def test_runs_and_resumes_have_the_bits_of_the_device(saved_at, loaded_at, more, tmp_path):
-    base = RUN | more | {"train_data": str(write_data(tmp_path))}
-    ends, legs = itertools.count(), []
+def test_runs_and_resumes_have_the_bits_of_the_device(tmp_path):
+    """Without offloading and with it; then resumed in another layout from either, with and without it."""
+    data, legs = {"train_data": str(write_data(tmp_path))}, []
 
-    def add(layout: str, offloads: bool, start: Path | None = None, steps: int = LONG) -> None:
-        saves = {LONG: tmp_path / str(next(ends))} | ({} if start else {SAVED: tmp_path / str(offloads)})
-        settings = base | LAYOUTS[layout] | {"offload_optimizer": offloads}
-        legs.append(Leg(settings, start, steps, saves))
+    def end(number: int) -> Path:
+        return tmp_path / f"end {number}"
 
-    for offloads in (False, True):
-        add(saved_at, offloads)
-    for saved, offloads in ((False, False), (False, True), (True, False)):
-        add(loaded_at, offloads, tmp_path / str(saved), LONG - SAVED)
-    steps = run_legs(legs)
-    assert steps[0] == steps[1] and steps[2] == steps[3] == steps[4]
-    if saved_at == loaded_at:
-        assert steps[2] == steps[0][SAVED:]
-    ended = [tensors_of(tmp_path / str(number)) for number in range(5)]
-    for place, other in ((0, 1), (2, 3), (2, 4)):
-        assert ended[place].keys() == ended[other].keys()
-        for key, value in ended[place].items():
-            assert ended[other][key].dtype == value.dtype and torch.equal(ended[other][key], value), key
+    for case, (saved_at, loaded_at, more) in enumerate(CASES):
+        folders = {offloads: tmp_path / f"{case} {offloads}" for offloads in (False, True)}
+        for offloads, saved in ((False, None), (True, None), (False, False), (True, False), (False, True)):
+            layout = LAYOUTS[saved_at if saved is None else loaded_at]
+            saves = {LONG: end(len(legs))} | ({SAVED: folders[offloads]} if saved is None else {})
+            start, steps = (None, LONG) if saved is None else (folders[saved], LONG - SAVED)
+            legs.append(Leg(RUN | data | more | layout | {"offload_optimizer": offloads}, start, steps, saves))
+    done = run_legs(legs, timeout=500)
+    for case, (saved_at, loaded_at, _) in enumerate(CASES):
+        first = 5 * case
+        steps = done[first : first + 5]
+        assert steps[0] == steps[1] and steps[2] == steps[3] == steps[4]
+        if saved_at == loaded_at:
+            assert steps[2] == steps[0][SAVED:]
+        for place, other in ((0, 1), (2, 3), (2, 4)):
+            expected, ours = (tensors_of(end(first + number)) for number in (place, other))
+            assert expected.keys() == ours.keys()
+            for key, value in expected.items():
+                assert ours[key].dtype == value.dtype and torch.equal(ours[key], value), (case, key)
+
+
+def skipped(settings: dict[str, Any], port: int) -> None:
+    """On a rank: a step whose gradient norm is not finite, between others."""
+    offloaded_adam.BUCKET = 5000
+    job = start_job(settings, port)
+    optimizer, model = job.trained.optimizer, job.trained.model
+    skip_steps_not_finite(optimizer, model)
+    interval, progress = Interval(job.config, job.runtime, model), Progress()
+    schedule = one_iteration.run_schedule
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        found = schedule(*args, **kwargs)
+        next(model[0].parameters()).main_grad.view(-1)[0] = math.nan
+        return found
+
+    def kept() -> list[torch.Tensor]:
+        adams = [part.optimizer for part in optimizer.chained_optimizers]
+        found = [torch.tensor(group["step"]) for adam in adams for group in adam.param_groups]
+        for adam in adams:
+            assert isinstance(adam, OffloadedAdam) and sum(p.numel() for p in adam.stored) > 5000
+            for p, main in adam.stored.items():
+                found += [main.clone(), adam.weights[p].clone(), *(x.clone() for x in adam.state[p].values())]
+        return found
+
+    try:
+        for run_schedule, is_skipped in ((schedule, False), (broken, True), (schedule, False)):
+            one_iteration.run_schedule, before = run_schedule, kept() if progress.iteration else None
+            step = loop.train_step(job, progress, interval, count_zeros=True)
+            loop.settle(job, progress, interval, step)
+            if before:
+                same = list(map(torch.equal, before, kept()))
+                assert all(same) if is_skipped else not any(same)
+    finally:
+        one_iteration.run_schedule = schedule
+    runtime.stop()
+
+
+def skip(jobs: list[tuple[dict[str, Any], int]]) -> None:
+    in_turn(skipped, jobs)
+
+
+def test_a_norm_that_is_not_finite_changes_nothing(tmp_path):
+    settings = RUN | {"train_data": str(write_data(tmp_path)), "gpus_per_node": 2, "offload_optimizer": True}
+    run_on_ranks(2, skip, [(settings | {"run_dir": str(tmp_path / "run")}, free_port())], join=False)
+
+
+def test_main_weights_are_never_on_the_device():
+    half = torch.ones(3, dtype=torch.bfloat16)
+    with _megatron_builds(load_config(ON, {}), "torch"):
+        assert half.float().isnan().all() and half.float().untyped_storage().nbytes() == 4
+    assert torch.equal(half.float(), torch.ones(3))
+
+
+def test_the_log_names_the_host():
+    name, reason = choose_optimizer(load_config(ON, {}))
+    assert name == "torch fused AdamW on the host"
+    assert reason == "OFFLOAD_OPTIMIZER=true, two buckets of 64 Mi values in flight, moments in fp32"

@@ -1,4 +1,7 @@
-"""MAIN_PARAMS=remainder: training, checkpoints and averages have the bits of MAIN_PARAMS=fp32."""
+"""MAIN_PARAMS=remainder: training, checkpoints and averages have the bits of MAIN_PARAMS=fp32.
+
+`test_main_weights_are_not_kept_twice` is also about OFFLOAD_OPTIMIZER.
+"""
 
 import gc
 import itertools
@@ -132,10 +135,12 @@ def looked_into(settings: dict[str, Any], port: int) -> None:
     parts = [part.optimizer for part in optimizer.chained_optimizers]
     pairs = [(part, p) for part in parts for p in part.stored]
     states = [x for part in parts for state in part.state.values() for x in state.values()]
-    places = {x.untyped_storage().data_ptr() for x in states}
+    assert pairs and all(set(part.stored) == set(part.weights) for part in parts)
+    places = {x.untyped_storage().data_ptr() for x in (*states, *(part.stored[p] for part, p in pairs))}
     sizes = {p.numel() for _, p in pairs}
 
     def check_memory() -> None:
+        assert all(p.untyped_storage().nbytes() == 4 and p.isnan().all() for _, p in pairs)
         gc.collect()
         for x in gc.get_objects():
             if type(x) is torch.Tensor and x.dtype == torch.float32 and x.numel() in sizes - {1}:
@@ -182,9 +187,12 @@ def look_into(jobs: list[tuple[dict[str, Any], int]]) -> None:
 
 
 def test_main_weights_are_not_kept_twice(tmp_path):
-    settings = RUN | {"train_data": str(write_data(tmp_path)), "main_params": "remainder", "gpus_per_node": 2}
-    layouts = ({}, {"ep": 2, "distributed_optimizer": False})
-    jobs = [(settings | x | {"run_dir": str(tmp_path / str(len(x)))}, free_port()) for x in layouts]
+    settings = RUN | {"train_data": str(write_data(tmp_path)), "gpus_per_node": 2}
+    layouts, kinds = ({}, {"ep": 2, "distributed_optimizer": False}), ("main_params", "offload_optimizer")
+    jobs = []
+    for layout, (name, value) in itertools.product(layouts, zip(kinds, ("remainder", True), strict=True)):
+        folder = str(tmp_path / f"{name} {len(layout)}")
+        jobs.append((settings | layout | {name: value, "run_dir": folder}, free_port()))
     run_on_ranks(2, look_into, jobs, join=False)
 
 
