@@ -45,8 +45,8 @@ class Adam(torch.optim.Optimizer):
             raise ValueError(f"adam_w_mode=False: {rule}. Fix: use decoupled_weight_decay=True.")
         refuse_cuda_graphs(capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        # By main weight, which then has no values of its own: int16 remainders (MAIN_PARAMS, see adamw.py), or
-        # fp32 weights in host memory (`OffloadedAdam`).
+        # By main weight, which then has no values of its own: int16 remainders (MAIN_PARAMS, see adamw.py),
+        # or fp32 weights in host memory (`OffloadedAdam`).
         self.stored: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()

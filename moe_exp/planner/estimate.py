@@ -159,6 +159,8 @@ def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str
         yield f"{name.upper()}={size}", {name: size} | (even if name == "pp" else {})
     if config.mbsz > 1:
         yield f"MBSZ={config.mbsz // 2}", {"mbsz": config.mbsz // 2}
+    if not config.offload_optimizer and not hardware.is_cpu:
+        yield "OFFLOAD_OPTIMIZER=true", {"offload_optimizer": True}
     loss = planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
     if loss == "megatron":
         yield "CROSS_ENTROPY=triton", {"cross_entropy": "triton"}

@@ -51,6 +51,8 @@ def test_each_lever_is_the_difference_of_two_plans():
         ({"cross_entropy": "triton"}, {"CROSS_ENTROPY=linear"}, {"CROSS_ENTROPY=triton"}),
         ({"cross_entropy": "linear"}, set(), {"CROSS_ENTROPY=triton", "CROSS_ENTROPY=linear"}),
         ({"pp": 2, "pipeline_layers": "23,25"}, {"PP=4"}, set()),
+        ({"optimizer": "adam"}, {"OFFLOAD_OPTIMIZER=true"}, set()),
+        ({"optimizer": "adam", "offload_optimizer": True}, set(), {"OFFLOAD_OPTIMIZER=true"}),
     ],
 )
 def test_which_changes_are_tried(changes, there, missing):

@@ -46,7 +46,8 @@ class LaunchSettings(BaseModel):
     )
     threads_per_rank: NonNegative = layout(
         0,
-        "PyTorch threads per rank; 0: one on a CPU host, PyTorch's default with GPUs",
+        "PyTorch threads per rank; 0: one on a CPU host, PyTorch's default with GPUs, with OFFLOAD_OPTIMIZER "
+        "a share of the cores",
         costs=False,
         compared=False,
     )

@@ -103,8 +103,9 @@ def most_loaded_rank(config: Config) -> int:
     return max(range(config.pp), key=lambda pp_rank: stages[pp_rank].total)
 
 
-def optimizer_state_bytes(config: Config) -> float:
-    """Returns the bytes per parameter for main weight, moments and weight average, before sharding.
+def optimizer_state_bytes(config: Config, *, on_cpu: bool = False) -> float:
+    """Returns the bytes per parameter for main weight, moments and weight average, before sharding. With
+    OFFLOAD_OPTIMIZER they are 0 unless the device is the host (`on_cpu`).
 
         OPTIMIZER                            main weight   moments               together, bf16 or fp16 / fp32
         adam                                 4             4 + 4                 12      / 8
@@ -120,6 +121,8 @@ def optimizer_state_bytes(config: Config) -> float:
     embedding and output layer, which use Adam, need another `embedding_moment_bytes` per parameter. Norms and
     routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.
     """
+    if config.offload_optimizer and not on_cpu:
+        return 0.0
     main_weight = priced(config, "main_params", {"auto": 4, "fp32": 4, "remainder": 2})
     main_weight = 0 if config.dtype == "fp32" else main_weight
     of_adam = priced(config, "optimizer_state_dtype", {"fp32": 4.0, "bf16": 2.0})

@@ -20,6 +20,12 @@ from moe_exp.planner.hardware import Hardware
 # Bytes that the optimizer step moves per parameter of a rank (gradient norm, new weights), and per parameter
 # whose optimizer state is on the rank.
 _STEP_BYTES, _STATE_BYTES = 8, 40
+# With OFFLOAD_OPTIMIZER: bytes per parameter over the link to the host, in the direction with more (fp32
+# gradients; bf16 weights go the other way), and bytes of host memory: AdamW 28, rounding 6, both copies 6.
+_LINK_BYTES, _HOST_BYTES = 4, 40
+# Bytes per second. A link of 16 lanes of PCIe Gen 4 has 31.5 GB/s, Gen 5 63 GB/s, of which copies reach 80%.
+# A DGX H100 has 16 channels of DDR5-4800, 614 GB/s, for 8 GPUs; STREAM reaches about 80% of such a peak.
+_LINK_SPEED, _RECENT_LINK_SPEED, _HOST_SPEED = 25e9, 50e9, 60e9
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,11 @@ def time_of(
         ranks = config.world_size // config.pp
         owned = rank.dense / max(1, ranks // config.tp)
         owned += rank.expert / max(1, ranks // (config.etp * config.ep))
-    step = (rank.total * _STEP_BYTES + owned * _STATE_BYTES) / device.bandwidth
+    by_host = config.offload_optimizer and not hardware.is_cpu
+    step = (rank.total * _STEP_BYTES + owned * _STATE_BYTES * (not by_host)) / device.bandwidth
+    if by_host:
+        link = _RECENT_LINK_SPEED if hardware.is_recent else _LINK_SPEED
+        step += owned * max(_LINK_BYTES / link, _HOST_BYTES / _HOST_SPEED)
     step += _muon_seconds(config, hardware, constants, counts)
     # On devices newer than Ampere this is an estimate; published runs do not determine it.
     once = 0.01 if hardware.is_recent else constants.iteration_seconds

@@ -302,6 +302,17 @@ REFUSED = [
     (
         "recompute_modules=experts fp8=hybrid expert_backend=te dtype=bf16",
         "RECOMPUTE_MODULES=experts: FP8=hybrid by Transformer Engine cannot recompute",
+    (
+        "offload_optimizer=true optimizer=adam dtype=fp16",
+        "OFFLOAD_OPTIMIZER=true: requires DTYPE=bf16, not fp16",
+    ),
+    (
+        "offload_optimizer=true dtype=bf16 optimizer=muon distributed_optimizer=false",
+        "OFFLOAD_OPTIMIZER=true: requires OPTIMIZER=adam, not muon. Fix: set OPTIMIZER=adam, or OFFL",
+    ),
+    (
+        "offload_optimizer=true dtype=bf16 optimizer=adam main_params=remainder",
+        "OFFLOAD_OPTIMIZER=true: keeps main weights in fp32, but MAIN_PARAMS=rem... set MAIN_PARAMS=auto",
     ),
     ("ema_decay=0.9 average_every=11 train_iters=10 warmup_iters=0", "AVERAGE_EVERY=11: ... to at most 10."),
     # Batches

@@ -183,7 +183,9 @@ def test_runs_and_resumes_have_the_bits_of_the_device(tmp_path):
             layout = LAYOUTS[saved_at if saved is None else loaded_at]
             saves = {LONG: end(len(legs))} | ({SAVED: folders[offloads]} if saved is None else {})
             start, steps = (None, LONG) if saved is None else (folders[saved], LONG - SAVED)
-            legs.append(Leg(RUN | data | more | layout | {"offload_optimizer": offloads}, start, steps, saves))
+            legs.append(
+                Leg(RUN | data | more | layout | {"offload_optimizer": offloads}, start, steps, saves)
+            )
     done = run_legs(legs, timeout=500)
     for case, (saved_at, loaded_at, _) in enumerate(CASES):
         first = 5 * case

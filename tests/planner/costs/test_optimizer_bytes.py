@@ -6,6 +6,8 @@ import pytest
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
+from moe_exp.planner.costs.job import PlannedJob
+from moe_exp.planner.costs.memory import StageMemory, memory_of
 from moe_exp.planner.costs.params import (
     checkpoint_bytes,
     count_parameters,
@@ -14,6 +16,12 @@ from moe_exp.planner.costs.params import (
     rank_parameters,
     weight_and_optimizer_bytes,
 )
+from moe_exp.planner.hardware import Hardware, load_hardware
+from moe_exp.planner.prediction import load_constants
+
+
+def planned_memory(config: Config, hardware: Hardware) -> list[StageMemory]:
+    return memory_of(PlannedJob.of(config), hardware, load_constants().memory)
 
 
 def settings(**values: Any) -> Config:
@@ -47,6 +55,19 @@ def test_remainders_are_half_of_main_weights():
     plain, remainder = settings(main_params="fp32"), settings(main_params="remainder")
     assert optimizer_state_bytes(remainder) == optimizer_state_bytes(plain) - 2 == 10
     assert checkpoint_bytes(remainder) == checkpoint_bytes(plain)
+
+
+def test_offloading_leaves_no_state_on_the_device():
+    plain, offloaded = settings(optimizer="adam"), settings(optimizer="adam", offload_optimizer=True)
+    rank = rank_parameters(plain)
+    assert weight_and_optimizer_bytes(offloaded, rank) == (2 + 4) * rank.total
+    assert optimizer_state_bytes(settings(optimizer="adam", offload_optimizer=True, ema_decay=0.9)) == 0
+    assert checkpoint_bytes(offloaded) == checkpoint_bytes(plain)
+    gpu, cpu = load_hardware("H100-80GB"), load_hardware("cpu")
+    for device, num_bytes in ((gpu, 12 / 2), (cpu, 0)):
+        (before,), (after,) = (planned_memory(one, device) for one in (plain, offloaded))
+        assert before.optimizer - after.optimizer == num_bytes * rank.total
+        assert (before.weights, before.gradients) == (after.weights, after.gradients)
 
 
 def test_the_average_of_the_weights_adds_four():

@@ -202,6 +202,19 @@ def test_padding_to_capacity_is_of_the_whole_microbatch():
     assert split > 2 * alone
 
 
+def test_an_offloaded_optimizer_takes_the_time_of_the_host():
+    """40 bytes of its memory per parameter of the rank, at 60 GB/s; nothing changes on a CPU."""
+    settings = {"nnodes": 1, "gpus_per_node": 1, "optimizer": "adam", "dtype": "bf16"}
+    jobs = [PlannedJob.of(config(**settings, offload_optimizer=offloads)) for offloads in (False, True)]
+    (rank,) = jobs[0].parameters
+    before, after = (time_of(job, A100, CONSTANTS).optimizer for job in jobs)
+    on_device = 40 * rank.total / (A100.memory_bytes_per_second * CONSTANTS.memory_efficiency)
+    assert after - before == pytest.approx(40 * rank.total / 60e9 - on_device, rel=0.05)
+    half = config(**settings | {"gpus_per_node": 2, "offload_optimizer": True})
+    assert time_of(PlannedJob.of(half), A100, CONSTANTS).optimizer == pytest.approx(after / 2, rel=0.1)
+    assert len({time_of(job, load_hardware("cpu"), CONSTANTS) for job in jobs}) == 1
+
+
 def muon_seconds(**settings) -> float:
     with_adam = seconds(**settings, distributed_optimizer=False)
     return seconds(**settings, distributed_optimizer=False, optimizer="muon").optimizer - with_adam.optimizer
