@@ -13,6 +13,7 @@ Main weights and moments stay on the host and are not page-locked, which could d
 rounds the size of page-locked memory up to a power of two.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -39,7 +40,10 @@ class _Staging:
 
 
 class OffloadedAdam(Adam):
-    """Adam that stores the fp32 main weights of bf16 weights, and their moments, in host memory."""
+    """Adam that stores the fp32 main weights of bf16 weights, and their moments, in host memory.
+
+    `join` leaves main weights on the host, so that saves take no memory of the device.
+    """
 
     _staging: tuple[_Staging, ...] = ()
 
@@ -49,17 +53,20 @@ class OffloadedAdam(Adam):
             p.data = self.weights[p].to("cpu", torch.float32)
         super().allocate(p, group)
 
-    def _take(self, p: Tensor, main: Tensor) -> Tensor:
-        return main
+    def join(self, p: Tensor) -> None:
+        if p in self.stored:
+            p.data = self.stored.pop(p)
 
-    def _store(self, p: Tensor) -> Tensor:
-        self.weights[p].copy_(p.bfloat16())
-        return p.data
+    def split(self, p: Tensor) -> None:
+        if p not in self.stored:
+            self.stored[p], weight = p.data, self.weights[p]
+            weight.copy_(p.bfloat16())
+            p.data = weight.new_full((), math.nan, dtype=p.dtype).expand_as(p)
 
-    def _update_stored(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+    def update_stored(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         if not params:
             return
-        device, size = params[0].device, min(BUCKET, sum(p.numel() for p in self.stored))
+        device, size = params[0].device, min(BUCKET, sum(p.numel() for p in self.weights))
         module = torch.get_device_module(device)
         if not self._staging:
             self._staging, self._copies = (_Staging(size, device), _Staging(size, device)), module.Stream()

@@ -63,7 +63,7 @@ class Adam(torch.optim.Optimizer):
                     self._update_by_kernel(group, params)
                 else:
                     self._update(group, [p for p in params if p not in self.stored])
-                    self._update_stored(group, [p for p in params if p in self.stored])
+                    self.update_stored(group, [p for p in params if p in self.stored])
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         """Creates a parameter's moments, initially zero, unless they exist."""
@@ -81,31 +81,24 @@ class Adam(torch.optim.Optimizer):
             self.state[p][name].copy_(value)
 
     def join(self, p: Tensor) -> None:
-        """Makes `p` hold fp32 main weights again, if they are stored elsewhere."""
+        """Makes `p` hold fp32 main weights instead of a remainder, if it has one."""
         if p in self.stored:
-            p.data = self._take(p, self.stored.pop(p))
+            square = self.state[p]["exp_avg_sq"]
+            p.data = join(self.weights[p], self.stored.pop(p), square)
+            square.abs_()
 
     def split(self, p: Tensor) -> None:
-        """Stores the values of `p` elsewhere, unless they are, and writes the bf16 weights."""
+        """Replaces the values of `p` by bf16 weights and a remainder, unless it has one."""
         if p not in self.stored:
-            self.stored[p] = self._store(p)
+            square = self.state[p]["exp_avg_sq"]
+            weight, self.stored[p], signed = split(p.detach(), square)
+            self.weights[p].copy_(weight)
+            square.copy_(signed)
             # Megatron still uses shape, gradient and attributes. Reading yields NaN, and writing fails.
-            p.data = self.weights[p].new_full((), math.nan, dtype=p.dtype).expand_as(p)
+            p.data = p.new_full((), math.nan).expand_as(p)
 
-    def _take(self, p: Tensor, remainder: Tensor) -> Tensor:
-        square = self.state[p]["exp_avg_sq"]
-        main = join(self.weights[p], remainder, square)
-        square.abs_()
-        return main
-
-    def _store(self, p: Tensor) -> Tensor:
-        square = self.state[p]["exp_avg_sq"]
-        weight, remainder, signed = split(p.detach(), square)
-        self.weights[p].copy_(weight)
-        square.copy_(signed)
-        return remainder
-
-    def _update_stored(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+    def update_stored(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """Updates `params`, whose values are all in `stored`."""
         for p in params:
             with joined(self, p):
                 self._update(group, [p])

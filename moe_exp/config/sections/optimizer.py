@@ -51,8 +51,8 @@ class OptimizerSettings(LearningSettings):
     )
     offload_optimizer: bool = learning(
         False,
-        "keep fp32 main weights and moments in host memory and update them there, with the same results; on "
-        "the GPU remain 6 bytes per parameter (OPTIMIZER=adam, DTYPE=bf16)",
+        "keep fp32 main weights and moments in host memory, and update them there; the GPU keeps 6 bytes per "
+        "parameter (OPTIMIZER=adam, DTYPE=bf16)",
         costs=True,
         compared=False,
     )
