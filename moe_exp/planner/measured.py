@@ -335,7 +335,9 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
         is_cpu = load_hardware(row["gpu"]).is_cpu
     if not is_cpu:
         # The rows come from other programs or older versions, which had neither Triton loss nor kernels.
-        settings |= {"cross_entropy": "megatron"} | ({"expert_backend": _UNFUSED} if experts > 1 else {})
+        settings |= {"cross_entropy": "megatron", "main_params": "fp32"} | (
+            {"expert_backend": _UNFUSED} if experts > 1 else {}
+        )
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
     return settings | {name: _setting(name, row[name])[0] for name in _AS_SETTINGS if row.get(name)}

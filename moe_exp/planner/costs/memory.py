@@ -67,7 +67,7 @@ def memory_of(
     if imbalance is None:
         imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
-    sizes = _bytes_per_parameter(job, constants, on_cpu=on_cpu)
+    sizes = _bytes_per_parameter(job, constants, hardware)
     weight, gradient, dense_state, expert_state, table_state = sizes
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
     # MoE layers per stage in proportion to expert parameters, which already follow the layout with VPP
@@ -171,7 +171,7 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
 
 
 def _bytes_per_parameter(
-    job: PlannedJob, constants: MemoryConstants, *, on_cpu: bool
+    job: PlannedJob, constants: MemoryConstants, hardware: Hardware
 ) -> tuple[float, float, float, float, float]:
     """Returns five sizes in bytes per parameter of a rank: weights, gradients, optimizer state of dense and
     of expert parameters (both sharded), and additional state of embedding and output layer.
@@ -193,6 +193,9 @@ def _bytes_per_parameter(
     if job.sharding == "distributed":
         dense_shards = max(1, config.world_size // (config.tp * config.pp))
         expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
-    state = optimizer_state_bytes(config, on_cpu=on_cpu) if engine.state_bytes is None else engine.state_bytes
+    state = engine.state_bytes
+    if state is None:
+        kernels = {"runs_kernels": hardware.runs_kernels and not hardware.is_cpu}
+        state = optimizer_state_bytes(config, on_cpu=hardware.is_cpu, **kernels)
     tables = embedding_moment_bytes(config) / dense_shards
     return width_of(job), engine.gradient_bytes, state / dense_shards, state / expert_shards, tables

@@ -103,9 +103,10 @@ def most_loaded_rank(config: Config) -> int:
     return max(range(config.pp), key=lambda pp_rank: stages[pp_rank].total)
 
 
-def optimizer_state_bytes(config: Config, *, on_cpu: bool = False) -> float:
+def optimizer_state_bytes(config: Config, *, on_cpu: bool = False, runs_kernels: bool = False) -> float:
     """Returns the bytes per parameter for main weight, moments and weight average, before sharding. With
-    OFFLOAD_OPTIMIZER they are 0 unless the device is the host (`on_cpu`).
+    OFFLOAD_OPTIMIZER they are 0 unless the device is the host (`on_cpu`). `runs_kernels`: whether the device
+    can run the AdamW kernel.
 
         OPTIMIZER                            main weight   moments               together, bf16 or fp16 / fp32
         adam                                 4             4 + 4                 12      / 8
@@ -115,15 +116,16 @@ def optimizer_state_bytes(config: Config, *, on_cpu: bool = False) -> float:
         sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
         muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
-    fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto counts as fp32, because it
-    depends on the device. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al. 2022,
+    fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto is remainder if the
+    kernel does the whole step. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al. 2022,
     arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices;
     embedding and output layer, which use Adam, need another `embedding_moment_bytes` per parameter. Norms and
     routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.
     """
     if config.offload_optimizer and not on_cpu:
         return 0.0
-    main_weight = priced(config, "main_params", {"auto": 4, "fp32": 4, "remainder": 2})
+    by_kernel = runs_kernels and config.optimizer == "adam" and config.dtype == "bf16" and not config.qk_clip
+    main_weight = priced(config, "main_params", {"auto": 2 if by_kernel else 4, "fp32": 4, "remainder": 2})
     main_weight = 0 if config.dtype == "fp32" else main_weight
     of_adam = priced(config, "optimizer_state_dtype", {"fp32": 4.0, "bf16": 2.0})
     each = {"adam": of_adam, "adam8bit": 1 + 4 / 256, "muon": 4.0, "sgd": 4.0}

@@ -302,6 +302,7 @@ REFUSED = [
     (
         "recompute_modules=experts fp8=hybrid expert_backend=te dtype=bf16",
         "RECOMPUTE_MODULES=experts: FP8=hybrid by Transformer Engine cannot recompute",
+    ),
     (
         "offload_optimizer=true optimizer=adam dtype=fp16",
         "OFFLOAD_OPTIMIZER=true: requires DTYPE=bf16, not fp16",

@@ -131,7 +131,7 @@ def _allocated(settings: dict[str, Any], port: int) -> dict[str, int]:
     inner = [part.optimizer for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     runtime.stop()
     main = [parameter for part in inner for group in part.param_groups for parameter in group["params"]]
-    main += [x for part in inner for x in getattr(part, "remainders", {}).values()]
+    main += [x for part in inner for x in getattr(part, "stored", {}).values()]
     values = [value for part in inner for state in part.state.values() for value in state.values()]
     moments = [value for value in values if hasattr(value, "untyped_storage")]
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
