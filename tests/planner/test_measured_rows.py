@@ -78,8 +78,8 @@ def test_settings_that_cost_nothing_are_no_columns():
     job = PlannedJob.of(load_config(SMALL | {"gpus_per_node": 2, "ep": 2, "run_name": "x"}, {}))
     columns = set(row_of_job(job, "A100-80GB"))
     settings = {"gpus_per_node", "tp", "pp", "ep", "cp", "topk", "recompute", "z_loss_coeff"}
-    settings |= {"expert_backend", "cross_entropy"}
-    # rows without the last two are of other programs, which fused neither experts nor the loss
+    settings |= {"expert_backend", "cross_entropy", "main_params"}
+    # rows without the last three are of other programs, which fused neither experts nor the loss
     assert columns & set(Config.model_fields) == settings
     assert set(Config.model_fields) >= FREE
 

@@ -193,9 +193,7 @@ def _bytes_per_parameter(
     if job.sharding == "distributed":
         dense_shards = max(1, config.world_size // (config.tp * config.pp))
         expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
-    state = engine.state_bytes
-    if state is None:
-        kernels = {"runs_kernels": hardware.runs_kernels and not hardware.is_cpu}
-        state = optimizer_state_bytes(config, on_cpu=hardware.is_cpu, **kernels)
+    device = {"on_cpu": hardware.is_cpu, "runs_kernels": hardware.runs_kernels}
+    state = optimizer_state_bytes(config, **device) if engine.state_bytes is None else engine.state_bytes
     tables = embedding_moment_bytes(config) / dense_shards
     return width_of(job), engine.gradient_bytes, state / dense_shards, state / expert_shards, tables

@@ -116,8 +116,8 @@ def optimizer_state_bytes(config: Config, *, on_cpu: bool = False, runs_kernels:
         sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
         muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
-    fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto is remainder if the
-    kernel does the whole step. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al. 2022,
+    fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto is remainder where the
+    kernel runs. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al. 2022,
     arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices;
     embedding and output layer, which use Adam, need another `embedding_moment_bytes` per parameter. Norms and
     routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.

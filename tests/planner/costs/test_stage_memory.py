@@ -53,8 +53,8 @@ REFERENCE_RUNS = {
 @pytest.mark.parametrize("constants", [PRIORS, load_constants().memory], ids=["priors", "fitted"])
 @pytest.mark.parametrize(("settings", "static", "peak"), REFERENCE_RUNS.values(), ids=REFERENCE_RUNS)
 def test_reference_runs(settings, static, peak, constants):
-    # As it was then: routers kept their input in fp32, now in bf16.
-    config = reference(**settings, expert_backend="torch", cross_entropy="megatron")
+    # As it was then: fp32 main weights, and routers kept their input in fp32, now in bf16.
+    config = reference(**settings, expert_backend="torch", cross_entropy="megatron", main_params="fp32")
     (found,) = memory_of(replace(PlannedJob.of(config), measured_by="allocated"), A100, constants)
     in_fp32 = 2 * config.hidden_size * config.seq_len * config.mbsz * sum(config.moe_layers)
     between = found.weights + found.gradients + found.optimizer + found.workspace
@@ -89,7 +89,7 @@ def test_what_is_cached_never_fills_a_device():
     ],
 )  # fmt: skip
 def test_static_bytes_are_those_of_the_startup_report(settings):
-    config = reference(**settings)
+    config = reference(**settings, main_params="fp32")  # the report does not know the device
     (found,) = stages(config)
     reported = weight_and_optimizer_bytes(config, rank_parameters(config))
     assert found.weights + found.gradients + found.optimizer == pytest.approx(reported, rel=1e-12)
@@ -105,13 +105,13 @@ def test_muon_has_a_second_moment_of_embedding_and_output_layer(tied):
 
 
 def test_experts_are_sharded_over_fewer_ranks():
-    config = reference(ep=4)
+    config = reference(ep=4)  # 10 bytes: two moments, and main weights as remainders
     rank = rank_parameters(config)
-    assert only_stage(config).optimizer == 12 / 8 * rank.dense + 12 / 2 * rank.expert
+    assert only_stage(config).optimizer == 10 / 8 * rank.dense + 10 / 2 * rank.expert
     # 8 ranks hold the experts in 2 * 2 parts, and what is dense in 2
     config = reference(ep=2, etp=2, tp=2, num_query_groups=2)
     rank = rank_parameters(config)
-    assert only_stage(config).optimizer == 12 / 4 * rank.dense + 12 / 2 * rank.expert
+    assert only_stage(config).optimizer == 10 / 4 * rank.dense + 10 / 2 * rank.expert
 
 
 def allocated_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, int]]:
@@ -169,7 +169,8 @@ def allocated() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("name", BUILT)
 def test_state_that_is_allocated(name, allocated):
-    (found,) = stages(load_config(NARROW | BUILT[name] | {"gpus_per_node": 2}, {}))
+    config = load_config({"main_params": "fp32"} | NARROW | BUILT[name] | {"gpus_per_node": 2}, {})
+    (found,) = stages(config)  # on a GPU; processors keep fp32 main weights
     for part, measured in allocated[name].items():
         # Megatron pads what it shards.
         assert getattr(found, part) == pytest.approx(measured, rel=0.002), part
