@@ -166,7 +166,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 CASES = [
     ("DP2", "EP2", {"ema_decay": 0.9, "average_every": 3}),
     ("TP2 whole", "one", {"optimizer_state_dtype": "bf16"}),
-    ("PP2", "PP2", {}),
+    ("PP2", "PP2", {"grad_dtype": "bf16"}),
 ]
 
 
