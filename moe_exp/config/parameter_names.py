@@ -65,17 +65,22 @@ def parameter_sizes(c: ExpertSettings) -> dict[str, int]:
     """Returns the number of values of each parameter of the model, by its name in checkpoints. `c` must have
     no `problems`.
     """
-    hidden = c.hidden_size
-    table = c.padded_vocab_size * hidden
-    sizes = {"embedding.word_embeddings.weight": table}
-    attention = _latent_attention(c) if c.multi_latent_attention else _attention(c)
-    dense = _norm(c, "mlp.linear_fc1.layer_norm_", hidden)
-    dense |= _mlp(c, "mlp.", c.ffn_hidden_size, bias=c.add_bias_linear)
-    layers = (attention | dense, attention | _moe(c))
+    table = c.padded_vocab_size * c.hidden_size
+    sizes, layers = {"embedding.word_embeddings.weight": table}, layer_sizes(c)
     for layer, is_moe in enumerate(c.moe_layers):
         sizes |= {f"decoder.layers.{layer}.{name}": size for name, size in layers[is_moe].items()}
-    sizes |= _norm(c, "decoder.final_layernorm.", hidden)
+    sizes |= _norm(c, "decoder.final_layernorm.", c.hidden_size)
     return sizes if c.tie_embeddings else sizes | {"output_layer.weight": table}
+
+
+def layer_sizes(c: ExpertSettings) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the number of values of each parameter of a dense layer and of an MoE layer, by its name there.
+    Multi-latent attention: arXiv:2405.04434, section 2.1.
+    """
+    attention = _latent_attention(c) if c.multi_latent_attention else _attention(c)
+    dense = _norm(c, "mlp.linear_fc1.layer_norm_", c.hidden_size)
+    dense |= _mlp(c, "mlp.", c.ffn_hidden_size, bias=c.add_bias_linear)
+    return attention | dense, attention | _moe(c)
 
 
 def _norm(c: ExpertSettings, prefix: str, size: int) -> dict[str, int]:

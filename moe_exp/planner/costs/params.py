@@ -4,11 +4,13 @@ Buffers such as the expert bias and rotary frequencies are not counted. All func
 `problems`; sizes that are not divisible are rounded down.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 from moe_exp.config import Config
+from moe_exp.config.parameter_names import layer_sizes
 from moe_exp.host.files import count_text
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.products import priced
@@ -42,12 +44,11 @@ class RankParameters:
 
 
 def count_parameters(config: Config) -> ParameterCount:
-    num_moe, expert = sum(config.moe_layers), _expert(config, 1)
-    dense, moe = (_layer(config, 1, is_moe=is_moe) for is_moe in (False, True))
-    layers = (config.num_layers - num_moe) * dense + num_moe * (moe + config.num_experts * expert)
-    layers += _norm(config, config.hidden_size)
+    num_moe, (dense, moe) = sum(config.moe_layers), _layers(config)
+    layers = (config.num_layers - num_moe) * dense.total + num_moe * moe.total + _final_norm(config)
     embedding = config.padded_vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    idle = round(num_moe * (config.num_experts - config.experts_per_token) * expert)
+    one = moe.expert // config.num_experts
+    idle = round(num_moe * (config.num_experts - config.experts_per_token) * one)
     return ParameterCount(layers, embedding, layers + embedding - idle)
 
 
@@ -65,12 +66,12 @@ def parameters_of_stages(
     config. `learned_positions`: the embedding has a row per position, replicated over tensor-parallel ranks.
     """
     num_moe_before = list(accumulate(config.moe_layers, initial=0))
-    dense_layer, moe_layer = (_layer(config, config.tp, is_moe=is_moe) for is_moe in (False, True))
-    experts = config.num_experts // config.ep * _expert(config, config.etp)
+    dense_layer, moe_layer = _layers(config, config.tp, config.etp)
+    experts = moe_layer.expert // config.ep
     # Outside the layers: embedding on the first stage, final norm and output layer on the last.
     ends = tables_of_stages(config, len(stage_layers))
     ends[0] += config.seq_len * config.hidden_size if learned_positions else 0
-    ends[-1] += _norm(config, config.hidden_size)
+    ends[-1] += _final_norm(config)
     # Model chunks are assigned to the stages in turn. If VPP does not divide a stage, its first chunks get an
     # extra layer; if the stages do not add up to NUM_LAYERS, the last chunk gets the rest.
     num_chunks = config.vpp or 1
@@ -83,7 +84,7 @@ def parameters_of_stages(
         num_layers[chunk % len(stage_layers)] += end - first
         num_moe[chunk % len(stage_layers)] += num_moe_before[end] - num_moe_before[first]
     return [
-        RankParameters(dense=at_ends + (layers - moe) * dense_layer + moe * moe_layer, expert=moe * experts)
+        RankParameters(at_ends + (layers - moe) * dense_layer.dense + moe * moe_layer.dense, moe * experts)
         for at_ends, layers, moe in zip(ends, num_layers, num_moe, strict=True)
     ]
 
@@ -168,53 +169,27 @@ def checkpoint_bytes(config: Config) -> int:
     return count.total * (weight + 4 + 4 * num_moments(config) + average_bytes(config)) + tables
 
 
-def _norm(config: Config, size: int) -> int:
-    return priced(config, "normalization", {"RMSNorm": size, "LayerNorm": 2 * size})
+def _final_norm(config: Config) -> int:
+    return config.hidden_size * priced(config, "normalization", {"RMSNorm": 1, "LayerNorm": 2})
 
 
-def _mlp(config: Config, ffn: int, tp: int = 1, *, bias: bool = False, hidden: int | None = None) -> int:
-    """Parameters of a dense, shared or expert MLP on a rank; the second projection's bias is replicated."""
-    width, hidden = (2 if config.gated else 1) * ffn // tp, hidden or config.hidden_size
-    return hidden * (width + ffn // tp) + (width + hidden if bias else 0)
+# Parameters that tensor-parallel ranks split. They share norms, router, gates, down projections of latent
+# attention, and biases of products that sum over the ranks.
+_SPLIT = r"linear_((qkv|q_proj|q_up_proj|kv_up_proj|fc1)\.(weight|bias)|(proj|fc2)\.weight)$"
 
 
-def _expert(config: Config, etp: int) -> int:
-    bias, hidden = config.add_bias_linear, config.expert_hidden_size
-    return _mlp(config, config.expert_ffn_size, etp, bias=bias, hidden=hidden)
-
-
-def _attention(config: Config, tp: int) -> int:
-    """Parameters of attention on a rank; multi-latent attention: arXiv:2405.04434, section 2.1."""
-    hidden, heads, channels = config.hidden_size, config.num_heads // tp, config.kv_channels
-    output_bias = hidden if config.add_bias_linear else 0
-    if config.multi_latent_attention:
-        # Down projections and norms are replicated over tensor-parallel ranks.
-        rank, latent, query = config.q_lora_rank, config.kv_lora_rank, heads * channels
-        count = hidden * (latent + config.qk_pos_emb_head_dim)
-        count += latent * heads * (config.qk_head_dim + config.v_head_dim)
-        count += rank * (hidden + query) if rank else hidden * query
-        norms = _norm(config, latent) + (_norm(config, rank) if rank else 0)
-        return count + heads * config.v_head_dim * hidden + output_bias + (norms if config.qk_norm else 0)
-    query = config.num_heads * channels // tp
-    qkv = query + 2 * config.num_query_groups * channels // tp
-    biases, norms = (qkv if config.add_bias_linear or config.qkv_bias else 0) + output_bias, 0
-    # Norms of a head are replicated over tensor-parallel ranks; those over all heads are split.
-    if config.qk_norm:
-        whole = (config.num_heads + config.num_query_groups) * channels // tp
-        norms = priced(config, "qk_norm_scope", {"head": 2 * _norm(config, channels), "all": whole})
-    return hidden * (qkv + query) + norms + biases
-
-
-def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
-    """Parameters of a layer on a rank, except routed experts. Norms and router are replicated."""
-    hidden, latent = config.hidden_size, config.moe_latent_size
-    common = _attention(config, tp) + 2 * _norm(config, hidden)
-    if not is_moe:
-        return common + _mlp(config, config.ffn_hidden_size, tp, bias=config.add_bias_linear)
-    router = hidden * (config.num_router_outputs + config.shared_expert_gate)
-    router += config.num_router_outputs * config.add_bias_linear
-    projections = 2 * hidden * latent + (hidden + latent if config.add_bias_linear else 0)
-    return common + router + _mlp(config, config.shared_expert_size, tp) + (projections if latent else 0)
+def _layers(config: Config, tp: int = 1, etp: int = 1) -> list[RankParameters]:
+    """Parameters of a dense layer and of an MoE layer on a rank, with all routed experts."""
+    # norms over all heads are split like the heads
+    scopes = {"head": _SPLIT, "all": rf"{_SPLIT}|[qk]_layernorm\.weight$"}
+    split, found = re.compile(priced(config, "qk_norm_scope", scopes)), []
+    for sizes in layer_sizes(config):
+        counts = {"dense": 0, "expert": 0}
+        for name, size in sizes.items():
+            kind, ways = ("expert", etp) if ".experts." in name else ("dense", tp)
+            counts[kind] += size // (ways if split.search(name) else 1)
+        found.append(RankParameters(**counts))
+    return found
 
 
 def startup_report(config: Config) -> str:
