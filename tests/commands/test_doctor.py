@@ -76,9 +76,10 @@ def test_versions_of_a_range(version, meets, monkeypatch):
     assert doctor.unmet_requirements() == ([] if meets else ["torch>=2.6"])
 
 
-def test_package_whose_files_are_gone_is_unmet(monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "numpy" else find_spec(name))
+def test_package_whose_files_are_gone_is_unmet(monkeypatch, tmp_path):
+    files, gone = importlib.metadata.files, importlib.metadata.PackagePath("numpy/__init__.py")
+    gone.dist = importlib.metadata.PathDistribution(tmp_path / "numpy-2.0.dist-info")
+    monkeypatch.setattr(importlib.metadata, "files", lambda name: [gone] if name == "numpy" else files(name))
     assert [line.partition(">")[0] for line in doctor.unmet_requirements()] == ["numpy"]
 
 

@@ -1,19 +1,16 @@
 """Parses layouts and budgets such as `1,2,4`, `TP=4,PP=12` and `300B`, and exports layouts. No torch."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, TypeVar, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
 
 from moe_exp.config import Config, ConfigError, load_config, problem, setting_error
+from moe_exp.config.loading import explain
 from moe_exp.config.setting_types import as_given
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, SPLIT_SETTINGS
 
-T = TypeVar("T")
-_RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
-# At most four digits, since a typo could otherwise become a list of millions.
-_STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
-_STAGES = rf"{_STAGE}(,{_STAGE})*"
 _LISTS = ("pipeline_layers", "recompute_modules")  # one value contains commas
 _MOST_TOKENS = 10**18  # a million times the largest corpora
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -21,12 +18,16 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
     """Parses allowed values of layout settings, such as `2,4`; ConfigError if invalid."""
-
-    def values(name: str, text: str) -> tuple[Any, ...]:
+    values, problems = {}, []
+    for name, text in texts.items():
         parts = [text] if name in _LISTS else text.split(",")
-        return tuple(_value(name, part) for part in parts)
-
-    return _all({name: partial(values, name, text) for name, text in texts.items()})
+        try:
+            values[name] = tuple(_parsed({name: part})[name] for part in parts)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return values
 
 
 def parse_wanted(text: str, config: Config) -> dict[str, Any]:
@@ -45,74 +46,47 @@ def parse_wanted(text: str, config: Config) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     replicas = pairs.pop("dp", None)
-    wanted = _all({name: partial(_value, name, value) for name, value in pairs.items()})
+    wanted = _parsed(pairs)
     if replicas is not None:
         size = wanted.get("tp", 1) * wanted.get("pp", 1) * wanted.get("cp", 1)
-        if not {"tp", "pp"} <= wanted.keys() or config.world_size != _value("dp", replicas) * size:
+        if not {"tp", "pp"} <= wanted.keys() or config.world_size != number_in(replicas) * size:
             rule = f"must be GPUs / (TP*PP*CP) = {config.world_size} / {size}"
             raise ConfigError([problem("dp", replicas, rule, "omit DP, which follows from TP, PP and CP")])
     return wanted
 
 
-def _all(parsers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    values, problems = {}, []
-    for name, parse in parsers.items():
-        try:
-            values[name] = parse()
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError(problems)
-    return values
-
-
-def _value(name: str, text: str) -> Any:
-    text = text.strip()
-    if name == "recompute":
-        if text not in _RECOMPUTE:
-            raise setting_error(name, text, "unknown value", "use " + ", ".join(_RECOMPUTE))
-        return text
-    if name == "recompute_modules":
-        return load_config({name: text}, {}).recompute_modules if text else text
-    if name == "pipeline_layers":
-        if not re.fullmatch(_STAGES, text):
-            raise setting_error(name, text, "must be numbers of layers per stage", "write 8,9,9,8 or 8,9*2,8")
-        return text
-    if name == "vpp" and text.lower() == "none":
-        return None
-    smallest = 0 if name.endswith("_stage_layers") else 1
-    if not text.isdecimal() or int(text) < smallest:
-        words = "a whole number of at least" if name != "vpp" else "none or a whole number of at least"
-        fix = f"use a value such as {name.upper()}={max(2, smallest)}"
-        raise setting_error(name, text, f"must be {words} {smallest}", fix)
-    return int(text)
+def _parsed(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Parses values of settings as in training; ConfigError with all that are invalid."""
+    given: dict[str, Any] = {"gpus_per_node": 1, **{name: text.strip() for name, text in texts.items()}}
+    try:
+        config = Config(**given)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+    return {name: getattr(config, name) for name in texts}
 
 
 def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
-    """Parses `num_tokens` and `price_per_gpu_hour`, arguments of `estimate.cost_of`; or ConfigError."""
-
-    def parse_price(text: str) -> float:
-        number = number_in(text)
-        if not 0 <= number < float("inf"):
+    """Parses `num_tokens` (300000000000, 3e11, 300B or 0.3T) and `price_per_gpu_hour`, arguments of
+    `estimate.cost_of`; or ConfigError.
+    """
+    budget: dict[str, Any] = {"num_tokens": None, "price_per_gpu_hour": None}
+    problems = []
+    if tokens is not None:
+        factor = _SUFFIXES.get(tokens[-1:].upper())
+        count = number_in(tokens[:-1]) * factor if factor else number_in(tokens)
+        if 1 <= count <= _MOST_TOKENS:
+            budget["num_tokens"] = int(count)
+        else:
+            rule = f"must be a number of tokens from 1 to {_MOST_TOKENS:.0e}"
+            problems.append(problem("tokens", tokens, rule, "use a form such as 300B or 3e11"))
+    if price is not None:
+        budget["price_per_gpu_hour"] = number_in(price)
+        if not 0 <= budget["price_per_gpu_hour"] < float("inf"):
             fix = "set it to the price of a GPU-hour"
-            raise setting_error("price", text, "must be a number of at least 0", fix)
-        return number
-
-    parsers: dict[str, Callable[[], Any]] = {
-        "num_tokens": lambda: None if tokens is None else parse_count("tokens", tokens),
-        "price_per_gpu_hour": lambda: None if price is None else parse_price(price),
-    }
-    return _all(parsers)
-
-
-def parse_count(name: str, text: str) -> int:
-    """Parses a number of tokens such as 300000000000, 3e11, 300B or 0.3T; ValueError if invalid."""
-    number, suffix = (text[:-1], text[-1].upper()) if text[-1:].upper() in _SUFFIXES else (text, "")
-    count = number_in(number) * _SUFFIXES.get(suffix, 1)
-    if not 1 <= count <= _MOST_TOKENS:
-        rule = f"must be a number of tokens from 1 to {_MOST_TOKENS:.0e}"
-        raise setting_error(name, text, rule, "use a form such as 300B or 3e11")
-    return int(count)
+            problems.append(problem("price", price, "must be a number of at least 0", fix))
+    if problems:
+        raise ConfigError(problems)
+    return budget
 
 
 def number_in(text: str) -> float:
