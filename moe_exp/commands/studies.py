@@ -33,14 +33,14 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
     arg(
         "--repeats",
         "runs per model, with seeds SEED, SEED+1, ..., to estimate noise (default: 1)",
-        default="1",
+        default=1,
     ),
     arg(
         "--seconds",
         "with --match time: training time per model (seconds; default: the MoE's time for TRAIN_ITERS)",
-        default="0",
+        default=0.0,
     ),
-    arg("--timeout", "time limit of each run (seconds; default: none)", default="0"),
+    arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
     flag("--dry-run", "print the models, their sizes and the expected time; start and write nothing"),
     add_arguments,
 )
@@ -52,9 +52,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from moe_exp.studies.compare.back_to_back import check_planned_files, dry_run, run_comparison
     from moe_exp.studies.compare.comparison import Comparison, Options
 
-    flags, numbers = _read(arguments, "repeats", "seconds", "timeout")
-    options = Options(arguments.runs, tuple(arguments.variant), arguments.match, **numbers)
-    comparison = Comparison.of(options, flags, os.environ)
+    numbers = arguments.repeats, arguments.seconds, arguments.timeout
+    options = Options(arguments.runs, tuple(arguments.variant), arguments.match, *numbers)
+    comparison = Comparison.of(options, _flags(arguments), os.environ)
     if arguments.dry_run:
         print(dry_run(comparison), flush=True)
         check_planned_files(comparison)
@@ -73,11 +73,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
     arg("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense)"),
     arg("--variant NAME:SETTING=VALUE,...", _VARIANT, action="append"),
     arg("--baseline", "variant to compare the others with (default: dense)"),
-    arg("--repeats", "runs per variant and rung, with seeds SEED, SEED+1, ... (default: 3)"),
-    arg("--asymptote", "irreducible loss shared by all variants (nats per token; default: fitted)"),
+    arg("--repeats", "runs per variant and rung, with seeds SEED, SEED+1, ... (default: 3)", int),
+    arg("--asymptote", "irreducible loss shared by all variants (nats per token; default: fitted)", float),
     arg("--executor", "local, or slurm with one job per run (default: $EXECUTOR, or local)"),
     arg("--sbatch", "options of the SLURM jobs, such as '--partition=gpu' (default: $SBATCH)"),
-    arg("--timeout", "time limit of each run (seconds; default: none)", default="0"),
+    arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
     flag("--dry-run", "print the rungs; start and write nothing"),
     add_arguments,
 )
@@ -89,32 +89,30 @@ def run_ladder(arguments: argparse.Namespace) -> int:
     from moe_exp.studies.ladder import climb
     from moe_exp.studies.ladder.ladder import Definition, Ladder, with_options
 
-    flags, given = _read(arguments, "sizes", "repeats", "asymptote", "timeout")
     name = arguments.executor or os.environ.get("EXECUTOR") or "local"
     sbatch = shlex.split(arguments.sbatch or os.environ.get("SBATCH", ""))
-    executor = climb.Executor(name, tuple(sbatch), given.pop("timeout"))
+    executor = climb.Executor(name, tuple(sbatch), arguments.timeout)
     if problems := executor.problems():
         raise ConfigError(problems)
-    given |= {"runs": arguments.runs, "baseline": arguments.baseline}
-    # None keeps the variants of the definition
+    given = {option: getattr(arguments, option) for option in ("runs", "baseline", "repeats", "asymptote")}
+    # None keeps the value of the definition
     given["variants"] = tuple(arguments.variant) if arguments.variant else None
+    given["sizes"] = tuple(_numbers("sizes", arguments.sizes)) if arguments.sizes else None
     definition = Definition.read(arguments.definition) if arguments.definition else Definition()
     chosen = with_options(definition, **given)
-    ladder = Ladder.of(chosen, flags, os.environ, executor.timeout, executor=executor.name)
+    ladder = Ladder.of(chosen, _flags(arguments), os.environ, executor.timeout, executor=executor.name)
     if arguments.dry_run:
         print(climb.dry_run(ladder), flush=True)
         return 0
     return climb.run_ladder(ladder, executor)
 
 
-def _read(arguments: argparse.Namespace, *numbers: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the flags of training settings, and the values of numeric options."""
+def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the flags of training settings; warns of misspelled variables."""
     from moe_exp.config.settings_file import warn_of_misspelt
-    from moe_exp.studies.child_runs import numbers_in
 
     warn_of_misspelt()
-    values = numbers_in({name: getattr(arguments, name) for name in numbers})
-    return {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}, values
+    return {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
 
 
 @command("sweep", "run a few iterations of many layouts and write a table of memory and time")
@@ -274,8 +272,8 @@ def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[
     """Returns the models of each axis (such as width) by size; all train on the data of the settings."""
     from moe_exp.studies.mup import models_of_axes
 
-    flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
-    base = load_config(with_file(flags, os.environ), {**_MUP_MODEL, **defaults, **os.environ})
+    given = with_file(_flags(arguments), os.environ)
+    base = load_config(given, {**_MUP_MODEL, **defaults, **os.environ})
     for name in {"repeats", "steps", "jobs"} & vars(arguments).keys():
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError([problem(name, value, "must be at least 1", f"omit --{name}")])

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from moe_exp.config import TRAITS, Config, ConfigError, load_config, module_arguments, problem
+from moe_exp.config import TRAITS, Config, load_config, module_arguments
 from moe_exp.config.loading import fixed_for, given_values
 from moe_exp.config.setting_types import KEPT
 from moe_exp.data.tokens.manifests import with_vocab_size
@@ -62,27 +62,6 @@ class Case:
     @property
     def folder(self) -> RunFolder:
         return RunFolder.of(self.config)
-
-
-_NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "sizes": (lambda text: tuple(map(int, text.split(","))), "whole numbers separated by commas"),
-    "repeats": (int, "a whole number"),
-    **dict.fromkeys(("asymptote", "seconds", "timeout"), (float, "a number")),
-}
-
-
-def numbers_in(texts: Mapping[str, str | None]) -> dict[str, Any]:
-    """Parses the options that are numbers; None stays None. ConfigError lists all invalid options."""
-    values, problems = {}, []
-    for name, text in texts.items():
-        parse, what = _NUMBERS[name]
-        try:
-            values[name] = None if text is None else parse(text)
-        except ValueError:
-            problems.append(problem(name, text, f"must be {what}", f"correct or omit --{name}"))
-    if problems:
-        raise ConfigError(problems)
-    return values
 
 
 def given_settings(

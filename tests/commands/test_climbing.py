@@ -44,10 +44,13 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
         ("mine.yaml --train-iters=9", "TRAIN_ITERS=9: cannot be set"),
         ("none.yaml", "DEFINITION=none.yaml: not found. Fix: use a YAML file"),
         ("mine.yaml --executor=cloud", "EXECUTOR=cloud: unknown executor. Fix: use local or slurm."),
-        ("--sizes=few --asymptote=low", "\nASYMPTOTE=low: must be a number"),
+        ("--sizes=few", "SIZES=few: must be a comma-separated list of positive numbers"),
     ):
         assert main(["ladder", *flags.split(), "--dry-run"]) == 1
         assert line in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["ladder", "--asymptote=low"])
+    assert "--asymptote: invalid float value: 'low'" in capsys.readouterr().err
     for text, line in (
         ("rung: []\n", "unknown fields rung. Fix: use name, about, settings"),
         ("", "DEFINITION=odd.yaml: must be a mapping of fields. Fix: use name, about"),

@@ -155,7 +155,7 @@ def test_problems_of_one_model_name_it(alone, tmp_path, monkeypatch, capsys):
             "dmoe: TOPK=65: must be at most NUM",
             "MIN_LR=1.0: must be at most LR",
         ),
-        ("--repeats few --seconds 1h", "REPEATS=few: must be a whole number", "SECONDS=1h: must be a number"),
+        ("--repeats 0 --seconds -1", "REPEATS=0: must be at least 1", "SECONDS=-1.0: must be a number"),
     ):
         assert main(["compare", *arguments.split()]) == 1
         lines = capsys.readouterr().err.splitlines()
