@@ -129,11 +129,16 @@ def parse_queue(text: str) -> Queue:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds from squeue's 2-03:04:05, 3:04:05 or 4:05; None for words such as UNLIMITED or INVALID."""
-    found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
-    if not found:
+    """Seconds of a SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for any other text, such as
+    squeue's UNLIMITED or INVALID.
+    """
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip())
+    if not match:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    numbers = [int(part) for part in match.groups() if part is not None]
+    if match[1] is None:  # H:M:S, or M or M:S
+        numbers = [0, *numbers] if len(numbers) == 3 else [0, 0, *numbers]
+    days, hours, minutes, seconds = (*numbers, 0, 0, 0)[:4]
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 

@@ -16,7 +16,7 @@ from moe_exp.planner.calibration import Calibration, Fit
 from moe_exp.planner.costs import params
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import StageMemory
-from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
+from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted, stages_text
 from moe_exp.planner.costs.products import counted_as
 from moe_exp.planner.costs.saves import Goodput
 from moe_exp.planner.estimate import Cost, Lever, speed_of
@@ -155,7 +155,7 @@ class PlanPrinter:
         rows = {
             "parameters": f"{counted(count['total'])}, {counted(count['active_per_token'])} active per token",
             "parameters per rank": of_rank,
-            "layers per stage": short_stages(report["stage_layers"]),
+            "layers per stage": stages_text(report["stage_layers"]),
             **report["counted_as"],
             "memory": _verdict(prediction),
             "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
@@ -206,7 +206,7 @@ class PlanPrinter:
                     "layout": layout_words(one.config),
                     "MBSZ": str(one.config.mbsz),
                     "recompute": recompute_level(one.config),
-                    "layers per stage": short_stages(row["stage_layers"]),
+                    "layers per stage": stages_text(row["stage_layers"]),
                     "GiB": f"{of.peak_bytes / _GIBIBYTE:.1f}",
                     "left": f"{of.margin_bytes / of.memory_bytes:.0%}",
                     "s/iteration": _seconds(one.seconds),
@@ -353,12 +353,6 @@ class PlanPrinter:
         for row in rows:
             table.add_row(*row)
         self._console.print(table)
-
-
-def short_stages(stage_layers: Sequence[int]) -> str:
-    """Returns a text such as `8 10x9 8`: a stage of 8 layers, ten of 9, and one of 8."""
-    runs = [(layers, len(list(run))) for layers, run in groupby(stage_layers)]
-    return " ".join(f"{count}x{layers}" if count > 1 else str(layers) for layers, count in runs)
 
 
 def error_words(prediction: Prediction) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import psutil
 from filelock import FileLock, Timeout
 
 from moe_exp.config import TRAITS, Config, load_config, module_arguments
@@ -202,13 +203,10 @@ def _kill(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    # In a container without an init process, dead orphans remain zombies.
-    return not stat.exists() or stat.read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    with suppress(psutil.NoSuchProcess):
+        # In a container without an init process, dead orphans remain zombies.
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return False
 
 
 # SLURM jobs

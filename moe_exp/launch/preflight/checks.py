@@ -55,25 +55,28 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     size = size or (_CUDA_SIZE if device.type == "cuda" else _CPU_SIZE)
     generator = torch.Generator().manual_seed(seed)
     matrix, wrong = hadamard(size, device, dtype), 0
-    with _full_precision(device):
-        for _ in range(_PATTERNS):
-            rows, columns = (torch.randperm(size, generator=generator).to(device) for _ in range(2))
-            bits = (torch.randint(0, 2, (size,), generator=generator) for _ in range(2))
-            signs_left, signs_right = ((2 * bit - 1).to(device, dtype) for bit in bits)
-            left, right = matrix[rows] * signs_left[:, None], matrix[:, columns] * signs_right
-            product = left @ right
-            # row i has +-n in the column whose original number equals the row's original number
-            place = torch.empty_like(columns)
-            place[columns] = torch.arange(size, device=device)
-            at = place[rows]
-            found = product.gather(1, at[:, None])[:, 0]
-            product.scatter_(1, at[:, None], 0)
-            # != also counts NaN
-            wrong += int((found != signs_left * signs_right[at] * size).sum() + (product != 0).sum())
-        # the fastest of many products hides short disturbances, but not a throttled device
-        best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
-        while time.perf_counter() < end or best == math.inf:
-            best = min(best, _best(lambda: left @ right, device, 1))
+    # accumulate in fp32; this process only runs these checks
+    settings = torch.backends.cuda.matmul
+    settings.allow_bf16_reduced_precision_reduction = False
+    settings.allow_fp16_reduced_precision_reduction = False
+    for _ in range(_PATTERNS):
+        rows, columns = (torch.randperm(size, generator=generator).to(device) for _ in range(2))
+        bits = (torch.randint(0, 2, (size,), generator=generator) for _ in range(2))
+        signs_left, signs_right = ((2 * bit - 1).to(device, dtype) for bit in bits)
+        left, right = matrix[rows] * signs_left[:, None], matrix[:, columns] * signs_right
+        product = left @ right
+        # row i has +-n in the column whose original number equals the row's original number
+        place = torch.empty_like(columns)
+        place[columns] = torch.arange(size, device=device)
+        at = place[rows]
+        found = product.gather(1, at[:, None])[:, 0]
+        product.scatter_(1, at[:, None], 0)
+        # != also counts NaN
+        wrong += int((found != signs_left * signs_right[at] * size).sum() + (product != 0).sum())
+    # the fastest of many products hides short disturbances, but not a throttled device
+    best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
+    while time.perf_counter() < end or best == math.inf:
+        best = min(best, _best(lambda: left @ right, device, 1))
     return {"wrong": wrong, "teraflops": 2 * size**3 / best / 1e12, "size": size}
 
 
@@ -83,21 +86,6 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Accumulates products in fp32 regardless of this process's settings."""
-    settings = torch.backends.cuda.matmul
-    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
-    before = {name: getattr(settings, name) for name in names if device.type == "cuda"}
-    try:
-        for name in before:
-            setattr(settings, name, False)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(settings, name, value)
 
 
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import contextlib
 import json
 import os
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 _RETRY_SECONDS = 0.2
 _PATIENCE_SECONDS = 20.0  # how much longer a client waits than the server
@@ -222,7 +222,6 @@ class RollCall:
 
 _KNOCK_SECONDS = 5.0
 _MOST_PEERS = 64  # in larger jobs, only peers at power-of-two distances
-_SIOCGIFADDR = 0x8915  # Linux: returns an interface's address
 
 
 class Door:
@@ -276,13 +275,6 @@ def data_address(environ: Mapping[str, str] = os.environ) -> str:
     """Address of the interface in $GLOO_SOCKET_IFNAME or $NCCL_SOCKET_IFNAME; '' if unset or not found."""
     name = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME") or ""
     name = name.split(",")[0].removeprefix("=")
-    if not name or name.startswith("^") or sys.platform != "linux":
-        return ""
-    import fcntl  # not available on all systems
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return ""  # the name may be a prefix, which NCCL accepts
-    return socket.inet_ntoa(answer[20:24])
+    # '' for an exclusion such as ^lo or a prefix, which NCCL accepts
+    found = psutil.net_if_addrs().get(name, [])
+    return next((one.address for one in found if one.family == socket.AF_INET), "")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from moe_exp.config import ConfigError, problem
 from moe_exp.config.loading import explain, given_values
 from moe_exp.config.setting_types import NonNegative, PathText, Positive, one_line, shown
+from moe_exp.host.slurm_queue import slurm_seconds
 
 # Environment variables for --export, to find programs and the home folder; they do not affect results.
 PASSED_ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG")
@@ -130,20 +131,8 @@ def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dic
     return passed | dict.fromkeys(settings.passed, "(not shown)")
 
 
-def time_limit_seconds(text: str) -> int | None:
-    """Seconds of a SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for any other text."""
-    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
-    if not match:
-        return None
-    numbers = [int(part) for part in match.groups() if part is not None]
-    if match[1] is None:  # H:M:S, or M or M:S
-        numbers = [0, *numbers] if len(numbers) == 3 else [0, 0, *numbers]
-    days, hours, minutes, seconds = (*numbers, 0, 0, 0)[:4]
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
 def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:
-    limit = time_limit_seconds(settings.time_limit)
+    limit = slurm_seconds(settings.time_limit)
     if not limit:
         fix = "write MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or DAYS-HOURS:MINUTES:SECONDS"
         yield problem("time_limit", settings.time_limit, "must be a SLURM time limit", fix)

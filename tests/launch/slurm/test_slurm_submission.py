@@ -18,6 +18,7 @@ from moe_exp.cli import main
 from moe_exp.config import load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.slurm import batch_script
+from moe_exp.host.slurm_queue import slurm_seconds
 from moe_exp.launch.slurm import settings as slurm_settings
 
 
@@ -221,7 +222,7 @@ def test_a_list_of_excluded_nodes_that_is_not_there_is_said(chain):
     ],
 )  # fmt: skip
 def test_time_limits(text, seconds):
-    assert slurm_settings.time_limit_seconds(text) == seconds
+    assert slurm_seconds(text) == seconds
 
 
 def test_the_example_of_the_documentation_has_settings_that_go_together():
