@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from moe_exp.commands.data import declare_steps, run_data_command
 from moe_exp.commands.guard import ended_quietly, guarded
-from moe_exp.commands.parsers import ExactParser, add_help, add_parser
+from moe_exp.commands.parsers import ExactParser, add_parser
 
 # Module of moe_exp.commands that declares each command, in the order of `moe-exp --help`.
 COMMANDS = {
@@ -72,5 +72,4 @@ def parser_of(*names: str) -> ExactParser:
     for name in [name for name in COMMANDS if name in names] or COMMANDS:
         importlib.import_module(f"moe_exp.commands.{COMMANDS[name]}")
         add_parser(commands, name)
-    add_help(parser)
     return parser

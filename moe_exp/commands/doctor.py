@@ -130,12 +130,14 @@ def main() -> int:
     unmet = unmet_requirements()
     # the tables require rich, the devices torch
     if not any(_distribution(line) in ("rich", "torch") for line in unmet):
-        _print_table("Versions", ["package", "version"], version_rows())
-        _print_table("Devices", ["device", "what"], device_rows())
+        from moe_exp.host.progress import print_table
+
+        print_table("Versions", ["package", "version"], version_rows())
+        print_table("Devices", ["device", "what"], device_rows())
         header = ["package", "version", "without it", "install"]
-        _print_table("Optional packages", header, optional_rows())
+        print_table("Optional packages", header, optional_rows())
         if not unmet:
-            _print_table("What each part will use", ["part", "backend", "why"], backend_rows())
+            print_table("What each part will use", ["part", "backend", "why"], backend_rows())
     return _refused(unmet)
 
 
@@ -199,10 +201,11 @@ def check_documents() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from moe_exp.engine.document_leaks import HEADER, find_leaks
+        from moe_exp.host.progress import print_table
 
         leaks = list(find_leaks())
     title = "Packed documents compared with separate documents (DOCUMENT_MASK=true)"
-    _print_table(title, HEADER, [leak.row for leak in leaks])
+    print_table(title, HEADER, [leak.row for leak in leaks])
     loose = [leak for leak in leaks if not leak.is_tight]
     for leak in loose:
         print(f"attention={leak.kernel}: documents attend to each other ({leak.heads} heads, {leak.dtype}).")
@@ -224,21 +227,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return refused
     code = check_kernels() if arguments.kernels else 0
     return max(code, check_documents() if arguments.leak_test else 0)
-
-
-def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from moe_exp.host.progress import table_console
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in header:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    table_console().print(table)
 
 
 def version_rows() -> list[list[str]]:

@@ -32,7 +32,7 @@ class ExactParser(argparse.ArgumentParser):
     """Parser that refuses abbreviated flags. An error is one line that suggests the nearest valid word."""
 
     def __init__(self, **options: Any):
-        super().__init__(**{**options, "allow_abbrev": False})
+        super().__init__(**{"formatter_class": HelpFormatter, **options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         """Prints the message, with the nearest valid command or value, and exits with code 2."""
@@ -154,7 +154,10 @@ def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handle
 def add_parser(subparsers: Any, path: str) -> ExactParser:
     """Adds the parser of a declared command and the parsers of its subcommands."""
     own = _declared[path]
-    parser: ExactParser = subparsers.add_parser(path.split()[-1], help=own.about, **own.options)
+    texts = {"description": f"{own.about[0].upper()}{own.about[1:]}."}
+    if path in EXAMPLES:
+        texts["epilog"] = "\n  ".join((_EXAMPLES, *EXAMPLES[path]))
+    parser: ExactParser = subparsers.add_parser(path.split()[-1], help=own.about, **texts | own.options)
     if below := [other for other in _declared if other.rpartition(" ")[0] == path]:
         # without prog, argparse would derive the name from a custom `usage`
         commands = parser.add_subparsers(
@@ -166,6 +169,8 @@ def add_parser(subparsers: Any, path: str) -> ExactParser:
         parser.set_defaults(run=own.run)
     for argument in own.arguments:
         argument(parser)
+    if parser.usage is None and any((one.title or "").endswith(" settings") for one in parser._action_groups):
+        parser.usage = f"{parser.prog} [options] [settings]"
     return parser
 
 
@@ -214,24 +219,6 @@ class HelpFormatter(argparse.HelpFormatter):
         if text.startswith(_EXAMPLES):
             return textwrap.indent(text, indent)
         return super()._fill_text(text, width, indent)
-
-
-def add_help(parser: argparse.ArgumentParser, path: str = "") -> None:
-    """Adds usage, description and examples to the help of command `path` and its subcommands."""
-    parser.formatter_class = HelpFormatter
-    has_settings = any((group.title or "").endswith(" settings") for group in parser._action_groups)
-    if has_settings and parser.usage is None:
-        parser.usage = f"{parser.prog} [options] [settings]"
-    if path in EXAMPLES:
-        parser.epilog = "\n  ".join((_EXAMPLES, *EXAMPLES[path]))
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            summaries = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            for name, subparser in action.choices.items():
-                summary = summaries.get(name, "")
-                if not subparser.description and summary:
-                    subparser.description = f"{summary[0].upper()}{summary[1:]}."
-                add_help(subparser, f"{path} {name}".strip())
 
 
 def _path_of(example: str) -> str:

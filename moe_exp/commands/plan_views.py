@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,7 @@ def run_explain(arguments: argparse.Namespace) -> None:
 )
 @takes(*PLANNED)
 def run_roofline(arguments: argparse.Namespace) -> None:
+    from moe_exp.host.progress import print_table
     from moe_exp.planner.costs.job import PlannedJob
     from moe_exp.planner.costs.layer_time import roofline
 
@@ -99,7 +100,9 @@ def run_roofline(arguments: argparse.Namespace) -> None:
         for part in parts
     )
     of = "a layer with experts" if config.use_moe else "a layer"
-    _print(f"{of} and the output layer, forward and backward of one micro-batch on one rank", columns, rows)
+    print_table(
+        f"{of} and the output layer, forward and backward of one micro-batch on one rank", columns, rows
+    )
 
 
 @command(
@@ -113,7 +116,7 @@ def run_roofline(arguments: argparse.Namespace) -> None:
     string("--prices A=X,B=Y", "prices per device-hour, in any currency, such as H100=2.1,B200=4"),
 )
 def run_compare_hardware(arguments: argparse.Namespace) -> None:
-    from moe_exp.host.progress import progress
+    from moe_exp.host.progress import print_table, progress
     from moe_exp.planner.estimate import speed_of
     from moe_exp.planner.prediction import CONSTANTS, load_constants
     from moe_exp.planner.search.layout_text import parse_fixed, world_of
@@ -166,7 +169,7 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
         )
         for row, best in found
     )
-    _print(f"PRESET={config.preset} on {config.world_size} devices, GBSZ={config.gbsz}", columns, rows)
+    print_table(f"PRESET={config.preset} on {config.world_size} devices, GBSZ={config.gbsz}", columns, rows)
 
 
 def _prices(text: str) -> Iterable[tuple[str, float]]:
@@ -184,6 +187,7 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
 @command("plan nearest", "list the published runs most similar to these settings", argument_default=KEPT)
 @takes(*PLANNED, arg("--top N", "number of runs to show (default: 10)", default=10))
 def run_nearest(arguments: argparse.Namespace) -> None:
+    from moe_exp.host.progress import print_table
     from moe_exp.planner.search.topology import layout_words
     from moe_exp.planner.views import nearest_runs
 
@@ -216,7 +220,7 @@ def run_nearest(arguments: argparse.Namespace) -> None:
         )
         for one in found
     )
-    _print("published runs, most similar first; planned with the constants of this plan", columns, rows)
+    print_table("published runs, most similar first; planned with the constants of this plan", columns, rows)
 
 
 @command("plan hardware", "list known devices with their specifications and sources", argument_default=KEPT)
@@ -233,9 +237,3 @@ def run_hardware(arguments: argparse.Namespace) -> None:
         print_json(profiles)
     else:
         PlanPrinter(sys.stdout).hardware(profiles)
-
-
-def _print(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    from moe_exp.planner.tables import PlanPrinter
-
-    PlanPrinter(sys.stdout).table(title, columns, rows)

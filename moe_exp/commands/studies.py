@@ -4,12 +4,11 @@ import argparse
 import math
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_exp.commands.parsers import Argument, arg, command, flag, repeated, string, takes
-from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
+from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem, setting_error
 from moe_exp.config.loading import with_file
 from moe_exp.studies.sweep.settings import SweepSettings
 
@@ -91,9 +90,9 @@ def run_ladder(arguments: argparse.Namespace) -> int:
 
     name = arguments.executor or os.environ.get("EXECUTOR") or "local"
     sbatch = shlex.split(arguments.sbatch or os.environ.get("SBATCH", ""))
+    if name not in climb.EXECUTORS:
+        raise setting_error("executor", name, "unknown executor", f"use {' or '.join(climb.EXECUTORS)}")
     executor = climb.Executor(name, tuple(sbatch), arguments.timeout)
-    if problems := executor.problems():
-        raise ConfigError(problems)
     given = {option: getattr(arguments, option) for option in ("runs", "baseline", "repeats", "asymptote")}
     # None keeps the value of the definition
     given["variants"] = tuple(arguments.variant) if arguments.variant else None
@@ -179,7 +178,7 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
     fits how each part's outputs and their changes scale with model size. Under muP, outputs and changes do
     not depend on size. Exit code 1 if one of them depends on size.
     """
-    from moe_exp.host.progress import progress
+    from moe_exp.host.progress import print_table, progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
 
     axes = mup_models(arguments, _MUP_CHECK)
@@ -202,7 +201,7 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
             for one in found:
                 verdict = "flat" if one.is_flat else "NOT FLAT"
                 rows.append((one.part, f"{one.initial:+.2f}", f"{one.change:+.2f}", verdict))
-            _print_table(title, ["part", "initial", "change by training", "verdict"], rows)
+            print_table(title, ["part", "initial", "change by training", "verdict"], rows)
     print(f"flat: slopes are within {LARGEST_SLOPE} of 0")
     return 0 if ended_flat else 1
 
@@ -220,6 +219,7 @@ def run_mup_transfer(arguments: argparse.Namespace) -> int:
     or more, or is the lowest or highest one tried.
     """
     from moe_exp.host.files import write_atomically
+    from moe_exp.host.progress import print_table
     from moe_exp.studies.child_runs import held
     from moe_exp.studies.mup import LARGEST_MOVE, draw_transfer, losses_of, moved, optimum, run_key
 
@@ -248,7 +248,7 @@ def run_mup_transfer(arguments: argparse.Namespace) -> int:
              f"{min(sum(column) / len(column) for column in zip(*by_model[one.name], strict=True)):.4f}"]
             for one in optima
         ]  # fmt: skip
-        _print_table(title, ["model", "best LR", "seeds", "lowest loss"], rows)
+        print_table(title, ["model", "best LR", "seeds", "lowest loss"], rows)
         lines += [title, *("  " + "  ".join(row) for row in rows)]
         draw_transfer(folder / f"{axis}.png", title, rates, by_model)
     write_atomically(folder / "transfer.txt", "\n".join(lines) + "\n")
@@ -303,13 +303,3 @@ def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
         rule = "must be a comma-separated list of positive numbers in increasing order"
         raise ConfigError([problem(name, text, rule, "use a list such as 64,128,256")])
     return found
-
-
-def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*header, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

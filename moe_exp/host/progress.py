@@ -4,13 +4,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from moe_exp.host.files import bytes_text
 
@@ -99,6 +100,15 @@ class _Counter:
 
     def _size(self, units: int) -> str:
         return bytes_text(units) if self.unit == "bytes" else f"{units:,} {self.unit}"
+
+
+def print_table(title: str, header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Prints a table of plain texts to standard output."""
+    columns = (Column(name, overflow="fold") for name in header)
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    table_console().print(table)
 
 
 def print_summary(title: str, rows: Mapping[str, object]) -> None:

@@ -76,13 +76,9 @@ class Hardware:
         return self.architecture not in ("volta", "cdna3", "cpu")
 
 
-def hardware_names() -> list[str]:
-    return list(_names(PROFILES))
-
-
 @cache
-def _names(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in folder.glob("*.json") if "dense_flops" in path.read_text()))
+def hardware_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in PROFILES.glob("*.json") if "dense_flops" in path.read_text()))
 
 
 def hardware_profiles() -> dict[str, Any]:

@@ -1,6 +1,11 @@
 """Model FLOPs of an iteration."""
 
+import re
+
 from moe_exp.config import Config
+from moe_exp.config.parameter_names import layer_sizes
+
+_PRODUCT = re.compile(r"linear_\w+\.weight$|latent_proj\.weight$")  # not norms, router and gates
 
 
 def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: int | None = None) -> int:
@@ -26,30 +31,20 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     if seq_len not in (None, config.seq_len):
         config = config.model_copy(update={"seq_len": seq_len})
         tokens = tokens // config.seq_len * config.seq_len
-    hidden, heads = config.hidden_size, config.num_heads
-
-    def mlp(ffn: int, width: int) -> int:
-        return 2 * (3 if config.gated else 2) * width * ffn
-
-    # a token's chosen experts, the shared expert, and the projections to and from the latent size
-    routed = round(config.experts_per_token * config.expert_ffn_size)
-    moe = mlp(routed, config.expert_hidden_size) + mlp(config.shared_expert_size, hidden)
-    moe += 4 * hidden * config.moe_latent_size
-    query, value_channels = heads * config.kv_channels, config.kv_channels
-    if config.multi_latent_attention:
-        latent, value_channels = config.kv_lora_rank, config.v_head_dim
-        value = heads * value_channels
-        projected = config.q_lora_rank * (hidden + query) if config.q_lora_rank else hidden * query
-        projected += hidden * (latent + config.qk_pos_emb_head_dim)
-        projected += latent * (heads * config.qk_head_dim + value) + value * hidden
-    else:
-        projected = 2 * hidden * (query + config.num_query_groups * config.kv_channels)
-    attention = 2 * projected + attended_tokens(config) * heads * (config.kv_channels + value_channels)
+    # a token's chosen experts, as a width
+    routed, one = round(config.experts_per_token * config.expert_ffn_size), config.expert_ffn_size
+    weights = []  # that a token uses in the products of a dense layer and of an MoE layer
+    for sizes in layer_sizes(config):
+        used = {name: size for name, size in sizes.items() if _PRODUCT.search(name)}
+        experts = sum(size for name, size in used.items() if ".experts." in name)
+        weights.append(sum(used.values()) - experts + experts // (config.num_experts * one) * routed)
     num_moe = sum(config.moe_layers)
-    layers = config.num_layers * attention + num_moe * moe
-    layers += (config.num_layers - num_moe) * mlp(config.ffn_hidden_size, hidden)
+    layers = 2 * ((config.num_layers - num_moe) * weights[0] + num_moe * weights[1])
+    value_channels = config.v_head_dim if config.multi_latent_attention else config.kv_channels
+    channels = config.num_heads * (config.kv_channels + value_channels)
+    layers += config.num_layers * attended_tokens(config) * channels
     # 3 times: the backward pass computes the gradients of both inputs and weights
-    return 3 * tokens * (layers + 2 * hidden * config.padded_vocab_size)
+    return 3 * tokens * (layers + 2 * config.hidden_size * config.padded_vocab_size)
 
 
 def attended_tokens(config: Config) -> int:

@@ -30,14 +30,6 @@ class Executor:
     sbatch: tuple[str, ...] = ()  # sbatch options of the SLURM jobs
     timeout: float = 0.0  # time limit of a run (seconds); 0: none or, with SLURM, a day
 
-    def problems(self) -> list[str]:
-        found = []
-        if self.name not in EXECUTORS:
-            found.append(problem("executor", self.name, "unknown executor", f"use {' or '.join(EXECUTORS)}"))
-        if not 0 <= self.timeout < math.inf:
-            found.append(problem("timeout", self.timeout, "must be 0 or more", "omit it for no limit"))
-        return found
-
 
 def check(ladder: Ladder) -> None:
     """Raises ConfigError for invalid settings, or if the folder's runs were started with other settings."""
