@@ -60,9 +60,7 @@ def read_public_runs(path: Path = PUBLIC_RUNS) -> list[PublicRun]:
     return [_run(row, jobs) for row in rows]
 
 
-def fit_public(
-    runs: Sequence[PublicRun], *, prior: TimeConstants | None = None, start: TimeConstants | None = None
-) -> Fit[TimeConstants]:
+def fit_public(runs: Sequence[PublicRun], *, prior: TimeConstants | None = None) -> Fit[TimeConstants]:
     """Fits the constants of recent devices to those of `runs` that state enough; arguments as of `fit`.
 
     Without a prior each cluster has a factor of its own on all its times, so that a slow one does not shift
@@ -79,7 +77,7 @@ def fit_public(
         return ratio(run, constants) + factor
 
     hold = {"unaligned": load_constants().time.unaligned}  # the runs of older devices determine it
-    return fit(kind, stated, log_ratio, prior, start, noise=NOISE_OF_RECENT, hold=hold)
+    return fit(kind, stated, log_ratio, prior, noise=NOISE_OF_RECENT, hold=hold)
 
 
 class _SharedRatio:

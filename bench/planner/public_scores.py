@@ -51,14 +51,13 @@ def write_constants(found: Sequence[Scored]) -> None:
 def scored_runs() -> list[Scored]:
     """All published runs that have a time, with errors."""
     runs = [run for run in read_public_runs() if run.seconds]
-    everything = fit_public(runs).constants
     memory, found = load_constants().memory, []
     clusters = sorted({run.cluster for run in runs})
     with progress("clusters left out", len(clusters), unit="clusters") as advance:
         for cluster in clusters:
             inside = [run for run in runs if run.cluster == cluster]
             others = [run for run in runs if run.cluster != cluster]
-            constants = fit_public(others, start=everything).constants
+            constants = fit_public(others).constants
             dense = [run for run in inside if not run.job.config.use_moe]
             own = fit_public(dense, prior=constants).constants
             for run in inside:

@@ -57,18 +57,16 @@ class Fit(Generic[T]):
 
 def fit(
     kind: type[T], runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], prior: T | None = None,
-    start: T | None = None, rest: T | None = None, noise: float = _NOISE,
-    hold: Mapping[str, float] | None = None,
+    rest: T | None = None, noise: float = _NOISE, hold: Mapping[str, float] | None = None,
 ) -> Fit[T]:  # fmt: skip
     """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
     The error that a row would have without being in the fit is estimated by one Gauss-Newton step from the
     fit to all rows. A refit without the row gives a similar error (`test_calibration.py` compares both).
 
-    `prior` replaces the priors of `kind` and narrows their spreads. The search begins at `start` (default:
-    the prior). Constants that affect no run are taken from `rest` (default: their prior); those in `hold` are
-    fixed. `noise` is the relative error of a row without gross errors; the smaller it is, the less weight
-    priors have.
+    `prior` replaces the priors of `kind` and narrows their spreads. Constants that affect no run are taken
+    from `rest` (default: their prior); those in `hold` are fixed. `noise` is the relative error of a row
+    without gross errors; the smaller it is, the less weight priors have.
     """
     # Factors of a single cluster are only fitted for that cluster, which has a prior.
     if prior is None and issubclass(kind, TimeConstants):
@@ -92,11 +90,7 @@ def fit(
             math.copysign(math.sqrt(2 * (math.sqrt(1 + error * error) - 1)), error) for error in errors
         ] + list(x)
 
-    at = [0.0] * len(space.scales)
-    if start:
-        scales = space.scales.items()
-        at = [(math.log(getattr(start, name)) - center) / spread for name, (center, spread) in scales]
-    solution = least_squares(residuals, at, ftol=1e-6)
+    solution = least_squares(residuals, [0.0] * len(space.scales), ftol=1e-6)
     values = space.constants(solution.x)
     errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
     # One Gauss-Newton step per run removes its residual from the normal equations.

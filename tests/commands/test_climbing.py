@@ -54,9 +54,9 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
     for text, line in (
         ("rung: []\n", "unknown fields rung. Fix: use name, about, settings"),
         ("", "DEFINITION=odd.yaml: must be a mapping of fields. Fix: use name, about"),
-        ("rungs: [16, 32]\n", "RUNGS=[16, 32]: must be a list of mappings of settings in odd.yaml. Fix: "),
-        ("repeats: three\n", "REPEATS=three: must be a whole number in odd.yaml."),
-        ("runs: [dmoe]\n", "RUNS=['dmoe']: must be text in odd.yaml."),
+        ("rungs: [16, 32]\n", "RUNGS=[16, 32]: must be a valid dictionary in odd.yaml. Fix: "),
+        ("repeats: three\n", "REPEATS=three: must be a valid integer"),
+        ("runs: [dmoe]\n", "RUNS=['dmoe']: must be a valid string in odd.yaml."),
         ("a: [\n", "odd.yaml: is damaged ("),
         (RUNGS + "settings: {NUM_EXPERT: 4}\n", "NUM_EXPERT=4: unknown setting. Fix: correct it in the"),
     ):

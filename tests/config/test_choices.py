@@ -131,6 +131,7 @@ def test_a_device_is_one_file(tmp_path, monkeypatch, capsys):
     profile = json.loads((copied / "H200-141GB.json").read_text())
     (copied / "dummy.json").write_text(json.dumps(profile | {"name": "dummy"}))
     monkeypatch.setattr(hardware, "PROFILES", copied)
+    monkeypatch.setattr(hardware, "hardware_names", hardware.hardware_names.__wrapped__)  # not cached
     assert "dummy" in hardware.hardware_names()
     assert main(["plan", "--preset=cpu", "--gpu=dummy", "--gpus=2"]) == 0
     assert "dummy" in capsys.readouterr().out

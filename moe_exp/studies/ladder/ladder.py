@@ -37,18 +37,6 @@ RULE = (
 )
 
 
-# Types of a definition's fields, and their names in errors.
-_KINDS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("name", "about", "runs", "baseline"), (str, "text")),
-    "settings": (dict[str, Any], "a mapping of settings"),
-    "variants": (list[str], "a list of NAME:SETTING=VALUE,..."),
-    "rungs": (list[dict[str, Any]], "a list of mappings of settings"),
-    "sizes": (list[int], "a list of whole numbers"),
-    "repeats": (int, "a whole number"),
-    "asymptote": (float, "a number"),
-}
-
-
 @dataclass(frozen=True)
 class Definition:
     """Models and sizes of a ladder; also the fields of its YAML file."""
@@ -78,18 +66,13 @@ class Definition:
             odd = ", ".join(map(str, set(values) - set(known))) if isinstance(values, dict) else ""
             rule = f"unknown fields {odd}" if odd else "must be a mapping of fields"
             raise ConfigError([problem("definition", path, rule, f"use {', '.join(known)}")])
-        values = {name: value for name, value in values.items() if value is not None}
-        wrong = list[str]()
-        for name, value in values.items():
-            kind, words = _KINDS[name]
-            try:
-                TypeAdapter(kind).validate_python(value, strict=True)
-            except ValidationError:
-                wrong.append(problem(name, value, f"must be {words} in {path}", "correct it"))
-        if wrong:
-            raise ConfigError(wrong)
-        lists = {name: tuple(values[name]) for name in ("variants", "rungs", "sizes") if name in values}
-        return cls(**{"name": path.stem, **values, **lists})
+        given = {name: value for name, value in values.items() if value is not None}
+        try:
+            return TypeAdapter(cls).validate_python({"name": path.stem, **given})
+        except ValidationError as error:
+            wrong = {str(one["loc"][0]): one["msg"].replace("Input should", "must") for one in error.errors()}
+            rules = ((name, given[name], f"{rule} in {path}", "correct it") for name, rule in wrong.items())
+            raise ConfigError([problem(*line) for line in rules]) from None
 
     def problems(self) -> list[str]:
         found, number = [], len(self.rungs or self.sizes)
