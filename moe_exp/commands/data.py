@@ -6,10 +6,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from moe_exp.commands.guard import UNDER_WAY, ended_quietly, guarded
-from moe_exp.commands.parsers import Argument, ExactParser, Kind, add_parser, arg, command
+from moe_exp.commands.parsers import Argument, ExactParser, Kind, add_parser, arg, command, memory_bytes
 
 # Declared without its subcommands, which import numpy.
 command("data", "download, shuffle, tokenize and inspect training data")
@@ -33,6 +34,20 @@ TEXT_DOCUMENTS = arg(  # same as the setting TEXT_DOCUMENTS
     "split text files into one document per file, or per block between blank lines (default: file)",
     choices=("file", "block"),
     default="file",
+)
+
+# of `prepare` and `mix`
+DATA_DIR = either("--data-dir FOLDER", "folder for all outputs (default: data)", Path, default=Path("data"))
+DOWNLOAD_AGAIN = either("--download-again", "download, convert and shuffle again", action="store_true")
+MEMORY = either(
+    "--memory SIZE",
+    "memory limit per shuffle task, such as 8GB (default: tasks share a quarter of free memory)",
+    memory_bytes,
+)
+SHUFFLE_TASKS = either(
+    "--shuffle-tasks N",
+    "tasks per shuffle (default: 1; on SLURM and Ray, one per chunk if the data exceed 50 GB)",
+    int,
 )
 
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from moe_exp.commands import data
 from moe_exp.commands.data import TEXT_DOCUMENTS, either, execution, execution_of, under_way
 from moe_exp.commands.parsers import arg, command, flag, group, memory_bytes, repeated, takes
 from moe_exp.data.download.hub import download
@@ -75,9 +76,9 @@ def run_download(arguments: argparse.Namespace) -> None:
     *_SOURCE,
     arg("--list", "list the registered datasets and exit", action=_List, nargs=0),
     flag("--dry-run", "print files, disk space and time; write nothing"),
-    either("--data-dir FOLDER", "folder for all outputs (default: data)", Path, default=Path("data")),
+    data.DATA_DIR,
     either("--start-over", "convert and shuffle again, even if settings have changed", action="store_true"),
-    either("--download-again", "download, convert and shuffle again", action="store_true"),
+    data.DOWNLOAD_AGAIN,
     group(
         "filters",
         either("--language CODES", "languages to keep (field 'language'), such as en or en,de"),
@@ -118,20 +119,12 @@ def run_download(arguments: argparse.Namespace) -> None:
             "fraction of documents held out for validation (default: 0.005)",
             default=0.005,
         ),
-        either(
-            "--memory SIZE",
-            "memory limit per shuffle task, such as 8GB (default: tasks share a quarter of free memory)",
-            memory_bytes,
-        ),
+        data.MEMORY,
     ),
     group(
         "execution",
         *execution("number of chunks (default: one per input file, at most 64)"),
-        either(
-            "--shuffle-tasks N",
-            "number of shuffle tasks (default: 1; on SLURM and Ray, one per chunk if the data exceed 50 GB)",
-            int,
-        ),
+        data.SHUFFLE_TASKS,
     ),
 )
 def run_prepare(arguments: argparse.Namespace) -> int:

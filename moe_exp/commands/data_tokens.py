@@ -7,6 +7,7 @@ import shlex
 import time
 from pathlib import Path
 
+from moe_exp.commands import data
 from moe_exp.commands.data import TEXT_DOCUMENTS, execution, execution_of, under_way
 from moe_exp.commands.parsers import (
     JSON,
@@ -14,7 +15,6 @@ from moe_exp.commands.parsers import (
     command,
     flag,
     group,
-    memory_bytes,
     one_of,
     print_json,
     repeated,
@@ -181,24 +181,16 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
 @takes(
     arg("mixture", "YAML file that defines the mixture", Path),
     arg("--name", "name of the mixture (default: the YAML file's name)"),
-    arg("--data-dir FOLDER", "folder for all outputs (default: data)", Path, default=Path("data")),
+    data.DATA_DIR,
     flag("--start-over", "create everything again except the downloads"),
     repeated("--start-over-source NAME", "name of a source to create again (repeatable)"),
-    flag("--download-again", "download, convert and shuffle again"),
+    data.DOWNLOAD_AGAIN,
     flag("--dry-run", "print files, disk space and time of each source; write nothing"),
-    arg(
-        "--memory SIZE",
-        "memory limit per shuffle task, such as 8GB (default: tasks share a quarter of free memory)",
-        memory_bytes,
-    ),
+    data.MEMORY,
     group(
         "execution",
         *execution("number of chunks per source (default: one per input file, at most 64)"),
-        arg(
-            "--shuffle-tasks N",
-            "tasks per shuffle (default: 1; on SLURM and Ray, one per chunk if the data exceed 50 GB)",
-            int,
-        ),
+        data.SHUFFLE_TASKS,
     ),
 )
 def run_mix(arguments: argparse.Namespace) -> int:

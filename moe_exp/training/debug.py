@@ -49,7 +49,7 @@ def set_trace(rank: int = 0) -> None:
     if dist.get_rank() == rank:
         Debugger(rank, lambda: store.set(key, "")).set_trace(frame)
         return
-    with heartbeat.paused():
+    with heartbeat.during(heartbeat.PAUSED):
         while not store.check([key]):
             time.sleep(0.2)
 
@@ -65,7 +65,7 @@ class Debugger(pdb.Pdb):
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None, *rest: Any) -> None:
         """Prompts until a command continues the run."""
-        with heartbeat.paused():
+        with heartbeat.during(heartbeat.PAUSED):
             super().interaction(frame, traceback, *rest)
         self._release()
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -183,11 +183,6 @@ def during(phase: str) -> Iterator[None]:
     finally:
         _outer = outer_before
         _heart.enter(before)
-
-
-def paused() -> AbstractContextManager[None]:
-    """Context for pauses of any length, such as a debugger prompt, without hang detection."""
-    return during(PAUSED)
 
 
 def _write_collectives(folder: Path, rank: int) -> None:

@@ -44,7 +44,7 @@ for iteration in range(1, 100000):
     time.sleep(0.01)
     heartbeat.enter("forward_backward")
     if still.exists() and still.read_text() == "paused" and os.environ["RANK"] == "1":
-        with heartbeat.paused():
+        with heartbeat.during(heartbeat.PAUSED):
             stand_still()
     stand_still()
 """

@@ -61,7 +61,7 @@ def test_without_a_launcher_nothing_is_done(monkeypatch):
     heartbeat.start()
     heartbeat.begin(1, 1)
     heartbeat.enter("data")
-    with heartbeat.paused():
+    with heartbeat.during(heartbeat.PAUSED):
         pass
     assert heartbeat._heart is None
 
@@ -78,7 +78,7 @@ seen = [read()]
 def evaluate():
     heartbeat.enter("data")
     seen.append(read())
-    with heartbeat.paused():
+    with heartbeat.during(heartbeat.PAUSED):
         seen.append(read())
     seen.append(read())
 evaluate()
