@@ -106,23 +106,20 @@ def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:
 
     def is_met(requirement: Requirement) -> bool:
         version = installed_version(requirement.name)
-        fits = version is not None and requirement.specifier.contains(version, prereleases=True)
-        return fits and _has_files(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            return False
+        # metadata alone may be left over from a broken installation
+        files: list[importlib.metadata.PackagePath] = []
+        with suppress(importlib.metadata.PackageNotFoundError):  # a distribution of another name provides it
+            files = importlib.metadata.files(requirement.name) or []
+        modules = [file for file in files if file.suffix in (".py", ".so")]
+        return not modules or any(Path(file.locate()).exists() for file in modules)
 
     return [line for line in requirements(extras) if not is_met(Requirement(line))]
 
 
 def _distribution(requirement: str) -> str:
     return re.split(r"[\[<>=]", requirement)[0].strip()
-
-
-def _has_files(package: str) -> bool:
-    """Whether the package's files exist. Metadata alone may be left over from a broken installation."""
-    files: list[importlib.metadata.PackagePath] = []
-    with suppress(importlib.metadata.PackageNotFoundError):  # a distribution of another name provides it
-        files = importlib.metadata.files(package) or []
-    modules = [file for file in files if file.suffix in (".py", ".so")]
-    return not modules or any(file.locate().exists() for file in modules)
 
 
 def main() -> int:

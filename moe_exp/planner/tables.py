@@ -10,7 +10,7 @@ from rich.box import HEAVY_HEAD, SIMPLE, Box
 from rich.table import Table
 
 from moe_exp.config import Config
-from moe_exp.host.files import bytes_text, count_text
+from moe_exp.host.files import bytes_text, count_text, scaled_text
 from moe_exp.host.progress import table_console
 from moe_exp.planner.calibration import Calibration, Fit
 from moe_exp.planner.costs import params
@@ -398,9 +398,7 @@ def _number(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_number(one)}" for name, one in value.items())
     if isinstance(value, (int, float)) and value >= 1e6:
-        scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
-        power, letter = next((power, letter) for power, letter in scales if value >= power)
-        return f"{value / power:.4g} {letter}"
+        return scaled_text(value, ("", " k", " M", " G", " T"), 4)
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
