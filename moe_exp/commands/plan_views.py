@@ -21,6 +21,7 @@ from moe_exp.commands.plan import (
     searched,
 )
 from moe_exp.config import Config, ConfigError, setting_error
+from moe_exp.config.parsers import number_in
 from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
 
 if TYPE_CHECKING:
@@ -173,8 +174,6 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
 
 
 def _prices(text: str) -> Iterable[tuple[str, float]]:
-    from moe_exp.planner.search.layout_text import number_in
-
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         price = number_in(value)

@@ -30,6 +30,14 @@ _POINT = r"[1-9][0-9]{0,8}|[0-9]{1,3}(?:\.[0-9]{1,6})?%"
 _PIECE = re.compile(rf"([a-z_-]+)(?::({_POINT})(?::([0-9]{{1,3}}(?:\.[0-9]{{1,6}})?)%)?)?")
 
 
+def number_in(text: Any) -> float:
+    """Parses a number; NaN if invalid."""
+    try:
+        return float(text)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 def is_composed(style: str) -> bool:
     """Whether LR_DECAY_STYLE is a list of pieces."""
     return ":" in style or "," in style
@@ -135,10 +143,7 @@ def _multiples(text: str) -> Iterator[tuple[str, float]]:
         if key not in ("lr", "wd") or key in seen:
             raise ValueError(_GROUPS)
         seen.add(key)
-        try:
-            multiple = float(number)
-        except ValueError:
-            multiple = -1.0
+        multiple = number_in(number)
         if not 0 <= multiple < math.inf:
             raise ValueError(f"{part} must be a number of at least 0")
         yield key, multiple
@@ -184,10 +189,7 @@ def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _whole(number: int, name: str, value: object) -> int:
-    try:
-        found = float(value)  # type: ignore[arg-type]  # 4e9 is text for YAML
-    except (TypeError, ValueError, OverflowError):
-        found = -1.0
+    found = number_in(value)  # 4e9 is text for YAML
     if not (1 <= found < 2**53 and found == int(found)):
         raise ValueError(f"stage {number}: {name}={str(value)[:40]} must be a whole number of at least 1")
     return int(found)

@@ -1,6 +1,7 @@
 """Types of settings: allowed values and parsing of their text."""
 
 import glob
+import math
 import os
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from moe_exp.config.choices import LOSSES, NO_LOSS, RECOMPUTED
-from moe_exp.config.parsers import read_groups, read_points, read_stages
+from moe_exp.config.parsers import number_in, read_groups, read_points, read_stages
 from moe_exp.host.files import ending, is_url
 
 # Control characters, line separators and surrogates, which represent bytes that are not UTF-8.
@@ -108,7 +109,7 @@ def _modules(text: str) -> None:
 
 
 def _numbers(text: str) -> None:
-    if not all(_is_number(part) and 0 <= float(part) < float("inf") for part in text.split(",")):
+    if not all(0 <= number_in(part) < float("inf") for part in text.split(",")):
         raise ValueError("must be a number of at least 0, or a comma-separated list of such numbers")
 
 
@@ -132,7 +133,7 @@ def _iterations(text: str) -> None:
 
 def _timeout(value: Any) -> str:
     text = str(value).strip().lower()
-    if text not in ("auto", "none") and not (_is_number(text) and 0 < float(text) < float("inf")):
+    if text not in ("auto", "none") and not 0 < number_in(text) < float("inf"):
         raise ValueError("must be auto, none or a number of seconds above 0")
     return text
 
@@ -166,7 +167,7 @@ def blend_members(value: str) -> list[tuple[str, str]]:
         return [("", text)]
     members, weight = [], ""
     for word in text.split():
-        if _is_number(word) and not weight:
+        if not weight and not math.isnan(number_in(word)):
             weight = word
             continue
         members.append((weight, word))
@@ -192,14 +193,6 @@ def is_text(name: str) -> bool:
         return False
     path = Path(name).expanduser()
     return path.is_dir() or path.is_file() or bool(ending(name)) or glob.has_magic(name)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 Part = Literal["place", "layout", "model", "experts", "learning", "data", "output", "care"]

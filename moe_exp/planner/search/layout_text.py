@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from moe_exp.config import Config, ConfigError, load_config, problem, setting_error
 from moe_exp.config.loading import explain
+from moe_exp.config.parsers import number_in
 from moe_exp.config.setting_types import as_given
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, SPLIT_SETTINGS
 
@@ -87,14 +88,6 @@ def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     return budget
-
-
-def number_in(text: str) -> float:
-    """Parses a number; NaN if invalid."""
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
 
 
 def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
