@@ -179,17 +179,15 @@ def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
     begins = [name for name in _BEGINS if name in stage]
     if len(begins) != 1:
         raise ValueError(f"stage {number} must have either from_samples or from_tokens")
-    numbers = {name: _whole(number, name, stage[name]) for name in (*begins, "seq_len") if name in stage}
+    numbers = {name: number_in(stage[name]) for name in (*begins, "seq_len") if name in stage}
+    for name, found in numbers.items():
+        if not (1 <= found < 2**53 and found == int(found)):  # may be text: YAML reads 4e9 as such
+            given = str(stage[name])[:40]
+            raise ValueError(f"stage {number}: {name}={given} must be a whole number of at least 1")
     data = stage.get("train_data")
     if data is not None and not (isinstance(data, str) and data.strip()):
         raise ValueError(f"stage {number}: train_data must be text as in TRAIN_DATA")
     if data is None and "seq_len" not in numbers:
         raise ValueError(f"stage {number} changes nothing: add train_data or seq_len")
-    return numbers | ({} if data is None else {"train_data": data.strip()})
-
-
-def _whole(number: int, name: str, value: object) -> int:
-    found = number_in(value)  # 4e9 is text for YAML
-    if not (1 <= found < 2**53 and found == int(found)):
-        raise ValueError(f"stage {number}: {name}={str(value)[:40]} must be a whole number of at least 1")
-    return int(found)
+    read: dict[str, Any] = {name: int(found) for name, found in numbers.items()}
+    return read | ({} if data is None else {"train_data": data.strip()})
