@@ -26,9 +26,9 @@ from helpers.docs.commands import (
 from helpers.docs.links import GUIDES, PAGES, broken_links
 from helpers.hf.tiny_models import their_logits
 from helpers.ranks import free_port
+from helpers.token_writer import BinIdxWriter
 from moe_exp.cli import main
 from moe_exp.config import Config
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.inference.evaluate import EvalRequest, HeldOut, plan_evaluation
 from moe_exp.launch.slurm.settings import SlurmSettings
 from moe_exp.studies.sweep.settings import SweepSettings

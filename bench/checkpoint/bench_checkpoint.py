@@ -32,7 +32,7 @@ from moe_exp.checkpoint.load import load
 from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, load_config
-from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import write_token_files
 from moe_exp.engine import runtime
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters
 from moe_exp.training import loop
@@ -57,9 +57,8 @@ def settings(folder: Path, num_ranks: int, num_experts: int) -> Config:
 
 
 def write_tokens(folder: Path) -> None:
-    with BinIdxWriter(folder / "tokens", vocab_size=VOCAB) as writer:
-        for start in range(200):
-            writer.add_document([(start + 3 * i) % VOCAB for i in range(500)])
+    documents = ([(start + 3 * i) % VOCAB for i in range(500)] for start in range(200))
+    write_token_files(folder / "tokens", documents, vocab_size=VOCAB)
 
 
 def state_of_rank(job: loop.Job) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ from gpu_clock import elapsed_ms
 from gpu_machine import origin
 
 from moe_exp.config import Config, load_config
-from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import write_token_files
 from moe_exp.engine import initial_weights
 from moe_exp.engine import model as our_model
 from moe_exp.engine.runtime import Runtime, start_alone, stop
@@ -111,8 +111,7 @@ def _needed_bytes(config: Config) -> float:
 def write_tokens(folder: Path, vocab_size: int, num_tokens: int) -> str:
     """Random tokens that are as unequally frequent as words; the prefix of their files."""
     tokens = (np.random.default_rng(0).zipf(1.2, size=num_tokens) - 1) % vocab_size
-    with BinIdxWriter(folder / "tokens", vocab_size=vocab_size) as writer:
-        writer.add_document(tokens)
+    write_token_files(folder / "tokens", [tokens], vocab_size=vocab_size)
     return str(folder / "tokens")
 
 

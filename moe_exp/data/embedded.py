@@ -29,7 +29,7 @@ from moe_exp.data.download.sources import (
 )
 from moe_exp.data.stage import free_disk, locked
 from moe_exp.data.tokens.tokenizer_training import train_bpe
-from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem
+from moe_exp.data.tokens.tokens import bin_idx_problem, write_token_files
 from moe_exp.host.files import bytes_text
 
 logger = logging.getLogger(__name__)
@@ -149,15 +149,17 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
         tokenizer = train_bpe(sample, vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"))
     tokenizer.encode_special_tokens = True  # <|endoftext|> inside a document is ordinary text
+
+    def encoded(texts: list[str]) -> Iterator[list[int]]:
+        for first in range(0, len(texts), _DOCUMENTS_PER_CHUNK):
+            batch = tokenizer.encode_batch_fast(texts[first : first + _DOCUMENTS_PER_CHUNK])
+            yield from (encoding.ids for encoding in batch)
+
+    num_ids = tokenizer.get_vocab_size()
     for name, texts in parts.items():
-        with (
-            _step(f"tokenizing {len(texts)} files ({bytes_text(sizes[name])}) into {name}.bin"),
-            BinIdxWriter(folder / name, vocab_size=tokenizer.get_vocab_size()) as writer,
-        ):
-            for first in range(0, len(texts), _DOCUMENTS_PER_CHUNK):
-                for encoding in tokenizer.encode_batch_fast(texts[first : first + _DOCUMENTS_PER_CHUNK]):
-                    writer.add_document(encoding.ids)
-        counts[name]["num_tokens"] = writer.num_tokens
+        with _step(f"tokenizing {len(texts)} files ({bytes_text(sizes[name])}) into {name}.bin"):
+            num_tokens = write_token_files(folder / name, encoded(texts), vocab_size=num_ids)
+        counts[name]["num_tokens"] = num_tokens
     (folder / "manifest.json").write_text(json.dumps(manifest | counts, indent=2) + "\n")
     return sum(one["num_tokens"] for one in counts.values())
 

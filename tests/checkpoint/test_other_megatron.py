@@ -10,8 +10,8 @@ from importlib.metadata import version
 import pytest
 
 from helpers import ROOT
+from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import Runs
-from moe_exp.data.tokens.tokens import BinIdxWriter
 
 pytestmark = pytest.mark.slow
 

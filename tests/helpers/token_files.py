@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from helpers.checkpoint.small_job import VOCAB, small_settings
+from helpers.token_writer import BinIdxWriter
 from moe_exp.data.samples.dataset import SampleStream
-from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
+from moe_exp.data.tokens.tokens import parse_blend, write_token_files
 
 DISTINCT_VOCAB = 60000
 SEQ_LEN, GBSZ = 16, 4
@@ -20,9 +21,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def write_tokens(prefix: Path, documents: Iterable[Any], vocab_size: int = 1000, eod_id: int = 0) -> Path:
-    with BinIdxWriter(prefix, vocab_size=vocab_size, eod_id=eod_id) as writer:
-        for ids in documents:
-            writer.add_document(ids)
+    write_token_files(prefix, documents, vocab_size=vocab_size, eod_id=eod_id)
     return prefix
 
 

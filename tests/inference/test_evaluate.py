@@ -16,6 +16,7 @@ from helpers.checkpoint.small_job import run_to_end, small_settings
 from helpers.hf.hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 from helpers.hf.tiny_models import tiny_folder
 from helpers.ranks import free_port, run_on_ranks
+from helpers.token_writer import BinIdxWriter
 from moe_exp import cli
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.hf.importing import from_hf
@@ -24,7 +25,7 @@ from moe_exp.config import Config
 from moe_exp.config.loading import to_yaml
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.tokens.tokenizer_training import train_bpe
-from moe_exp.data.tokens.tokens import BinIdxWriter, TokenFiles
+from moe_exp.data.tokens.tokens import TokenFiles
 from moe_exp.engine import runtime
 from moe_exp.inference.evaluate import Cut, EvalRequest, HeldOut, evaluate, plan_evaluation
 from moe_exp.inference.ranks import Layout, run_alone

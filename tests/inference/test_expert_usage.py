@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from moe_exp.data.tokens.tokens import BinIdxWriter
+from helpers.token_writer import BinIdxWriter
 from moe_exp.inference.eval_report import LayerUsage, RouterCounts, short_names
 from moe_exp.inference.evaluate import Cut, HeldOut
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.token_writer import BinIdxWriter
 from moe_exp.config import Config, load_config
 from moe_exp.data.shuffle.shuffle import shuffle
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.launch import train
 from moe_exp.launch.source_checks import data_warnings
 

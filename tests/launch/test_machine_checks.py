@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, models
 
 from helpers.checkpoint.ckpt_files import write_without_tensors
 from helpers.ranks import free_port
+from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config, to_yaml
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host import devices
 from moe_exp.launch import machine_checks
 from moe_exp.launch.machine_checks import OLDEST_GPU, check_environment, check_files, check_machine

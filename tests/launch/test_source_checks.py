@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoint.ckpt_files import write_without_tensors
+from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.data.samples.order import order_of_files
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.launch.source_checks import source_problems, stage_lines
 from moe_exp.runs.run_folder import RunFolder

@@ -16,8 +16,8 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import ranks_of, wait_until_gone
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import faults
 from moe_exp.host.devices import device_label
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, LAUNCH_TIME, TO_BE_CONTINUED

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import EndedRun, Runs
 from moe_exp.config import Config, ConfigError
-from moe_exp.data.tokens.tokens import BinIdxWriter
 
 CURVES = ("lm_loss", "grad_norm", "params_norm")
 

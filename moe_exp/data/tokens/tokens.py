@@ -45,42 +45,25 @@ Int64Array = npt.NDArray[np.int64]
 # Token files
 
 
-class BinIdxWriter:
-    """Context manager that writes `prefix`.bin document by document.
-
-    `prefix`.idx, without which no program reads the .bin, is written when the `with` block ends without an
-    exception. `eod_id` is appended to every document; `vocab_size` determines the token dtype.
+def write_token_files(
+    prefix: str | Path, documents: Iterable[Sequence[int] | npt.NDArray[np.integer]], *, vocab_size: int,
+    eod_id: int = EOD_ID,
+) -> int:  # fmt: skip
+    """Writes `prefix`.bin and then `prefix`.idx, without which no program reads the .bin. Each document gets
+    `eod_id` at its end; `vocab_size` determines the token dtype. Returns the number of tokens.
     """
-
-    def __init__(self, prefix: str | Path, *, vocab_size: int, eod_id: int = EOD_ID):
-        self.prefix, self.vocab_size, self.eod_id = str(prefix), vocab_size, eod_id
-        self.dtype, self.num_tokens = token_dtype(vocab_size), 0
-        # An array takes 4 bytes per document, a list about 36.
-        self._sizes = array("i")
-
-    def __enter__(self) -> BinIdxWriter:
-        # An index must never be next to another .bin.
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        self._bin = Path(f"{self.prefix}.bin").open("wb")
-        return self
-
-    def add_document(self, ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Appends a document and the end-of-document token; raises ValueError for an invalid id."""
-        document = np.append(np.asarray(ids, dtype=np.int64), self.eod_id)
-        if document.min() < 0 or document.max() >= self.vocab_size:
-            worst = document.max() if document.max() >= self.vocab_size else document.min()
-            fix = "set vocab_size to the size of the tokenizer's vocabulary"
-            raise ValueError(f"token id {worst}: must be in 0..{self.vocab_size - 1}. Fix: {fix}.")
-        self._bin.write(document.astype(self.dtype).tobytes())
-        self._sizes.append(len(document))
-        self.num_tokens += len(document)
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        with self._bin as file:
-            file.flush()
-            os.fsync(file.fileno())
-        if kind is None:
-            write_index(Path(f"{self.prefix}.idx"), np.array(self._sizes, dtype=np.int32), self.dtype)
+    # An array takes 4 bytes per document, a list about 36.
+    sizes, dtype = array("i"), token_dtype(vocab_size)
+    # An index must never be next to another .bin.
+    Path(f"{prefix}.idx").unlink(missing_ok=True)
+    with Path(f"{prefix}.bin").open("wb") as file:
+        for ids in documents:
+            file.write(np.append(ids, eod_id).astype(dtype).tobytes())
+            sizes.append(len(ids) + 1)
+        file.flush()
+        os.fsync(file.fileno())
+    write_index(Path(f"{prefix}.idx"), np.array(sizes, dtype=np.int32), dtype)
+    return sum(sizes)
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:

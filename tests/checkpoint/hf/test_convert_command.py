@@ -12,9 +12,9 @@ import torch
 
 from helpers import ROOT
 from helpers.hf.tiny_models import save_tokenizer, tiny_folder, weights_of
+from helpers.token_writer import BinIdxWriter
 from moe_exp.cli import main
 from moe_exp.config.loading import load_config
-from moe_exp.data.tokens.tokens import BinIdxWriter
 
 
 def test_there_and_back(tmp_path, hf_folders, capsys, monkeypatch):

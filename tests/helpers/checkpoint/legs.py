@@ -14,11 +14,11 @@ import numpy as np
 
 from helpers.checkpoint.saving import save
 from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.load import load
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import base_learning_rate, build_optimizer, build_scheduler

@@ -12,9 +12,9 @@ import torch
 
 from helpers.checkpoint.file_limit import no_file_over
 from helpers.ranks import free_port, rank_variables, start_process
+from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.runs.records import read_metrics
 
 VOCAB = 256

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from helpers.token_writer import BinIdxWriter
 from helpers.warm_runs import answer_warm
 from helpers.whole_runs import ROOT, clean_environ
-from moe_exp.data.tokens.tokens import BinIdxWriter
 
 
 def write_tokens(folder: Path, num_documents: int = 200) -> Path:

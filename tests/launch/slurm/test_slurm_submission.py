@@ -13,10 +13,10 @@ import pytest
 from filelock import FileLock
 
 from helpers.checkpoint.ckpt_files import write_without_tensors
+from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import ROOT
 from moe_exp.cli import main
 from moe_exp.config import load_config
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host.slurm_queue import slurm_seconds
 from moe_exp.launch.slurm import batch_script
 from moe_exp.launch.slurm import settings as slurm_settings
