@@ -12,21 +12,22 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
 
-from moe_exp.data.download.sources import Source, check_inside, check_names, chosen_files, local_files
-from moe_exp.data.download.stores import LISTING, download_from_store, has_size, kept_listing
+from moe_exp.data.download.sources import Source, check_inside, chosen_files, local_files
+from moe_exp.data.download.stores import LISTING, Listing, fetch_from_store, kept_listing, list_store
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import RUNNING, CorpusStage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text
-from moe_exp.host.object_store import first_line, patiently
+from moe_exp.host.object_store import StoredFile, first_line, patiently
 from moe_exp.host.progress import print_summary, progress, progress_of
 
 logger = logging.getLogger(__name__)
@@ -34,44 +35,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHUNK_BYTES = 2**22
-# Names that huggingface_hub and this module use in the download folder.
-RESERVED = frozenset({"manifest.json", RUNNING, LISTING, ".cache", ".huggingface"})
 # The HTTP package, and with it the error types, depends on the version of huggingface_hub.
 _HTTP_PACKAGES = frozenset({"httpx", "httpx2", "httpcore", "requests", "urllib3"})
 _UNREACHABLE = frozenset({"ConnectError", "NewConnectionError", "ConnectionRefusedError", "gaierror"})
 
 _Hashes = tuple[str, str]  # XXH3-128 and SHA-256 of a file
-
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file listed by the Hub. `sha256` is set for files in large-file storage; `blob` is git's SHA-1."""
-
-    name: str
-    bytes: int
-    sha256: str | None
-    blob: str
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The files of a source at one commit, sorted by name and checked with `check_names`."""
-
-    commit: str
-    files: tuple[HubFile, ...]
-
-    def __post_init__(self) -> None:
-        check_names([file.name for file in self.files], endpoint(), RESERVED)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Listing:
-        return cls(content["commit"], tuple(HubFile(**file) for file in content["files"]))
-
-    @classmethod
-    def of_manifest(cls, manifest: dict[str, Any]) -> Listing:
-        outputs, hashes = manifest["outputs"], manifest["sha256"]
-        files = (HubFile(file["name"], file["bytes"], hashes[file["name"]], blob="") for file in outputs)
-        return cls(manifest["commit"], tuple(files))
 
 
 def download(
@@ -82,7 +50,7 @@ def download(
 
     Repeat the call to resume it at the same commit. If all files are present, no request is sent. The token
     (HF_TOKEN or `hf auth login`) and the server (HF_ENDPOINT) are set as for huggingface_hub. Local files are
-    not copied. For a source with a URL see `download_from_store`.
+    not copied.
 
     Args:
         source: source to download; the embedded standard library has no files to download.
@@ -100,52 +68,45 @@ def download(
     """
     if source.path is not None:
         return local_files(source)
-    folder = Path(folder)
-    if source.url:
-        return download_from_store(source, folder, dry_run=dry_run, start_over=start_over)
-    if source.repository is None:
+    if source.is_embedded:
         return []
+    folder, server = Path(folder), source.url or endpoint()
+    list_now = partial(_list_files, source, max_failures)
     settings: dict[str, Any] = {"repository": source.repository, "revision": source.revision}
+    if source.url:
+        list_now, settings = partial(list_store, source), {"url": source.url}
     settings |= {"patterns": list(source.patterns)}
     if dry_run:
-        return _plan(source, folder, None if start_over else settings, max_failures, bytes_per_second)
+        return _plan(source, folder, None if start_over else settings, list_now, bytes_per_second)
     with run_stage(
         "download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True
     ) as stage:
-
-        def list_now() -> dict[str, Any]:
-            listing = _list_files(source, max_failures)
-            check_free_disk(stage.folder, _size(listing.files), f"the download of {source.name}")
-            return asdict(listing)
-
         # A resumed download keeps its commit: the revision may refer to another one by now.
-        listing = kept_listing(stage, Listing.of_manifest, Listing.from_json, list_now)
+        listing = kept_listing(stage, source.name, server, list_now)
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
-        if stage.manifest is None:
-            _finish(stage, source, listing, hub.fetch(listing.files))
-        elif missing := hub.missing(listing.files):
+        if source.url:
+            fetch_from_store(source, listing, stage)
+        elif stage.manifest is None:
+            _finish(stage, source, listing, hub.fetch(listing))
+        elif (missing := listing.missing(stage.folder)).files:
             what = "%s: downloading %d files that are missing or differ in size"
-            logger.warning(what, folder, len(missing))
+            logger.warning(what, folder, len(missing.files))
             hub.fetch(missing)
         # huggingface_hub writes a metadata file per download there.
         shutil.rmtree(stage.output / ".cache", ignore_errors=True)
         (stage.output / LISTING).unlink(missing_ok=True)
-    return [folder / file.name for file in listing.files]
+    return [folder / name for name in listing.files]
 
 
 def _finish(stage: CorpusStage, source: Source, listing: Listing, hashes: dict[str, _Hashes]) -> None:
     facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence}
-    facts |= {"text_field": source.text_field, "num_files": len(hashes), "num_bytes": _size(listing.files)}
+    facts |= {"text_field": source.text_field, "num_files": len(hashes), "num_bytes": listing.num_bytes}
     facts |= {"sha256": {name: sha256 for name, (_, sha256) in hashes.items()}}
     places = {stage.folder / name: whole for name, (whole, _) in hashes.items()}
     manifest = stage.finish_folder(list(places), hashes=places, **facts)
     rows: dict[str, object] = {"dataset": source.repository, "commit": listing.commit, "files": len(hashes)}
     rows |= {"bytes": facts["num_bytes"], "license": source.licence, "folder": stage.output}
     print_summary(f"Downloaded {source.name}", rows | {"seconds": manifest["seconds"]})
-
-
-def _size(files: Sequence[HubFile]) -> int:
-    return sum(file.bytes for file in files)
 
 
 # Listing
@@ -171,45 +132,43 @@ def _list_files(source: Source, max_failures: int) -> Listing:
         sizes = {name: file.size for name, file in files.items()}
         # not with the library's own patterns, which do not report that they match nothing
         names = chosen_files(sizes, source.patterns, f"{repository} at {source.revision}")
-        chosen = [
-            HubFile(one.path, one.size, one.lfs.sha256 if one.lfs else None, one.blob_id)
-            for one in map(files.__getitem__, names)
-        ]
-        return Listing(commit or "", tuple(chosen))
+        versions = {name: one.lfs.sha256 if one.lfs else one.blob_id for name, one in files.items()}
+        chosen = {name: StoredFile(sizes[name], versions[name]) for name in names}
+        return Listing(endpoint(), chosen, commit or "")
 
     return _asked(list_once, source, max_failures)
 
 
 def _plan(
-    source: Source, folder: Path, settings: dict[str, Any] | None, max_failures: int, bytes_per_second: float,
+    source: Source, folder: Path, settings: dict[str, Any] | None, list_now: Callable[[], Listing],
+    bytes_per_second: float,
 ) -> list[Path]:  # fmt: skip
     """Prints the remaining download and returns its paths. `settings` identify a download to resume."""
-    listing, place = None, folder
+    listing, place, server = None, folder, source.url or endpoint()
     if settings is not None:  # a finished or interrupted download has stored its listing
-        partial = folder.with_name(folder.name + ".partial")
+        begun_folder = folder.with_name(folder.name + ".partial")
         if (manifest := read_json(folder / "manifest.json")) and manifest["settings"] == settings:
-            listing = Listing.of_manifest(manifest)
+            listing = Listing.of_manifest(manifest, server)
         elif (
-            (begun := read_json(partial / RUNNING))
+            (begun := read_json(begun_folder / RUNNING))
             and begun["settings"] == settings
-            and (listed := read_json(partial / LISTING))
+            and (listed := read_json(begun_folder / LISTING))
         ):
-            listing, place = Listing.from_json(listed), partial
-    listing = listing or _list_files(source, max_failures)
-    left = [file for file in listing.files if not has_size(place / file.name, file.bytes)]
-    left_bytes, free_bytes = _size(left), free_disk(folder)
+            listing, place = Listing.from_json(listed, server), begun_folder
+    listing = listing or list_now()
+    left, num_files = listing.missing(place), len(listing.files)
+    left_bytes, free_bytes = left.num_bytes, free_disk(folder)
     room = f"{bytes_text(free_bytes)} at {folder}{' (not enough)' if free_bytes < left_bytes else ''}"
-    num_files = len(listing.files)
     rows = {
-        "dataset": f"{source.repository} at {listing.commit}",
-        "files": f"{num_files:,} ({num_files - len(left):,} present)",
+        "dataset": source.url or f"{source.repository} at {listing.commit}",
+        "files": f"{num_files:,} ({num_files - len(left.files):,} present)",
         "bytes to fetch": f"{left_bytes:,} ({bytes_text(left_bytes)})",
         "free disk": room,
         "time": f"{left_bytes / bytes_per_second / 3600:.1f} hours at {bytes_text(bytes_per_second)}/s",
         "license": source.licence,
     }
     print_summary(f"To download: {source.name}", rows)
-    return [folder / file.name for file in listing.files]
+    return [folder / name for name in listing.files]
 
 
 # Transfer and verification
@@ -225,23 +184,20 @@ class _Fetcher:
     max_workers: int
     max_failures: int
 
-    def missing(self, files: Sequence[HubFile]) -> list[HubFile]:
-        return [file for file in files if not has_size(self.folder / file.name, file.bytes)]
-
-    def fetch(self, files: Sequence[HubFile]) -> dict[str, _Hashes]:
+    def fetch(self, wanted: Listing) -> dict[str, _Hashes]:
         """Downloads the missing files, compares all with the listing and returns their hashes."""
         # Try twice: a proxy or the disk may have damaged a file that is intact on the Hub.
         for attempt in (1, 2):
-            if missing := self.missing(files):
+            if (missing := wanted.missing(self.folder)).files:
                 self._get(missing)
             hashes, workers = dict[str, _Hashes](), min(self.max_workers, os.cpu_count() or 1)
-            with progress("check", _size(files)) as advance, ThreadPoolExecutor(workers) as pool:
-                hashed = pool.map(lambda file: _hash_file(self.folder, file), files)
-                for file, found in zip(files, hashed, strict=True):
+            with progress("check", wanted.num_bytes) as advance, ThreadPoolExecutor(workers) as pool:
+                hashed = pool.map(lambda one: _hash_file(self.folder / one[0], one[1]), wanted.files.items())
+                for (name, file), found in zip(wanted.files.items(), hashed, strict=True):
                     advance(file.bytes)
                     if found is not None:
-                        hashes[file.name] = found
-            wrong = [file.name for file in files if file.name not in hashes]
+                        hashes[name] = found
+            wrong = [name for name in wanted.files if name not in hashes]
             if not wrong:
                 return hashes
             for name in wrong:
@@ -253,62 +209,62 @@ class _Fetcher:
         rule = f"its hash differs from the one that {listed}, after two downloads"
         raise input_error(wrong[0], rule, "try again later or set another HF_ENDPOINT")
 
-    def _get(self, missing: list[HubFile]) -> None:
-        num_files = f"{len(missing)} of {len(self.listing.files)} files"
-        _check_online(f"{num_files} are missing in {self.folder}, such as {missing[0].name}")
+    def _get(self, missing: Listing) -> None:
+        num_files = f"{len(missing.files)} of {len(self.listing.files)} files"
+        _check_online(f"{num_files} are missing in {self.folder}, such as {next(iter(missing.files))}")
         # Left by a terminated process: huggingface_hub restarts such a file from its first byte.
         for leftover in (self.folder / ".cache").rglob("*.incomplete"):
             leftover.unlink()
-        for file in missing:  # huggingface_hub would accept a file of another size as complete
-            (self.folder / file.name).unlink(missing_ok=True)
-        total = _size(missing)
-        check_free_disk(self.folder, total, f"the download of {self.source.name}")
+        for name in missing.files:  # huggingface_hub would accept a file of another size as complete
+            (self.folder / name).unlink(missing_ok=True)
+        check_free_disk(self.folder, missing.num_bytes, f"the download of {self.source.name}")
 
         def get() -> None:
             from huggingface_hub.utils.tqdm import disable_progress_bars
 
             disable_progress_bars()  # one bar per file
             with ThreadPoolExecutor(self.max_workers) as pool:
-                list(pool.map(self._get_file, self.missing(missing)))
+                list(pool.map(self._get_file, missing.missing(self.folder).files))
 
-        with progress_of(lambda: bytes_there(self.folder, missing), "download", total):
-            _asked(get, self.source, self.max_failures, lambda: len(self.missing(missing)))
+        with progress_of(lambda: bytes_there(self.folder, missing), "download", missing.num_bytes):
+            _asked(get, self.source, self.max_failures, lambda: len(missing.missing(self.folder).files))
 
-    def _get_file(self, file: HubFile) -> None:
+    def _get_file(self, name: str) -> None:
         from huggingface_hub import hf_hub_download
 
         place: dict[str, Any] = {"revision": self.listing.commit, "endpoint": endpoint()}
         place |= {"repo_type": "dataset", "local_dir": self.folder}
-        path = Path(hf_hub_download(self.source.repository or "", file.name, **place))
+        path = Path(hf_hub_download(self.source.repository or "", name, **place))
         # huggingface_hub compares with the server's present metadata, not with our listing.
-        if (size := path.stat().st_size) != file.bytes:
+        if (size := path.stat().st_size) != (listed := self.listing.files[name].bytes):
             path.unlink()
-            rule = f"has {size:,} bytes, but {endpoint()} lists {file.bytes:,} at {self.listing.commit}"
-            raise input_error(file.name, rule, "try again later or set another HF_ENDPOINT")
+            rule = f"has {size:,} bytes, but {endpoint()} lists {listed:,} at {self.listing.commit}"
+            raise input_error(name, rule, "try again later or set another HF_ENDPOINT")
 
 
-def bytes_there(folder: Path, files: Sequence[HubFile]) -> int:
+def bytes_there(folder: Path, wanted: Listing) -> int:
     """Bytes downloaded so far: complete files plus partial ones in huggingface_hub's cache folder."""
-    total = _size([file for file in files if has_size(folder / file.name, file.bytes)])
+    total = wanted.num_bytes - wanted.missing(folder).num_bytes
     for path in (folder / ".cache").rglob("*.incomplete"):
         with suppress(FileNotFoundError):
             total += path.stat().st_size
     return total
 
 
-def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:
+def _hash_file(path: Path, listed: StoredFile) -> _Hashes | None:
     """Hashes of a file, or None if they differ from the listing."""
     content, whole = hashlib.sha256(), xxhash.xxh3_128()
-    blob = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
-    with (folder / file.name).open("rb") as opened:
+    blob = hashlib.sha1(f"blob {listed.bytes}\0".encode(), usedforsecurity=False)
+    # The Hub lists no SHA-256 for small files, only git's hash.
+    is_blob = len(listed.version) == 2 * blob.digest_size
+    with path.open("rb") as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             content.update(chunk)
             whole.update(chunk)
-            # The Hub lists no SHA-256 for small files, only git's hash.
-            if file.sha256 is None:
+            if is_blob:
                 blob.update(chunk)
-    found, listed = (content, file.sha256) if file.sha256 else (blob, file.blob)
-    return (whole.hexdigest(), content.hexdigest()) if found.hexdigest() == listed else None
+    found = blob if is_blob else content
+    return (whole.hexdigest(), content.hexdigest()) if found.hexdigest() == listed.version else None
 
 
 # Requests and their errors

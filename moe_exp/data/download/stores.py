@@ -4,13 +4,15 @@ The manifest of an output is transferred last: without it the other files count 
 all hashes.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, TypeVar
+from typing import Any
 
 from moe_exp.data.download.sources import Source, check_names, chosen_files
 from moe_exp.data.kinds import input_error, total_bytes
@@ -21,86 +23,86 @@ from moe_exp.data.stage import (
     check_outputs,
     locked,
     read_json,
-    run_stage,
 )
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.host import files as host_files
-from moe_exp.host.files import bytes_text, ending, has_hash, write_atomically, write_json
+from moe_exp.host.files import ending, has_hash, write_atomically, write_json
 from moe_exp.host.object_store import Store, StoredFile, fetch, send
-from moe_exp.host.progress import print_summary, progress
+from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 MANIFEST = "manifest.json"
-LISTING = ".listing.json"
+LISTING = ".files.json"
+# Names that huggingface_hub and downloads use in the download folder.
+RESERVED = frozenset({MANIFEST, RUNNING, LISTING, ".cache", ".huggingface"})
 
 
-def download_from_store(
-    source: Source, folder: Path, *, dry_run: bool = False, start_over: bool = False
-) -> list[Path]:
-    """Downloads the data files of a source whose URL names a folder or file in an object store.
-
-    Repeat the call to resume it. If all files are present, no request is sent. manifest.json records the
-    version of each file at the store.
-
-    Raises:
-        ValueError: if a pattern matches nothing, access is denied, free space is too small, or the settings
-            differ from an earlier call's.
-        ConnectionError: if the store keeps failing, or a file has changed there since it was listed.
+@dataclass(frozen=True)
+class Listing:
+    """The files of a source by name, sorted and checked with `check_names`. At a commit of the Hub, a file's
+    version is its SHA-256 if it is in large-file storage, else git's SHA-1.
     """
-    if dry_run:
-        known = None if start_over else read_json(folder / MANIFEST)
-        files = _of_manifest(known) if known else _list(source)
-        size = bytes_text(sum(file.bytes for file in files.values()))
-        where = f"already complete in {folder}" if known else f"to download into {folder}"
-        print_summary(f"To download: {source.url}", {"files": len(files), "bytes": f"{size}, {where}"})
-        return [folder / name for name in files]
-    settings = {"url": source.url, "patterns": list(source.patterns)}
-    with run_stage(
-        "download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True
-    ) as stage:
-        files = kept_listing(
-            stage,
-            _of_manifest,
-            lambda listed: {name: StoredFile(**file) for name, file in listed.items()},
-            lambda: {name: asdict(file) for name, file in _list(source).items()},
-        )
-        total = sum(file.bytes for file in files.values())
-        left = [file.bytes for name, file in files.items() if not has_size(stage.folder / name, file.bytes)]
-        if left:
-            begun = total_bytes(stage.folder.rglob(".*.part"))
-            check_free_disk(stage.folder, sum(left) - begun, f"the download of {source.url}")
-            with progress(f"download {source.name}", total) as advance:
-                fetch(_place(source)[0], files, stage.folder, advance)
-        if stage.manifest is None:
-            facts: dict[str, Any] = {"licence": source.licence, "num_bytes": total}
-            facts["versions"] = {name: file.version for name, file in files.items()}
-            (stage.folder / LISTING).unlink(missing_ok=True)
-            stage.finish_folder([stage.folder / name for name in files], **facts)
-    return [folder / name for name in files]
+
+    server: str  # for errors
+    files: dict[str, StoredFile]
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        check_names(self.files, self.server, RESERVED)
+
+    @classmethod
+    def of_manifest(cls, manifest: dict[str, Any], server: str) -> Listing:
+        versions = manifest.get("sha256") or manifest["versions"]
+        sizes = {one["name"]: one["bytes"] for one in manifest["outputs"]}
+        files = {name: StoredFile(size, versions[name]) for name, size in sizes.items()}
+        return cls(server, files, manifest.get("commit", ""))
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any], server: str) -> Listing:
+        files = {name: StoredFile(**file) for name, file in content["files"].items()}
+        return cls(server, files, content["commit"])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+    def missing(self, folder: Path) -> Listing:
+        """The files that a folder lacks or has with another size."""
+        left = {name: one for name, one in self.files.items() if not has_size(folder / name, one.bytes)}
+        return replace(self, files=left)
 
 
-def kept_listing(
-    stage: CorpusStage,
-    of_manifest: Callable[[dict[str, Any]], T],
-    from_json: Callable[[dict[str, Any]], T],
-    list_now: Callable[[], dict[str, Any]],
-) -> T:
+def kept_listing(stage: CorpusStage, name: str, server: str, list_now: Callable[[], Listing]) -> Listing:
     """Returns the listing of a finished or interrupted download, or creates and stores one for resuming."""
     if stage.manifest is not None:
-        return of_manifest(stage.manifest)
-    listed = read_json(stage.folder / LISTING)
-    if not listed:
-        try:
-            listed = list_now()
-            write_json(stage.folder / LISTING, listed)
-        except Exception:
-            # Nothing is fetched yet, and a remaining folder would reject a call with corrected patterns.
-            rmtree(stage.folder)
-            raise
-    return from_json(listed)
+        return Listing.of_manifest(stage.manifest, server)
+    if listed := read_json(stage.folder / LISTING):
+        return Listing.from_json(listed, server)
+    try:
+        listing = list_now()
+        check_free_disk(stage.folder, listing.num_bytes, f"the download of {name}")
+        write_json(stage.folder / LISTING, asdict(listing))
+    except Exception:
+        # Nothing is fetched yet, and a remaining folder would reject a call with corrected patterns.
+        rmtree(stage.folder)
+        raise
+    return listing
+
+
+def fetch_from_store(source: Source, listing: Listing, stage: CorpusStage) -> None:
+    """Downloads the missing files of a source whose URL names a folder or file in an object store, and
+    finishes the stage. manifest.json records the version of each file at the store.
+    """
+    if left := listing.missing(stage.folder).num_bytes:
+        begun = total_bytes(stage.folder.rglob(".*.part"))
+        check_free_disk(stage.folder, left - begun, f"the download of {source.url}")
+        with progress(f"download {source.name}", listing.num_bytes) as advance:
+            fetch(_place(source)[0], listing.files, stage.folder, advance)
+    if stage.manifest is None:
+        facts: dict[str, Any] = {"licence": source.licence, "num_bytes": listing.num_bytes}
+        facts["versions"] = {name: file.version for name, file in listing.files.items()}
+        stage.finish_folder([stage.folder / name for name in listing.files], **facts)
 
 
 def has_size(path: Path, num_bytes: int) -> bool:
@@ -117,19 +119,14 @@ def _place(source: Source) -> tuple[Store, dict[str, StoredFile]]:
     return Store(source.url), {}
 
 
-def _list(source: Source) -> dict[str, StoredFile]:
+def list_store(source: Source) -> Listing:
+    """Data files of a source at a store; ValueError if it has none or a pattern matches nothing."""
     store, only = _place(source)
     there = only or store.files()
     if not there:
         raise input_error(f"source={source.url}", "file or folder not found", "correct the URL")
     names = chosen_files({name: file.bytes for name, file in there.items()}, source.patterns, source.url)
-    check_names(names, store.url, {MANIFEST, RUNNING, LISTING})
-    return {name: there[name] for name in names}
-
-
-def _of_manifest(manifest: dict[str, Any]) -> dict[str, StoredFile]:
-    versions = manifest["versions"]
-    return {one["name"]: StoredFile(one["bytes"], versions[one["name"]]) for one in manifest["outputs"]}
+    return Listing(source.url, {name: there[name] for name in names})
 
 
 # Finished outputs

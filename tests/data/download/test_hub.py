@@ -19,6 +19,8 @@ from moe_exp.commands.data import main
 from moe_exp.data.download import hub
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import resolve_source
+from moe_exp.data.download.stores import Listing
+from moe_exp.host.object_store import StoredFile
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 COMMAND = [REPOSITORY, "--pattern", "sample/10BT/*", "--output-dir"]
@@ -218,8 +220,8 @@ def test_bytes_that_are_not_those_of_the_listing(server, dataset, tmp_path, monk
 def test_small_files_are_checked_by_their_git_hash(server, dataset, tmp_path):
     (path,) = download(source("extra.jsonl"), tmp_path / "raw")
     assert path.read_bytes() == (dataset / "extra.jsonl").read_bytes()
-    entry = hub.HubFile("extra.jsonl", (dataset / "extra.jsonl").stat().st_size, None, "0" * 40)
-    assert hub._hash_file(dataset, entry) is None
+    listed = StoredFile((dataset / "extra.jsonl").stat().st_size, "0" * 40)
+    assert hub._hash_file(dataset / "extra.jsonl", listed) is None
 
 
 def test_file_that_is_gone_or_cut_is_fetched_again(server, dataset, tmp_path):
@@ -237,8 +239,8 @@ def test_progress_counts_bytes_on_disk(tmp_path):
     (tmp_path / ".cache/huggingface/download").mkdir(parents=True)
     (tmp_path / ".cache/huggingface/download/xyz.incomplete").write_bytes(bytes(30))
     (tmp_path / "a.parquet").write_bytes(bytes(100))
-    files = [hub.HubFile(name, size, None, "") for name, size in (("a.parquet", 100), ("b.parquet", 200))]
-    assert hub.bytes_there(tmp_path, files) == 130
+    files = {"a.parquet": StoredFile(100, ""), "b.parquet": StoredFile(200, "")}
+    assert hub.bytes_there(tmp_path, Listing("", files)) == 130
 
 
 def test_file_that_was_cut_while_the_download_rested(server, dataset, tmp_path, quick):
@@ -320,6 +322,8 @@ import os, signal, sys
 from pathlib import Path
 from moe_exp.data.download import hub
 from moe_exp.data.download.sources import resolve_source
+from moe_exp.data.download.stores import Listing
+from moe_exp.host.object_store import StoredFile
 if sys.argv[3] == "checking":
     hub._hash_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 hub.download(resolve_source(sys.argv[1], patterns=["sample/10BT/*"]), Path(sys.argv[2]), max_workers=1)
