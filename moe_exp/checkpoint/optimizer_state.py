@@ -27,18 +27,12 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.keys import CheckpointKeys
-from moe_exp.checkpoint.format.torch_dist import (
-    Box,
-    box_at,
-    boxes_of_range,
-    first_value,
-    intersection,
-    slices,
-)
+from moe_exp.checkpoint.format.torch_dist import Box, boxes_of_range, intersection, slices
 from moe_exp.engine.averaged_weights import restart_average, update_model_weights
 from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, moments, set_moments
 
@@ -124,7 +118,8 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
         is_view = view.untyped_storage()._cdata == probe.untyped_storage()._cdata
         assert is_box and is_view, f"{shard.key}: must be a box of its parameter"
         sizes = (1,) * num_dropped + tuple(view.shape)
-        pieces.append((box_at(view.storage_offset(), sizes, shape), shard))
+        first = np.unravel_index(view.storage_offset(), shape)
+        pieces.append((Box(tuple(map(int, first)), sizes), shard))
     num_values = sum(box.num_values for box, _ in pieces)
     assert num_values == math.prod(shape), f"{described.key}: must be filled by its pieces"
     return pieces
@@ -157,7 +152,7 @@ def shards_of(
                 # The last of the three numbers would count data-parallel ranks as replicas, but each of them
                 # owns different values.
                 replica_id = (*replica_id[:2], owned.instance)
-            begin = first_value(box, shape) - owned.start
+            begin = int(np.ravel_multi_index(box.offsets, shape)) - owned.start
             for name, values in owned.values.items():
                 in_box = values[begin : begin + box.num_values].view(box.sizes)[slices(part, box.offsets)]
                 yield ShardedTensor(

@@ -91,23 +91,6 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return sorted(boxes)
 
 
-def first_value(box: Box, shape: Sequence[int]) -> int:
-    """Position of a box's first value in the memory order of a tensor of `shape`."""
-    place = 0
-    for offset, size in zip(box.offsets, shape, strict=True):
-        place = place * size + offset
-    return place
-
-
-def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
-    """Box with `sizes` that begins at position `place` of `shape` in memory order; undoes `first_value`."""
-    offsets = []
-    for size in reversed(shape):
-        place, offset = divmod(place, size)
-        offsets.append(offset)
-    return Box(tuple(reversed(offsets)), tuple(sizes))
-
-
 def intersection(one: Box, other: Box) -> Box | None:
     """Overlap of two boxes of a tensor, or None if they do not overlap."""
     lows = tuple(map(max, one.offsets, other.offsets))

@@ -306,7 +306,6 @@ TRAITS: Mapping[str, Trait] = {
     ),
     "latent": Trait(lambda c: c.use_moe and c.moe_latent_size > 0, False, ("moe_latent_size",)),
     "shared": Trait(_shared, "none", ("shared_expert_size", "shared_expert_gate")),
-    "tied": Trait(lambda c: c.tie_embeddings, False, ("tie_embeddings",)),
 }  # fmt: skip
 
 

@@ -165,9 +165,9 @@ _SOFTMAX = {"router_score": "softmax"}
 _DENSE_MODEL = {"use_moe": False}
 _EITHER = (False, True)
 _NORMALIZED_OR_NOT = ("softmax", "softmax, normalized")
-_DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",), "tied": _EITHER}
+_DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",)}
 _QWEN_TRAITS = {
-    "moe_layers": ("all", "after the first", "mixed"), "routing": _NORMALIZED_OR_NOT, "tied": _EITHER
+    "moe_layers": ("all", "after the first", "mixed"), "routing": _NORMALIZED_OR_NOT
 }  # fmt: skip
 
 MIXTRAL = Architecture(
@@ -180,7 +180,7 @@ MIXTRAL = Architecture(
     ),
     tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=_SOFTMAX | {"router_pre_softmax": False},
-    traits={"routing": ("softmax, normalized",), "heads_fill_width": _EITHER, "tied": _EITHER},
+    traits={"routing": ("softmax, normalized",), "heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None,
         "sliding_window": None, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
@@ -197,7 +197,7 @@ OLMOE = Architecture(
     ),
     tensors=(*_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True, "qk_norm_scope": "all"},
-    traits={"qk_norm": ("all",), "routing": _NORMALIZED_OR_NOT, "tied": _EITHER},
+    traits={"qk_norm": ("all",), "routing": _NORMALIZED_OR_NOT},
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_key_value_heads": None,
         "attention_bias": False, "clip_qkv": None, "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
@@ -267,7 +267,7 @@ _DEEPSEEK_FIELDS = (
 _DEEPSEEK_TRAITS = {
     "moe_layers": ("all", "after the first"), "routing": ("sigmoid", "sigmoid, normalized"),
     "expert_bias": _EITHER, "groups": _EITHER,
-    "shared": ("of whole experts",), "tied": _EITHER,
+    "shared": ("of whole experts",),
 }  # fmt: skip
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",

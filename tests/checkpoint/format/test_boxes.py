@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from moe_exp.checkpoint.format.torch_dist import (
     Box,
-    box_at,
     boxes_of_range,
-    first_value,
     intersection,
     slices,
 )
@@ -52,8 +50,6 @@ def test_boxes_are_the_range_in_memory_order(case):
     found = [values[slices(box, (0,) * len(shape))] for box in boxes]
     assert [tuple(part.shape) for part in found] == [box.sizes for box in boxes]
     assert [value for part in found for value in part.flatten().tolist()] == list(range(start, stop))
-    assert [first_value(box, shape) for box in boxes] == [int(part.flatten()[0]) for part in found]
-    assert [box_at(first_value(box, shape), box.sizes, shape) for box in boxes] == boxes
 
 
 @settings(max_examples=300)
