@@ -199,17 +199,22 @@ def run_mix(arguments: argparse.Namespace) -> int:
     Exit code 75: SLURM jobs are under way.
     """
     from moe_exp.data.mixture import Mixing, mix, read_mixture
-    from moe_exp.data.prepare import plan
+    from moe_exp.data.prepare import Preparation, plan
 
-    names = ("data_dir", "tasks", "shuffle_tasks", "start_over", "download_again")
+    names = ("data_dir", "shuffle_tasks", "start_over", "download_again")
+    every = Preparation(
+        "",
+        execution=execution_of(arguments),
+        shuffle={"memory_bytes": arguments.memory},
+        **{name: getattr(arguments, name) for name in names},
+    )
     mixing = Mixing(
         arguments.name or arguments.mixture.stem,
         read_mixture(arguments.mixture),
-        execution=execution_of(arguments),
-        shuffle={"memory_bytes": arguments.memory},
+        every,
+        arguments.tasks,
         start_over_sources=tuple(arguments.start_over_source),
         workers=arguments.workers or os.cpu_count() or 1,
-        **{name: getattr(arguments, name) for name in names},
     )
     if arguments.dry_run:
         preparations = mixing.preparations()

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import orjson
 import xxhash
 from rich.markup import escape
-from rich.table import Table
 from tokenizers import Tokenizer
 
 from moe_exp.data.documents import Tally, files_in, find_inputs, read_documents
@@ -27,7 +26,7 @@ from moe_exp.data.stage import read_json
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import Int64Array, TokenFiles
 from moe_exp.host.files import ending
-from moe_exp.host.progress import print_summary, progress, table_console
+from moe_exp.host.progress import print_summary, print_table, progress, table_console
 
 BLOCK_TOKENS = 2**22
 _SHOWN_TOKENS, _SHOWN_LAST_TOKENS, _SHOWN_CHARACTERS = 80, 8, 300
@@ -307,13 +306,11 @@ def print_inspection(report: dict[str, Any]) -> None:
     unit = "tokens" if is_tokens else "text bytes"
     middle = f"median {lengths['median']:,.0f}, mean {lengths['mean']:,.0f}"
     rule = f"min {lengths['min']:,}, {middle}, max {lengths['max']:,}"
-    table = Table("from", "to", "documents", "", title=f"Lengths in {unit}: {rule}", title_justify="left")
     most = max((count for *_, count in lengths["histogram"]), default=1)
-    for begin, end, count in lengths["histogram"]:
-        bar = "█" * -(-count * _BAR_CHARACTERS // most)
-        table.add_row(f"{begin:,}", f"{end:,}", f"{count:,}", bar)
+    bins = [(*one, "█" * -(-one[-1] * _BAR_CHARACTERS // most)) for one in lengths["histogram"]]
+    rows = [(f"{begin:,}", f"{end:,}", f"{count:,}", bar) for begin, end, count, bar in bins]
+    print_table(f"Lengths in {unit}: {rule}", ("from", "to", "documents", ""), rows)
     console = table_console()
-    console.print(table)
     for sample in report["samples"]:
         where = sample.get("file") or f"document {sample['document']:,}, {sample['tokens']:,} tokens"
         if (text := sample.get("text")) is None:
@@ -322,13 +319,12 @@ def print_inspection(report: dict[str, Any]) -> None:
         shown = f"[bold]{escape(where)}[/bold]\n{escape(text)}"
         console.print(shown, highlight=False, emoji=False, soft_wrap=True)
     if "filters" in report:
-        columns = "filter", "removed", "share", "edited", "reasons"
-        table = Table(*columns, title="Filters", title_justify="left")
+        effects = []
         for one in report["filters"]:
             counts = [f"{reason or 'no reason'} {count:,}" for reason, count in one["reasons"].items()]
-            share, reasons = f"{one['removed'] / max(1, report['read']):.2%}", escape(", ".join(counts))
-            table.add_row(one["filter"], f"{one['removed']:,}", share, f"{one['edited']:,}", reasons)
-        console.print(table)
+            share, edited = f"{one['removed'] / max(1, report['read']):.2%}", f"{one['edited']:,}"
+            effects.append((one["filter"], f"{one['removed']:,}", share, edited, ", ".join(counts)))
+        print_table("Filters", ("filter", "removed", "share", "edited", "reasons"), effects)
     for sample in report.get("removed_samples", []):
         why = sample.get("reason") or ""
         if "cluster" in sample:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from moe_exp.data.convert.convert import ConvertSettings
 from moe_exp.data.datasheet import MixturePart, datasheet
 from moe_exp.data.download.sources import local_files
-from moe_exp.data.execution import Execution
 from moe_exp.data.kinds import BadDocument, input_error
 from moe_exp.data.prepare import Preparation, prepare, raw_folder
 from moe_exp.data.stage import MAKE_AGAIN, is_stale
@@ -185,11 +184,11 @@ def effective_weights(
 
 @dataclass(frozen=True)
 class Mixing:
-    """Settings of `moe-exp data mix`. For those not listed, see `Preparation`.
+    """Settings of `moe-exp data mix`.
 
     Args:
         name: name of the mixture and its folder.
-        shuffle: as for `Preparation`, without seed, num_shards and valid_fraction.
+        every: settings that the preparations of all sources share.
         tasks: chunks per source, see `ConvertSettings`.
         start_over_sources: names of the sources to start over.
         workers: number of tokenizer processes.
@@ -197,33 +196,26 @@ class Mixing:
 
     name: str
     mixture: Mixture
-    data_dir: Path = Path("data")
-    execution: Execution = field(default_factory=Execution)
-    shuffle: Mapping[str, Any] = field(default_factory=dict)
+    every: Preparation
     tasks: int | None = None
-    shuffle_tasks: int | None = None
-    start_over: bool = False
     start_over_sources: tuple[str, ...] = ()
-    download_again: bool = False
     workers: int = 1
 
     @property
     def folder(self) -> Path:
-        return self.data_dir / self.name
+        return self.every.data_dir / self.name
 
     def preparations(self) -> dict[str, Preparation]:
         """Preparation of each source, by name; ValueError if two sources have the same name."""
-        names = ("data_dir", "execution", "shuffle_tasks", "download_again")
-        same: dict[str, Any] = {name: getattr(self, name) for name in names} | {"clamp_tasks": True}
         shuffle = {name: getattr(self.mixture, name) for name in ("seed", "num_shards", "valid_fraction")}
-        same["shuffle"] = {**self.shuffle, **shuffle}
+        same: dict[str, Any] = {"clamp_tasks": True, "shuffle": {**self.every.shuffle, **shuffle}}
         found: dict[str, Preparation] = {}
         for number, one in enumerate(self.mixture.sources):
             try:
                 settings = ConvertSettings.of(one, one.languages, one.filters, self.tasks)
                 own: dict[str, Any] = {"revision": one.revision, "text_field": one.text_field}
                 own |= {"patterns": tuple(one.patterns), "settings": settings}
-                wanted = Preparation(one.source, **own, **same)
+                wanted = replace(self.every, name=one.source, **own, **same)
                 source = wanted.source()
                 if source.path is not None:
                     local_files(source)
@@ -233,7 +225,7 @@ class Mixing:
             if name in found:
                 rule = f"name={name}: must be unique"
                 raise input_error(f"sources.{number}", rule, "give this source another name")
-            start_over = self.start_over or name in self.start_over_sources
+            start_over = self.every.start_over or name in self.start_over_sources
             found[name] = replace(wanted, output_name=f"{self.name}_{name}", start_over=start_over)
         if unknown := set(self.start_over_sources) - set(found):
             fix = f"give one of {', '.join(found)}"
@@ -287,7 +279,7 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
         known = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
         # a tokenizer for other shards or another vocabulary size is replaced, not reported as an error
         is_other = known.get("settings", {}).get("vocab_size", vocab_size) != vocab_size
-        start_over = mixing.start_over or is_other or is_stale(folder, inputs)
+        start_over = mixing.every.start_over or is_other or is_stale(folder, inputs)
         train_tokenizer(inputs, folder, vocab_size=vocab_size, start_over=start_over)
         tokenizer = load_named_tokenizer(str(folder), eod_token=mixture.eod_token)
     tokenizer.log_left_out()
@@ -341,14 +333,14 @@ def _parts(
     def tokenize(stem: str, inputs: Sequence[Path]) -> tuple[dict[str, Any], Path]:
         prefix, key = tokenized_prefix(mixing.folder / stem), default_part_bytes(inputs)
         is_other = is_stale(prefix, inputs, settings=stage_settings(settings, key), is_folder=False)
-        start_over = mixing.start_over or is_other
+        start_over = mixing.every.start_over or is_other
         return tokenize_files(inputs, prefix, settings, workers=mixing.workers, start_over=start_over), prefix
 
     for name, wanted in preparations.items():
         shuffled, train, valid = shards[name]
         # token files belong to the mixture: they are rebuilt when their shards or tokenizer change
         (tokenized, prefix), (_, valid_prefix) = tokenize(name, train), tokenize(f"{name}_valid", [valid])
-        converted = read_json(mixing.data_dir / f"{wanted.output_name}/manifest.json", fix=MAKE_AGAIN)
+        converted = read_json(mixing.every.data_dir / f"{wanted.output_name}/manifest.json", fix=MAKE_AGAIN)
         source = wanted.source()
         origin = str(source.path or source.description)
         if source.repository is not None:

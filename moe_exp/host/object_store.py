@@ -79,7 +79,7 @@ class Store:
         place = f"{root}/{name}" if name else root
 
         def limit_of(error: Exception) -> int | None:
-            is_unreachable = bool(_names_of(error) & _UNREACHABLE_NAMES)
+            is_unreachable = bool(names_of(error) & _UNREACHABLE_NAMES)
             return _UNREACHABLE_FAILURES if is_unreachable and self.protocol not in _reached else None
 
         try:
@@ -91,7 +91,7 @@ class Store:
             kind: type[Exception] = ValueError
             rule = first_line(error)
             fix = "check the URL, the region and the store's Python package"
-            if _names_of(error) & _NO_ACCESS:
+            if names_of(error) & _NO_ACCESS:
                 rule = f"access denied ({rule})"
                 fix = "set the store's credentials (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
             elif _may_pass(error):
@@ -226,15 +226,15 @@ def _may_pass(error: Exception) -> bool:
     """Whether a retry may succeed."""
     final = _NO_ACCESS | {"InvalidRegionError", "ParamValidationError"}
     numbers = (errno.EINVAL, errno.ENOSPC, errno.EPERM, errno.ENAMETOOLONG)
-    is_final = isinstance(error, _FINAL) or bool(_names_of(error) & final)
+    is_final = isinstance(error, _FINAL) or bool(names_of(error) & final)
     return not is_final and getattr(error, "errno", None) not in numbers
 
 
-def _names_of(error: BaseException | None) -> set[str]:
+def names_of(error: BaseException | None) -> set[str]:
     """Names of the classes of an error and of its causes."""
     if error is None:
         return set()
-    return {kind.__name__ for kind in type(error).__mro__} | _names_of(error.__cause__)
+    return {kind.__name__ for kind in type(error).__mro__} | names_of(error.__cause__)
 
 
 def patiently(

@@ -8,7 +8,7 @@ import pytest
 from helpers.jsonl import read_texts, write_jsonl
 from moe_exp.commands.data import main
 from moe_exp.data.mixture import MixedSource, Mixing, Mixture, effective_weights, read_mixture
-from moe_exp.data.prepare import raw_folder
+from moe_exp.data.prepare import Preparation, raw_folder
 from moe_exp.data.tokens.tokens import TokenFiles
 
 pytest.importorskip("datatrove")
@@ -182,7 +182,7 @@ def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
         MixedSource(source="a/data", name="second", weight=1, patterns=["y/*"]),
         MixedSource(source="a/other", weight=1),
     ]
-    mixing = Mixing("mine", Mixture(sources=sources, vocab_size=300), tmp_path)
+    mixing = Mixing("mine", Mixture(sources=sources, vocab_size=300), Preparation(""))
     raw = {name: raw_folder(one.source(), one).name for name, one in mixing.preparations().items()}
     assert raw == {"first": "mine_first_raw", "second": "mine_second_raw", "other": "other_raw"}
 

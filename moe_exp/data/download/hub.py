@@ -27,7 +27,7 @@ from moe_exp.data.download.stores import LISTING, Listing, fetch_from_store, kep
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import RUNNING, CorpusStage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text
-from moe_exp.host.object_store import StoredFile, first_line, patiently
+from moe_exp.host.object_store import StoredFile, first_line, names_of, patiently
 from moe_exp.host.progress import print_summary, progress, progress_of
 
 logger = logging.getLogger(__name__)
@@ -289,7 +289,7 @@ def _asked(
     """Runs an action that sends requests to the Hub: retries temporary failures, raises one-line errors."""
 
     def limit_of(error: Exception) -> int | None:
-        is_unreachable = _response(error) is None and _kinds(error) & _UNREACHABLE
+        is_unreachable = _response(error) is None and names_of(error) & _UNREACHABLE
         return 2 if is_unreachable else None  # huggingface_hub has already tried for half a minute
 
     def wait_of(error: Exception) -> float:
@@ -301,7 +301,7 @@ def _asked(
         waits: dict[str, Any] = {"limit_of": limit_of, "wait_of": wait_of}
         return patiently(action, max_failures, passes=passes, num_left=num_left, **waits)
     except Exception as error:
-        kinds, response, name = _kinds(error), _response(error), source.repository
+        kinds, response, name = names_of(error), _response(error), source.repository
         status, page = response.status_code if response is not None else None, f"{endpoint()}/datasets/{name}"
         if "RevisionNotFoundError" in kinds:
             what, rule = f"revision={source.revision}", f"not found in {name}"
@@ -342,10 +342,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
-
-
-def _kinds(error: BaseException) -> set[str]:
-    return {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
 
 
 def _response(error: BaseException) -> Any:

@@ -6,7 +6,6 @@ them in input order; alternatively, tasks on many machines make and join the par
 
 import logging
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -17,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from moe_exp.config import setting_error
-from moe_exp.data.documents import Tally, text_of
+from moe_exp.data.documents import Tally, estimate_line_bytes, text_of
 from moe_exp.data.execution import Execution, Through, bytes_through, num_workers
 from moe_exp.data.jobs import WorkerPool, check_no_jobs
-from moe_exp.data.kinds import FILES, TextRule, is_compressed, is_stream, total_bytes
+from moe_exp.data.kinds import FILES, TextRule, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, Unfinished, check_free_disk, free_disk, run_stage
 from moe_exp.data.tokens.by_tasks import BLOCK_BYTES, PASSES, TASKS, TaskTokens, run_tasks
@@ -278,12 +277,9 @@ class _Estimate:
         with one_thread():
             self.probe = probe = probe_backend(encoders, backend, sample)
         text = b"\n".join(one.encode() for one in sample)
-        # Compression ratio of compressed inputs, approximated with zlib.
-        packed = len(text) / max(1, len(zlib.compress(text, 6)))
         self.input_bytes = total_bytes(inputs)
         # An upper bound: JSONL also has escapes and other fields.
-        sizes = (path.stat().st_size * (packed if is_compressed(path) else 1) for path in inputs)
-        self.text_bytes = int(sum(sizes))
+        self.text_bytes = estimate_line_bytes(inputs)
         self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
         num_added = settings.append_eod + (settings.tokenizer.bos_id is not None)
         self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * num_added

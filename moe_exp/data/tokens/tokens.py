@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moe_exp.config.parsers import number_in
 from moe_exp.data.tokens.ranged import RemoteTokens, bin_bytes, open_remote, prefix_of, remote_manifest
 from moe_exp.data.tokens.tokenizer import same_tokenizer
 from moe_exp.host.files import is_url, read_json
@@ -221,7 +222,7 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
     words = text.split()
     if len(words) > 1 and bin_bytes(prefix_of(text.strip())) is not None:
         return [(1.0, prefix_of(text.strip()))]
-    if words and all(_number(word) is None for word in words):
+    if words and all(math.isnan(number_in(word)) for word in words):
         prefixes = [prefix_of(word) for word in words]
         if len(prefixes) == 1:
             return [(1.0, prefixes[0])]
@@ -234,24 +235,17 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
         raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: add a weight to every prefix, or to none.")
     pairs = []
     for word, prefix in zip(words[0::2], words[1::2], strict=True):
-        if (weight := _number(word)) is None:
+        if math.isnan(weight := number_in(word)):
             fix = "add a weight to every prefix, or to none"
             raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: {fix}.")
         if not 0 < weight < math.inf:
             fix = "set another weight or omit the prefix"
             raise ValueError(f"'{text}': weight {word} must be greater than 0 and finite. Fix: {fix}.")
-        if _number(prefix) is not None:
+        if not math.isnan(number_in(prefix)):
             fix = "add a path after each weight"
             raise ValueError(f"'{text}': {_BLEND_RULE}, and {prefix} is not a prefix. Fix: {fix}.")
         pairs.append((weight, prefix_of(prefix)))
     return pairs
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
 
 
 # Token files as arrays, and the parts of SPLIT
@@ -387,8 +381,7 @@ def parse_split(text: str) -> list[Share | None]:
     Raises:
         ValueError: if `text` is not one to three numbers, or the first is 0.
     """
-    # -1 marks an invalid number, which is rejected below.
-    weights = [-1.0 if (weight := _number(word)) is None else weight for word in text.split(",")]
+    weights = [number_in(word) for word in text.split(",")]
     are_finite = all(0 <= weight < math.inf for weight in weights)
     if len(weights) > _MOST_PARTS or weights[0] == 0 or not are_finite:
         rule = "must be up to three numbers for training, validation and test, the first greater than 0"
