@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
 import xxhash
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from moe_exp.data.kinds import (
     BOM,
@@ -65,8 +66,27 @@ _OTHER_FIELD = "give the name of the text field (TEXT_FIELD, --text-field or --j
 _MASK128 = 2**128 - 1
 
 
+C = TypeVar("C", bound="Counted")
+
+
+class Counted:
+    """Base of dataclasses with counts, which are stored as JSON. Unknown entries are ignored when read."""
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = TypeAdapter(type(self)).dump_python(self, mode="json")
+        return found
+
+    @classmethod
+    def from_json(cls: type[C], content: Mapping[str, Any]) -> C:
+        return TypeAdapter(cls).validate_python(content)
+
+
+_Hash = Annotated[int, PlainSerializer("{:032x}".format), BeforeValidator(lambda text: int(str(text), 16))]
+_Sorted = PlainSerializer(lambda counts: dict(sorted(counts.items())))
+
+
 @dataclass
-class Tally:
+class Tally(Counted):
     """Counts of documents that were read or written. Tallies of parts add up to the tally of the whole.
 
     Args:
@@ -77,8 +97,8 @@ class Tally:
 
     num_documents: int = 0
     num_text_bytes: int = 0
-    text_hash: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
+    text_hash: _Hash = 0
+    skipped: Annotated[Counter[str], _Sorted] = field(default_factory=Counter)
 
     def add(self, text: bytes, times: int = 1) -> None:
         """Counts a document by its UTF-8 text; `times=-1` removes one that was added."""
@@ -93,15 +113,6 @@ class Tally:
         self.text_hash = (self.text_hash + other.text_hash) & _MASK128
         self.skipped += other.skipped
         return self
-
-    def to_json(self) -> dict[str, Any]:
-        counts: dict[str, Any] = {"num_documents": self.num_documents, "num_text_bytes": self.num_text_bytes}
-        return counts | {"text_hash": f"{self.text_hash:032x}", "skipped": dict(sorted(self.skipped.items()))}
-
-    @classmethod
-    def from_json(cls, counts: dict[str, Any]) -> Tally:
-        text_hash, skipped = int(counts["text_hash"], 16), Counter(counts["skipped"])
-        return cls(counts["num_documents"], counts["num_text_bytes"], text_hash, skipped)
 
 
 def is_validation_file(path: Path) -> bool:

@@ -166,20 +166,14 @@ def effective_weights(
         most = sum(limits) * (total_tokens or 0)
         rule, fix = f"max_epochs limits the sources to {most:.4g}", "lower total_tokens, raise max_epochs"
         raise input_error(f"total_tokens={total_tokens:.4g}", rule, f"{fix}, or add another source")
-    # `full` sources read all their epochs; the others share the rest
-    shares, full = [0.0] * len(weights), set[int]()
-    while True:
-        left = 1 - sum(limits[index] for index in full)
-        rest = sum(weight for index, weight in enumerate(weights) if index not in full)
-        for index, weight in enumerate(weights):
-            shares[index] = limits[index] if index in full else left * weight / rest
-        over = {index for index, share in enumerate(shares) if index not in full and share > limits[index]}
-        if not over:
-            return shares
-        # what these sources give up may push others over their limits
-        full |= over
-        if len(full) == len(weights):
-            return limits
+    # In this order, a source that reaches its limit leaves the rest to the sources that follow.
+    shares = [0.0] * len(weights)
+    left = sorted(range(len(weights)), key=lambda one: limits[one] / weights[one])
+    while left:
+        share_of_all = (1 - sum(shares)) / sum(weights[one] for one in left)
+        index = left.pop(0)
+        shares[index] = min(limits[index], weights[index] * share_of_all)
+    return shares
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from moe_exp.data.documents import Tally
+from pydantic import PlainSerializer
+
+from moe_exp.data.documents import Counted, Tally
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import fingerprint
 
@@ -98,8 +100,11 @@ class Filter:
         return {}
 
 
+_MostCommon = PlainSerializer(lambda reasons: dict(reasons.most_common()))
+
+
 @dataclass
-class Counts:
+class Counts(Counted):
     """Documents that one task or all tasks read, dropped, changed and wrote.
 
     Args:
@@ -113,7 +118,7 @@ class Counts:
     read: Tally = field(default_factory=Tally)
     written: Tally = field(default_factory=Tally)
     filtered: dict[str, Tally] = field(default_factory=dict)
-    reasons: dict[str, Counter[str]] = field(default_factory=dict)
+    reasons: dict[str, Annotated[Counter[str], _MostCommon]] = field(default_factory=dict)
     edited: dict[str, tuple[Tally, Tally]] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
 
@@ -162,25 +167,6 @@ class Counts:
             self.edited | following.edited,
             self.samples + following.samples,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "read": self.read.to_json(),
-            "written": self.written.to_json(),
-            "filtered": {name: tally.to_json() for name, tally in self.filtered.items()},
-            "reasons": {name: dict(reasons.most_common()) for name, reasons in self.reasons.items()},
-            "edited": {name: [one.to_json() for one in tallies] for name, tallies in self.edited.items()},
-            "samples": self.samples,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Counts:
-        filtered = {name: Tally.from_json(one) for name, one in content["filtered"].items()}
-        pairs = content.get("edited", {}).items()
-        edited = {name: (Tally.from_json(old), Tally.from_json(new)) for name, (old, new) in pairs}
-        reasons = {name: Counter(one) for name, one in content.get("reasons", {}).items()}
-        read, written = Tally.from_json(content["read"]), Tally.from_json(content["written"])
-        return cls(read, written, filtered, reasons, edited, content.get("samples", []))
 
 
 def filter_by(keeps: Callable[[Any], Any]) -> Any:

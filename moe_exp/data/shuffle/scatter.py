@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from moe_exp.data.documents import Tally
+from moe_exp.data.documents import Counted, Tally
 from moe_exp.data.execution import Through, complete_files
 from moe_exp.data.kinds import TextRule
 from moe_exp.data.shuffle.blocks import (
@@ -83,7 +83,7 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 
 @dataclass
-class ValidTally:
+class ValidTally(Counted):
     """Counts of validation documents: `text_choices` below `threshold` or, if none are, the smallest."""
 
     threshold: int  # validation fraction times 2**64
@@ -113,14 +113,6 @@ class ValidTally:
         if other.smallest == self.smallest:
             self.at_smallest += other.at_smallest
         return self
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"below": self.below.to_json(), "at_smallest": self.at_smallest.to_json()}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> ValidTally:
-        tallies = {name: Tally.from_json(content[name]) for name in ("below", "at_smallest")}
-        return cls(**content | tallies)
 
     def total(self) -> Tally:
         return self.below if self.below.num_documents else self.at_smallest

@@ -6,7 +6,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from moe_exp.config import setting_error
-from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Tally, lines_before, read_lines, text_of
+from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Counted, Tally, lines_before, read_lines, text_of
 from moe_exp.data.execution import complete_files
 from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
@@ -55,7 +55,7 @@ class Part(Slice):
 
 
 @dataclass
-class PartCounts:
+class PartCounts(Counted):
     tally: Tally = field(default_factory=Tally)
     num_tokens: int = 0  # including end-of-document tokens
     num_eods: int = 0  # end-of-document tokens, including those in texts
@@ -63,13 +63,6 @@ class PartCounts:
     num_rerouted: int = 0  # documents not encoded with gigatoken, see CheckedGigatoken
     token_hash: str = ""  # XXH3-128 of the tokens
     block_hashes: list[str] = field(default_factory=list)  # XXH3-128 of each block of CHECKED_BYTES
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "tally": self.tally.to_json()}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> PartCounts:
-        return cls(**{**content, "tally": Tally.from_json(content["tally"])})
 
     def __iadd__(self, other: PartCounts) -> PartCounts:
         self.tally += other.tally
