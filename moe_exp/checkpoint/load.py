@@ -172,12 +172,10 @@ def _load_model(
     return loaded
 
 
-def load_sharded(
-    state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True
-) -> dict[str, Any]:
+def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Loads like Megatron's `dist_checkpointing.load`, but without executing code from files. Megatron
     unpickles `.metadata` and loads objects with `weights_only=False`. All ranks must call this function,
-    which changes `state`. With `validate_access_integrity`, exactly one rank must own each value.
+    which changes `state`. Exactly one rank must own each value.
 
     Raises:
         ValueError: on every rank, if `.metadata` or an object contains anything but the format's classes,
@@ -190,8 +188,7 @@ def load_sharded(
     sharded, not_sharded, factories = load_preprocess(state)
     merge(loaded, not_sharded)
     sharded, _ = extract_sharded_base(sharded)
-    if validate_access_integrity:
-        validate_sharding_integrity(determine_global_metadata(sharded)[1])
+    validate_sharding_integrity(determine_global_metadata(sharded)[1])
 
     def read() -> dict[str, Any]:
         # Forces `weights_only` for every `torch.load` in this process, regardless of the caller's argument.

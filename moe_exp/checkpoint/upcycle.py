@@ -18,24 +18,20 @@ the first step, because their gradients differ.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
-from moe_exp.checkpoint.format.naming import single_styles
+from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state, sharded_tensors
+from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_tensors
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.integrity import dense_source, find_source
-from moe_exp.checkpoint.load import load_sharded
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metadata, unwrapped
 from moe_exp.config import Config
 from moe_exp.engine.model import moe_layers
-from moe_exp.engine.runtime import Runtime
+from moe_exp.engine.runtime import Runtime, on_every_rank
 from moe_exp.layers.megatron.moe_parts import MegatronExperts
-
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 # Our experts' tensor names: (Megatron's name in the dense MLP, split axis, halves of that axis with a gate).
 _DENSE = {
@@ -75,29 +71,26 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     the MoE model.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
-    keys = CheckpointKeys.read(folder)
     experts = {layer: module.experts for layer, module in moe_layers(list(trained.model))}
-    with torch.no_grad(), parameters_in_sync(trained.model):
-        requests = {str(layer): _requests(layer, module, config, keys) for layer, module in experts.items()}
-        state: dict[str, Any] = {"experts": requests}
+
+    def read() -> None:
+        reader, keys = CheckpointReader(folder, keep_bytes=KEEP_BYTES), CheckpointKeys.read(folder)
         # Both models share all weights except the MLPs of MoE layers, under the dense model's keys.
-        for index, chunk in enumerate(map(unwrapped, trained.model)):
+        for chunk in map(unwrapped, trained.model):
             layers = [i for i, layer in enumerate(chunk.decoder.layers) if layer.layer_number - 1 in experts]
             mlps = tuple(f"decoder.layers.{i}.mlp." for i in layers)
             whole = model_state(chunk, sharding_metadata(runtime), keys)
             outside = {name: value for name, value in whole.items() if not name.startswith(mlps)}
-            state[f"model{index}"] = {name: _off_the_grid(value) for name, value in outside.items()}
-        # Several experts and ranks request the same pieces, so the check for a single owner does not apply.
-        loaded = load_sharded(state, folder, validate_access_integrity=False)
-        for index, chunk in enumerate(map(unwrapped, trained.model)):
-            # without Transformer Engine's state, which is not a tensor
-            own = {name: one for name, one in chunk.state_dict().items() if isinstance(one, Tensor)}
-            found = loaded[f"model{index}"]
-            weights = {name: value.view_as(own[name]) for name, value in found.items() if name in own}
-            chunk.load_state_dict(weights, strict=False)
+            for shard in sharded_tensors(outside):  # their data are views of the parameters
+                sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+                shard.data.copy_(reader.read(shard.key, shard.global_offset, sizes).view_as(shard.data))
+        dense = logical_tensors(reader)
         for layer, module in moe_layers(list(trained.model)):
-            _fill(module.experts, loaded["experts"][str(layer)], config)
+            _fill(layer, module.experts, dense, config)
             module.router.weight.copy_(virtual_group_router(module.router.weight, config.upcycle_granularity))
+
+    with torch.no_grad(), parameters_in_sync(trained.model):
+        on_every_rank(read)
         # The optimizer's main weights are still copies of the initial weights.
         trained.optimizer.reload_model_params()
     torch.distributed.barrier()
@@ -111,64 +104,23 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     return f"upcycled from {folder}: {sum(config.moe_layers)} MoE layers with {what}"
 
 
-def _off_the_grid(shard: Any) -> Any:
-    """Makes the layer axis that Megatron prepends to a shard an ordinary axis of size 1."""
-    # Megatron requests shards with a prepended layer axis as one grid over all layers. Here, only some
-    # layers are needed, in other pieces.
-    if isinstance(shard, ShardedTensorFactory):
-        build, merge = shard.build_fn, shard.merge_fn
-        dim = shard.data.dim()
-        return replace(
-            shard,
-            build_fn=lambda *arguments: [_off_the_grid(piece) for piece in build(*arguments)],
-            merge_fn=lambda pieces: merge([piece.flatten(0, piece.dim() - dim) for piece in pieces]),
-        )
-    if not isinstance(shard, ShardedTensor) or not shard.prepend_axis_num:
-        return shard
-    shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-    return replace(shard, data=shard.data.view(shape), local_shape=shape, prepend_axis_num=0)
-
-
-def _local_experts(experts: MegatronExperts) -> range:
+def _fill(layer: int, experts: MegatronExperts, dense: Mapping[str, LogicalTensor], config: Config) -> None:
+    """Fills this rank's experts with pieces of the layer's dense MLP."""
+    parameters = dict(experts.named_parameters(recurse=False))
     num_local = experts.weight1.size(0)
-    return range(experts.ep_group.rank() * num_local, (experts.ep_group.rank() + 1) * num_local)
-
-
-def _requests(layer: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys) -> dict[str, Any]:
-    """Pieces of dense tensors for this rank's experts, by shard and name; gate and up are two pieces."""
-    parameters = dict(experts.named_parameters(recurse=False))
-
-    def pieces(name: str, shard: int) -> list[ShardedTensor]:
+    local = range(experts.ep_group.rank() * num_local, (experts.ep_group.rank() + 1) * num_local)
+    rank, size, granularity = experts.etp_group.rank(), experts.etp_group.size(), config.upcycle_granularity
+    shards: dict[int, dict[str, Tensor]] = {expert % granularity: {} for expert in local}
+    for name, parameter in parameters.items():
         key, axis, halves = _DENSE[name]
-        like, halves = parameters[name][0], halves if experts.gated else 1
-        rank, size = experts.etp_group.rank(), experts.etp_group.size()
-        # Position within one half. The output bias is split only across expert-tensor-parallel ranks.
-        count, index = config.upcycle_granularity * size, shard * size + rank
-        if name == "bias2":
-            count, index = size, rank
-        single_layers, _ = single_styles(keys.tensors)
-        before = () if single_layers else ((0, layer, config.num_layers),)
-        full_key = f"decoder.layers.mlp.{key}" if before else f"decoder.layers.{layer}.mlp.{key}"
-        shape = [length // halves if dim == axis else length for dim, length in enumerate(like.shape)]
-        places = [(len(before) + axis, half * count + index, halves * count) for half in range(halves)]
-        empty = partial(like.new_empty, [1] * len(before) + shape)
-        return [ShardedTensor.from_rank_offsets(full_key, empty(), *before, place) for place in places]
-
-    shards = sorted({expert % config.upcycle_granularity for expert in _local_experts(experts)})
-    return {str(shard): {name: pieces(name, shard) for name in parameters} for shard in shards}
-
-
-def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tensor]]], config: Config) -> None:
-    parameters = dict(experts.named_parameters(recurse=False))
-    shards: dict[int, dict[str, Tensor]] = {}
-    for shard, tensors in loaded.items():
-        shards[int(shard)] = {}
-        for name, pieces in tensors.items():  # with or without the layer axis
-            like = parameters[name][0]
-            joined = torch.cat(pieces, dim=_DENSE[name][1] - like.dim())
-            shards[int(shard)][name] = joined.view_as(like)
+        whole = dense[f"decoder.layers.{layer}.mlp.{key}"].read().to(parameter.dtype)
+        for shard, tensors in shards.items():
+            # Position within one half. The output bias is split only across expert-tensor-parallel ranks.
+            count, index = (size, rank) if name == "bias2" else (granularity * size, shard * size + rank)
+            parts = whole.chunk(halves if experts.gated else 1, axis)
+            tensors[name] = torch.cat([part.chunk(count, axis)[index] for part in parts], axis)
     assert config.router_weights_sum is not None  # config/sections/backends.py
-    c, granularity = config.router_weights_sum, config.upcycle_granularity
-    filled = experts_of(shards, _local_experts(experts), granularity=granularity, weights_sum=c)
+    c = config.router_weights_sum
+    filled = experts_of(shards, local, granularity=granularity, weights_sum=c)
     for name, parameter in parameters.items():
         parameter.copy_(filled[name])
