@@ -77,9 +77,6 @@ class Hashes:
     def add(self, document: bytes | memoryview) -> None:
         self._bytes += xxhash.xxh3_128_digest(document)
 
-    def extend(self, other: Hashes) -> None:
-        self._bytes += other._bytes
-
     @property
     def values(self) -> npt.NDArray[np.void]:
         """All hashes [N], which numpy compares byte by byte."""
@@ -88,11 +85,6 @@ class Hashes:
     def num_duplicates(self) -> int:
         """Number of documents that repeat an earlier one."""
         return len(self) - len(np.unique(self.values))
-
-    def num_in(self, known: npt.NDArray[np.void]) -> int:
-        """Number of documents that are among the sorted hashes `known`."""
-        ends = (np.searchsorted(known, self.values, side=side) for side in ("left", "right"))
-        return int(np.not_equal(*ends).sum())
 
 
 def difference(one: Hashes, other: Hashes) -> tuple[int, int]:

@@ -1,16 +1,17 @@
 """Verifies files against their manifest, and compares the documents of two corpora.
 
-Reads and hashes everything. Memory: 16 bytes per validation document, or for a comparison about 50 bytes per
-document of both corpora.
+Reads and hashes everything. Memory: about 100 bytes per validation document, or for a comparison about 50
+bytes per document of both corpora.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from moe_exp.data.documents import Tally, is_validation_file
 from moe_exp.data.inspection import (
@@ -27,7 +28,6 @@ from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.files import ending, has_hash, read_json
 from moe_exp.host.progress import progress
 
-_HASHES_AT_ONCE = 2**16
 _COUNTS = ("num_documents", "num_text_bytes", "text_hash")
 
 
@@ -141,21 +141,22 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     if not names:
         return []
     expected = manifest.content.get("num_documents")
-    found, total, valid, num_shared = list[Finding](), Tally(), Hashes(), 0
+    found, total, valid, num_valid, num_shared = list[Finding](), Tally(), set[bytes](), 0, 0
     num_bytes = sum((manifest.path.parent / name).stat().st_size for name in names)
     with progress("reading the documents", num_bytes) as advance:
         # Validation files first, because the training files are compared with them.
         for is_validation in (True, False):
-            known = np.unique(valid.values)
             for name in [one for one in names if is_validation_file(Path(one)) == is_validation]:
-                tally = Tally()
-                for hashes in hash_blocks(manifest.path.parent / name, tally, advance, manifest.text_field):
+                tally, path = Tally(), manifest.path.parent / name
+                for _, text in documents_with_progress(path, tally, advance, text_field=manifest.text_field):
+                    digest = xxhash.xxh3_128_digest(text.encode())
                     if is_validation:
-                        valid.extend(hashes)
+                        valid.add(digest)
                     else:
-                        num_shared += hashes.num_in(known)
+                        num_shared += digest in valid
                 total += tally
                 count = tally.num_documents
+                num_valid += count if is_validation else 0
                 # a shuffle counts documents per file, other steps only in total
                 listed = expected.get(name, count) if isinstance(expected, dict) else count
                 wrong = f"has {count:,} documents, the manifest lists {listed:,}" if count != listed else ""
@@ -163,9 +164,9 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     if not manifest.only:
         found.append(_total_finding(manifest, total))
     # a single file cannot be compared with itself
-    if len(valid) and len(names) > 1:
+    if valid and len(names) > 1:
         wrong = f"{num_shared:,} training documents are also validation documents"
-        facts = f"none of the {len(valid):,} validation documents is in the training files"
+        facts = f"none of the {num_valid:,} validation documents is in the training files"
         found.append(Finding("validation against training", wrong if num_shared else "", facts))
     return found
 
@@ -191,19 +192,6 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
         if counts[name] != expected_counts[name]
     )
     return Finding("all documents", wrong, f"{total.num_documents:,}, text hash {counts['text_hash']}")
-
-
-def hash_blocks(
-    path: Path, tally: Tally, advance: Callable[[int], None], text_field: str
-) -> Iterator[Hashes]:
-    """Yields the hashes of a JSONL file's documents in blocks; BadDocument for an invalid line."""
-    hashes = Hashes()
-    for _, text in documents_with_progress(path, tally, advance, text_field=text_field):
-        hashes.add(text.encode())
-        if len(hashes) == _HASHES_AT_ONCE:
-            yield hashes
-            hashes = Hashes()
-    yield hashes
 
 
 # Against another corpus
@@ -238,6 +226,6 @@ def _all_hashes(path: Path, text_field: str, *, is_tokens: bool) -> Hashes:
     paths = data_files(path, text_field)
     with progress("reading", total_bytes(paths)) as advance:
         for one in paths:
-            for part in hash_blocks(one, Tally(), advance, text_field):
-                hashes.extend(part)
+            for _, text in documents_with_progress(one, Tally(), advance, text_field=text_field):
+                hashes.add(text.encode())
     return hashes

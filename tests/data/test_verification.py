@@ -113,9 +113,7 @@ def test_step_that_lost_or_doubled_a_document(texts, tmp_path):
     }
 
 
-@pytest.mark.parametrize("at_once", [3, 2**16])
-def test_validation_and_training_share_documents(at_once, texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_exp.data.verification._HASHES_AT_ONCE", at_once)
+def test_validation_and_training_share_documents(texts, tmp_path):
     folder = shuffled_folder(tmp_path / "x", texts[:50], [*texts[48:60], texts[7]])
     rule = "3 training documents are also validation documents"
     assert problems(folder) == {"validation against training": rule}
@@ -210,7 +208,6 @@ def test_difference_of_multisets(one, other):
     counts = Counter(one), Counter(other)
     assert difference(*sides) == ((counts[0] - counts[1]).total(), (counts[1] - counts[0]).total())
     assert sides[0].num_duplicates() == len(one) - len(set(one))
-    assert sides[0].num_in(np.unique(sides[1].values)) == sum(number in other for number in one)
 
 
 def test_command(texts, tmp_path, capsys):
