@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _CHECKPOINT = "iter_ folder, checkpoints folder or run folder"
 _PATH = arg("path", _CHECKPOINT, Path)
 _ITERATION = arg("--iteration N", "iteration of the checkpoint (default: the newest)", int)
+_SIZES = ("tp", "pp", "vpp", "ep", "etp")  # options of earlier versions of `ckpt reshape`
 
 command("ckpt", "inspect, verify, rewrite, average, compare and delete checkpoints")
 
@@ -91,6 +92,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 @takes(
     arg("source", _CHECKPOINT, Path),
     arg("target", "checkpoints folder to create", Path),
+    *(arg(f"--{name}", argparse.SUPPRESS) for name in _SIZES),
     flag("--weights-only", "omit optimizer, schedule, random states and progress"),
     arg("--dtype", "data type of the weights (default: unchanged)", choices=("bf16", "fp32")),
     arg(
@@ -108,7 +110,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
 def run_reshape(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.info import chosen
     from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
+    from moe_exp.config import setting_error
 
+    for name in _SIZES:
+        if (size := getattr(arguments, name)) is not None:
+            rule = "checkpoints do not depend on the parallel layout: a run can resume with any layout"
+            raise setting_error(name, size, rule, f"omit --{name}")
     names = ("weights_only", "dtype", "layers", "experts")
     changes = Reshaping(**{name: getattr(arguments, name) for name in names})
     written = reshape(chosen(arguments.source, arguments.iteration), arguments.target, changes)
