@@ -16,15 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.fingerprints import Fingerprint, TensorPiece, fingerprints_of, shown
 from moe_exp.checkpoint.format.folders import first_few, iteration_of, iterations, one_checkpoint, unusable
-from moe_exp.checkpoint.format.keys import (
-    ROUTER_BIAS,
-    CheckpointKeys,
-    check_tensors,
-    sharded_tensors,
-    zero_missing_biases,
-)
+from moe_exp.checkpoint.format.keys import ROUTER_BIAS, check_tensors, sharded_tensors, zero_missing_biases
 from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
-from moe_exp.checkpoint.format.torch_dist import read_common, read_metadata
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common, read_metadata
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest, Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import (
     Progress,
@@ -97,18 +91,18 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         if config.fingerprints:
             compare_restored(runtime, folder, trained, None)
         return Progress(num_averaged=int(config.ema_decay > 0))
-    keys = CheckpointKeys.read(folder)
-    state = weights_state(runtime, trained.model, keys)
+    reader = CheckpointReader(folder)
+    state = weights_state(runtime, trained.model, reader)
     has_moments = optimizer_change(config, common["config"], str(folder)) is None
-    request = OptimizerRequest(trained.optimizer, state, keys, with_moments=has_moments)
+    request = OptimizerRequest(trained.optimizer, state, reader, with_moments=has_moments)
     state["optimizer_shards"] = request.shards
-    check_tensors(state, keys, folder)
+    check_tensors(state, reader)
     if layout(config, runtime) == common["layout"]:
         # Random streams depend on the tensor and pipeline layout and the device type. If these have changed,
         # the streams start from the seed.
         state["rng_state"] = rng_state(runtime)
     with parameters_in_sync(trained.model):
-        loaded = _load_model(state, folder, trained, keys)
+        loaded = _load_model(state, trained, reader)
         request.finish(common["optimizer"], trained.model)
     if config.fingerprints:
         compare_restored(runtime, folder, trained, request.converted)
@@ -145,24 +139,22 @@ def compare_model(config: Config, folder: Path) -> dict[str, Any]:
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
     """Loads only the weights of an iter_ folder; ValueError if the weights do not match the model."""
-    keys = CheckpointKeys.read(folder)
-    state = weights_state(runtime, trained.model, keys)
-    check_tensors(state, keys, folder)
+    reader = CheckpointReader(folder)
+    state = weights_state(runtime, trained.model, reader)
+    check_tensors(state, reader)
     with parameters_in_sync(trained.model):
-        _load_model(state, folder, trained, keys)
+        _load_model(state, trained, reader)
         # The optimizer's main weights are still copies of the initial weights.
         trained.optimizer.reload_model_params()
         restart_average(trained.optimizer)
 
 
-def _load_model(
-    state: dict[str, Any], folder: Path, trained: Trained, keys: CheckpointKeys
-) -> dict[str, Any]:
-    loaded = load_sharded(state, folder)
+def _load_model(state: dict[str, Any], trained: Trained, reader: CheckpointReader) -> dict[str, Any]:
+    loaded = load_sharded(state, reader.folder)
     # Transformer Engine's state, and the keys that `check_tensors` allows to be missing
     optional = ("_extra_state", ROUTER_BIAS, *LOSS_STATE)
     for index, chunk in enumerate(map(unwrapped, trained.model)):
-        zero_missing_biases(chunk, keys)
+        zero_missing_biases(chunk, reader)
         weights = loaded[f"model{index}"]
         on_one_side = set(chunk.state_dict()) ^ set(weights)
         if differing := sorted(name for name in on_one_side if not name.endswith(optional)):

@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.format.keys import CheckpointKeys
-from moe_exp.checkpoint.format.torch_dist import Box, boxes_of_range, intersection, slices
+from moe_exp.checkpoint.format.torch_dist import Box, CheckpointReader, boxes_of_range, intersection, slices
 from moe_exp.engine.averaged_weights import restart_average, update_model_weights
 from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, moments, set_moments
 
@@ -196,21 +195,22 @@ def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
 
 
 class OptimizerRequest:
-    """Requests the optimizer's state from a checkpoint with `keys`. The load fills `shards` in place, then
-    `finish` completes the state. `weights` is the model's state under `keys`. Without `with_moments` (if the
-    checkpoint has another optimizer), only main weights are loaded, and moments and steps start at zero. If
-    the checkpoint has no moving average (`has_average` false), this run's average starts from the weights.
+    """Requests the optimizer's state from a checkpoint. The load fills `shards` in place, then `finish`
+    completes the state. `weights` is the model's state under the checkpoint's keys. Without `with_moments`
+    (if the checkpoint has another optimizer), only main weights are loaded, and moments and steps start at
+    zero. If the checkpoint has no moving average (`has_average` false), this run's average starts from the
+    weights.
     """
 
     def __init__(
-        self, optimizer: MegatronOptimizer, weights: Mapping[str, Any], keys: CheckpointKeys, *,
+        self, optimizer: MegatronOptimizer, weights: Mapping[str, Any], reader: CheckpointReader, *,
         with_moments: bool = True,
     ):  # fmt: skip
         self.optimizer, self._with_moments = optimizer, with_moments
         self._keep: list[Callable[[], None]] = []
         self._main_weights: list[tuple[Tensor, Tensor]] = []
-        self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in keys.optimizer)
-        self.has_average = any(key.startswith(_written(AVERAGE, "")) for key in keys.optimizer)
+        self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in reader.tensors)
+        self.has_average = any(key.startswith(_written(AVERAGE, "")) for key in reader.tensors)
         # fp32 moments, as read, that the optimizer keeps in another dtype
         self.converted: list[Owned] = []
         state, in_checkpoint = list(owned_state(optimizer)), _by_parameter(weights)
@@ -222,7 +222,7 @@ class OptimizerRequest:
             # Before 2026-12, runs without the distributed optimizer saved main weights under another name,
             # and fp32 runs saved none.
             before = _written("fp32_param", key)
-            return before if name == "param" and before in keys.optimizer else _written(name, key)
+            return before if name == "param" and before in reader.tensors else _written(name, key)
 
         self.shards = {str(i): shard for i, shard in enumerate(shards_of(asked, weights, key_of))}
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.format.keys import model_state
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.optimizer_state import optimizer_groups, optimizer_shards
 from moe_exp.config import Config
 from moe_exp.engine.optimizer_setup import LearningRateScheduler
@@ -100,12 +101,12 @@ def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
 
 
 def weights_state(
-    runtime: Runtime, model: list[DistributedDataParallel], keys: CheckpointKeys | None
+    runtime: Runtime, model: list[DistributedDataParallel], reader: CheckpointReader | None
 ) -> dict[str, Any]:
-    """Weights of this rank's model chunks `model0`, `model1`, ...; with `keys`, under a checkpoint's keys."""
+    """Weights of this rank's model chunks `model0`, `model1`, ...; with `reader`, under its keys."""
     metadata = sharding_metadata(runtime)
     # Unwrapped, because the data-parallel wrapper would prefix Megatron's keys with `module.`.
-    return {f"model{i}": model_state(unwrapped(chunk), metadata, keys) for i, chunk in enumerate(model)}
+    return {f"model{i}": model_state(unwrapped(chunk), metadata, reader) for i, chunk in enumerate(model)}
 
 
 def unwrapped(chunk: DistributedDataParallel) -> Any:

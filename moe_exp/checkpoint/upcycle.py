@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state, sharded_tensors
+from moe_exp.checkpoint.format.keys import model_state, read_tensors
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_tensors
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.integrity import dense_source, find_source
@@ -74,16 +74,13 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     experts = {layer: module.experts for layer, module in moe_layers(list(trained.model))}
 
     def read() -> None:
-        reader, keys = CheckpointReader(folder, keep_bytes=KEEP_BYTES), CheckpointKeys.read(folder)
+        reader = CheckpointReader(folder, keep_bytes=KEEP_BYTES)
         # Both models share all weights except the MLPs of MoE layers, under the dense model's keys.
         for chunk in map(unwrapped, trained.model):
             layers = [i for i, layer in enumerate(chunk.decoder.layers) if layer.layer_number - 1 in experts]
             mlps = tuple(f"decoder.layers.{i}.mlp." for i in layers)
-            whole = model_state(chunk, sharding_metadata(runtime), keys)
-            outside = {name: value for name, value in whole.items() if not name.startswith(mlps)}
-            for shard in sharded_tensors(outside):  # their data are views of the parameters
-                sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-                shard.data.copy_(reader.read(shard.key, shard.global_offset, sizes).view_as(shard.data))
+            whole = model_state(chunk, sharding_metadata(runtime), reader)
+            read_tensors([value for name, value in whole.items() if not name.startswith(mlps)], reader)
         dense = logical_tensors(reader)
         for layer, module in moe_layers(list(trained.model)):
             _fill(layer, module.experts, dense, config)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from moe_exp.checkpoint.format import keys as formats
 from moe_exp.checkpoint.format.folders import Manifest, damages
-from moe_exp.checkpoint.format.keys import CheckpointKeys
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA, CheckpointReader
 from moe_exp.checkpoint.state import sharding_metadata
@@ -178,8 +177,8 @@ def check_files(folder: Path) -> None:
     manifest = Manifest.read(folder)
     if manifest is None:  # written by Megatron-LM
         return
-    reader, keys = CheckpointReader(folder), CheckpointKeys.read(folder)
-    needed = {chunk.file for key in keys.tensors for chunk in reader.tensors[key].chunks}
+    reader = CheckpointReader(folder)
+    needed = {chunk.file for key in formats.weight_keys(reader) for chunk in reader.tensors[key].chunks}
     needed |= {COMMON, METADATA}
     entries = {name: entry for name, entry in manifest.files.items() if name in needed}
     if damage := next(damages(folder, entries), ""):
@@ -196,15 +195,11 @@ def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
         # converts to half precision in place, as for training
         Float16Module(settings, model)
     model.eval().requires_grad_(False)
-    keys, reader = CheckpointKeys.read(folder), CheckpointReader(folder, keep_bytes=1)
-    state = formats.model_state(model, sharding_metadata(rank), keys)
-    formats.check_tensors(state, keys, folder)
-    formats.zero_missing_biases(model, keys)
-    for shard in formats.sharded_tensors(state):
-        sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-        values = reader.read(shard.key, shard.global_offset, sizes)
-        # `data` is a view of the parameter, also if the parameter has several shards
-        shard.data.copy_(values.view(shard.data.shape))
+    reader = CheckpointReader(folder, keep_bytes=1)
+    state = formats.model_state(model, sharding_metadata(rank), reader)
+    formats.check_tensors(state, reader)
+    formats.zero_missing_biases(model, reader)
+    formats.read_tensors(state, reader)
     return model
 
 

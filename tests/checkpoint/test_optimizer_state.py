@@ -11,7 +11,7 @@ from helpers.checkpoint.saving import save
 from helpers.ranks import RankError, free_port, run_on_ranks
 from moe_exp.checkpoint import optimizer_state
 from moe_exp.checkpoint import state as state_module
-from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
+from moe_exp.checkpoint.format.keys import model_state
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.load import load
 from moe_exp.checkpoint.optimizer_state import owned_state
@@ -183,9 +183,9 @@ def one_key_for_every_expert(settings: dict[str, Any], port: int, folder: str) -
     dist_checkpointing.save(weights | {"shards": shards}, folder)
     for value in _values(job):
         value.zero_()
-    keys = CheckpointKeys.read(Path(folder))
-    weights = {"model0": model_state(unwrapped(trained.model[0]), metadata, keys)}
-    request = optimizer_state.OptimizerRequest(trained.optimizer, weights, keys)
+    reader = CheckpointReader(Path(folder))
+    weights = {"model0": model_state(unwrapped(trained.model[0]), metadata, reader)}
+    request = optimizer_state.OptimizerRequest(trained.optimizer, weights, reader)
     dist_checkpointing.load(weights | {"shards": request.shards}, folder)
     request.finish(groups, trained.model)
     return _equal(_state(job), expected)

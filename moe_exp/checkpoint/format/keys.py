@@ -13,8 +13,6 @@ Megatron has several styles of keys for one model. This package reads all styles
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,37 +32,24 @@ logger = logging.getLogger(__name__)
 ROUTER_BIAS = ".mlp.router.bias"  # end of its key
 
 
-@dataclass(frozen=True)
-class CheckpointKeys:
-    """Shapes of the model's and the optimizer's tensors by key, and the `unique_key` of every object."""
+def has_router_biases(reader: CheckpointReader) -> bool:
+    return any(key.endswith(ROUTER_BIAS) for key in reader.tensors)
 
-    tensors: Mapping[str, tuple[int, ...]]
-    optimizer: Mapping[str, tuple[int, ...]]
-    objects: frozenset[str]
 
-    @classmethod
-    def read(cls, folder: Path) -> "CheckpointKeys":
-        """Reads the keys from an iter_ folder."""
-        found = CheckpointReader(folder)
-        shapes = {key: tensor.shape for key, tensor in found.tensors.items()}
-        optimizer = {key: shape for key, shape in shapes.items() if is_optimizer(key)}
-        weights = {key: shape for key, shape in shapes.items() if key not in optimizer}
-        return cls(weights, optimizer, frozenset(found.objects))
-
-    @property
-    def has_router_biases(self) -> bool:
-        return any(key.endswith(ROUTER_BIAS) for key in self.tensors)
+def weight_keys(reader: CheckpointReader) -> list[str]:
+    """Keys of the model's tensors."""
+    return [key for key in reader.tensors if not is_optimizer(key)]
 
 
 def model_state(
-    model: GPTModel, metadata: Mapping[str, Any], keys: CheckpointKeys | None = None
+    model: GPTModel, metadata: Mapping[str, Any], reader: CheckpointReader | None = None
 ) -> dict[str, Any]:
     """Sharded state of an unwrapped model, with the keys that Megatron writes or, for reading a checkpoint,
-    with this checkpoint's `keys`. `metadata` must contain `dp_cp_group`.
+    with those of `reader`. `metadata` must contain `dp_cp_group`.
     """
-    if keys is None:
+    if reader is None:
         return model.sharded_state_dict(metadata=dict(metadata))
-    single_layers, single_experts = single_styles(keys.tensors)
+    single_layers, single_experts = single_styles(weight_keys(reader))
     metadata = {**metadata, "singleton_local_shards": single_experts}
     whole = model.sharded_state_dict(metadata=dict(metadata))
     state = {name: value for name, value in whole.items() if not name.startswith("decoder.layers.")}
@@ -78,23 +63,23 @@ def model_state(
         state |= layer_state
     for value in state.values():
         of_local_spec = value.key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-        if value.key not in keys.tensors and of_local_spec in keys.tensors:
+        if value.key not in reader.tensors and of_local_spec in reader.tensors:
             value.key = of_local_spec
     # The state of a loss that the checkpoint's run did not use may be missing; it then starts at zero.
-    optional = LOSS_STATE if keys.has_router_biases else (ROUTER_BIAS, *LOSS_STATE)
+    optional = LOSS_STATE if has_router_biases(reader) else (ROUTER_BIAS, *LOSS_STATE)
 
     def is_there(value: Any) -> bool:
         if isinstance(value, ShardedObject):
-            return value.unique_key in keys.objects
-        return value.key in keys.tensors or not value.key.endswith(optional)
+            return value.unique_key in reader.objects
+        return value.key in reader.tensors or not value.key.endswith(optional)
 
     return {name: value for name, value in state.items() if is_there(value)}
 
 
 @torch.no_grad()
-def zero_missing_biases(model: GPTModel, keys: CheckpointKeys) -> None:
+def zero_missing_biases(model: GPTModel, reader: CheckpointReader) -> None:
     """Sets the router biases of `model` to zero if the checkpoint has no router biases."""
-    if keys.has_router_biases:
+    if has_router_biases(reader):
         return
     missing = [p for name, p in model.named_parameters() if name.endswith(ROUTER_BIAS)]
     for bias in missing:
@@ -103,7 +88,7 @@ def zero_missing_biases(model: GPTModel, keys: CheckpointKeys) -> None:
         logger.warning("the checkpoint has no router biases; setting them to zero (the same model)")
 
 
-def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) -> None:
+def check_tensors(state: Mapping[str, Any], reader: CheckpointReader) -> None:
     """Checks that a checkpoint has exactly the tensors of all ranks' states, with the same shapes. All ranks
     must call this function. Raises ValueError on every rank, with the first keys that differ.
     """
@@ -112,17 +97,16 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
     mine = {(shard.key, tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in shards}
     torch.distributed.all_gather_object(gathered, mine)
     needed = {key: (shape, may_be_padded) for key, shape, may_be_padded in set().union(*gathered)}
-    found = {**keys.tensors, **keys.optimizer}
-    unused = {key for key in set(keys.tensors) - set(needed) if not key.endswith(LOSS_STATE)}
-    differing = {"has no": set(needed) - set(found), "has, unlike the model,": unused}
+    unused = {key for key in set(weight_keys(reader)) - set(needed) if not key.endswith(LOSS_STATE)}
+    differing = {"has no": set(needed) - set(reader.tensors), "has, unlike the model,": unused}
     rules = [f"{what} {first_few(sorted(names), 3)}" for what, names in differing.items() if names]
     for key, (shape, may_be_padded) in sorted(needed.items()):
-        other = found.get(key, shape)
+        other = reader.tensors[key].shape if key in reader.tensors else shape
         if other != shape and not (may_be_padded and differ_by_padding(other, shape)):
             rules.append(f"has {key} with shape {list(other)}, but the model's shape is {list(shape)}")
     if rules:
         fix = "use the model settings that wrote the checkpoint"
-        raise unusable(f"checkpoint={folder}", rules[0], fix)
+        raise unusable(f"checkpoint={reader.folder}", rules[0], fix)
 
 
 def differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
@@ -139,3 +123,13 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
             yield from sharded_tensors([value.build()])
         elif isinstance(value, ShardedTensor):
             yield value
+
+
+@torch.no_grad()
+def read_tensors(state: Any, reader: CheckpointReader) -> None:
+    """Copies a checkpoint's values into the tensors of a sharded state."""
+    for shard in sharded_tensors(state):
+        sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        values = reader.read(shard.key, shard.global_offset, sizes)
+        # `data` is a view of the parameter, also if the parameter has several shards
+        shard.data.copy_(values.view(shard.data.shape))
