@@ -15,6 +15,7 @@ import sysconfig
 import tokenize
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from rich.table import Table
@@ -22,7 +23,7 @@ from rich.table import Table
 from moe_exp.data.documents import data_among, files_below, files_in
 from moe_exp.data.kinds import KINDS, RECORD_SUFFIXES, check_regular, input_error, without_ending
 from moe_exp.host.exit_codes import printable
-from moe_exp.host.files import DATA_SUFFIXES, bytes_text, count_text, ending, expanded, is_url
+from moe_exp.host.files import DATA_SUFFIXES, bytes_text, count_text, ending, expanded, is_url, read_yaml
 from moe_exp.host.progress import table_console
 
 logger = logging.getLogger(__name__)
@@ -72,59 +73,12 @@ class Source:
         return self.repository is None and self.path is None and not self.url
 
 
-_FINEWEB_EDU = Source(
-    "fineweb_edu", "FineWeb-Edu: educational pages of Common Crawl", repository="HuggingFaceFW/fineweb-edu",
-    revision="87f09149ef4734204d70ed1d046ddc9ca3f2b8f9", patterns=("data/*.parquet",), licence="ODC-By 1.0",
-    num_bytes=4_500 * 10**9, num_tokens=1_500 * 10**9,
-    note="Excludes sample/, a subset of data/. The first release had 95 crawls and 3.8 TB.",
-)  # fmt: skip
-_FINEWEB = Source(
-    "fineweb", "FineWeb: Common Crawl, filtered and deduplicated per crawl",
-    repository="HuggingFaceFW/fineweb", revision="9bb295ddab0e05d785b879661af7260fed5140fc",
-    patterns=("data/*.parquet",), licence="ODC-By 1.0", num_bytes=50_000 * 10**9, num_tokens=17_000 * 10**9,
-    note="Excludes sample/, a subset of data/. The first release had 96 crawls and 44 TB.",
-)  # fmt: skip
-_DCLM = Source(
-    "dclm_baseline_1.0", "DCLM-Baseline: Common Crawl, deduplicated and filtered by a classifier",
-    repository="mlfoundations/dclm-baseline-1.0",
-    revision="a3b142c183aebe5af344955ae20836eb34dcf69b",  # earlier ones use the suffix .jsonl.zstd
-    patterns=("global-shard_*_of_10/local-shard_*_of_10/*.jsonl.zst",), licence="CC BY 4.0",
-    num_bytes=7_196_105_155_016, num_tokens=4_000 * 10**9, is_exact=True,
-    note="27,838 files, about 3 billion documents.",
-)  # fmt: skip
-_SLIMPAJAMA = Source(
-    "slimpajama", "SlimPajama-627B: RedPajama, cleaned and deduplicated",
-    repository="cerebras/SlimPajama-627B", revision="2d0accdd58c5d5511943ca1f5ff0e3eb5e293543",
-    patterns=("train/*/*.jsonl.zst",), licence="Apache-2.0, plus the licenses of its seven parts",
-    num_bytes=895 * 10**9, num_tokens=627 * 10**9,
-    note=(
-        "The training split. Select validation/ or test/ (500M tokens each, disjoint from train/) with"
-        " --pattern. Access was restricted in 2026: request it from the owner."
-    ),
-)  # fmt: skip
-_PYTHON_STDLIB = Source(
-    "python_stdlib", "Source code of the Python standard library, part of the embedded corpus",
-    licence=PYTHON_STDLIB_LICENSE, num_tokens=3 * 10**6,
-    note="Installed with Python: nothing to download.",
-)  # fmt: skip
-_SAMPLE = ("sample/10BT/*.parquet",)
-_FINEWEB_EDU_10BT = replace(
-    _FINEWEB_EDU, name="fineweb_edu_10bt", description="FineWeb-Edu, sample of 10 billion tokens",
-    patterns=_SAMPLE, num_bytes=28_518_193_415, num_tokens=10 * 10**9, is_exact=True,
-    note="14 files, 9,672,101 documents.",
-)  # fmt: skip
-_FINEWEB_10BT = replace(
-    _FINEWEB, name="fineweb_10bt", description="FineWeb, sample of 10 billion tokens",
-    patterns=_SAMPLE, num_bytes=31 * 10**9, num_tokens=10 * 10**9, note="About 14.9 million documents.",
-)  # fmt: skip
-_DCLM_10PRCT = replace(
-    _DCLM, name="dclm_baseline_1.0_10prct", description="DCLM-Baseline, the first of ten parts",
-    patterns=("global-shard_01_of_10/local-shard_*_of_10/*.jsonl.zst",),
-    num_bytes=720 * 10**9, num_tokens=400 * 10**9, is_exact=False, note="",
-)  # fmt: skip
-
-_WEB = _FINEWEB_EDU_10BT, _FINEWEB_EDU, _FINEWEB_10BT, _FINEWEB, _DCLM_10PRCT, _DCLM
-SOURCES: dict[str, Source] = {one.name: one for one in (_PYTHON_STDLIB, *_WEB, _SLIMPAJAMA)}
+@cache
+def registered_sources() -> dict[str, Source]:
+    """Sources in sources.yaml, by name."""
+    listed = read_yaml(Path(__file__).with_name("sources.yaml"))
+    found = {name: Source(name, **facts) for name, facts in listed.items()}
+    return {name: replace(one, patterns=tuple(one.patterns)) for name, one in found.items()}
 
 
 def resolve_source(
@@ -143,8 +97,9 @@ def resolve_source(
     if not name_or_path.strip():
         fix = "set a name from `moe-exp data list`, a dataset owner/name, a folder or a file"
         raise input_error("source=", "must not be empty", fix)
-    if name_or_path in SOURCES:
-        source = SOURCES[name_or_path]
+    registered = registered_sources()
+    if name_or_path in registered:
+        source = registered[name_or_path]
     elif is_url(name_or_path):
         url = name_or_path.rstrip("/")
         file_name = url.rpartition("/")[2]
@@ -163,7 +118,7 @@ def resolve_source(
             rule = "file or folder not found, and not of the form owner/name"
             raise input_error(f"source={name_or_path}", rule, "correct the path")
         # A single word is most likely a misspelled name from `moe-exp data list`.
-        nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]
+        nearest = difflib.get_close_matches(name_or_path.lower(), registered, n=1, cutoff=0)[0]
         rule = "unknown source: not a registered name, a file or folder, or a dataset owner/name"
         fix = f"did you mean {nearest}? `moe-exp data list` shows all"
         raise input_error(f"source={name_or_path}", rule, fix)
@@ -267,7 +222,7 @@ def print_sources() -> None:
     table = Table(title="Sources", title_justify="left", caption=also, caption_justify="left")
     for heading in ("name", "dataset", "files", "download", "tokens", "license", "description"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "download", "tokens"))
-    for source in SOURCES.values():
+    for source in registered_sources().values():
         about = "" if source.is_exact or not source.num_bytes else "about "
         size = about + bytes_text(source.num_bytes) if source.num_bytes else "none"
         tokens = f"about {count_text(source.num_tokens)}" if source.num_tokens else "?"

@@ -9,10 +9,10 @@ import pytest
 from moe_exp.commands.data import main
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import (
-    SOURCES,
     chosen_files,
     local_files,
     python_stdlib_documents,
+    registered_sources,
     resolve_source,
     torch_documents,
 )
@@ -85,7 +85,7 @@ def test_sample_of_the_installed_torch():
 
 
 def test_registry_is_complete():
-    for name, source in SOURCES.items():
+    for name, source in registered_sources().items():
         assert (source.name, source.text_field) == (name, "text")
         assert source.licence not in ("", "unknown")
         if name != "python_stdlib":
@@ -118,7 +118,7 @@ SLIMPAJAMA = [
     ],
 )
 def test_patterns_choose_what_they_should(name, names, chosen):
-    assert chosen_files(["README.md", *names], SOURCES[name].patterns, name) == chosen
+    assert chosen_files(["README.md", *names], registered_sources()[name].patterns, name) == chosen
 
 
 @pytest.mark.parametrize(
@@ -150,13 +150,13 @@ def test_a_listing_of_which_most_would_be_left_out_is_refused():
 def test_list_command_prints_every_source(capsys):
     assert main("list", []) == 0
     shown = capsys.readouterr().out
-    for source in SOURCES.values():
+    for source in registered_sources().values():
         assert source.name in shown and source.licence.split(",")[0] in shown
     assert "28.5 GB" in shown and "about 31 GB" in shown and "about 1.5T" in shown and "about 3M" in shown
 
 
 def test_registered_name_and_changes_to_it():
-    assert resolve_source("fineweb_edu_10bt") == SOURCES["fineweb_edu_10bt"]
+    assert resolve_source("fineweb_edu_10bt") == registered_sources()["fineweb_edu_10bt"]
     changed = resolve_source("fineweb_edu", patterns=["data/x/*"], text_field="body", revision="main")
     assert (changed.patterns, changed.text_field, changed.revision) == (("data/x/*",), "body", "main")
     assert changed.num_bytes is None  # it was of other files
