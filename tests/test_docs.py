@@ -25,8 +25,8 @@ from helpers.docs.commands import (
 )
 from helpers.docs.links import GUIDES, PAGES, broken_links
 from helpers.hf.tiny_models import their_logits
+from helpers.jsonl import BinIdxWriter
 from helpers.ranks import free_port
-from helpers.token_writer import BinIdxWriter
 from moe_exp.cli import main
 from moe_exp.config import Config
 from moe_exp.inference.evaluate import EvalRequest, HeldOut, plan_evaluation

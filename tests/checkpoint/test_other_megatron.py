@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 
 from helpers import ROOT
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from helpers.whole_runs import Runs
 
 pytestmark = pytest.mark.slow

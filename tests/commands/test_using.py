@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp import cli
 from moe_exp.engine.runtime import Runtime

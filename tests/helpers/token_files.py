@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from helpers.checkpoint.small_job import VOCAB, small_settings
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.tokens.tokens import parse_blend, write_token_files
 

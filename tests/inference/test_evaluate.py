@@ -15,8 +15,8 @@ import torch
 from helpers.checkpoint.small_job import run_to_end, small_settings
 from helpers.hf.hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 from helpers.hf.tiny_models import tiny_folder
+from helpers.jsonl import BinIdxWriter
 from helpers.ranks import free_port, run_on_ranks
-from helpers.token_writer import BinIdxWriter
 from moe_exp import cli
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.hf.importing import from_hf

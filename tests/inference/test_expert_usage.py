@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from moe_exp.inference.eval_report import LayerUsage, RouterCounts, short_names
 from moe_exp.inference.evaluate import Cut, HeldOut
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from moe_exp.config import Config, load_config
 from moe_exp.data.shuffle.shuffle import shuffle
 from moe_exp.launch.launch import train

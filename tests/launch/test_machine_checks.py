@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, models
 
 from helpers.checkpoint.ckpt_files import write_without_tensors
+from helpers.jsonl import BinIdxWriter
 from helpers.ranks import free_port
-from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.host import devices

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.checkpoint.ckpt_files import write_without_tensors
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.data.samples.order import order_of_files

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from helpers.whole_runs import ranks_of, wait_until_gone
 from moe_exp.engine import faults
 from moe_exp.host.devices import device_label

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from helpers.whole_runs import EndedRun, Runs
 from moe_exp.config import Config, ConfigError
 

@@ -12,7 +12,7 @@ import torch
 
 from helpers import ROOT
 from helpers.hf.tiny_models import save_tokenizer, tiny_folder, weights_of
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from moe_exp.cli import main
 from moe_exp.config.loading import load_config
 

@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from helpers.hf.logits_on_ranks import our_logits
 from helpers.hf.tiny_models import REFERENCE, VOCAB, their_logits, tiny_folder, weights_of
+from helpers.jsonl import BinIdxWriter
 from helpers.model_on_ranks import run_models
 from helpers.relative_error import assert_equal_to
-from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import EndedRun, Runs
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.hf.exporting import to_hf

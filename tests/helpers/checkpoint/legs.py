@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from helpers.checkpoint.saving import save
+from helpers.jsonl import BinIdxWriter
 from helpers.ranks import free_port, in_turn, run_on_ranks
-from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.load import load
 from moe_exp.checkpoint.state import Progress, Trained

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from helpers.checkpoint.file_limit import no_file_over
+from helpers.jsonl import BinIdxWriter
 from helpers.ranks import free_port, rank_variables, start_process
-from helpers.token_writer import BinIdxWriter
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.runs.records import read_metrics

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from helpers.warm_runs import answer_warm
 from helpers.whole_runs import ROOT, clean_environ
 

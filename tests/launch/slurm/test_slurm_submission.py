@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from helpers.checkpoint.ckpt_files import write_without_tensors
-from helpers.token_writer import BinIdxWriter
+from helpers.jsonl import BinIdxWriter
 from helpers.whole_runs import ROOT
 from moe_exp.cli import main
 from moe_exp.config import load_config
