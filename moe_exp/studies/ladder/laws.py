@@ -198,6 +198,17 @@ def _fit_means(
         floor, coefficients, exponents = unpacked(values)
         return np.asarray(floor + coefficients[which] * np.exp(-exponents[which] * logs) - losses)
 
+    def jacobian(values: Floats) -> Floats:
+        floor, coefficients, exponents = unpacked(values)
+        # The parameters are logarithms: dL/dlog E = E, dL/dlog A = A C^-alpha, and so on.
+        terms = coefficients[which] * np.exp(-exponents[which] * logs)
+        slopes, rows = np.zeros((len(losses), len(values))), np.arange(len(losses))
+        first = len(values) - 2 * len(names)  # the pairs follow E, if that is fitted
+        slopes[:, :first] = floor
+        slopes[rows, first + 2 * which] = terms
+        slopes[rows, first + 2 * which + 1] = -terms * exponents[which] * logs
+        return slopes
+
     # With E fixed, log(L - E) is linear in log C with slope -alpha.
     def guess(floor: float) -> list[float]:
         values = [] if asymptote is not None else [math.log(floor)]
@@ -216,7 +227,7 @@ def _fit_means(
     # The sum of squares has several minima in E. A bootstrap draw starts from the fit to the means.
     floors = losses.min() * np.array([0.2, 0.5, 0.8, 0.95]) if asymptote is None else [asymptote]
     guesses = [guess_of(start)] if start else [guess(float(floor)) for floor in floors]
-    fits = [least_squares(residuals, one, method="lm") for one in guesses]
+    fits = [least_squares(residuals, one, jac=jacobian, method="lm") for one in guesses]
     floor, coefficients, exponents = unpacked(min(fits, key=lambda one: one.cost).x)
     return {
         name: Law(floor, float(coefficient) * math.exp(float(exponent) * scale), float(exponent))
