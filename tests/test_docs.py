@@ -7,10 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
 from helpers import ROOT
 from helpers.docs.commands import (
@@ -24,12 +21,12 @@ from helpers.docs.commands import (
     whole_parser,
 )
 from helpers.docs.links import GUIDES, PAGES, broken_links
-from helpers.hf.tiny_models import their_logits
+from helpers.hf.tiny_models import their_loss
 from helpers.jsonl import BinIdxWriter
 from helpers.ranks import free_port
 from moe_exp.cli import main
 from moe_exp.config import Config
-from moe_exp.inference.evaluate import EvalRequest, HeldOut, plan_evaluation
+from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 from moe_exp.launch.slurm.settings import SlurmSettings
 from moe_exp.studies.sweep.settings import SweepSettings
 
@@ -85,20 +82,19 @@ def test_the_index_names_every_page():
 
 
 def test_the_recipe_plans_and_would_be_submitted(tmp_path, monkeypatch, capsys):
-    """Its plans, and its dry run with the settings of the model in place of the imported checkpoint."""
-    page = ROOT / "docs" / "recipes" / "qwen3-30b-a3b.md"
-    for command in (one for one in commands(page) if one.words[:2] == ("moe-exp", "plan")):
-        assert main(list(command.words[1:])) == 0, command
-    given = dict(v.partition("=")[::2] for one in commands(page) if not one.words for v in one.variables)
-    image, prefix = tmp_path / "moe_exp.sif", tmp_path / given["TRAIN_DATA"]
-    image.touch()
+    """Its plan and dry run for more nodes, with settings of the model in place of the imported checkpoint."""
+    found = commands(ROOT / "docs" / "recipes" / "qwen3-30b-a3b.md")
+    (start,) = (place for place, one in enumerate(found) if "128" in one.words)
+    assert main(list(found[start].words[1:])) == 0
+    given = dict(v.partition("=")[::2] for one in found[start:] if not one.words for v in one.variables)
+    prefix = tmp_path / given["TRAIN_DATA"]
     prefix.parent.mkdir(parents=True)
     with BinIdxWriter(prefix, vocab_size=151936) as writer:
         for _ in range(200):
             writer.add_document(range(4096))
     settings = tmp_path / "settings.env"
     settings.write_text("PRESET=qwen3-30b-a3b\n")
-    places = {"CONTAINER": image, "TRAIN_DATA": prefix, "RUN_DIR": tmp_path, "DISK_CHECK": "none"}
+    places = {"TRAIN_DATA": prefix, "RUN_DIR": tmp_path, "DISK_CHECK": "none"}
     for name, value in (given | places).items():
         monkeypatch.setenv(name, str(value))
     capsys.readouterr()
@@ -155,15 +151,3 @@ def test_continued_training_runs_as_it_stands_and_makes_the_model_better(tmp_pat
     before, after = (json.loads((folder / "config.json").read_text()) for folder in folders)
     for field in ("router_aux_loss_coef", "max_position_embeddings"):
         assert before[field] == after[field]
-
-
-def their_loss(folder: Path, held_out: HeldOut) -> float:
-    """Loss per token by transformers."""
-    nats = 0.0
-    for first in range(0, len(held_out), 32):
-        sequences = held_out.read(first, min(32, len(held_out) - first))
-        for length in {len(ids) for ids in sequences}:
-            tokens = torch.from_numpy(np.stack([ids for ids in sequences if len(ids) == length]))
-            logits = their_logits(folder, tokens[:, :-1]).flatten(0, 1)
-            nats += cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum").item()
-    return nats / int((held_out.ends - held_out.begins - 1).sum())

@@ -5,8 +5,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from moe_exp.inference.evaluate import HeldOut
 
 VOCAB, HIDDEN, LAYERS = 256, 32, 3
 _SIZES: dict[str, Any] = {
@@ -102,6 +106,18 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
     return model.eval()(tokens).logits
+
+
+def their_loss(folder: Path, held_out: HeldOut) -> float:
+    """Loss per token by transformers of a folder, in fp32."""
+    nats = 0.0
+    for first in range(0, len(held_out), 32):
+        sequences = held_out.read(first, min(32, len(held_out) - first))
+        for length in {len(ids) for ids in sequences}:
+            tokens = torch.from_numpy(np.stack([ids for ids in sequences if len(ids) == length]))
+            logits = their_logits(folder, tokens[:, :-1]).flatten(0, 1)
+            nats += cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum").item()
+    return nats / int((held_out.ends - held_out.begins - 1).sum())
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
