@@ -31,6 +31,7 @@ TINY = {
     "GPUS_PER_NODE=8": "GPUS_PER_NODE=2", "EP=8": "EP=2", "--ep 8": "--ep 2", "GBSZ=64": "GBSZ=8",
     "MBSZ=4": "MBSZ=2", "SEQ_LEN=4096": "SEQ_LEN=64", "TRAIN_ITERS=3815": "TRAIN_ITERS=20",
     "WARMUP_ITERS=100": "WARMUP_ITERS=2 LR=1e-2 MIN_LR=1e-3", "_INTERVAL=500": "_INTERVAL=10",
+    "SPLIT=99,1": "SPLIT=90,10",
 }  # fmt: skip
 
 
@@ -47,7 +48,11 @@ class Walk:
         blocks = re.findall(r"```(bash|python)\n(.*?)```", self.page.partition("## More nodes")[0], re.DOTALL)
         found = []
         for language, text in blocks:
-            found += [f"python - <<'END'\n{text}END"] if language == "python" else text.strip().splitlines()
+            found += (
+                [f"python - <<'END'\n{text}END"]
+                if language == "python"
+                else text.replace("\\\n", " ").strip().splitlines()
+            )
         return found
 
     def run(self, command: str) -> str:
@@ -100,7 +105,7 @@ def test_every_command_of_the_recipe_runs(name, tmp_path, monkeypatch):
             (line,) = re.findall(r"^    (│ 1 │.*)$", walk.page, re.MULTILINE)
             assert line in printed
         elif step == "plan --preset":
-            figures = r"([\d,]+) tokens per second, ([\d.]+ of [\d.]+) GiB, ([\d.]+) with"
+            figures = r"([\d,]+) tokens per second, ([\d.]+ of [\d.]+) GiB"
             for figure in re.search(figures, walk.page).groups():
                 assert f" {figure}" in printed
         elif step == "convert from-hf":
