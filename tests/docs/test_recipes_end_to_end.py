@@ -152,6 +152,6 @@ def check_run(folder: Path) -> None:
     assert len(losses) >= 2 and all(map(math.isfinite, losses))
     assert losses[-1] < losses[0] - 0.3
     config = (run / "config.yaml").read_text()
-    for line in ("grad_dtype: bf16", "optimizer_state_dtype: bf16", "main_params: remainder"):
-        assert line in config
+    chosen = ("grad_dtype: bf16", "optimizer_state_dtype: bf16", "main_params: remainder")
+    assert all(line in config for line in chosen) or "offload_optimizer: true" in config
     assert (run / "checkpoints" / "iter_0000020").is_dir()
