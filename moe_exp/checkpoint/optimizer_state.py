@@ -16,7 +16,8 @@ rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box i
 The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place. Main
 weights that are stored as remainders are joined to fp32 until the next iteration (`engine/fused_step.py`);
 those in host memory are read and written there.
-A save converts moments in bf16 or 8 bits to fp32; a load converts them back (`engine/optimizer_classes.py`).
+A save converts moments in bf16 or 8 bits to fp32 on the host; a load converts them back
+(`engine/optimizer_classes.py`).
 """
 
 import itertools
@@ -87,6 +88,8 @@ def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
         for parameter, main, (start, stop), instance in kept:
             found, state = moments(part.optimizer, main), part.optimizer.state[main]
             is_converted = any(state.get(name) is not value for name, value in found.items())
+            if is_converted:  # the fp32 copies of all parameters may not fit on the device
+                found = {name: value.cpu() for name, value in found.items()}
             average = {AVERAGE: state[AVERAGE]} if AVERAGE in state else {}
             tensors = {"param": main, **found, **average}
             values = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}

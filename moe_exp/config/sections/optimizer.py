@@ -46,7 +46,7 @@ class OptimizerSettings(LearningSettings):
     grad_dtype: Literal["fp32", "bf16"] = learning(
         "fp32",
         "data type in which gradients are accumulated over micro-batches and reduced across ranks; bf16 "
-        "saves 2 bytes per parameter, but rounds at every micro-batch (docs/recipes.md)",
+        "saves 2 bytes per parameter, but rounds at every micro-batch (docs/optimizers.md)",
         costs=True,
     )
     offload_optimizer: bool = learning(
