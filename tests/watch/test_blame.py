@@ -275,4 +275,4 @@ def test_full_memory_ends_in_one_line():
     assert ended.returncode == 1 and recognised(line).name == "GPU memory is full"
     assert re.search(r"no room for 2.32 GiB; planned peak 9.* of 79.6 GiB; ", line)
     assert "; largest tensors: 3.00 GiB (float32, [3, 268435456])" in line
-    assert "; to save memory: RECOMPUTE=full (20.8 GiB less, +32% time, enough), GRAD_DTYPE" in line
+    assert "; to save memory: " in line and "RECOMPUTE=full (20.8 GiB less, +32% time, enough)" in line

@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -104,6 +105,10 @@ def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.offsets, box.sizes, origin, strict=True))
 
 
+def _member(kind: type[Enum], name: str) -> Enum:
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # Python 3.13 pickles paths under a private module name that other versions do not have.
@@ -111,6 +116,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             module = "pathlib"
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
             return value
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enums by it
+            return _member
         if (module, name) in _CLASSES or (module in _MODULES and "." not in name):
             found = super().find_class(module, name)
             # Only classes defined in these modules are allowed, not names that the modules import.

@@ -42,13 +42,17 @@ class _Handle(NamedTuple):
     offset: Any
 
 
+def _as_is(x: Any) -> Any:
+    return x
+
+
 class NormRecompute:
     """Makes the norms in the transformer layers of a model chunk recompute their results in backward."""
 
     def __init__(self, chunk: Any):  # of GPTModel
         self._results: dict[int, _Result] = {}  # of one forward pass, by storage
-        self._pack_others: Callable[[Tensor], Any] = lambda x: x
-        self._unpack_others: Callable[[Any], Tensor] = lambda x: x
+        self._pack_others: Callable[[Tensor], Any] = _as_is
+        self._unpack_others: Callable[[Any], Tensor] = _as_is
         for module in chunk.decoder.layers.modules():
             if isinstance(module, _NORMS):
                 module.register_forward_hook(self._remember)
@@ -63,8 +67,7 @@ class NormRecompute:
     def _forward(self, *args: Any, **options: Any) -> Any:
         # torch calls only the innermost hooks, so these call the outer ones, such as those of an offload
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if outer is not None:
-            self._pack_others, self._unpack_others = outer
+        self._pack_others, self._unpack_others = outer or (_as_is, _as_is)
         with saved_tensors_hooks(self._pack, self._unpack):
             try:
                 return self._chunk_forward(*args, **options)

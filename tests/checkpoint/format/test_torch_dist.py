@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from helpers.checkpoint.ckpt_files import flip_bit
-from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_metadata
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 
 SHAPE = (4, 6, 5)
@@ -141,3 +143,15 @@ def test_tensor_in_the_place_of_another(folder, tmp_path):
     shutil.copy(tmp_path / "other/__0_0.distcp", folder)
     with pytest.raises(ValueError, match=r"__0_0.distcp: (does not contain boxes|cannot be used)"):
         CheckpointReader(folder).read("boxes")
+
+
+def test_enums_as_python_3_11_0_to_3_11_3_pickles_them(tmp_path):
+    class Old(pickle.Pickler):
+        def reducer_override(self, value):
+            return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+    properties = TensorProperties(dtype=torch.float32, memory_format=torch.contiguous_format)
+    whole = TensorStorageMetadata(properties, torch.Size([2]), [])
+    with (tmp_path / ".metadata").open("wb") as file:
+        Old(file).dump(Metadata({"x": whole}))
+    assert read_metadata(tmp_path).state_dict_metadata["x"].size == torch.Size([2])
