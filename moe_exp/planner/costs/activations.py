@@ -93,7 +93,8 @@ class _Account:
         attention = self._attention() - sum(size for name, size in saved.items() if name != "mlp")
         common = {"attention": attention, "norms, dropout": 2 * norm + 2 * mask}
         dense, experts = {}, self._experts() if self._has_moe else {}
-        for name, size in self._saved_in_moe().items():
+        saved_in_moe = self._saved_in_moe(experts)
+        for name, size in saved_in_moe.items():
             experts[name.replace("_", " ")] -= size
         if self._has_dense:
             mlp = self._tokens * self._input * self._hidden
@@ -101,7 +102,7 @@ class _Account:
             dense = common | {"dense MLP": mlp - saved.get("mlp", 0.0)}
         moe = common | experts if self._has_moe else {}
         # backward recomputes one module after another, and one of a layer's two norms
-        again = saved | self._saved_in_moe()
+        again = saved | saved_in_moe
         recomputed = max((size / 2 if name == "norm" else size for name, size in again.items()), default=0.0)
         if config.recompute == "full":
             shared = 0.0 if self._norms_in_fp32 and width < 4 else hidden  # the norm's input is already kept
@@ -159,10 +160,10 @@ class _Account:
                 sizes["mla_up_proj"] = heads * value if self._width == 4 else 0.0
         return {name: size for name, size in sizes.items() if name in modules}
 
-    def _saved_in_moe(self) -> dict[str, float]:
-        """The same for the modules of an MoE layer."""
-        modules, config, experts = self._job.engine.recompute, self._config, self._has_moe and self._experts()
-        if not experts or config.recompute != "none":
+    def _saved_in_moe(self, experts: Parts) -> dict[str, float]:
+        """The same for the modules of an MoE layer, of which `_experts` returns the bytes."""
+        modules, config = self._job.engine.recompute, self._config
+        if not (experts and modules) or config.recompute != "none":
             return {}
         router_width = priced(config, "router_dtype", {"fp32": 4, "fp64": 8})
         # the losses keep scores or logits, and the experts weights

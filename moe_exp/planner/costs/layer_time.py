@@ -52,15 +52,15 @@ class LayerTimes:
         """Seconds of forward that backward repeats, for each value of RECOMPUTE and of `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts_moe - self.starts_dense
-        first = 2 / 3  # of the experts' products: the first projection has twice the width if gated
+        norms = forward["norms"] * 0.4  # their share of the residual bytes
+        first = 2 / 3  # share of the experts' products in the first projection, with a gate
         return {
             "none": 0.0,
             "moe_act": forward["activation"] if is_moe else 0.0,
             "selective": moe if is_moe else 0.0,  # dense layers of an MoE model are not recomputed
             "full": self.layer(is_moe).forward,
-            **dict.fromkeys(
-                ("norm", "layernorm"), forward["norms"] * 0.4
-            ),  # their share of the residual bytes
+            "norm": norms,
+            "layernorm": norms,
             "mla_up_proj": forward["up_projections"],
             "core_attn": forward["core"],
             "mlp": 0.0 if is_moe else forward["mlp"],
