@@ -135,6 +135,39 @@ def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, r
         assert losses == pytest.approx(right, rel=1e-5)
 
 
+# Settings that save memory: with the same order of sums, and the loss by chunks of tokens.
+SAVING: dict[str, tuple[dict[str, object], float]] = {
+    "modules": ({"RECOMPUTE_MODULES": "norm,{again}", "OFFLOAD_MODULES": "attention,mlp"}, 0.0),
+    "all on the host": ({"OFFLOAD_MODULES": "{all}", "OFFLOAD_OPTIMIZER": True}, 0.0),
+    "linear loss": ({"CROSS_ENTROPY": "linear"}, 1e-6),
+}
+NAMES = {
+    "dense": {"again": "core_attn", "all": "attention,mlp"},
+    "dmoe": {"again": "router,experts,shared_expert", "all": "attention,mlp,experts,shared_expert"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "num_ranks", "layout"), [case for case in ALL if case[0] in NAMES])
+def test_saving_memory_changes_nothing(kind, num_ranks, layout, runs):
+    sizes = {name.upper(): value for name, value in layout._asdict().items()}
+    settings = KINDS[kind] | sizes | {"NUM_LAYERS": layout.num_layers, "TRAIN_ITERS": 6}
+    plain = {
+        dtype: runs.succeed(
+            f"plain {dtype}", GPUS_PER_NODE=num_ranks, **settings, DTYPE=dtype, OPTIMIZER="adam"
+        )
+        for dtype in ("fp32", "bf16")
+    }
+    for name, (changes, limit) in SAVING.items():
+        dtype = "bf16" if "OFFLOAD_OPTIMIZER" in changes else "fp32"
+        texts = {key: str(value).format(**NAMES[kind]) for key, value in changes.items()}
+        others = {"GPUS_PER_NODE": num_ranks, "DTYPE": dtype, "OPTIMIZER": "adam", **settings, **texts}
+        run = runs.succeed(name, **others)
+        for curve in (*TOLERANCES, "params_norm"):
+            if plain[dtype].curve(curve)[0] is not None:
+                assert deviation(run, plain[dtype], curve) <= limit, (name, curve)
+
+
 @pytest.mark.parametrize("kind", ["dense", "moe", "dmoe"])
 def test_one_process_trains_what_it_says(kind, reference):
     run = reference(kind)

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 RECOMPUTED_IN_MOE = ("moe_act", "router", "shared_expert", "experts")
 RECOMPUTED = ("norm", "mla_up_proj", "core_attn", *RECOMPUTED_IN_MOE)  # choices of RECOMPUTE_MODULES
+OFFLOADED = ("attention", "mlp", "experts", "shared_expert")  # choices of OFFLOAD_MODULES
 
 
 @dataclass(frozen=True)

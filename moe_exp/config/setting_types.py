@@ -4,7 +4,7 @@ import glob
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from moe_exp.config.choices import LOSSES, NO_LOSS, RECOMPUTED
+from moe_exp.config.choices import LOSSES, NO_LOSS, OFFLOADED, RECOMPUTED
 from moe_exp.config.parsers import number_in, read_groups, read_points, read_stages
 from moe_exp.host.files import ending, is_url
 
@@ -103,9 +103,9 @@ def _losses(text: str) -> None:
         raise ValueError("must not repeat a loss, nor combine none or sinkhorn with other losses")
 
 
-def _modules(text: str) -> None:
-    if unknown := set(text.split(",")) - set(RECOMPUTED) if text else ():
-        raise ValueError(f"{shown(min(unknown) or 'empty text')} is not one of {', '.join(RECOMPUTED)}")
+def _modules(text: str, known: Collection[str]) -> None:
+    if unknown := set(text.split(",")) - set(known) if text else ():
+        raise ValueError(f"{shown(min(unknown) or 'empty text')} is not one of {', '.join(known)}")
 
 
 def _numbers(text: str) -> None:
@@ -246,7 +246,8 @@ _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
 LayerPattern = Annotated[str, _text(_layer_pattern)]
 LossKinds = Annotated[str, _text(_losses)]
-Modules = Annotated[str, _text(_modules)]
+RecomputedModules = Annotated[str, _text(partial(_modules, known=RECOMPUTED))]
+OffloadedModules = Annotated[str, _text(partial(_modules, known=OFFLOADED))]
 Numbers = Annotated[str, _text(_numbers)]
 OptionalNumbers = Annotated[str, _text(lambda text: _numbers(text) if text else None)]
 _RULE = "must be a whole number or a comma-separated list of whole numbers"

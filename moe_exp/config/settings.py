@@ -55,6 +55,7 @@ class Config(ReliabilitySettings):
             self.recompute == "full" or "moe" in self.recomputed,
             "RECOMPUTE_MODULES with mla_up_proj, shared_expert or core_attn: Megatron's recomputation reads "
             "the random state on the host": self.recomputed & {"mla_up_proj", "shared_expert", "core_attn"},
+            "OFFLOAD_MODULES: copies to the host run on another stream": self.offloaded,
             "LOG_TIMERS: the timers run on the host": self.log_timers,
             "DTYPE=fp16: the loss scale changes": self.dtype == "fp16",
             f"FP8={self.fp8}: not supported": self.fp8 != "none",

@@ -17,6 +17,7 @@ from moe_exp.layers.kernels.cross_entropy import choose_cross_entropy, linear_lo
 from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure_of
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
+from moe_exp.layers.megatron.offload import ActivationOffload
 from moe_exp.layers.megatron.rotary import install_rotary
 from moe_exp.layers.megatron.saved_tensors import NormRecompute
 from moe_exp.layers.moe_layer import needs_scores
@@ -321,6 +322,8 @@ def build_chunk(
                 module.rotary_pos_emb = RestartingPositions(rotary)
     if "norm" in config.recomputed:
         NormRecompute(chunk)
+    if config.offloaded:
+        ActivationOffload(chunk, config.offloaded)
     if initial_weights:
         initialize_weights(chunk, config)
     return chunk

@@ -49,8 +49,8 @@ _NO_TRAINING: dict[str, Any] = {
     "train_data": "unused", "valid_data": "", "split": "", "data_stages": "", "eval_interval": 0,
     "keep_best": 0, "dump_iters": "", "dump_ranks": "", "profile_ranks": "0", "recompute": "none",
     "token_rounding": 0, "distributed_optimizer": False, "overlap": "false", "wandb_project": "",
-    "cuda_graph": "off", "recompute_modules": "", "optimizer": "adam", "optimizer_state_dtype": "fp32",
-    "main_params": "fp32", "grad_dtype": "fp32", "offload_optimizer": False,
+    "cuda_graph": "off", "recompute_modules": "", "offload_modules": "", "optimizer": "adam",
+    "optimizer_state_dtype": "fp32", "main_params": "fp32", "grad_dtype": "fp32", "offload_optimizer": False,
 }  # fmt: skip
 # Our attention supports the key/value cache. Kernels depend on this machine, not on training's.
 # Runs with FP8 save their weights in DTYPE.

@@ -161,6 +161,10 @@ def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str
         yield f"MBSZ={config.mbsz // 2}", {"mbsz": config.mbsz // 2}
     if not config.offload_optimizer and not hardware.is_cpu:
         yield "OFFLOAD_OPTIMIZER=true", {"offload_optimizer": True}
+    for name in ("attention", "experts" if config.use_moe else "mlp") if not hardware.is_cpu else ():
+        if name not in config.offloaded | config.recomputed:
+            modules = ",".join(filter(None, [config.offload_modules, name]))
+            yield f"OFFLOAD_MODULES={modules}", {"offload_modules": modules}
     loss = planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
     if loss == "megatron":
         yield "CROSS_ENTROPY=triton", {"cross_entropy": "triton"}

@@ -4,14 +4,15 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from moe_exp.config.choices import RECOMPUTED, RECOMPUTED_IN_MOE
+from moe_exp.config.choices import OFFLOADED, RECOMPUTED, RECOMPUTED_IN_MOE
 from moe_exp.config.errors import choices, divisors, multiples, problem
 from moe_exp.config.sections.backends import BackendSettings
 from moe_exp.config.setting_types import (
-    Modules,
     NonNegative,
     NumRanks,
+    OffloadedModules,
     OptionalPositive,
+    RecomputedModules,
     StageLayers,
     experts,
     layout,
@@ -56,10 +57,15 @@ class ParallelSettings(BackendSettings):
         "activation recomputation; moe_act: the experts' activation function; selective: MoE layers; full: "
         "every layer (in a dense model, both moe_act and selective: the attention scores)",
     )
-    recompute_modules: Modules = layout(
+    recompute_modules: RecomputedModules = layout(
         "",
         f"modules whose results backward recomputes, comma-separated ({', '.join(RECOMPUTED)}); experts: the "
         "first projection and the activation function",
+    )
+    offload_modules: OffloadedModules = layout(
+        "",
+        "modules whose saved tensors are moved to host memory until backward, comma-separated "
+        f"({', '.join(OFFLOADED)}); mlp: of layers without experts",
     )
     cuda_graph: Literal["auto", "on", "off"] = layout(
         "auto",
@@ -77,6 +83,12 @@ class ParallelSettings(BackendSettings):
             return frozenset(self.recompute_modules.split(",")) - ignored
         moe = "moe" if self.recompute == "selective" else self.recompute
         return frozenset({moe if self.use_moe else "core_attn"})
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """Modules whose saved tensors are moved to host memory; those that the model has."""
+        ignored = {""} if self.use_moe else {"", "experts", "shared_expert"}
+        return frozenset(self.offload_modules.split(",")) - ignored
 
     @property
     def data_parallel_size(self) -> int:
@@ -115,6 +127,8 @@ class ParallelSettings(BackendSettings):
             yield from self._chunk_problems(self.vpp)
         if self.recompute_modules:
             yield from self._recompute_problems()
+        if self.offload_modules:
+            yield from self.offload_problems()
 
     def _recompute_problems(self) -> Iterator[str]:
         chosen = self.recomputed
@@ -134,6 +148,27 @@ class ParallelSettings(BackendSettings):
             (bool(chosen & {"experts", "router"}) and self.fp8 != "none" and not self.is_fp8_by_kernels,
              "recompute_modules", f"FP8={self.fp8} by Transformer Engine cannot recompute experts or router",
              "remove both, or set RECOMPUTE=selective"),
+        )  # fmt: skip
+
+    def offload_problems(self) -> Iterator[str]:
+        """Yields what is wrong with OFFLOAD_MODULES."""
+        chosen, again = self.offloaded, self.recomputed
+        recomputed = sorted(chosen & again) or sorted({"experts"} & chosen if "moe_act" in again else ())
+        yield from self.broken(
+            ("shared_expert" in chosen and not self.shared_expert_size, "offload_modules",
+             "the model has no shared_expert without SHARED_EXPERT_SIZE",
+             "remove shared_expert, or set SHARED_EXPERT_SIZE"),
+            (bool(recomputed), "offload_modules",
+             f"backward recomputes {recomputed[0] if recomputed else ''}, so nothing is left to move",
+             "remove this module here or from RECOMPUTE_MODULES"),
+            ("attention" in chosen and "mla_up_proj" in again, "offload_modules",
+             "attention cannot be moved while Megatron frees and recomputes mla_up_proj, a part of it",
+             "remove attention here, or mla_up_proj from RECOMPUTE_MODULES"),
+            (self.recompute in ("selective", "full"), "offload_modules",
+             f"cannot be combined with RECOMPUTE={self.recompute}, which keeps only inputs of layers",
+             "set RECOMPUTE=none"),
+            (self.fp8 != "none", "offload_modules", f"cannot be combined with FP8={self.fp8}",
+             "set FP8=none"),
         )  # fmt: skip
 
     def _expert_parallel_problems(self) -> Iterator[str]:

@@ -42,7 +42,7 @@ class _Handle(NamedTuple):
     offset: Any
 
 
-def _as_is(x: Any) -> Any:
+def as_is(x: Any) -> Any:
     return x
 
 
@@ -51,8 +51,8 @@ class NormRecompute:
 
     def __init__(self, chunk: Any):  # of GPTModel
         self._results: dict[int, _Result] = {}  # of one forward pass, by storage
-        self._pack_others: Callable[[Tensor], Any] = _as_is
-        self._unpack_others: Callable[[Any], Tensor] = _as_is
+        self._pack_others: Callable[[Tensor], Any] = as_is
+        self._unpack_others: Callable[[Any], Tensor] = as_is
         for module in chunk.decoder.layers.modules():
             if isinstance(module, _NORMS):
                 module.register_forward_hook(self._remember)
@@ -67,7 +67,7 @@ class NormRecompute:
     def _forward(self, *args: Any, **options: Any) -> Any:
         # torch calls only the innermost hooks, so these call the outer ones, such as those of an offload
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._pack_others, self._unpack_others = outer or (_as_is, _as_is)
+        self._pack_others, self._unpack_others = outer or (as_is, as_is)
         with saved_tensors_hooks(self._pack, self._unpack):
             try:
                 return self._chunk_forward(*args, **options)

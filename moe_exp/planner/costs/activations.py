@@ -30,12 +30,14 @@ CPU against the tensors that autograd saves, and on GPUs against four runs' peak
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from moe_exp.config.choices import LOSS_CHUNK_TOKENS, SCORES, Score
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import fp8_kept, padded_slots, planned_backend, planned_loss, priced
 
 Parts = dict[str, float]  # bytes by module
+_WITH_ATTENTION = ("attention", "norms, dropout")  # parts of a layer
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,24 @@ class Activations:
     recomputed: float  # recomputed by the layer that is in its backward pass
     layer_work: float  # temporary during a layer's backward pass: gradients, rows in transit
     output_work: float  # the same for output layer and loss
+    moved_dense: Parts  # moved to host memory by a layer with a dense MLP (OFFLOAD_MODULES), not in the above
+    moved_moe: Parts  # the same for an MoE layer; modules in the order in which they run
+
+    def in_transit(self, num_dense: int, num_moe: int) -> tuple[float, float]:
+        """Returns the moved bytes on the device in the backward pass of a chunk's last layers, less what they
+        no longer keep; and at its start. In backward, the chunk has the tensors of two successive modules.
+        Layers with dense MLPs come first.
+        """
+        kinds = ((num_dense, self.moved_dense, self.dense_parts), (num_moe, self.moved_moe, self.moe_parts))
+        stack = [kind for number, *kind in kinds for _ in range(min(2, number)) if kind[0]]
+        if not stack:
+            return 0.0, 0.0
+        *below, (moved, parts) = stack
+        sizes = [*([*below[-1][0].values()][-1:] if below else [0.0]), *moved.values()]
+        pairs = dict(zip(moved, map(sum, pairwise(sizes)), strict=True))
+        if "attention" in pairs:  # backward of the MLP has finished
+            pairs["attention"] -= sum(size for name, size in parts.items() if name not in _WITH_ATTENTION)
+        return max(*pairs.values(), sizes[-1]), sizes[-1]
 
 
 def activations_of(
@@ -90,17 +110,24 @@ class _Account:
         if config.dropout:  # on CPUs the mask includes the scale and has the compute type
             mask = self._tokens * self._hidden * (width if self._on_cpu else 1)
         saved = self._saved()
-        attention = self._attention() - sum(size for name, size in saved.items() if name != "mlp")
+        # the MLP's norm, of which the results are the input of MLP or router
+        of_norm = min(
+            saved.get("norm", saved.get("layernorm", 0.0)), self._tokens * self._input * self._hidden
+        )
+        attention = self._attention() - sum(size for name, size in saved.items() if name != "mlp") + of_norm
         common = {"attention": attention, "norms, dropout": 2 * norm + 2 * mask}
         dense, experts = {}, self._experts() if self._has_moe else {}
         saved_in_moe = self._saved_in_moe(experts)
         for name, size in saved_in_moe.items():
             experts[name.replace("_", " ")] -= size
+        if experts:
+            experts["router"] -= of_norm
         if self._has_dense:
             mlp = self._tokens * self._input * self._hidden
             mlp += self._all_tokens * self._mlp(config.ffn_hidden_size / self._tp)
-            dense = common | {"dense MLP": mlp - saved.get("mlp", 0.0)}
+            dense = common | {"dense MLP": mlp - saved.get("mlp", 0.0) - of_norm}
         moe = common | experts if self._has_moe else {}
+        moved_dense, moved_moe = self._moved(dense), self._moved(moe)
         # backward recomputes one module after another, and one of a layer's two norms
         again = saved | saved_in_moe
         recomputed = max((size / 2 if name == "norm" else size for name, size in again.items()), default=0.0)
@@ -131,7 +158,20 @@ class _Account:
             dense_parts=dense, moe_parts=moe, embedding=8 * self._all_tokens + mask,
             output_parts={"norms, dropout": norm, "logits, loss": hidden + loss}, hidden=hidden,
             recomputed=recomputed, layer_work=self._work(), output_work=loss_work,
+            moved_dense=moved_dense, moved_moe=moved_moe,
         )  # fmt: skip
+
+    def _moved(self, parts: Parts) -> Parts:
+        """Takes from a layer's parts what OFFLOAD_MODULES moves to host memory, and returns it by module."""
+        parts_of = {
+            "attention": ("attention",), "mlp": ("dense MLP",), "shared_expert": ("shared expert",),
+            "experts": ("dispatch", "experts"),
+        }  # fmt: skip
+        return {
+            module: sum(parts.pop(name) for name in names if name in parts)
+            for module, names in parts_of.items()
+            if module in self._config.offloaded and not parts.keys().isdisjoint(names)
+        }
 
     def _saved(self) -> dict[str, float]:
         """Bytes that a layer need not keep because of `Engine.recompute`, by module."""

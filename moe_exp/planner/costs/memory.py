@@ -113,7 +113,12 @@ def _activation_parts(
     """Returns a rank's activations at the peak of its stage, by module."""
     config, last = job.config, len(job.stage_layers) - 1
     num_dense, parts = job.stage_layers[stage] - num_moe, dict[str, float]()
-    for number, of_layer in ((num_dense, kept.dense_parts), (num_moe, kept.moe_parts)):
+    kinds = (
+        (num_dense, kept.dense_parts, kept.moved_dense), (num_moe, kept.moe_parts, kept.moved_moe)
+    )  # fmt: skip
+    for number, of_layer, of_host in kinds:
+        if on_cpu and of_host:
+            of_layer = of_layer | {"moved": sum(of_host.values())}
         for name, size in of_layer.items() if number else ():
             parts[name] = parts.get(name, 0.0) + number * size
     if stage == 0:
@@ -132,9 +137,14 @@ def _activation_parts(
         if last == 0 and not config.tie_embeddings:
             of_output /= 2  # the other half is the embedding's
         gradients = width_of(job) * (of_one + of_output)
+    # A model chunk that has run forward keeps the moved tensors of its last module until it runs again.
+    moved, last_moved = kept.in_transit(num_dense, num_moe)
+    waiting = last_moved * ((config.vpp or 1) - (stage == last))
     # The peak is in a layer's backward pass or, on the last stage, in the loss.
     work = {"recomputed": kept.recomputed, "backward of a layer": kept.layer_work + gradients}
     loss = kept.output_parts | {"logits, loss": kept.output_parts["logits, loss"] + kept.output_work}
+    if config.offloaded:
+        work["moving"], loss["moving"] = moved + waiting, last_moved + waiting
     at_loss = stage == last and sum(loss.values()) > sum(work.values())
     for name, size in (loss if at_loss else work).items():
         parts[name] = parts.get(name, 0.0) + size

@@ -9,6 +9,7 @@ part that the backward pass of the last micro-batch hides.
 from dataclasses import dataclass, fields
 
 from moe_exp.config import Config
+from moe_exp.planner.costs.activations import activations_of
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.device import Device, Group, exchange_seconds, skew_of
 from moe_exp.planner.costs.job import PlannedJob
@@ -33,7 +34,8 @@ class IterationTime:
     """Seconds of an iteration by part, averaged over the pipeline stages."""
 
     compute: float  # products and memory-bound operations, forward, recompute and backward
-    host: float  # waiting for kernel launches; part of `compute` on devices older than Hopper
+    # waiting for kernel launches, part of `compute` on devices older than Hopper, and for moved activations
+    host: float
     tensor_parallel: float  # tensor-parallel collectives
     context_parallel: float  # exchange of keys and values, unless hidden by attention
     expert_parallel: float  # token dispatch and combine
@@ -85,8 +87,7 @@ def time_of(
     by_host = config.offload_optimizer and not hardware.is_cpu
     step = (rank.total * _STEP_BYTES + owned * _STATE_BYTES * (not by_host)) / device.bandwidth
     if by_host:
-        link = _RECENT_LINK_SPEED if hardware.is_recent else _LINK_SPEED
-        step += owned * max(_LINK_BYTES / link, _HOST_BYTES / _HOST_SPEED)
+        step += owned * max(_LINK_BYTES / _link_speed(hardware), _HOST_BYTES / _HOST_SPEED)
     step += _muon_seconds(config, hardware, constants, counts)
     # On devices newer than Ampere this is an estimate; published runs do not determine it.
     once = 0.01 if hardware.is_recent else constants.iteration_seconds
@@ -133,7 +134,11 @@ def _parts_of_stages(
 ) -> dict[str, list[float]]:
     """Returns the seconds of a micro-batch on each stage, by part."""
     config, hardware, constants = job.config, device.hardware, device.constants
-    dense, moe = (_layer(job, device, times, is_moe) for is_moe in (False, True))
+    moved = [0.0, 0.0]
+    if config.offloaded and not hardware.is_cpu:
+        kept = activations_of(job, runs_kernels=hardware.runs_kernels)
+        moved = [sum(sizes.values()) for sizes in (kept.moved_dense, kept.moved_moe)]
+    dense, moe = (_layer(job, device, times, is_moe, moved[is_moe]) for is_moe in (False, True))
     parts = {part: [n * dense[part] + n_moe * moe[part] for n, n_moe in counts] for part in dense}
     parts["compute"][-1] += (1 + job.engine.num_mtp_layers) * sum(times.parts["output"])
     # activations to the next stage and their gradients back, once per model chunk
@@ -173,8 +178,16 @@ def _counts(job: PlannedJob) -> list[tuple[int, int]]:
     return counts
 
 
-def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> dict[str, float]:
-    """Returns the seconds of a layer's forward, recompute and backward for one micro-batch, by part."""
+def _link_speed(hardware: Hardware) -> float:
+    return _RECENT_LINK_SPEED if hardware.is_recent else _LINK_SPEED
+
+
+def _layer(
+    job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool, moved: float
+) -> dict[str, float]:
+    """Returns the seconds of a layer's forward, recompute and backward for one micro-batch, by part. `moved`:
+    bytes that go to host memory in forward and return in backward.
+    """
     config, hardware, constants = job.config, device.hardware, device.constants
     one, repeated = times.layer(is_moe), times.repeated(is_moe)
     forwards = 2 if config.recompute == "full" else 1
@@ -216,6 +229,9 @@ def _layer(job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool) -> 
     # Host and device run concurrently, except for a share of the shorter one.
     busy, host = compute + tensor + context + exchange, times.host_moe if is_moe else times.host_dense
     waiting = max(busy, host) + constants.host_serial * min(busy, host) - busy if host else 0.0
+    if moved:
+        seconds = moved / _link_speed(hardware)
+        waiting += max(0.0, seconds - one.forward) + max(0.0, seconds - one.backward - again)
     return {
         "compute": compute,
         "host": waiting,

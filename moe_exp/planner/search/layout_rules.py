@@ -29,13 +29,15 @@ LAYOUT_SETTINGS = (
     "mbsz",
     "recompute",
     "recompute_modules",
+    "offload_modules",
 )
 RECOMPUTE = ("none", "moe_act", "selective", "full")  # fastest to smallest
 _ONE: dict[str, Any] = {
     **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "mbsz"), 1),
     **dict.fromkeys(("first_stage_layers", "last_stage_layers"), 0), "pipeline_layers": "", "vpp": None,
-    "recompute": "none", "recompute_modules": "",
+    "recompute": "none", "recompute_modules": "", "offload_modules": "",
 }  # fmt: skip
+_HOST = "; host: "  # in a level, before the modules of OFFLOAD_MODULES
 _LARGEST_MICROBATCH, _LARGEST_VPP = 64, 8
 OUT_OF_MEMORY = "out of memory"
 NOT_NEEDED = "more recompute than the memory requires"
@@ -67,7 +69,9 @@ class Space:
     etp: tuple[int, ...] | None  # None: 1 and TP
     cp: tuple[int, ...]
     mbsz: tuple[int, ...]
-    recompute: tuple[str, ...]  # values of RECOMPUTE, and lists for RECOMPUTE_MODULES
+    recompute: tuple[
+        str, ...
+    ]  # levels: a value of RECOMPUTE or list for RECOMPUTE_MODULES, and what is moved
     stages: tuple[dict[str, Any], ...] | None  # settings of the layer split; None: see `stage_splits`
 
     @classmethod
@@ -85,7 +89,14 @@ class Space:
                 "mla_up_proj": config.multi_latent_attention,
             }
             modules = ["experts", *(name for name, is_there in others.items() if is_there)]
-            levels += {"experts", ",".join(modules)}
+            levels += {"experts", ",".join(modules), f"experts{_HOST}attention"}
+        elif not config.use_moe and config.fp8 == "none":
+            levels.append(f"none{_HOST}attention,mlp")
+        levels = list(fixed.get("recompute_modules") or fixed.get("recompute") or levels)
+        if moved := "".join(fixed.get("offload_modules", ())):
+            levels = list({level.partition(_HOST)[0] + _HOST + moved for level in levels})
+            tried = {level: config.model_copy(update=recompute_settings(level)) for level in levels}
+            levels = [level for level in levels if not any(tried[level].offload_problems())]
         chosen: dict[str, Sequence[Any]] = {
             "tp": _divisors(per_node, per_node),
             "pp": _divisors(world, min(config.num_layers, world)),
@@ -93,17 +104,18 @@ class Space:
             "ep": _divisors(num_experts, min(num_experts, world)) if config.use_moe else [1],
             "cp": [size for size in powers if size <= longest],
             "mbsz": [size for size in powers if size <= min(config.gbsz, _LARGEST_MICROBATCH)],
-            "recompute": fixed.get("recompute_modules") or levels,
+            "recompute": levels,
         } | {
             name: values
             for name, values in fixed.items()
-            if name not in ("etp", "recompute_modules", *SPLIT_SETTINGS)
+            if name not in ("etp", "recompute", "recompute_modules", "offload_modules", *SPLIT_SETTINGS)
         }
 
         def order(value: Any) -> float:  # recompute by amount; VPP=none before numbers
             if not isinstance(value, str):
                 return value or 0
-            return RECOMPUTE.index(value) if value in RECOMPUTE else 1 + len(value) / 1000
+            level = float(RECOMPUTE.index(value)) if value in RECOMPUTE else 1 + len(value) / 1000
+            return 1.9 if _HOST in value else level
 
         ascending: dict[str, tuple[Any, ...]] = {
             name: tuple(sorted(set(values), key=order)) for name, values in chosen.items()
@@ -120,13 +132,16 @@ class Space:
 
 def recompute_settings(level: str) -> dict[str, str]:
     """Returns the settings of a level in `Space.recompute`."""
-    is_list = level not in RECOMPUTE
-    return {"recompute": "none" if is_list else level, "recompute_modules": level if is_list else ""}
+    again, _, moved = level.partition(_HOST)
+    is_list = again not in RECOMPUTE
+    settings = {"recompute": "none" if is_list else again, "recompute_modules": again if is_list else ""}
+    return settings | {"offload_modules": moved}
 
 
 def recompute_level(config: Config) -> str:
     """Returns the level of these settings, as in `Space.recompute`."""
-    return config.recompute_modules or config.recompute
+    level = config.recompute_modules or config.recompute
+    return f"{level}{_HOST}{config.offload_modules}" if config.offload_modules else level
 
 
 def _divisors(number: int, largest: int) -> list[int]:

@@ -12,7 +12,7 @@ from moe_exp.config.parsers import number_in
 from moe_exp.config.setting_types import as_given
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, SPLIT_SETTINGS
 
-_LISTS = ("pipeline_layers", "recompute_modules")  # one value contains commas
+_LISTS = ("pipeline_layers", "recompute_modules", "offload_modules")  # one value contains commas
 _MOST_TOKENS = 10**18  # a million times the largest corpora
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -122,7 +122,7 @@ def exported_settings(
     schedule = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
     usual = defaults.model_dump()
     usual |= {"warmup_iters": schedule.warmup_iters, "decay_iters": schedule.decay_iters}
-    always = _ALWAYS if overrides else _ALWAYS - {*SPLIT_SETTINGS, "recompute_modules"}
+    always = _ALWAYS if overrides else _ALWAYS - {*SPLIT_SETTINGS, "recompute_modules", "offload_modules"}
     others = ("preset", "master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
     for name in type(config).model_fields:
         value = getattr(config, name)

@@ -157,18 +157,19 @@ class _Evaluation:
             )
             level = 0 if self._fitting(smallest) else num_levels
         for mbsz in sizes:
-            candidate = None
-            level = max(level, least.get(mbsz, 0))
-            while level < num_levels and not candidate:
-                tried = {"mbsz": mbsz, **rules.recompute_settings(self._recompute[level])}
-                candidate = self._fitting(config.model_copy(update=tried))
-                level += candidate is None
+            first = max(level, least.get(mbsz, 0))
+            level = num_levels
+            for tried in range(first, num_levels):
+                settings = {"mbsz": mbsz, **rules.recompute_settings(self._recompute[tried])}
+                if candidate := self._fitting(config.model_copy(update=settings)):
+                    level = min(level, tried)
+                    self.fitting.append(candidate)
+                    if not candidate.config.offload_modules:  # else recomputing more may be faster
+                        self._rejected[rules.NOT_NEEDED] += num_levels - tried - 1
+                        break
             needed[mbsz] = level
-            self._last_fitted = candidate is not None
+            self._last_fitted = level < num_levels
             self._rejected[rules.OUT_OF_MEMORY] += level
-            if candidate:
-                self._rejected[rules.NOT_NEEDED] += num_levels - level - 1
-                self.fitting.append(candidate)
         return needed
 
     def _fitting(self, config: Config) -> Candidate | None:

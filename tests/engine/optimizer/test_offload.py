@@ -5,7 +5,6 @@ What is kept where: `test_main_weights_are_not_kept_twice` in test_remainders.py
 
 import itertools
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from helpers.checkpoint.legs import LAYOUTS, Leg, run_legs, start_job, write_data
 from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.streams import Device
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import load_config
@@ -29,84 +29,10 @@ from moe_exp.training.interval import Interval
 SIZES, BUCKET = (2500, 1, 400, 999, 3100), 1000  # no value of the fourth fits in the third bucket
 
 
-class Stream:
-    """Copies in their order. `is_late`: a copy runs when the host waits for it, as late as a device may."""
-
-    def __init__(self, is_late: bool = False):
-        self.is_late, self.queue, self.num_done = is_late, [], 0
-
-    def add(self, work: Callable[[], Any]) -> None:
-        self.queue.append(work)
-        if not self.is_late:
-            self.finish(len(self.queue))
-
-    def finish(self, count: int) -> None:
-        while self.num_done < count:
-            self.num_done += 1
-            self.queue[self.num_done - 1]()
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.add(partial(other.finish, len(other.queue)))
-
-
-class Device:
-    """In place of torch.cuda: two streams, of which either may be late, and a log of what the host does."""
-
-    def __init__(self, late: tuple[bool, bool]):
-        self.log: list[str] = []
-        self.now, self._late, self._events = Stream(late[0]), late[1], itertools.count()
-        device = self
-
-        class Event:
-            def __init__(self):
-                # two buffers, each with an event on gradients and one on weights
-                buffer, is_sent = divmod(next(device._events), 2)
-                self.name, self.stream, self.count = f"{('fetch', 'send')[is_sent]} {buffer}", device.now, 0
-
-            def record(self) -> None:
-                self.stream, self.count = device.now, len(device.now.queue)
-                device.log.append(self.name)
-
-            def synchronize(self) -> None:
-                device.log.append(f"wait for {self.name}")
-                self.stream.finish(self.count)
-
-        self.Event = Event
-
-    def Stream(self) -> Stream:
-        return Stream(self._late)
-
-    def current_stream(self) -> Stream:
-        return self.now
-
-    def stream(self, stream: Stream) -> Any:
-        before = self.now
-        device = self
-
-        class Block:
-            def __enter__(self):
-                device.now = stream
-
-            def __exit__(self, *_):
-                device.now = before
-
-        return Block()
-
-
 @pytest.fixture
 def device(request, monkeypatch):
-    found, copy = Device(request.param), torch.Tensor.copy_
-
-    def copy_(target, source, non_blocking=False):
-        if not non_blocking:
-            return copy(target, source)
-        found.now.add(lambda: copy(target, source))
-        return target
-
-    monkeypatch.setattr(torch, "get_device_module", lambda _: found)
-    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
     monkeypatch.setattr(offloaded_adam, "BUCKET", BUCKET)
-    return found
+    return Device(monkeypatch, late=request.param)
 
 
 def in_groups(params: list[torch.Tensor]) -> list[dict[str, Any]]:

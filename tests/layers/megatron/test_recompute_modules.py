@@ -1,4 +1,6 @@
-"""Modules that backward recomputes (RECOMPUTE_MODULES): the same bits as without."""
+"""Modules that backward recomputes (RECOMPUTE_MODULES), and modules whose tensors wait in host memory
+(OFFLOAD_MODULES): the same bits as without.
+"""
 
 from typing import Any
 
@@ -9,6 +11,7 @@ from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.checkpoint.state import Progress
 from moe_exp.engine import runtime
 from moe_exp.layers.kernels import launch
+from moe_exp.layers.megatron import offload
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
@@ -18,7 +21,7 @@ LATENT = {
     "multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8,
     "v_head_dim": 8, "qk_norm": True,
 }  # fmt: skip
-# Settings, and lists of modules.
+# Settings, and lists for RECOMPUTE_MODULES.
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "each": (SHARED, ["norm", "core_attn", *IN_MOE.split(",")]),
     "kernels": (SHARED | {"expert_backend": "triton", "dtype": "bf16"}, ["experts", f"norm,{IN_MOE}"]),
@@ -41,6 +44,7 @@ PARALLEL = {layout: LAYOUTS[layout] for layout in ("DP2", "TP2", "PP2_VPP2", "EP
 
 def trained(settings: dict[str, Any], port: int) -> list[Step]:
     launch.INTERPRETED = False  # the plain-torch references, which are much faster
+    offload.SMALLEST = 0
     job = start_job(settings, port)
     interval, progress, steps = Interval(job.config, job.runtime, job.trained.model), Progress(), []
     for _ in range(3):
@@ -48,6 +52,15 @@ def trained(settings: dict[str, Any], port: int) -> list[Step]:
         steps.append(_step(job, progress, interval, done.grad_norm))
     runtime.stop()
     return steps
+
+
+def offloads(settings: dict[str, Any], lists: list[str]) -> list[dict[str, str]]:
+    """Every module, and those that the last of `lists` does not recompute."""
+    found = ["attention", "mlp", "experts", *["shared_expert"] * ("shared_expert_size" in settings)]
+    again, replaced = lists[-1].split(","), {"moe_act": "experts", "mla_up_proj": "attention"}
+    others = set(found) - {replaced.get(name, name) for name in again}
+    both = {"offload_modules": ",".join(others), "recompute_modules": lists[-1]}
+    return [{"offload_modules": ",".join(found)}, both]
 
 
 def on_rank(jobs):
@@ -59,7 +72,8 @@ def test_same_bits(name, tmp_path):
     settings, lists = CASES.get(name, ALL)
     base = settings | PARALLEL.get(name, {"gpus_per_node": 1})
     base |= {"train_data": str(write_data(tmp_path)), "run_dir": str(tmp_path / "run")}
-    jobs = [(base | {"recompute_modules": modules}, free_port()) for modules in ("", *lists)]
+    changes = [{}, *({"recompute_modules": modules} for modules in lists), *offloads(settings, lists)]
+    jobs = [(base | change, free_port()) for change in changes]
     for plain, *found in run_on_ranks(base["gpus_per_node"], on_rank, jobs, join=False, timeout=300):
-        for modules, steps in zip(lists, found, strict=True):
-            assert steps == plain, modules
+        for change, steps in zip(changes[1:], found, strict=True):
+            assert steps == plain, change
