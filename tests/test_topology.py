@@ -148,7 +148,7 @@ NAMES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "num_ranks", "layout"), [case for case in ALL if case[0] in NAMES])
+@pytest.mark.parametrize(("kind", "num_ranks", "layout"), [_case(*case) for case in ALL if case[0] in NAMES])
 def test_saving_memory_changes_nothing(kind, num_ranks, layout, runs):
     sizes = {name.upper(): value for name, value in layout._asdict().items()}
     settings = KINDS[kind] | sizes | {"NUM_LAYERS": layout.num_layers, "TRAIN_ITERS": 6}

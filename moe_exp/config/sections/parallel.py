@@ -127,8 +127,7 @@ class ParallelSettings(BackendSettings):
             yield from self._chunk_problems(self.vpp)
         if self.recompute_modules:
             yield from self._recompute_problems()
-        if self.offload_modules:
-            yield from self.offload_problems()
+        yield from self.offload_problems()
 
     def _recompute_problems(self) -> Iterator[str]:
         chosen = self.recomputed
@@ -153,6 +152,8 @@ class ParallelSettings(BackendSettings):
     def offload_problems(self) -> Iterator[str]:
         """Yields what is wrong with OFFLOAD_MODULES."""
         chosen, again = self.offloaded, self.recomputed
+        if not chosen:
+            return
         recomputed = sorted(chosen & again) or sorted({"experts"} & chosen if "moe_act" in again else ())
         yield from self.broken(
             ("shared_expert" in chosen and not self.shared_expert_size, "offload_modules",

@@ -92,9 +92,10 @@ class Space:
             levels += {"experts", ",".join(modules), f"experts{_HOST}attention"}
         elif not config.use_moe and config.fp8 == "none":
             levels.append(f"none{_HOST}attention,mlp")
-        levels = list(fixed.get("recompute_modules") or fixed.get("recompute") or levels)
-        if moved := "".join(fixed.get("offload_modules", ())):
-            levels = list({level.partition(_HOST)[0] + _HOST + moved for level in levels})
+        levels = list(filter(None, fixed.get("recompute_modules", ()))) or fixed.get("recompute") or levels
+        if "offload_modules" in fixed:
+            moved = f"{_HOST}{fixed['offload_modules'][0]}" if fixed["offload_modules"][0] else ""
+            levels = list({level.partition(_HOST)[0] + moved for level in levels})
             tried = {level: config.model_copy(update=recompute_settings(level)) for level in levels}
             levels = [level for level in levels if not any(tried[level].offload_problems())]
         chosen: dict[str, Sequence[Any]] = {

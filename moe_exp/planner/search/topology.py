@@ -157,19 +157,22 @@ class _Evaluation:
             )
             level = 0 if self._fitting(smallest) else num_levels
         for mbsz in sizes:
-            first = max(level, least.get(mbsz, 0))
-            level = num_levels
-            for tried in range(first, num_levels):
+            fitting = dict[int, Candidate]()
+            for tried in range(max(level, least.get(mbsz, 0)), num_levels):
                 settings = {"mbsz": mbsz, **rules.recompute_settings(self._recompute[tried])}
                 if candidate := self._fitting(config.model_copy(update=settings)):
-                    level = min(level, tried)
-                    self.fitting.append(candidate)
+                    fitting[tried] = candidate
                     if not candidate.config.offload_modules:  # else recomputing more may be faster
-                        self._rejected[rules.NOT_NEEDED] += num_levels - tried - 1
                         break
-            needed[mbsz] = level
-            self._last_fitted = level < num_levels
-            self._rejected[rules.OUT_OF_MEMORY] += level
+            level = needed[mbsz] = min(fitting, default=num_levels)
+            self._last_fitted = bool(fitting)
+            if fitting:
+                self.fitting.append(min(fitting.values(), key=lambda one: one.seconds))
+                num_tried = tried + 1
+                self._rejected[rules.NOT_NEEDED] += num_levels - num_tried + len(fitting) - 1
+                self._rejected[rules.OUT_OF_MEMORY] += num_tried - len(fitting)
+            else:
+                self._rejected[rules.OUT_OF_MEMORY] += num_levels
         return needed
 
     def _fitting(self, config: Config) -> Candidate | None:

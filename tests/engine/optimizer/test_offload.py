@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from helpers.checkpoint.legs import LAYOUTS, Leg, run_legs, start_job, write_data
+from helpers.layers.streams import Device
 from helpers.ranks import free_port, in_turn, run_on_ranks
-from helpers.streams import Device
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import load_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.streams import Device
+from helpers.layers.streams import Device
 from moe_exp.layers.megatron import offload
 from moe_exp.layers.megatron.offload import ActivationOffload
 

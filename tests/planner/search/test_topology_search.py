@@ -19,6 +19,7 @@ from moe_exp.planner.search.layout_rules import (
 )
 from moe_exp.planner.search.topology import search, search_smaller
 
+LEVELS = ("none", "experts", "experts; host: attention", "selective", "full")
 GROUPS = {"num_router_groups": 4, "router_group_topk": 2}
 MODELS = {
     "dense": (LARGE, {"nnodes": 8}),
@@ -88,8 +89,7 @@ def test_what_is_left_out_is_slower_or_does_not_fit(gibibytes, settings):
     best = min(fitting.values())
     assert result.ranked[0].seconds == best
     for layout, seconds in fitting.items():
-        others = ("none", "experts", "selective", "full")
-        less = [layout.model_copy(update=recompute_settings(other)) for other in others]
+        less = [layout.model_copy(update=recompute_settings(other)) for other in LEVELS]
         # Left out: slow whatever its stages, or one with less recompute is there and no slower.
         is_beaten = any(ranked.get(other, 1e9) <= seconds for other in less)
         assert layout in ranked or seconds > 1.49 * best or is_beaten
@@ -172,9 +172,9 @@ def test_recompute_is_what_memory_asks_for():
     for step in range(140):
         result = search(config, with_memory(80 * 0.97**step), fixed=fixed, constants=PRIORS)
         chosen = [recompute_level(one.config) for one in result.ranked] or ["nothing fits"]
-        assert len(chosen) == 1 and result.num_tried == 4
-        levels.append(("none", "experts", "selective", "full", "nothing fits").index(chosen[0]))
-    assert levels == sorted(levels) and set(levels) >= {0, 1, 3, 4}
+        assert len(chosen) == 1 and result.num_tried == 5
+        levels.append([*LEVELS, "nothing fits"].index(chosen[0]))
+    assert levels == sorted(levels) and set(levels) >= {0, 1, 4, 5}
 
 
 def test_results_change_only_if_nothing_else_fits():
