@@ -57,20 +57,23 @@ CHUNK, CHUNKED = 80, {"mbsz": 12, "gbsz": 24}
 MASKED = {"document_mask": True, "eod_mask_loss": True}
 TIED = {"tie_embeddings": True}
 OVERLAPPED = {"overlap": "true", "distributed_optimizer": True}  # parameters arrive during the next forward
-LAYOUTS = [
-    (1, [MASKED, TIED, {"use_moe": False, "parametrization": "mup", "mup_base_hidden_size": 16}]),
-    (2, [{"tp": 2} | MASKED, {"tp": 2} | TIED, {"pp": 2} | MASKED | TIED, {"cp": 2} | MASKED]),
-    (4, [{"tp": 2, "pp": 2} | MASKED, {"tp": 2, "pp": 2} | TIED, {"tp": 2, "ep": 2} | OVERLAPPED]),
-]
+ON_ONE = [MASKED, TIED, {"use_moe": False, "parametrization": "mup", "mup_base_hidden_size": 16}]
+ON_TWO = [{"tp": 2} | MASKED, {"tp": 2} | TIED, {"pp": 2} | MASKED | TIED, {"cp": 2} | MASKED]
+ON_TWO.append({"ep": 2} | OVERLAPPED)
+ON_FOUR = [{"tp": 2, "pp": 2} | MASKED, {"tp": 2, "pp": 2} | TIED, {"tp": 2, "ep": 2} | OVERLAPPED]
 
 
 def in_chunks(settings, port):
-    """On a rank: a job of `run_models`."""
-    cross_entropy.LOSS_CHUNK_TOKENS = CHUNK
+    """On a rank: a job of `run_models`, in plain torch; test_kernel_cross_entropy.py has the kernels."""
+    cross_entropy.LOSS_CHUNK_TOKENS, launch.INTERPRETED = CHUNK, False
     return _run(settings, port)
 
 
-@pytest.mark.parametrize(("num_ranks", "layouts"), LAYOUTS, ids=["1", "2", "4"])
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"),
+    [(1, ON_ONE), (2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)],
+    ids=["1", "2", "4"],
+)
 def test_linear_is_the_unfused_loss(num_ranks, layouts):
     kinds = ("megatron", "linear")
     jobs = [(CHUNKED | layout | {"cross_entropy": kind},) for layout in layouts for kind in kinds]
