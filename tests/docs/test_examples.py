@@ -44,7 +44,7 @@ def with_adam_of_apex(path: str, *arguments: str) -> int:
     return program(path, *arguments)
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("run", "flags"), [(program, ()), (with_adam_of_apex, ("--distributed-optimizer",))])
 def test_a_megatron_program_continues_from_a_strict_load(ep, run, flags, tmp_path):
     def losses(steps: int, *more: str) -> dict[str, str]:

@@ -113,8 +113,8 @@ def train_step(config: Config) -> None:
 @pytest.mark.parametrize(
     ("seed", "count", "trains"),
     [
-        (1, 40, False),
-        (2, 20, True),
+        (1, 20, False),
+        (2, 8, True),
         pytest.param(3, 1000, False, marks=pytest.mark.slow),
         pytest.param(4, 500, True, marks=pytest.mark.slow),
     ],

@@ -10,8 +10,8 @@ from test_backends import TINY
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from helpers.model_on_ranks import run_models
-from helpers.ranks import run_on_ranks
+from helpers.model_on_ranks import _run, assembled_job
+from helpers.ranks import run_jobs, run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.config import load_config
 from moe_exp.engine import model as engine_model
@@ -52,24 +52,32 @@ def test_the_same_loss_and_gradients(tp):
             assert relative_error(grad, expected_grads[key]) < 1e-5, key
 
 
-# More than LOSS_CHUNK_TOKENS per micro-batch, and two micro-batches.
-CHUNKED = {"mbsz": 72, "gbsz": 144}
+# More than one chunk per micro-batch, and two micro-batches.
+CHUNK, CHUNKED = 80, {"mbsz": 12, "gbsz": 24}
 MASKED = {"document_mask": True, "eod_mask_loss": True}
 TIED = {"tie_embeddings": True}
 OVERLAPPED = {"overlap": "true", "distributed_optimizer": True}  # parameters arrive during the next forward
-LAYOUTS = [
-    (1, [MASKED, TIED, {"use_moe": False, "parametrization": "mup", "mup_base_hidden_size": 16}]),
-    (2, [{"tp": 2} | MASKED, {"tp": 2} | TIED, {"pp": 2} | MASKED | TIED, {"cp": 2} | MASKED]),
-    (4, [{"tp": 2, "pp": 2} | MASKED, {"tp": 2, "pp": 2} | TIED, {"tp": 2, "ep": 2} | OVERLAPPED]),
-]
+ON_ONE = [MASKED, TIED, {"use_moe": False, "parametrization": "mup", "mup_base_hidden_size": 16}]
+ON_TWO = [{"tp": 2} | MASKED, {"tp": 2} | TIED, {"pp": 2} | MASKED | TIED, {"cp": 2} | MASKED]
+ON_TWO.append({"ep": 2} | OVERLAPPED)
+ON_FOUR = [{"tp": 2, "pp": 2} | MASKED, {"tp": 2, "pp": 2} | TIED, {"tp": 2, "ep": 2} | OVERLAPPED]
 
 
-@pytest.mark.parametrize(("num_ranks", "layouts"), LAYOUTS, ids=["1", "2", "4"])
+def in_chunks(settings, port):
+    """On a rank: a job of `run_models`, in plain torch; test_kernel_cross_entropy.py has the kernels."""
+    cross_entropy.LOSS_CHUNK_TOKENS, launch.INTERPRETED = CHUNK, False
+    return _run(settings, port)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"),
+    [(1, ON_ONE), (2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)],
+    ids=["1", "2", "4"],
+)
 def test_linear_is_the_unfused_loss(num_ranks, layouts):
-    jobs = [
-        CHUNKED | layout | {"cross_entropy": kind} for layout in layouts for kind in ("megatron", "linear")
-    ]
-    found = run_models(num_ranks, jobs)
+    kinds = ("megatron", "linear")
+    jobs = [(CHUNKED | layout | {"cross_entropy": kind},) for layout in layouts for kind in kinds]
+    found = [assembled_job(of_ranks) for of_ranks in run_jobs(num_ranks, in_chunks, jobs)]
     for layout, expected, ours in zip(layouts, found[::2], found[1::2], strict=True):
         assert relative_error(ours.losses, expected.losses) < 1e-6, layout
         assert ours.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)

@@ -18,7 +18,7 @@ from moe_exp.training.interval import Interval
 
 
 def trained(settings: dict[str, Any], zeroed: bool, port: int) -> list[Step]:
-    """Four steps. Unless all gradients are `zeroed`, those of the experts are NaN before each step."""
+    """Three steps. Unless all gradients are `zeroed`, those of the experts are NaN before each step."""
     launch.INTERPRETED = False  # the plain-torch references, which are much faster
     found = optimizer_setup.leave_to_kernels
     with patch.object(optimizer_setup, "leave_to_kernels", (lambda chunk: []) if zeroed else found):
@@ -43,7 +43,7 @@ def trained(settings: dict[str, Any], zeroed: bool, port: int) -> list[Step]:
 
         chunk.zero_grad_buffer = reset_and_spoil
     interval, progress, steps = Interval(job.config, job.runtime, model), Progress(), []
-    for _ in range(4):
+    for _ in range(3):
         done = loop.train_step(job, progress, interval, count_zeros=False).done
         steps.append(_step(job, progress, interval, done.grad_norm))
     assert bool(num_nan) == (not zeroed and job.config.expert_backend == "triton")
@@ -55,17 +55,26 @@ def on_rank(jobs):
     return in_turn(trained, jobs)
 
 
-@pytest.mark.parametrize("layout", ["one", "DP2", "DP2 whole", "PP2_VPP2", "EP2", "EP4"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "one", "DP2", "PP2_VPP2", "EP2",
+        pytest.param("DP2 whole", marks=pytest.mark.slow), pytest.param("EP4", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_steps_are_those_with_zeroed_gradients(layout, tmp_path):
     base = LAYOUTS[layout] | {
         "train_data": str(write_data(tmp_path)),
         "run_dir": str(tmp_path / "run"),
         "expert_backend": "triton",
+        "num_layers": 4 if "VPP" in layout else 2,
+        "mbsz": 1,
+        "gbsz": 2 * LAYOUTS[layout]["gpus_per_node"],
     }
     # two micro-batches per iteration and more, and one
-    cases = [base | {"gbsz": 16}, base | {"mbsz": 1, "dtype": "bf16", "overlap": "true"}]
+    cases = [base, base | {"dtype": "bf16", "overlap": "true"}, base | {"mbsz": 2}]
     if base["gpus_per_node"] == 1:
-        cases += [base | {"mbsz": 8}, base | {"expert_backend": "loop"}]
+        cases.append(base | {"expert_backend": "loop"})
     jobs = [(case, zeroed, free_port()) for case in cases for zeroed in (True, False)]
     for found in run_on_ranks(base["gpus_per_node"], on_rank, jobs, join=False, timeout=300):
         for zeroed, overwritten in zip(found[::2], found[1::2], strict=True):

@@ -73,7 +73,10 @@ def test_a_source_without_tokenizer_json_leaves_tokenizer_empty(tmp_path, hf_fol
     assert (tmp_path / "ours/tokenizer/tokenizer.model").is_file()
 
 
-@pytest.mark.parametrize("num_added", [None, 0, 3])
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (None, 0)]
+
+
+@pytest.mark.parametrize("num_added", [*SLOW, 3])
 def test_settings_of_the_printed_command_are_read(num_added, tmp_path):
     """As a shell runs it, but for the training: the dry run builds the settings and checks them."""
     source = tiny_folder(tmp_path / "hf", "qwen2_moe")

@@ -140,6 +140,13 @@ MODELS |= {
     for name, (settings, chosen) in RECOMPUTED.items()
     for modules in _lists(chosen)
 }
+# Those of pairs of three modules, between one module and all.
+SLOW = {
+    f"{name}, {','.join(pair)}"
+    for name, (_, chosen) in RECOMPUTED.items()
+    if len(chosen) > 2
+    for pair in combinations(chosen, 2)
+}
 # The same over two ranks: the first of them is looked at.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -274,9 +281,10 @@ PIPELINES: dict[str, dict[str, Any]] = {
 
 
 @cache
-def saved(num_ranks: int) -> list[dict[str, tuple[int, int]]]:
-    """By rank, of all jobs for so many."""
+def saved(num_ranks: int, is_slow: bool) -> list[dict[str, tuple[int, int]]]:
+    """By rank, of all jobs for so many that are slow or are not."""
     jobs = MODELS if num_ranks == 1 else LAYOUTS | PIPELINES
+    jobs = {name: settings for name, settings in jobs.items() if (name in SLOW) == is_slow}
     ports = [free_port() for _ in jobs]
     ranks = run_on_ranks(num_ranks, saved_on_rank, list(jobs.values()), ports, join=False, timeout=400)
     return [dict(zip(jobs, rank, strict=True)) for rank in ranks]
@@ -285,14 +293,15 @@ def saved(num_ranks: int) -> list[dict[str, tuple[int, int]]]:
 @pytest.mark.parametrize(
     ("settings", "name", "num_ranks", "rank"),
     [
-        *((settings, name, 1, 0) for name, settings in MODELS.items()),
+        *((settings, name, 1, 0) for name, settings in MODELS.items() if name not in SLOW),
+        *(pytest.param(MODELS[name], name, 1, 0, marks=pytest.mark.slow) for name in sorted(SLOW)),
         *((settings, name, 2, 0) for name, settings in LAYOUTS.items()),
         *((settings, name, 2, rank) for rank in (0, 1) for name, settings in PIPELINES.items()),
     ],
 )
 def test_saved_bytes(settings, name, num_ranks, rank):
     """Rank 1 is that of the second stage."""
-    peak, left = saved(num_ranks)[rank][name]
+    peak, left = saved(num_ranks, name in SLOW)[rank][name]
     by_module = settings.get("recompute_modules") or settings.get("offload_modules")
     limit = OF_RECOMPUTED if by_module else LIMIT
     assert expected(of_settings(settings, num_ranks), rank) == pytest.approx(peak, rel=limit)
