@@ -269,12 +269,22 @@ def expected(config: Config, stage: int = 0) -> float:
     layers += found.embedding if stage == 0 else 0.0
     in_flight = micro_batches_in_flight(config, config.num_microbatches)[stage]
     output = total(found.output_parts) if stage == config.pp - 1 else 0.0
-    return in_flight * layers + max(found.recomputed + pair, output + last)
+    # chunks that have run forward for other micro-batches
+    waiting = last * ((config.vpp or 1) - (stage == config.pp - 1))
+    return in_flight * layers + max(found.recomputed + pair, output + last) + waiting
 
 
 PIPELINES: dict[str, dict[str, Any]] = {
     "1F1B": {"num_layers": 4, "pp": 2, "gbsz": 8},
     "1F1B, dense, full": DENSE | {"num_layers": 4, "pp": 2, "gbsz": 8, "recompute": "full"},
+    "1F1B, on the host": {"num_layers": 4, "pp": 2, "gbsz": 8, "offload_modules": "attention,experts"},
+    "interleaved, on the host": {
+        "num_layers": 4,
+        "pp": 2,
+        "vpp": 2,
+        "gbsz": 8,
+        "offload_modules": "attention,experts",
+    },
     "interleaved": {"num_layers": 4, "pp": 2, "vpp": 2, "gbsz": 8},
     "interleaved, few": {"num_layers": 4, "pp": 2, "vpp": 2, "gbsz": 4},
 }
