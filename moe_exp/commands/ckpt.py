@@ -285,18 +285,28 @@ _DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices
     _DTYPE,
     flag("--drop-mtp", "omit the model's layers for multi-token prediction"),
     repeated("--ignore-field NAME", "unknown field of config.json to ignore (repeatable)"),
+    flag("--verify", "compare the result with transformers, layer by layer (both models in memory, in fp32)"),
 )
-def run_from_hf(arguments: argparse.Namespace) -> None:
+def run_from_hf(arguments: argparse.Namespace) -> int:
     """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for a
     run that starts from this checkpoint. Only one tensor is in memory at a time. Fails, without writing
     anything, if a tensor would not be used.
     """
     from moe_exp.checkpoint.hf.importing import from_hf
 
+    if arguments.verify:
+        from moe_exp.inference.verify import check_transformers, compare
+
+        check_transformers()
     options = {"dtype": arguments.dtype, "drop_mtp": arguments.drop_mtp}
     done = from_hf(arguments.source, arguments.target, **options, ignore_fields=arguments.ignore_field)
     print(f"{arguments.target}: {done.architecture}, {done.config.dtype}")
     print(*(f"Note: {note}" for note in done.notes), f"Train further with:\n  {done.command}", sep="\n")
+    if not arguments.verify:
+        return 0
+    lines, agrees = compare(arguments.source, arguments.target)
+    print(*lines, sep="\n")
+    return 0 if agrees else 1
 
 
 @command("convert to-hf", "convert a checkpoint to a Hugging Face folder")

@@ -82,16 +82,16 @@ class Space:
         powers = [2**power for power in range(max(world, config.gbsz).bit_length())]
         # With fewer than 8192 tokens per rank, context parallelism costs more than it saves.
         longest = min(world, max(1, config.seq_len // 8192))
-        levels = ["none", "selective", "full"]
+        levels: Sequence[str] = ["none", "selective", "full"]
         if config.use_moe and (config.fp8 == "none" or config.is_fp8_by_kernels):
             others = {
                 "shared_expert": config.shared_expert_size,
                 "mla_up_proj": config.multi_latent_attention,
             }
             modules = ["experts", *(name for name, is_there in others.items() if is_there)]
-            levels += {"experts", ",".join(modules), f"experts{_HOST}attention"}
+            levels = [*levels, *{"experts", ",".join(modules)}, f"experts{_HOST}attention"]
         elif not config.use_moe and config.fp8 == "none":
-            levels.append(f"none{_HOST}attention,mlp")
+            levels = [*levels, f"none{_HOST}attention,mlp"]
         levels = list(filter(None, fixed.get("recompute_modules", ()))) or fixed.get("recompute") or levels
         if "offload_modules" in fixed:
             moved = f"{_HOST}{fixed['offload_modules'][0]}" if fixed["offload_modules"][0] else ""

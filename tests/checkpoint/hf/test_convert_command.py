@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from helpers import ROOT
 from helpers.hf.tiny_models import save_tokenizer, tiny_folder, weights_of
 from helpers.jsonl import BinIdxWriter
 from moe_exp.cli import main
 from moe_exp.config.loading import load_config
+from moe_exp.inference.verify import compare
 
 
 def test_there_and_back(tmp_path, hf_folders, capsys, monkeypatch):
@@ -122,3 +124,20 @@ def test_an_average_of_hugging_face_folders_is_left_to_mergekit(hf_folders, tmp_
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(rf"SRC={sources[0]}: is a Hugging Face folder.* Fix: .*mergekit", line)
     assert not (tmp_path / "mean").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_verify_names_the_first_layer_that_differs(name, tmp_path, hf_folders, capsys):
+    source, target = tmp_path / "source", tmp_path / "ours"
+    shutil.copytree(hf_folders[name], source)
+    assert main(["convert", "from-hf", str(source), str(target), "--verify"]) == 0
+    out = capsys.readouterr().out
+    found = [float(value) for value in re.findall(r"^  .* (\S+e[+-]\d+)$", out, re.MULTILINE)]
+    assert len(found) == 5 and max(found) < 1e-5 and out.endswith("the models agree\n")
+    (file,) = source.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.layers.1.self_attn.o_proj.weight"] *= 1.5
+    save_file(weights, file, metadata={"format": "pt"})
+    lines, agrees = compare(source, target)
+    assert not agrees and lines[-1] == "differs from layer 2 on (limit 1e-04)"
+    assert float(lines[2].split()[-1]) < 1e-5 < 1e-3 < float(lines[3].split()[-1])
