@@ -120,11 +120,17 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...
 
 
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-_BIAS_NAME = {"mlp.gate.e_score_correction_bias": "E"}
-_EXPERT_BIAS = (
-    TensorRule("mlp.router.expert_bias", _BIAS_NAME, layers="moe", when="expert_bias"),
-    TensorRule("", _BIAS_NAME, "zeros", "moe", "no_expert_bias"),
-)
+
+
+def _expert_bias(block: str) -> tuple[TensorRule, ...]:
+    name, alias = {f"{block}.e_score_correction_bias": "E"}, "mlp.e_score_correction_bias"
+    return (
+        TensorRule("mlp.router.expert_bias", name, layers="moe", when="expert_bias", alias=alias),
+        TensorRule("", name, "zeros", "moe", "no_expert_bias"),
+    )
+
+
+_EXPERT_BIAS = _expert_bias("mlp.gate")
 
 
 def _shared_names(name: str) -> dict[str, str]:
@@ -162,7 +168,9 @@ _NO_DROPOUT = {"attention_dropout": 0.0}
 _QWEN_MOE_NULL = {"mlp_only_layers": None, "sliding_window": None}
 
 _SOFTMAX = {"router_score": "softmax"}
+_SIGMOID = {"router_score": "sigmoid", "router_normalize": "true", "router_bias_update_rate": 1e-3}
 _DENSE_MODEL = {"use_moe": False}
+_LATENT = {"multi_latent_attention": True, "qk_norm": True}
 _EITHER = (False, True)
 _NORMALIZED_OR_NOT = ("softmax", "softmax, normalized")
 _DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",)}
@@ -259,29 +267,29 @@ QWEN2_MOE = Architecture(
     },
     null=_QWEN_MOE_NULL | {"layer_types": None},
 )  # fmt: skip
-_DEEPSEEK_FIELDS = (
-    _DENSE_WIDTH, _EXPERT_WIDTH, same("n_routed_experts|num_local_experts", "num_experts"), _TOPK,
-    rules.SHARED_EXPERTS_BY_NUMBER, rules.FIRST_DENSE_LAYERS, rules.SIGMOID_ROUTING,
-    rules.LIMITED_GROUPS, rules.balancing("aux_loss_alpha"),
+# Sigmoid scores with a bias for the choice, and fields of the published config.json files that vLLM reads.
+_BIASED_ROUTING = (
+    same("n_routed_experts|num_local_experts", "num_experts"), _TOPK, rules.shared_experts(),
+    rules.SIGMOID_ROUTING, rules.limited_groups(2), rules.balancing("aux_loss_alpha"),
+    must_be("scoring_func", "sigmoid", because="DeepSeek-V3's routing uses sigmoid scores"),
+    must_be("topk_method", "noaux_tc", because="experts must be chosen by score plus bias"),
+    must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
+    must_be("ep_size", 1, because="must be 1 in a config.json"),
 )  # fmt: skip
+_DEEPSEEK_FIELDS = (_DENSE_WIDTH, _EXPERT_WIDTH, *_BIASED_ROUTING, rules.FIRST_DENSE_LAYERS)
+_INTERLEAVED = must_be(
+    "rope_interleave", True, because="Megatron's latent attention rotates adjacent channels"
+)
 _DEEPSEEK_TRAITS = {
     "moe_layers": ("all", "after the first"), "routing": ("sigmoid", "sigmoid, normalized"),
-    "expert_bias": _EITHER, "groups": _EITHER,
+    "expert_bias": _EITHER, "groups": (0, 2),
     "shared": ("of whole experts",),
 }  # fmt: skip
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",
-    fields=(
-        *_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION,
-        # fields of the original config.json; vLLM also reads topk_method
-        must_be("scoring_func", "sigmoid", because="DeepSeek-V3 uses sigmoid scores"),
-        must_be("topk_method", "noaux_tc", because="experts must be chosen by score plus bias"),
-        must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
-        must_be("rope_interleave", True, because="Megatron's latent attention rotates adjacent channels"),
-        must_be("ep_size", 1, because="must be 1 in a config.json"),
-    ),
+    fields=(*_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION, _INTERLEAVED),
     tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
-    settings={"multi_latent_attention": True, "qk_norm": True},
+    settings=_LATENT,
     traits=_DEEPSEEK_TRAITS | {"attention": ("latent",)},
     predicts_more=True,
     defaults=_DEFAULTS | {
@@ -317,6 +325,89 @@ GLM4_MOE = Architecture(
     },
     null={},
 )  # fmt: skip
+DOTS1 = Architecture(
+    "Dots1ForCausalLM", "dots1",
+    fields=(
+        *_common(), *_HEADS, *_DEEPSEEK_FIELDS, _NO_BIAS,
+        rules.no_sliding_window(switched=False, by_layer=True),
+    ),
+    tensors=(
+        *_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts"),
+    ),
+    settings={"qk_norm": True},
+    traits=_DEEPSEEK_TRAITS | {"qk_norm": ("head",), "heads_fill_width": _EITHER},
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 2048, "num_key_value_heads": 32, "attention_bias": False,
+        "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1,
+        "topk_group": 1, "sliding_window": 4096, "max_window_layers": 62, "layer_types": None,
+    },
+    null=_AS_MANY_AS_HEADS | _NO_DROPOUT | {
+        "norm_topk_prob": False, "sliding_window": None, "max_window_layers": None, "layer_types": None
+    },
+)  # fmt: skip
+SOLAR_OPEN = Architecture(
+    "SolarOpenForCausalLM", "solar_open",
+    fields=(
+        *_common(theta=1e6), *_HEADS, _EXPERT_WIDTH, *_BIASED_ROUTING, same("attention_bias", "qkv_bias"),
+        FieldRule(("intermediate_size",), lambda f: {}, lambda c: {}),  # of dense layers, which it lacks
+    ),
+    tensors=(
+        *_MODEL, *_ATTENTION, _QKV_BIAS[0], *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")
+    ),
+    settings={},
+    traits=_DEEPSEEK_TRAITS | {"moe_layers": ("all",), "qkv_bias": _EITHER, "heads_fill_width": _EITHER},
+    defaults=_DEFAULTS | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
+        "attention_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1,
+        "topk_group": 1,
+    },
+    null={},
+)  # fmt: skip
+# No shared experts; queries and keys normalized over all heads.
+MINIMAX_M2 = Architecture(
+    "MiniMaxM2ForCausalLM", "minimax_m2",
+    fields=(
+        *_common(theta=5e6, fraction=1.0), *_HEADS, rules.ROTATED_CHANNELS, _ONE_WIDTH,
+        same("num_local_experts|num_experts", "num_experts"), _TOPK, rules.balancing(),
+        same("router_jitter_noise", "router_jitter"),
+        must_be("scoring_func", "sigmoid", because="MiniMax-M2 uses sigmoid scores"),
+        must_be("use_routing_bias", True, because="experts must be chosen by score plus bias"),
+        must_be("use_qk_norm", True, because="queries and keys must be normalized"),
+        must_be("qk_norm_type", "per_layer", because="queries and keys must be normalized over all heads"),
+    ),
+    tensors=(
+        *_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_experts("block_sparse_moe", "w1", "w3", "w2"),
+        *_expert_bias("block_sparse_moe"),
+    ),
+    settings=_SIGMOID | {"qk_norm": True, "qk_norm_scope": "all"},
+    traits={
+        "qk_norm": ("all",), "routing": ("sigmoid, normalized",), "expert_bias": _EITHER,
+        "rotates_whole_heads": _EITHER, "heads_fill_width": _EITHER,
+    },
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128,
+        "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+    },
+    null={},
+)  # fmt: skip
+# DeepSeek-V3 with another field for the dense layers.
+GLM4_MOE_LITE = Architecture(
+    "Glm4MoeLiteForCausalLM", "glm4_moe_lite",
+    fields=(
+        *_common(), _DENSE_WIDTH, _EXPERT_WIDTH, *_BIASED_ROUTING, rules.DENSE_LAYERS_BY_TYPE, _NO_BIAS,
+        rules.LATENT_ATTENTION, _INTERLEAVED,
+    ),
+    tensors=DEEPSEEK_V3.tensors,
+    settings=_LATENT,
+    traits=DEEPSEEK_V3.traits | {"moe_layers": ("all", "after the first", "mixed")},
+    predicts_more=True,
+    defaults=_DEFAULTS | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "num_key_value_heads": 20,
+        "attention_bias": False, "q_lora_rank": 768, "rope_interleave": True, "mlp_layer_types": None,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
+    },
+    null={"q_lora_rank": None, "mlp_layer_types": None},
+)  # fmt: skip
 LLAMA = Architecture(
     "LlamaForCausalLM", "llama",
     fields=(
@@ -345,7 +436,11 @@ QWEN3 = Architecture(
     null=_AS_MANY_AS_HEADS | {"sliding_window": None, "layer_types": None},
 )  # fmt: skip
 
-# choose_architecture tries them in this order
+# choose_architecture tries them in this order, after the class of an imported model
 ARCHITECTURES = {
-    a.name: a for a in (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3)
-}
+    a.name: a
+    for a in (
+        MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3,
+        DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE,
+    )
+}  # fmt: skip

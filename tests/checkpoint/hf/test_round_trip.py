@@ -53,7 +53,8 @@ def test_bit_equal(name, hf_folders, checkpoints, tmp_path):
     done = to_hf(checkpoints[name], tmp_path / "back")
     assert done.architecture == f"{MODELS[name][0]}ForCausalLM"
     assert_same_weights(tmp_path / "back", hf_folders[name])
-    assert understood(tmp_path / "back") == understood(hf_folders[name])
+    # More fields than those of the class are for other software.
+    assert understood(tmp_path / "back").items() >= understood(hf_folders[name]).items()
     ours, theirs = (fields(one, "generation_config") for one in (tmp_path / "back", hf_folders[name]))
     assert ours == theirs
 

@@ -43,6 +43,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "routed_scaling_factor": 1.5,
         "use_qk_norm": True, "attention_bias": True,
     }),
+    "dots1": ("Dots1", _GROUPED | {
+        "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+        "head_dim": 12, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
+    }),
+    "solar_open": ("SolarOpen", {
+        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
+        "attention_bias": True, "routed_scaling_factor": 1.5,
+    }),
+    "minimax_m2": ("MiniMaxM2", {
+        "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    }),
+    "glm4_moe_lite": ("Glm4MoeLite", _LATENT | {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "rms_norm_eps": 1e-6, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "q_lora_rank": None, "routed_scaling_factor": 1.5,
+    }),
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
 }  # fmt: skip
