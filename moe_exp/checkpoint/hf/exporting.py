@@ -249,6 +249,9 @@ def _routing(c: Config) -> str:
         return "sinkhorn"
     if c.force_routing != "none":
         return c.force_routing
+    # With TOPK=NUM_EXPERTS, softmax weights need no normalization.
+    if c.router_score == "softmax" and c.topk == c.num_experts:
+        return "softmax over all"
     return c.router_score + (", normalized" if c.router_weights_sum is not None else "")
 
 

@@ -16,7 +16,7 @@ class Architecture:
     """A transformers model class."""
 
     name: str  # class name, as in `architectures` of config.json
-    model_type: str  # as in config.json
+    model_type: str  # as in config.json; `architecture_of` also knows OTHER_TYPES
     fields: tuple[FieldRule, ...]  # rules for config.json
     tensors: tuple[TensorRule, ...]  # rules for the weights
     settings: Mapping[str, Any]  # settings that all models of this class share
@@ -53,6 +53,7 @@ _HEADS = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM)
 # vLLM always computes the head size as width / heads, regardless of config.json
 _HEADS_BY_WIDTH = (rules.KEY_VALUE_HEADS, FieldRule(("head_dim",), rules.HEAD_DIM.read, lambda c: {}))
 _NO_BIAS = must_be("attention_bias", False, because="biases in the attention projections are not supported")
+_NO_MLP_BIAS = must_be("mlp_bias", False, because="biases in the MLP are not supported")
 _TOPK = same("num_experts_per_tok", "topk")
 _DENSE_WIDTH = same("intermediate_size", "ffn_hidden_size")
 _EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size")
@@ -172,7 +173,7 @@ _SIGMOID = {"router_score": "sigmoid", "router_normalize": "true", "router_bias_
 _DENSE_MODEL = {"use_moe": False}
 _LATENT = {"multi_latent_attention": True, "qk_norm": True}
 _EITHER = (False, True)
-_NORMALIZED_OR_NOT = ("softmax", "softmax, normalized")
+_NORMALIZED_OR_NOT = ("softmax", "softmax, normalized", "softmax over all")
 _DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",)}
 _QWEN_TRAITS = {
     "moe_layers": ("all", "after the first", "mixed"), "routing": _NORMALIZED_OR_NOT
@@ -188,7 +189,7 @@ MIXTRAL = Architecture(
     ),
     tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=_SOFTMAX | {"router_pre_softmax": False},
-    traits={"routing": ("softmax, normalized",), "heads_fill_width": _EITHER},
+    traits={"routing": ("softmax, normalized", "softmax over all"), "heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None,
         "sliding_window": None, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
@@ -267,14 +268,17 @@ QWEN2_MOE = Architecture(
     },
     null=_QWEN_MOE_NULL | {"layer_types": None},
 )  # fmt: skip
+_LAYERS_OF_VLLM = (
+    must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
+    must_be("ep_size", 1, because="must be 1 in a config.json"),
+)
 # Sigmoid scores with a bias for the choice, and fields of the published config.json files that vLLM reads.
 _BIASED_ROUTING = (
     same("n_routed_experts|num_local_experts", "num_experts"), _TOPK, rules.shared_experts(),
     rules.SIGMOID_ROUTING, rules.limited_groups(2), rules.balancing("aux_loss_alpha"),
     must_be("scoring_func", "sigmoid", because="DeepSeek-V3's routing uses sigmoid scores"),
     must_be("topk_method", "noaux_tc", because="experts must be chosen by score plus bias"),
-    must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
-    must_be("ep_size", 1, because="must be 1 in a config.json"),
+    *_LAYERS_OF_VLLM,
 )  # fmt: skip
 _DEEPSEEK_FIELDS = (_DENSE_WIDTH, _EXPERT_WIDTH, *_BIASED_ROUTING, rules.FIRST_DENSE_LAYERS)
 _INTERLEAVED = must_be(
@@ -408,11 +412,37 @@ GLM4_MOE_LITE = Architecture(
     },
     null={"q_lora_rank": None, "mlp_layer_types": None},
 )  # fmt: skip
+# Softmax scores without a bias, never normalized. transformers ignores `norm_topk_prob`, vLLM does not.
+DEEPSEEK_V2 = Architecture(
+    "DeepseekV2ForCausalLM", "deepseek_v2",
+    fields=(
+        *_common(), _DENSE_WIDTH, _EXPERT_WIDTH, same("n_routed_experts|num_experts", "num_experts"), _TOPK,
+        rules.shared_experts(), rules.FIRST_DENSE_LAYERS, rules.LATENT_ATTENTION, _NO_BIAS, _NO_MLP_BIAS,
+        same("routed_scaling_factor", "router_scaling_factor"), rules.balancing("aux_loss_alpha"),
+        rules.limited_groups(1, methods=("greedy", "group_limited_greedy")),
+        must_be("norm_topk_prob", False, because="transformers' DeepSeek-V2 does not normalize weights"),
+        must_be("scoring_func", "softmax", because="DeepSeek-V2 uses softmax scores"), *_LAYERS_OF_VLLM,
+    ),
+    tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_shared("shared_experts")),
+    settings=_LATENT | _SOFTMAX,
+    traits=_DEEPSEEK_TRAITS | {
+        "attention": ("latent",), "routing": ("softmax", "softmax over all"), "expert_bias": (False,),
+        "groups": (0, 1),
+    },
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 2048, "num_key_value_heads": None, "attention_bias": False,
+        "mlp_bias": False, "head_dim": None, "first_k_dense_replace": 0, "q_lora_rank": 1536,
+        "n_group": None, "topk_group": None, "topk_method": "greedy", "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+    null=_AS_MANY_AS_HEADS | _NO_DROPOUT | {
+        "q_lora_rank": None, "head_dim": None, "n_group": None, "topk_group": None, "norm_topk_prob": False
+    },
+)  # fmt: skip
 LLAMA = Architecture(
     "LlamaForCausalLM", "llama",
     fields=(
-        *_common(), *_HEADS, _NO_BIAS,
-        must_be("mlp_bias", False, because="biases in the MLP are not supported"), _DENSE_WIDTH,
+        *_common(), *_HEADS, _NO_BIAS, _NO_MLP_BIAS, _DENSE_WIDTH,
     ),
     tensors=(*_MODEL, *_ATTENTION, *_DENSE),
     settings=_DENSE_MODEL,
@@ -441,6 +471,8 @@ ARCHITECTURES = {
     a.name: a
     for a in (
         MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3,
-        DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE,
+        DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE, DEEPSEEK_V2,
     )
 }  # fmt: skip
+# other values of `model_type`, in folders that name no class
+OTHER_TYPES = {"kimi_k2": DEEPSEEK_V3}

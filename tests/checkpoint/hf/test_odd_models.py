@@ -34,6 +34,7 @@ LATENT: list[Changes] = [
     {"q_lora_rank": 10, "kv_lora_rank": 6, "v_head_dim": 6, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6},
     {"q_lora_rank": None, "rope_parameters": LATENT_YARN},
     {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "rope_parameters": YARN},
+    {"rope_parameters": LATENT_YARN | {"beta_fast": 1.0, "beta_slow": 1.0}},  # as in Kimi-K2
 ]
 # no norm_epsilon here
 ANY_LATENT = [*ANY[:2], {"rope_parameters": ROPE}]

@@ -59,6 +59,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "intermediate_size": 48, "moe_intermediate_size": 16, "rms_norm_eps": 1e-6, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "q_lora_rank": None, "routed_scaling_factor": 1.5,
     }),
+    "deepseek_v2": ("DeepseekV2", _LATENT | _GROUPED | {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 4,
+        "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 16.0, "q_lora_rank": None,
+        "rope_parameters": _YARN | {"rope_theta": 1e4, "mscale": 0.707, "mscale_all_dim": 0.707},
+    }),
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
 }  # fmt: skip
