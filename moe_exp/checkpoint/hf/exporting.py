@@ -169,7 +169,7 @@ class _Weights:
         """Dtype of a written tensor."""
         stored = self._stored(piece.key) if piece.key else None
         # Rounding the bias would change which experts are chosen; transformers always keeps it in fp32.
-        if part.name.endswith("e_score_correction_bias"):
+        if part.name.endswith(("e_score_correction_bias", "expert_bias")):
             return torch.float32 if stored is None else stored.dtype
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
@@ -177,7 +177,8 @@ class _Weights:
         """Reads a piece's values. Reads all experts of a layer at once, since one chunk may contain them."""
         stored = self._stored(piece.key)
         assert stored is not None
-        num_layer_axes = len(piece.shape) - len(piece.theirs[0].shape) - (piece.expert is not None)
+        num_axes = len(piece.theirs[0].shape) - (piece.join == "flat") + (piece.expert is not None)
+        num_layer_axes = len(piece.shape) - num_axes
         layer, rest = piece.offsets[:num_layer_axes], piece.shape[num_layer_axes:]
         if self._kept is None or self._kept[:2] != (stored.key, layer):
             # freed before the next tensor is read, so that only one is in memory

@@ -31,7 +31,8 @@ class Architecture:
     @property
     def scales(self) -> bool:
         """Whether config.json has a field for ROUTER_SCALING_FACTOR."""
-        return any("routed_scaling_factor" in rule.names for rule in self.fields)
+        names = {name for rule in self.fields for name in rule.names}
+        return bool(names & {"routed_scaling_factor", "router_scaling_factor"})
 
 
 _LENGTH = "max_position_embeddings"
@@ -107,9 +108,9 @@ _DENSE = (
 )
 
 
-def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
+def _experts(block: str, gate: str, up: str, down: str, router_name: str = "gate") -> tuple[TensorRule, ...]:
     each, ours, all_theirs = f"{block}.experts.{{expert}}", "mlp.experts.experts.linear_fc", "mlp.experts."
-    router, norm = {f"{block}.gate.weight": "E D"}, {"post_attention_layernorm.weight": "D"}
+    router, norm = {f"{block}.{router_name}.weight": "E D"}, {"post_attention_layernorm.weight": "D"}
     halves = {f"{each}.{gate}.weight": "f D", f"{each}.{up}.weight": "f D"}
     second = {f"{each}.{down}.weight": "D f"}
     return (
@@ -123,15 +124,16 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 
-def _expert_bias(block: str) -> tuple[TensorRule, ...]:
-    name, alias = {f"{block}.e_score_correction_bias": "E"}, "mlp.e_score_correction_bias"
+def _expert_bias(where: str, sizes: str = "E", alias: str = "") -> tuple[TensorRule, ...]:
+    name, join = {where: sizes}, "plain" if sizes == "E" else "flat"
     return (
-        TensorRule("mlp.router.expert_bias", name, layers="moe", when="expert_bias", alias=alias),
+        TensorRule("mlp.router.expert_bias", name, join, "moe", "expert_bias", alias),
         TensorRule("", name, "zeros", "moe", "no_expert_bias"),
     )
 
 
-_EXPERT_BIAS = _expert_bias("mlp.gate")
+_EXPERT_BIAS = _expert_bias("mlp.gate.e_score_correction_bias")
+_BIAS_OF_BLOCK = "mlp.e_score_correction_bias"  # its name in transformers 5
 
 
 def _shared_names(name: str) -> dict[str, str]:
@@ -155,17 +157,17 @@ _SHARED_GATE = (
 
 # Defaults and meanings of null in transformers' configuration classes. Sizes have no defaults here: a folder
 # that omits one is unlikely to have weights of the default size.
-_DEFAULTS = {
-    "hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
+_NO_DROPOUT = {"attention_dropout": 0.0}
+_DEFAULTS_OF_ERNIE = {
+    "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False
 }  # fmt: skip
+_DEFAULTS = _DEFAULTS_OF_ERNIE | _NO_DROPOUT
 _QWEN_MOE_DEFAULTS = _DEFAULTS | {
     "max_position_embeddings": 32768, "decoder_sparse_step": 1, "mlp_only_layers": None,
     "norm_topk_prob": False, "sliding_window": 4096, "use_sliding_window": False,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
 _AS_MANY_AS_HEADS = {"num_key_value_heads": None}
-_NO_DROPOUT = {"attention_dropout": 0.0}
 _QWEN_MOE_NULL = {"mlp_only_layers": None, "sliding_window": None}
 
 _SOFTMAX = {"router_score": "softmax"}
@@ -268,6 +270,7 @@ QWEN2_MOE = Architecture(
     },
     null=_QWEN_MOE_NULL | {"layer_types": None},
 )  # fmt: skip
+_FIRST_DENSE = rules.first_dense_layers("first_k_dense_replace")
 _LAYERS_OF_VLLM = (
     must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
     must_be("ep_size", 1, because="must be 1 in a config.json"),
@@ -280,7 +283,7 @@ _BIASED_ROUTING = (
     must_be("topk_method", "noaux_tc", because="experts must be chosen by score plus bias"),
     *_LAYERS_OF_VLLM,
 )  # fmt: skip
-_DEEPSEEK_FIELDS = (_DENSE_WIDTH, _EXPERT_WIDTH, *_BIASED_ROUTING, rules.FIRST_DENSE_LAYERS)
+_DEEPSEEK_FIELDS = (_DENSE_WIDTH, _EXPERT_WIDTH, *_BIASED_ROUTING, _FIRST_DENSE)
 _INTERLEAVED = must_be(
     "rope_interleave", True, because="Megatron's latent attention rotates adjacent channels"
 )
@@ -381,7 +384,7 @@ MINIMAX_M2 = Architecture(
     ),
     tensors=(
         *_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_experts("block_sparse_moe", "w1", "w3", "w2"),
-        *_expert_bias("block_sparse_moe"),
+        *_expert_bias("block_sparse_moe.e_score_correction_bias", alias=_BIAS_OF_BLOCK),
     ),
     settings=_SIGMOID | {"qk_norm": True, "qk_norm_scope": "all"},
     traits={
@@ -417,7 +420,7 @@ DEEPSEEK_V2 = Architecture(
     "DeepseekV2ForCausalLM", "deepseek_v2",
     fields=(
         *_common(), _DENSE_WIDTH, _EXPERT_WIDTH, same("n_routed_experts|num_experts", "num_experts"), _TOPK,
-        rules.shared_experts(), rules.FIRST_DENSE_LAYERS, rules.LATENT_ATTENTION, _NO_BIAS, _NO_MLP_BIAS,
+        rules.shared_experts(), _FIRST_DENSE, rules.LATENT_ATTENTION, _NO_BIAS, _NO_MLP_BIAS,
         same("routed_scaling_factor", "router_scaling_factor"), rules.balancing("aux_loss_alpha"),
         rules.limited_groups(1, methods=("greedy", "group_limited_greedy")),
         must_be("norm_topk_prob", False, because="transformers' DeepSeek-V2 does not normalize weights"),
@@ -438,6 +441,65 @@ DEEPSEEK_V2 = Architecture(
     null=_AS_MANY_AS_HEADS | _NO_DROPOUT | {
         "q_lora_rank": None, "head_dim": None, "n_group": None, "topk_group": None, "norm_topk_prob": False
     },
+)  # fmt: skip
+HY_V3 = Architecture(
+    "HYV3ForCausalLM", "hy_v3",
+    fields=(
+        *_common(theta=11158840.0), *_HEADS, _NO_BIAS, _NO_MLP_BIAS, _DENSE_WIDTH, _EXPERT_WIDTH, _TOPK,
+        same("num_experts|num_local_experts", "num_experts"), rules.shared_experts("num_shared_experts"),
+        same("router_scaling_factor", "router_scaling_factor"), rules.DENSE_LAYERS_BY_TYPE,
+        rules.balancing("aux_loss_alpha"),
+        must_be("enable_moe_fp32_combine", True, False, because="must be true or false"),
+    ),
+    tensors=(
+        *_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE,
+        *_experts("mlp", "gate_proj", "up_proj", "down_proj", "router.gate"),
+        *_expert_bias("mlp.expert_bias", alias=_BIAS_OF_BLOCK), *_shared("shared_mlp"),
+    ),
+    settings=_SIGMOID | {"qk_norm": True},
+    traits=_DEEPSEEK_TRAITS | {
+        "moe_layers": ("all", "after the first", "mixed"), "routing": ("sigmoid, normalized",),
+        "groups": (0,), "qk_norm": ("head",), "heads_fill_width": _EITHER,
+    },
+    defaults=_DEFAULTS | {
+        "initializer_range": 0.006, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+        "num_key_value_heads": 8, "head_dim": 128, "attention_bias": False, "mlp_bias": False,
+        "router_scaling_factor": 2.826, "mlp_layer_types": None, "enable_moe_fp32_combine": True,
+    },
+    null={"mlp_layer_types": None},
+)  # fmt: skip
+# Softmax scores with a bias for the choice; rotates adjacent channels.
+ERNIE4_5_MOE = Architecture(
+    "Ernie4_5_MoeForCausalLM", "ernie4_5_moe",
+    fields=(
+        *(rule for rule in _common(theta=5e5) if rule.names != ("attention_dropout",)), *_HEADS,
+        _DENSE_WIDTH, _EXPERT_WIDTH, same("moe_num_experts|num_experts", "num_experts"),
+        same("moe_k|num_experts_per_tok", "topk"), rules.shared_experts("moe_num_shared_experts"),
+        rules.first_dense_layers("moe_layer_start_index"), rules.LAST_LAYER_IS_MOE, rules.balancing(),
+        must_be("moe_layer_interval", 1, because="all layers after the first dense ones must be MoE"),
+        must_be("use_bias", False, because="biases in all projections are not supported"),
+        must_be("moe_norm_min", 1e-12, because="the sum of the router weights must not be limited"),
+    ),
+    tensors=(
+        *_MODEL, _ATTENTION[0], TensorRule(_ATTENTION[1].ours, _QKV, "adjacent heads"), _ATTENTION[2],
+        *_DENSE, *_EXPERTS, *_shared("shared_experts"),
+        *_expert_bias(
+            "mlp.moe_statics.e_score_correction_bias", "1 E", "mlp.gate.moe_statics.e_score_correction_bias"
+        ),
+    ),
+    settings=_SOFTMAX | {"router_normalize": "true", "router_bias_update_rate": 1e-3},
+    traits={
+        "moe_layers": ("all", "after the first"), "heads_fill_width": _EITHER,
+        "routing": ("softmax, normalized", "softmax over all"), "expert_bias": _EITHER,
+        "shared": ("none", "of whole experts"),
+    },
+    defaults=_DEFAULTS_OF_ERNIE | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 4,
+        "tie_word_embeddings": True, "use_bias": False, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12,
+        "router_aux_loss_coef": 0.001,
+    },
+    null={"use_bias": False, "router_aux_loss_coef": None},
 )  # fmt: skip
 LLAMA = Architecture(
     "LlamaForCausalLM", "llama",
@@ -471,7 +533,7 @@ ARCHITECTURES = {
     a.name: a
     for a in (
         MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3,
-        DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE, DEEPSEEK_V2,
+        DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE, DEEPSEEK_V2, HY_V3, ERNIE4_5_MOE,
     )
 }  # fmt: skip
 # other values of `model_type`, in folders that name no class

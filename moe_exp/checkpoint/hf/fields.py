@@ -145,12 +145,24 @@ def _layer_settings(is_moe: list[bool]) -> Settings:
 
 
 # DeepSeek family and its descendants, up to SIGMOID_ROUTING
-FIRST_DENSE_LAYERS = FieldRule(
-    ("first_k_dense_replace",),
-    lambda f: _layer_settings(
-        [i >= given(f, "first_k_dense_replace") for i in range(given(f, "num_hidden_layers"))]
-    ),
-    lambda c: {"first_k_dense_replace": c.moe_layers.index(True)},
+def first_dense_layers(name: str) -> FieldRule:
+    """Rule for the number of dense layers before the MoE layers."""
+    return FieldRule(
+        (name,),
+        lambda f: _layer_settings([i >= given(f, name) for i in range(given(f, "num_hidden_layers"))]),
+        lambda c: {name: c.moe_layers.index(True)},
+    )
+
+
+def _read_last_layer(fields: Fields) -> Settings:
+    name, last = "moe_layer_end_index", given(fields, "num_hidden_layers") - 1
+    if (found := given(fields, name)) not in (-1, last):
+        raise refuse(name, found, "all layers after the first dense ones must be MoE")
+    return {}
+
+
+LAST_LAYER_IS_MOE = FieldRule(
+    ("moe_layer_end_index",), _read_last_layer, lambda c: {"moe_layer_end_index": c.num_layers - 1}
 )
 
 

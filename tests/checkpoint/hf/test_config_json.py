@@ -231,6 +231,9 @@ def test_dense_layers_of_qwen(fields, expected):
 # Null is a value of the configuration class here, and the model cannot be built with it.
 NULL_BUILDS_NOTHING = {"first_k_dense_replace", "n_group", "topk_group", "num_key_value_heads", "v_head_dim"}
 NULL_BUILDS_NOTHING |= {"num_experts_per_tok", "n_routed_experts", "n_shared_experts", "topk_method"}
+NULL_BUILDS_NOTHING |= {"num_experts", "num_shared_experts", "moe_k", "moe_num_experts", "moe_norm_min"}
+NULL_BUILDS_NOTHING |= {"moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index"}
+NULL_BUILDS_NOTHING |= {"moe_layer_interval"}
 # Values for fields without a usable default.
 USABLE: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},

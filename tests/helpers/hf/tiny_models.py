@@ -64,6 +64,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 16.0, "q_lora_rank": None,
         "rope_parameters": _YARN | {"rope_theta": 1e4, "mscale": 0.707, "mscale_all_dim": 0.707},
     }),
+    "hy_v3": ("HYV3", {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "head_dim": 12, "num_shared_experts": 2, "mlp_layer_types": ["sparse", "dense", "sparse"],
+    }),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2,
+        "head_dim": 12,
+    }),
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
 }  # fmt: skip
