@@ -167,6 +167,10 @@ _QWEN_MOE_DEFAULTS = _DEFAULTS | {
     "norm_topk_prob": False, "sliding_window": 4096, "use_sliding_window": False,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
+_QWEN_DEFAULTS = _DEFAULTS | {
+    "max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
+    "use_sliding_window": False, "max_window_layers": 28, "layer_types": None,
+}  # fmt: skip
 _AS_MANY_AS_HEADS = {"num_key_value_heads": None}
 _QWEN_MOE_NULL = {"mlp_only_layers": None, "sliding_window": None}
 
@@ -406,7 +410,9 @@ GLM4_MOE_LITE = Architecture(
     ),
     tensors=DEEPSEEK_V3.tensors,
     settings=_LATENT,
-    traits=DEEPSEEK_V3.traits | {"moe_layers": ("all", "after the first", "mixed")},
+    traits=_DEEPSEEK_TRAITS | {
+        "attention": ("latent",), "moe_layers": ("all", "after the first", "mixed")
+    },
     predicts_more=True,
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "num_key_value_heads": 20,
@@ -521,11 +527,29 @@ QWEN3 = Architecture(
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE),
     settings=_DENSE_MODEL | {"qk_norm": True},
     traits=_DENSE_TRAITS | {"qk_norm": ("head",), "heads_fill_width": _EITHER},
-    defaults=_DEFAULTS | {
-        "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False,
-        "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None,
-    },
+    defaults=_QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
     null=_AS_MANY_AS_HEADS | {"sliding_window": None, "layer_types": None},
+)  # fmt: skip
+
+# Biases on queries, keys and values, without a field.
+QWEN2 = Architecture(
+    "Qwen2ForCausalLM", "qwen2",
+    fields=(*_common(), *_HEADS_BY_WIDTH, _DENSE_WIDTH, rules.no_sliding_window()),
+    tensors=(*_MODEL, *_ATTENTION, _QKV_BIAS[0], *_DENSE),
+    settings=_DENSE_MODEL | {"qkv_bias": True},
+    traits=_DENSE_TRAITS | {"qkv_bias": (True,)},
+    defaults=_QWEN_DEFAULTS, null=QWEN3.null,
+)  # fmt: skip
+MISTRAL = Architecture(
+    "MistralForCausalLM", "mistral",
+    fields=(*_common(), *_HEADS, _DENSE_WIDTH, rules.no_sliding_window(switched=False)),
+    tensors=(*_MODEL, *_ATTENTION, *_DENSE),
+    settings=_DENSE_MODEL,
+    traits=_DENSE_TRAITS | {"heads_fill_width": _EITHER},
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096
+    },
+    null={"head_dim": None, "sliding_window": None},
 )  # fmt: skip
 
 # choose_architecture tries them in this order, after the class of an imported model
@@ -533,7 +557,7 @@ ARCHITECTURES = {
     a.name: a
     for a in (
         MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3,
-        DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE, DEEPSEEK_V2, HY_V3, ERNIE4_5_MOE,
+        DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE, DEEPSEEK_V2, HY_V3, ERNIE4_5_MOE, QWEN2, MISTRAL,
     )
 }  # fmt: skip
 # other values of `model_type`, in folders that name no class

@@ -239,6 +239,7 @@ USABLE: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "Glm4MoeLiteForCausalLM": {"rms_norm_eps": 1e-6},
+    "MistralForCausalLM": {"sliding_window": None},
 }
 
 

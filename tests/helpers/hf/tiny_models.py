@@ -73,6 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 12,
     }),
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
+    "qwen2": ("Qwen2", {"intermediate_size": 48, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"intermediate_size": 48, "head_dim": 12, "sliding_window": None}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
 }  # fmt: skip
 # What runs with PRESET=reference are: top-1 without normalization, no biases, no shared expert.
