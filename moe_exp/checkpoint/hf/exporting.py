@@ -5,7 +5,7 @@ one tensor of one layer at a time (for all experts of this layer), so that littl
 import contextlib
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor, read_common
 from moe_exp.checkpoint.hf import model_folder
 from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
-from moe_exp.checkpoint.hf.fields import LATENT_EPSILON, UnsupportedModel, groups_score_alike
+from moe_exp.checkpoint.hf.fields import LATENT_EPSILON, UnsupportedModel, group_ranking
 from moe_exp.checkpoint.hf.tensor_rules import MappedPiece, Theirs, misfits, pieces, taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
@@ -57,7 +57,8 @@ def to_hf(
         main_weights: write the optimizer's fp32 main weights, which are more precise than bf16 weights.
         max_shard_bytes: maximum size of the tensors in each file.
         tokenizer: tokenizer folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
-        like: Hugging Face folder that provides generation_config.json, token ids and max_position_embeddings;
+        like: Hugging Face folder that provides generation_config.json, token ids, max_position_embeddings
+            and, if several classes are equivalent, the class;
             None: the folder from which the checkpoint, or the LOAD_DIR of its run, was converted.
 
     Raises:
@@ -75,7 +76,14 @@ def to_hf(
         raise unusable(f"MAX_SHARD_SIZE={max_shard_bytes}", "must be at least 1 byte", "use a size like 5GB")
     folder = one_checkpoint(source)
     config = saved_config(folder)
-    architecture = choose_architecture(config)
+    longest_is_kept = like is None
+    if like is None:
+        # An imported checkpoint keeps its source's JSON files beside it.
+        places = [folder.parent, *([expanded(config.load_dir)] if config.load_dir else [])]
+        originals = [place / model_folder.ORIGINAL for place in places]
+        like = next(filter(Path.is_dir, originals), None)
+    kept = model_folder.kept_fields(like)
+    architecture = choose_architecture(config, kept.pop("architectures", None) or ())
     planned = list(pieces(architecture.tensors, config, scales=architecture.scales))
     of_file = model_folder.TORCH_DTYPES[dtype] if dtype else None
     weights = _Weights(CheckpointReader(folder), planned, main=main_weights, dtype=of_file)
@@ -90,13 +98,8 @@ def to_hf(
             trained = model_folder.as_in_documents(partial, documents)
         name, of_torch = architecture.name, str(weights.usual_dtype).removeprefix("torch.")
         fields = fields_of(config, architecture) | model_folder.token_ids(partial)
-        longest = 0 if like else fields["max_position_embeddings"]
-        # An imported checkpoint keeps its source's JSON files beside it.
-        if like is None:
-            places = [folder.parent, *([expanded(config.load_dir)] if config.load_dir else [])]
-            originals = [place / model_folder.ORIGINAL for place in places]
-            like = next(filter(Path.is_dir, originals), None)
-        fields |= model_folder.kept_fields(like)
+        longest = fields["max_position_embeddings"] if longest_is_kept else 0
+        fields |= kept
         # training may have extended the source's length
         fields["max_position_embeddings"] = max(longest, fields["max_position_embeddings"])
         # transformers 5 renamed `torch_dtype` to `dtype`, but other software still reads `torch_dtype`
@@ -166,7 +169,7 @@ class _Weights:
         """Dtype of a written tensor."""
         stored = self._stored(piece.key) if piece.key else None
         # Rounding the bias would change which experts are chosen; transformers always keeps it in fp32.
-        if part.name.endswith("e_score_correction_bias"):
+        if part.name.endswith(("e_score_correction_bias", "expert_bias")):
             return torch.float32 if stored is None else stored.dtype
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
@@ -174,7 +177,8 @@ class _Weights:
         """Reads a piece's values. Reads all experts of a layer at once, since one chunk may contain them."""
         stored = self._stored(piece.key)
         assert stored is not None
-        num_layer_axes = len(piece.shape) - len(piece.theirs[0].shape) - (piece.expert is not None)
+        num_axes = len(piece.theirs[0].shape) - (piece.join == "flat") + (piece.expert is not None)
+        num_layer_axes = len(piece.shape) - num_axes
         layer, rest = piece.offsets[:num_layer_axes], piece.shape[num_layer_axes:]
         if self._kept is None or self._kept[:2] != (stored.key, layer):
             # freed before the next tensor is read, so that only one is in memory
@@ -246,6 +250,9 @@ def _routing(c: Config) -> str:
         return "sinkhorn"
     if c.force_routing != "none":
         return c.force_routing
+    # With TOPK=NUM_EXPERTS, softmax weights need no normalization.
+    if c.router_score == "softmax" and c.topk == c.num_experts:
+        return "softmax over all"
     return c.router_score + (", normalized" if c.router_weights_sum is not None else "")
 
 
@@ -265,10 +272,6 @@ TRAITS: Mapping[str, Trait] = {
     "drops": Trait(
         lambda c: c.use_moe and (c.expert_capacity_factor or math.inf) * c.topk < c.num_experts, False,
         ("moe_type", "capacity_factor"), ", which may drop tokens,",
-    ),
-    "groups_differ": Trait(
-        lambda c: c.use_moe and not groups_score_alike(c.topk, c.num_router_groups, c.router_group_topk),
-        False, ("topk", "num_router_groups", "router_group_topk"),
     ),
     "attention": Trait(
         lambda c: ("latent" if c.qk_norm else "without norms") if c.multi_latent_attention else "grouped",
@@ -299,7 +302,10 @@ TRAITS: Mapping[str, Trait] = {
         ("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"),
     ),
     "expert_bias": Trait(lambda c: c.use_moe and c.has_expert_bias, False, ("router_bias_update_rate",)),
-    "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, ("num_router_groups",)),
+    "groups": Trait(
+        lambda c: c.use_moe and group_ranking(c.topk, c.num_router_groups, c.router_group_topk), 0,
+        ("topk", "num_router_groups", "router_group_topk"),
+    ),
     "number": Trait(
         lambda c: c.use_moe and (c.router_top_p < 1 or c.null_experts > 0), False,
         ("router_top_p", "null_experts"),
@@ -309,10 +315,12 @@ TRAITS: Mapping[str, Trait] = {
 }  # fmt: skip
 
 
-def choose_architecture(config: Config) -> Architecture:
-    """Architecture equivalent to a model. If none exists, UnsupportedModel names the responsible settings."""
+def choose_architecture(config: Config, preferred: Collection[str] = ()) -> Architecture:
+    """Architecture equivalent to a model, one of the names in `preferred` if possible. If none exists,
+    UnsupportedModel names the responsible settings.
+    """
     against: dict[str, list[str]] = {}  # settings that each architecture cannot express
-    for architecture in ARCHITECTURES.values():
+    for architecture in sorted(ARCHITECTURES.values(), key=lambda one: one.name not in preferred):
         reasons = against[architecture.name] = []
         for name, trait in TRAITS.items():
             if trait.of(config) not in architecture.traits.get(name, (trait.usual,)):

@@ -16,7 +16,7 @@ class Architecture:
     """A transformers model class."""
 
     name: str  # class name, as in `architectures` of config.json
-    model_type: str  # as in config.json
+    model_type: str  # as in config.json; `architecture_of` also knows OTHER_TYPES
     fields: tuple[FieldRule, ...]  # rules for config.json
     tensors: tuple[TensorRule, ...]  # rules for the weights
     settings: Mapping[str, Any]  # settings that all models of this class share
@@ -31,7 +31,8 @@ class Architecture:
     @property
     def scales(self) -> bool:
         """Whether config.json has a field for ROUTER_SCALING_FACTOR."""
-        return any("routed_scaling_factor" in rule.names for rule in self.fields)
+        names = {name for rule in self.fields for name in rule.names}
+        return bool(names & {"routed_scaling_factor", "router_scaling_factor"})
 
 
 _LENGTH = "max_position_embeddings"
@@ -53,6 +54,7 @@ _HEADS = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM)
 # vLLM always computes the head size as width / heads, regardless of config.json
 _HEADS_BY_WIDTH = (rules.KEY_VALUE_HEADS, FieldRule(("head_dim",), rules.HEAD_DIM.read, lambda c: {}))
 _NO_BIAS = must_be("attention_bias", False, because="biases in the attention projections are not supported")
+_NO_MLP_BIAS = must_be("mlp_bias", False, because="biases in the MLP are not supported")
 _TOPK = same("num_experts_per_tok", "topk")
 _DENSE_WIDTH = same("intermediate_size", "ffn_hidden_size")
 _EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size")
@@ -106,9 +108,9 @@ _DENSE = (
 )
 
 
-def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
+def _experts(block: str, gate: str, up: str, down: str, router_name: str = "gate") -> tuple[TensorRule, ...]:
     each, ours, all_theirs = f"{block}.experts.{{expert}}", "mlp.experts.experts.linear_fc", "mlp.experts."
-    router, norm = {f"{block}.gate.weight": "E D"}, {"post_attention_layernorm.weight": "D"}
+    router, norm = {f"{block}.{router_name}.weight": "E D"}, {"post_attention_layernorm.weight": "D"}
     halves = {f"{each}.{gate}.weight": "f D", f"{each}.{up}.weight": "f D"}
     second = {f"{each}.{down}.weight": "D f"}
     return (
@@ -120,11 +122,18 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...
 
 
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-_BIAS_NAME = {"mlp.gate.e_score_correction_bias": "E"}
-_EXPERT_BIAS = (
-    TensorRule("mlp.router.expert_bias", _BIAS_NAME, layers="moe", when="expert_bias"),
-    TensorRule("", _BIAS_NAME, "zeros", "moe", "no_expert_bias"),
-)
+
+
+def _expert_bias(where: str, sizes: str = "E", alias: str = "") -> tuple[TensorRule, ...]:
+    name, join = {where: sizes}, "plain" if sizes == "E" else "flat"
+    return (
+        TensorRule("mlp.router.expert_bias", name, join, "moe", "expert_bias", alias),
+        TensorRule("", name, "zeros", "moe", "no_expert_bias"),
+    )
+
+
+_EXPERT_BIAS = _expert_bias("mlp.gate.e_score_correction_bias")
+_BIAS_OF_BLOCK = "mlp.e_score_correction_bias"  # its name in transformers 5
 
 
 def _shared_names(name: str) -> dict[str, str]:
@@ -148,23 +157,29 @@ _SHARED_GATE = (
 
 # Defaults and meanings of null in transformers' configuration classes. Sizes have no defaults here: a folder
 # that omits one is unlikely to have weights of the default size.
-_DEFAULTS = {
-    "hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
+_NO_DROPOUT = {"attention_dropout": 0.0}
+_DEFAULTS_OF_ERNIE = {
+    "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False
 }  # fmt: skip
+_DEFAULTS = _DEFAULTS_OF_ERNIE | _NO_DROPOUT
 _QWEN_MOE_DEFAULTS = _DEFAULTS | {
     "max_position_embeddings": 32768, "decoder_sparse_step": 1, "mlp_only_layers": None,
     "norm_topk_prob": False, "sliding_window": 4096, "use_sliding_window": False,
     "router_aux_loss_coef": 0.001,
 }  # fmt: skip
+_QWEN_DEFAULTS = _DEFAULTS | {
+    "max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096,
+    "use_sliding_window": False, "max_window_layers": 28, "layer_types": None,
+}  # fmt: skip
 _AS_MANY_AS_HEADS = {"num_key_value_heads": None}
-_NO_DROPOUT = {"attention_dropout": 0.0}
 _QWEN_MOE_NULL = {"mlp_only_layers": None, "sliding_window": None}
 
 _SOFTMAX = {"router_score": "softmax"}
+_SIGMOID = {"router_score": "sigmoid", "router_normalize": "true", "router_bias_update_rate": 1e-3}
 _DENSE_MODEL = {"use_moe": False}
+_LATENT = {"multi_latent_attention": True, "qk_norm": True}
 _EITHER = (False, True)
-_NORMALIZED_OR_NOT = ("softmax", "softmax, normalized")
+_NORMALIZED_OR_NOT = ("softmax", "softmax, normalized", "softmax over all")
 _DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",)}
 _QWEN_TRAITS = {
     "moe_layers": ("all", "after the first", "mixed"), "routing": _NORMALIZED_OR_NOT
@@ -180,7 +195,7 @@ MIXTRAL = Architecture(
     ),
     tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=_SOFTMAX | {"router_pre_softmax": False},
-    traits={"routing": ("softmax, normalized",), "heads_fill_width": _EITHER},
+    traits={"routing": ("softmax, normalized", "softmax over all"), "heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None,
         "sliding_window": None, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
@@ -259,29 +274,33 @@ QWEN2_MOE = Architecture(
     },
     null=_QWEN_MOE_NULL | {"layer_types": None},
 )  # fmt: skip
-_DEEPSEEK_FIELDS = (
-    _DENSE_WIDTH, _EXPERT_WIDTH, same("n_routed_experts|num_local_experts", "num_experts"), _TOPK,
-    rules.SHARED_EXPERTS_BY_NUMBER, rules.FIRST_DENSE_LAYERS, rules.SIGMOID_ROUTING,
-    rules.LIMITED_GROUPS, rules.balancing("aux_loss_alpha"),
+_FIRST_DENSE = rules.first_dense_layers("first_k_dense_replace")
+_LAYERS_OF_VLLM = (
+    must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
+    must_be("ep_size", 1, because="must be 1 in a config.json"),
+)
+# Sigmoid scores with a bias for the choice, and fields of the published config.json files that vLLM reads.
+_BIASED_ROUTING = (
+    same("n_routed_experts|num_local_experts", "num_experts"), _TOPK, rules.shared_experts(),
+    rules.SIGMOID_ROUTING, rules.limited_groups(2), rules.balancing("aux_loss_alpha"),
+    must_be("scoring_func", "sigmoid", because="DeepSeek-V3's routing uses sigmoid scores"),
+    must_be("topk_method", "noaux_tc", because="experts must be chosen by score plus bias"),
+    *_LAYERS_OF_VLLM,
 )  # fmt: skip
+_DEEPSEEK_FIELDS = (_DENSE_WIDTH, _EXPERT_WIDTH, *_BIASED_ROUTING, _FIRST_DENSE)
+_INTERLEAVED = must_be(
+    "rope_interleave", True, because="Megatron's latent attention rotates adjacent channels"
+)
 _DEEPSEEK_TRAITS = {
     "moe_layers": ("all", "after the first"), "routing": ("sigmoid", "sigmoid, normalized"),
-    "expert_bias": _EITHER, "groups": _EITHER,
+    "expert_bias": _EITHER, "groups": (0, 2),
     "shared": ("of whole experts",),
 }  # fmt: skip
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",
-    fields=(
-        *_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION,
-        # fields of the original config.json; vLLM also reads topk_method
-        must_be("scoring_func", "sigmoid", because="DeepSeek-V3 uses sigmoid scores"),
-        must_be("topk_method", "noaux_tc", because="experts must be chosen by score plus bias"),
-        must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
-        must_be("rope_interleave", True, because="Megatron's latent attention rotates adjacent channels"),
-        must_be("ep_size", 1, because="must be 1 in a config.json"),
-    ),
+    fields=(*_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION, _INTERLEAVED),
     tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
-    settings={"multi_latent_attention": True, "qk_norm": True},
+    settings=_LATENT,
     traits=_DEEPSEEK_TRAITS | {"attention": ("latent",)},
     predicts_more=True,
     defaults=_DEFAULTS | {
@@ -317,11 +336,181 @@ GLM4_MOE = Architecture(
     },
     null={},
 )  # fmt: skip
+DOTS1 = Architecture(
+    "Dots1ForCausalLM", "dots1",
+    fields=(
+        *_common(), *_HEADS, *_DEEPSEEK_FIELDS, _NO_BIAS,
+        rules.no_sliding_window(switched=False, by_layer=True),
+    ),
+    tensors=(
+        *_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts"),
+    ),
+    settings={"qk_norm": True},
+    traits=_DEEPSEEK_TRAITS | {"qk_norm": ("head",), "heads_fill_width": _EITHER},
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 2048, "num_key_value_heads": 32, "attention_bias": False,
+        "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1,
+        "topk_group": 1, "sliding_window": 4096, "max_window_layers": 62, "layer_types": None,
+    },
+    null=_AS_MANY_AS_HEADS | _NO_DROPOUT | {
+        "norm_topk_prob": False, "sliding_window": None, "max_window_layers": None, "layer_types": None
+    },
+)  # fmt: skip
+SOLAR_OPEN = Architecture(
+    "SolarOpenForCausalLM", "solar_open",
+    fields=(
+        *_common(theta=1e6), *_HEADS, _EXPERT_WIDTH, *_BIASED_ROUTING, same("attention_bias", "qkv_bias"),
+        FieldRule(("intermediate_size",), lambda f: {}, lambda c: {}),  # of dense layers, which it lacks
+    ),
+    tensors=(
+        *_MODEL, *_ATTENTION, _QKV_BIAS[0], *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")
+    ),
+    settings={},
+    traits=_DEEPSEEK_TRAITS | {"moe_layers": ("all",), "qkv_bias": _EITHER, "heads_fill_width": _EITHER},
+    defaults=_DEFAULTS | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128,
+        "attention_bias": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1,
+        "topk_group": 1,
+    },
+    null={},
+)  # fmt: skip
+# No shared experts; queries and keys normalized over all heads.
+MINIMAX_M2 = Architecture(
+    "MiniMaxM2ForCausalLM", "minimax_m2",
+    fields=(
+        *_common(theta=5e6, fraction=1.0), *_HEADS, rules.ROTATED_CHANNELS, _ONE_WIDTH,
+        same("num_local_experts|num_experts", "num_experts"), _TOPK, rules.balancing(),
+        same("router_jitter_noise", "router_jitter"),
+        must_be("scoring_func", "sigmoid", because="MiniMax-M2 uses sigmoid scores"),
+        must_be("use_routing_bias", True, because="experts must be chosen by score plus bias"),
+        must_be("use_qk_norm", True, because="queries and keys must be normalized"),
+        must_be("qk_norm_type", "per_layer", because="queries and keys must be normalized over all heads"),
+    ),
+    tensors=(
+        *_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_experts("block_sparse_moe", "w1", "w3", "w2"),
+        *_expert_bias("block_sparse_moe.e_score_correction_bias", alias=_BIAS_OF_BLOCK),
+    ),
+    settings=_SIGMOID | {"qk_norm": True, "qk_norm_scope": "all"},
+    traits={
+        "qk_norm": ("all",), "routing": ("sigmoid, normalized",), "expert_bias": _EITHER,
+        "rotates_whole_heads": _EITHER, "heads_fill_width": _EITHER,
+    },
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128,
+        "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+    },
+    null={},
+)  # fmt: skip
+# DeepSeek-V3 with another field for the dense layers.
+GLM4_MOE_LITE = Architecture(
+    "Glm4MoeLiteForCausalLM", "glm4_moe_lite",
+    fields=(
+        *_common(), _DENSE_WIDTH, _EXPERT_WIDTH, *_BIASED_ROUTING, rules.DENSE_LAYERS_BY_TYPE, _NO_BIAS,
+        rules.LATENT_ATTENTION, _INTERLEAVED,
+    ),
+    tensors=DEEPSEEK_V3.tensors,
+    settings=_LATENT,
+    traits=_DEEPSEEK_TRAITS | {
+        "attention": ("latent",), "moe_layers": ("all", "after the first", "mixed")
+    },
+    predicts_more=True,
+    defaults=_DEFAULTS | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "num_key_value_heads": 20,
+        "attention_bias": False, "q_lora_rank": 768, "rope_interleave": True, "mlp_layer_types": None,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
+    },
+    null={"q_lora_rank": None, "mlp_layer_types": None},
+)  # fmt: skip
+# Softmax scores without a bias, never normalized. transformers ignores `norm_topk_prob`, vLLM does not.
+DEEPSEEK_V2 = Architecture(
+    "DeepseekV2ForCausalLM", "deepseek_v2",
+    fields=(
+        *_common(), _DENSE_WIDTH, _EXPERT_WIDTH, same("n_routed_experts|num_experts", "num_experts"), _TOPK,
+        rules.shared_experts(), _FIRST_DENSE, rules.LATENT_ATTENTION, _NO_BIAS, _NO_MLP_BIAS,
+        same("routed_scaling_factor", "router_scaling_factor"), rules.balancing("aux_loss_alpha"),
+        rules.limited_groups(1, methods=("greedy", "group_limited_greedy")),
+        must_be("norm_topk_prob", False, because="transformers' DeepSeek-V2 does not normalize weights"),
+        must_be("scoring_func", "softmax", because="DeepSeek-V2 uses softmax scores"), *_LAYERS_OF_VLLM,
+    ),
+    tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_shared("shared_experts")),
+    settings=_LATENT | _SOFTMAX,
+    traits=_DEEPSEEK_TRAITS | {
+        "attention": ("latent",), "routing": ("softmax", "softmax over all"), "expert_bias": (False,),
+        "groups": (0, 1),
+    },
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 2048, "num_key_value_heads": None, "attention_bias": False,
+        "mlp_bias": False, "head_dim": None, "first_k_dense_replace": 0, "q_lora_rank": 1536,
+        "n_group": None, "topk_group": None, "topk_method": "greedy", "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+    null=_AS_MANY_AS_HEADS | _NO_DROPOUT | {
+        "q_lora_rank": None, "head_dim": None, "n_group": None, "topk_group": None, "norm_topk_prob": False
+    },
+)  # fmt: skip
+HY_V3 = Architecture(
+    "HYV3ForCausalLM", "hy_v3",
+    fields=(
+        *_common(theta=11158840.0), *_HEADS, _NO_BIAS, _NO_MLP_BIAS, _DENSE_WIDTH, _EXPERT_WIDTH, _TOPK,
+        same("num_experts|num_local_experts", "num_experts"), rules.shared_experts("num_shared_experts"),
+        same("router_scaling_factor", "router_scaling_factor"), rules.DENSE_LAYERS_BY_TYPE,
+        rules.balancing("aux_loss_alpha"),
+        must_be("enable_moe_fp32_combine", True, False, because="must be true or false"),
+    ),
+    tensors=(
+        *_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE,
+        *_experts("mlp", "gate_proj", "up_proj", "down_proj", "router.gate"),
+        *_expert_bias("mlp.expert_bias", alias=_BIAS_OF_BLOCK), *_shared("shared_mlp"),
+    ),
+    settings=_SIGMOID | {"qk_norm": True},
+    traits=_DEEPSEEK_TRAITS | {
+        "moe_layers": ("all", "after the first", "mixed"), "routing": ("sigmoid, normalized",),
+        "groups": (0,), "qk_norm": ("head",), "heads_fill_width": _EITHER,
+    },
+    defaults=_DEFAULTS | {
+        "initializer_range": 0.006, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+        "num_key_value_heads": 8, "head_dim": 128, "attention_bias": False, "mlp_bias": False,
+        "router_scaling_factor": 2.826, "mlp_layer_types": None, "enable_moe_fp32_combine": True,
+    },
+    null={"mlp_layer_types": None},
+)  # fmt: skip
+# Softmax scores with a bias for the choice; rotates adjacent channels.
+ERNIE4_5_MOE = Architecture(
+    "Ernie4_5_MoeForCausalLM", "ernie4_5_moe",
+    fields=(
+        *(rule for rule in _common(theta=5e5) if rule.names != ("attention_dropout",)), *_HEADS,
+        _DENSE_WIDTH, _EXPERT_WIDTH, same("moe_num_experts|num_experts", "num_experts"),
+        same("moe_k|num_experts_per_tok", "topk"), rules.shared_experts("moe_num_shared_experts"),
+        rules.first_dense_layers("moe_layer_start_index"), rules.LAST_LAYER_IS_MOE, rules.balancing(),
+        must_be("moe_layer_interval", 1, because="all layers after the first dense ones must be MoE"),
+        must_be("use_bias", False, because="biases in all projections are not supported"),
+        must_be("moe_norm_min", 1e-12, because="the sum of the router weights must not be limited"),
+    ),
+    tensors=(
+        *_MODEL, _ATTENTION[0], TensorRule(_ATTENTION[1].ours, _QKV, "adjacent heads"), _ATTENTION[2],
+        *_DENSE, *_EXPERTS, *_shared("shared_experts"),
+        *_expert_bias(
+            "mlp.moe_statics.e_score_correction_bias", "1 E", "mlp.gate.moe_statics.e_score_correction_bias"
+        ),
+    ),
+    settings=_SOFTMAX | {"router_normalize": "true", "router_bias_update_rate": 1e-3},
+    traits={
+        "moe_layers": ("all", "after the first"), "heads_fill_width": _EITHER,
+        "routing": ("softmax, normalized", "softmax over all"), "expert_bias": _EITHER,
+        "shared": ("none", "of whole experts"),
+    },
+    defaults=_DEFAULTS_OF_ERNIE | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 4,
+        "tie_word_embeddings": True, "use_bias": False, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12,
+        "router_aux_loss_coef": 0.001,
+    },
+    null={"use_bias": False, "router_aux_loss_coef": None},
+)  # fmt: skip
 LLAMA = Architecture(
     "LlamaForCausalLM", "llama",
     fields=(
-        *_common(), *_HEADS, _NO_BIAS,
-        must_be("mlp_bias", False, because="biases in the MLP are not supported"), _DENSE_WIDTH,
+        *_common(), *_HEADS, _NO_BIAS, _NO_MLP_BIAS, _DENSE_WIDTH,
     ),
     tensors=(*_MODEL, *_ATTENTION, *_DENSE),
     settings=_DENSE_MODEL,
@@ -338,14 +527,38 @@ QWEN3 = Architecture(
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE),
     settings=_DENSE_MODEL | {"qk_norm": True},
     traits=_DENSE_TRAITS | {"qk_norm": ("head",), "heads_fill_width": _EITHER},
-    defaults=_DEFAULTS | {
-        "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False,
-        "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None,
-    },
+    defaults=_QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
     null=_AS_MANY_AS_HEADS | {"sliding_window": None, "layer_types": None},
 )  # fmt: skip
 
-# choose_architecture tries them in this order
+# Biases on queries, keys and values, without a field.
+QWEN2 = Architecture(
+    "Qwen2ForCausalLM", "qwen2",
+    fields=(*_common(), *_HEADS_BY_WIDTH, _DENSE_WIDTH, rules.no_sliding_window()),
+    tensors=(*_MODEL, *_ATTENTION, _QKV_BIAS[0], *_DENSE),
+    settings=_DENSE_MODEL | {"qkv_bias": True},
+    traits=_DENSE_TRAITS | {"qkv_bias": (True,)},
+    defaults=_QWEN_DEFAULTS, null=QWEN3.null,
+)  # fmt: skip
+MISTRAL = Architecture(
+    "MistralForCausalLM", "mistral",
+    fields=(*_common(), *_HEADS, _DENSE_WIDTH, rules.no_sliding_window(switched=False)),
+    tensors=(*_MODEL, *_ATTENTION, *_DENSE),
+    settings=_DENSE_MODEL,
+    traits=_DENSE_TRAITS | {"heads_fill_width": _EITHER},
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096
+    },
+    null={"head_dim": None, "sliding_window": None},
+)  # fmt: skip
+
+# choose_architecture tries them in this order, after the class of an imported model
 ARCHITECTURES = {
-    a.name: a for a in (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3)
-}
+    a.name: a
+    for a in (
+        MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3,
+        DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE, DEEPSEEK_V2, HY_V3, ERNIE4_5_MOE, QWEN2, MISTRAL,
+    )
+}  # fmt: skip
+# other values of `model_type`, in folders that name no class
+OTHER_TYPES = {"kimi_k2": DEEPSEEK_V3}

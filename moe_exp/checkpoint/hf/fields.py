@@ -84,12 +84,17 @@ def _read_head_dim(fields: Fields) -> Settings:
 HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_channels})
 
 
-def no_sliding_window(*, switched: bool = True) -> FieldRule:
-    """Rule against sliding windows. use_sliding_window=false disables them if `switched` (not Mixtral)."""
+def no_sliding_window(*, switched: bool = True, by_layer: bool = False) -> FieldRule:
+    """Rule against sliding windows. use_sliding_window=false disables them if `switched` (not Mixtral). If
+    `by_layer` (dots.llm1), only the layers from max_window_layers on have a window.
+    """
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:
         used = given(fields, "use_sliding_window") if switched else True
+        if by_layer:
+            is_listed = fields.get("layer_types") is not None  # checked below
+            used = not is_listed and given(fields, "num_hidden_layers") > given(fields, "max_window_layers")
         window = given(fields, "sliding_window", 0) if used else 0
         if window and window < given(fields, "max_position_embeddings"):
             raise refuse("sliding_window", window, "sliding-window attention is not supported")
@@ -97,7 +102,7 @@ def no_sliding_window(*, switched: bool = True) -> FieldRule:
             raise refuse("layer_types", ",".join(others), "only full_attention is supported")
         return {}
 
-    return FieldRule(names, read, lambda c: {})
+    return FieldRule(names, read, lambda c: {} if switched else {"sliding_window": None})
 
 
 # Softmax weights divided by their sum are equal to a softmax over the top-k scores.
@@ -139,44 +144,92 @@ def _layer_settings(is_moe: list[bool]) -> Settings:
     return {"moe_layer_freq": ",".join(str(int(bit)) for bit in is_moe), "first_k_dense": 0}
 
 
-# DeepSeek family, up to SIGMOID_ROUTING
-FIRST_DENSE_LAYERS = FieldRule(
-    ("first_k_dense_replace",),
-    lambda f: _layer_settings(
-        [i >= given(f, "first_k_dense_replace") for i in range(given(f, "num_hidden_layers"))]
-    ),
-    lambda c: {"first_k_dense_replace": c.moe_layers.index(True)},
-)
-# DeepSeek counts shared experts of a routed expert's width; here, one shared expert has their total width.
-SHARED_EXPERTS_BY_NUMBER = FieldRule(
-    ("n_shared_experts",),
-    lambda f: {"shared_expert_size": given(f, "n_shared_experts") * given(f, "moe_intermediate_size")},
-    lambda c: {"n_shared_experts": c.shared_expert_size // c.expert_ffn_size},
-)
+# DeepSeek family and its descendants, up to SIGMOID_ROUTING
+def first_dense_layers(name: str) -> FieldRule:
+    """Rule for the number of dense layers before the MoE layers."""
+    return FieldRule(
+        (name,),
+        lambda f: _layer_settings([i >= given(f, name) for i in range(given(f, "num_hidden_layers"))]),
+        lambda c: {name: c.moe_layers.index(True)},
+    )
 
 
-def _read_groups(fields: Fields) -> Settings:
-    groups, used = given(fields, "n_group"), given(fields, "topk_group")
-    if groups <= 1:
-        return {"num_router_groups": 0, "router_group_topk": 0}
-    if not groups_score_alike(given(fields, "num_experts_per_tok"), groups, used):
-        rule = "a group is ranked by its num_experts_per_tok / topk_group best experts"
-        fix = "convert a model where num_experts_per_tok is twice topk_group"
-        raise refuse("topk_group", used, f"{rule}; this ratio must be 2, as in transformers", fix)
-    return {"num_router_groups": groups, "router_group_topk": used}
+def _read_last_layer(fields: Fields) -> Settings:
+    name, last = "moe_layer_end_index", given(fields, "num_hidden_layers") - 1
+    if (found := given(fields, name)) not in (-1, last):
+        raise refuse(name, found, "all layers after the first dense ones must be MoE")
+    return {}
 
 
-# transformers ranks a group by its 2 best experts, this package by its TOPK / ROUTER_GROUP_TOPK best
-LIMITED_GROUPS = FieldRule(
-    ("n_group", "topk_group"),
-    _read_groups,
-    lambda c: {"n_group": c.num_router_groups or 1, "topk_group": c.router_group_topk or 1},
+LAST_LAYER_IS_MOE = FieldRule(
+    ("moe_layer_end_index",), _read_last_layer, lambda c: {"moe_layer_end_index": c.num_layers - 1}
 )
 
 
-def groups_score_alike(topk: int, groups: int, used: int) -> bool:
-    """Whether group-limited top-k chooses the same experts here and in transformers."""
-    return groups <= 1 or groups == used or topk // used == 2
+def _read_layer_types(fields: Fields) -> Settings:
+    num_layers = given(fields, "num_hidden_layers")
+    types = given(fields, "mlp_layer_types", ["dense"] + ["sparse"] * (num_layers - 1))
+    if len(types) != num_layers or set(types) - {"dense", "sparse"}:
+        rule = f"must be dense or sparse for each of the {num_layers} layers"
+        raise refuse("mlp_layer_types", types, rule, "correct the config.json")
+    settings = _layer_settings([kind == "sparse" for kind in types])
+    # transformers ignores this field, which other software reads
+    if (first := given(fields, "first_k_dense_replace", None)) not in (None, types.index("sparse")):
+        raise refuse("first_k_dense_replace", first, "contradicts mlp_layer_types", "correct the config.json")
+    return settings
+
+
+def _write_layer_types(config: Config) -> dict[str, Any]:
+    first = config.moe_layers.index(True)
+    number = {"first_k_dense_replace": first} if all(config.moe_layers[first:]) else {}
+    return {"mlp_layer_types": ["sparse" if moe else "dense" for moe in config.moe_layers]} | number
+
+
+DENSE_LAYERS_BY_TYPE = FieldRule(
+    ("mlp_layer_types", "first_k_dense_replace"), _read_layer_types, _write_layer_types
+)
+
+
+def shared_experts(name: str = "n_shared_experts") -> FieldRule:
+    """Rule for the number of shared experts, which are here one expert of their total width."""
+    return FieldRule(
+        (name,),
+        lambda f: {"shared_expert_size": given(f, name) * given(f, "moe_intermediate_size")},
+        lambda c: {name: c.shared_expert_size // c.expert_ffn_size},
+    )
+
+
+def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> FieldRule:
+    """Rule for group-limited top-k, if transformers ranks a group by its `best` experts. `methods`: values
+    of `topk_method` without and with groups.
+    """
+
+    def read(fields: Fields) -> Settings:
+        none = {"num_router_groups": 0, "router_group_topk": 0}
+        if methods and (method := given(fields, "topk_method")) != methods[1]:
+            if method != methods[0]:
+                raise refuse("topk_method", method, f"must be {' or '.join(methods)}")
+            return none
+        groups, used = given(fields, "n_group"), given(fields, "topk_group")
+        if groups <= 1:
+            return none
+        if group_ranking(given(fields, "num_experts_per_tok"), groups, used) not in (0, best):
+            rule = "a group is ranked by its num_experts_per_tok / topk_group best experts"
+            fix = f"convert a model where num_experts_per_tok is {best} times topk_group"
+            raise refuse("topk_group", used, f"{rule}; this ratio must be {best}, as in transformers", fix)
+        return {"num_router_groups": groups, "router_group_topk": used}
+
+    def write(config: Config) -> dict[str, Any]:
+        groups = config.num_router_groups
+        fields = {"n_group": groups or 1, "topk_group": config.router_group_topk or 1}
+        return fields | ({"topk_method": methods[groups > 1]} if methods else {})
+
+    return FieldRule(("n_group", "topk_group", *(["topk_method"] if methods else [])), read, write)
+
+
+def group_ranking(topk: int, groups: int, used: int) -> int:
+    """Number of best experts by which this package ranks a group; 0 if tokens may use all groups."""
+    return 0 if groups <= 1 or groups == used else max(1, topk // used)
 
 
 # DeepSeek-V3's sigmoid scores with a selection bias; the update rate is from its paper
@@ -239,10 +292,14 @@ def _read_latent_attention(fields: Fields) -> Settings:
         rule = f"must be {LATENT_EPSILON}, the fixed value inside transformers' latent attention"
         raise refuse("rms_norm_eps", found, rule)
     settings = {setting: given(fields, name) for name, setting in _LATENT_SIZES.items()}
+    if (found := given(fields, "head_dim", settings["qk_pos_emb_head_dim"])) != settings[
+        "qk_pos_emb_head_dim"
+    ]:
+        raise refuse("head_dim", found, "must be equal to qk_rope_head_dim", "correct the config.json")
     return settings | {"q_lora_rank": given(fields, "q_lora_rank", 0), "num_query_groups": heads}
 
 
-LATENT_ATTENTION = FieldRule(  # `head_dim` and `qk_head_dim` follow from the others
+LATENT_ATTENTION = FieldRule(  # `qk_head_dim` follows from the others
     (*_LATENT_SIZES, "q_lora_rank", "num_key_value_heads", "head_dim", "qk_head_dim"),
     _read_latent_attention,
     lambda c: (
@@ -310,6 +367,23 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
 
     names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     return FieldRule(names, read, write)
+
+
+def _read_rotated_channels(fields: Fields) -> Settings:
+    ropes = [given(fields, name, {}) for name in ("rope_scaling", "rope_parameters")]
+    if (rotated := given(fields, "rotary_dim", 0)) and not any(
+        one.get("partial_rotary_factor") is not None for one in (fields, *ropes)
+    ):
+        return {"rotary_fraction": rotated / given(fields, "head_dim")}
+    return {}
+
+
+# MiniMax: another field for the rotated part of a head, without effect beside partial_rotary_factor
+ROTATED_CHANNELS = FieldRule(
+    ("rotary_dim",),
+    _read_rotated_channels,
+    lambda c: {"rotary_dim": int(c.kv_channels * c.rotary_fraction)},
+)
 
 
 def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:

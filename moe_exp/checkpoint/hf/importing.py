@@ -18,7 +18,7 @@ from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.format.settings import config_of
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.hf import model_folder
-from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
+from moe_exp.checkpoint.hf.families import ARCHITECTURES, OTHER_TYPES, Architecture
 from moe_exp.checkpoint.hf.fields import Settings, UnsupportedModel, refuse
 from moe_exp.checkpoint.hf.model_folder import DTYPES, TORCH_DTYPES, Advance, ModelFolder
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, MappedPiece, joined, joined_shape, misfits, pieces
@@ -152,7 +152,7 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
-    by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
+    by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()} | OTHER_TYPES
     if not names and fields.get("model_type") in by_type:
         return by_type[fields["model_type"]]
     fix = f"convert one of {', '.join(ARCHITECTURES)}"

@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 ORIGINAL = "huggingface"  # folder next to a checkpoint with its source's JSON files, for a later export
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_KEPT = (*_TOKENS, "max_position_embeddings")  # fields that survive an import and export
+_KEPT = (*_TOKENS, "max_position_embeddings", "architectures")  # fields that survive an import and export
 
 
 def _damaged(place: object, reason: str) -> ValueError:
@@ -309,7 +309,7 @@ def token_ids(folder: Path) -> dict[str, int | None]:
 
 
 def kept_fields(folder: Path | None) -> dict[str, Any]:
-    """Token ids and max_position_embeddings in the folder's config.json."""
+    """Token ids, max_position_embeddings and class in the folder's config.json."""
     if folder is None or not (folder / "config.json").is_file():
         return {}
     fields = read_json(folder / "config.json")

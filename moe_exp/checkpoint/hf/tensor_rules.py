@@ -12,6 +12,8 @@ Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours")
           tensor get the mean of its rows, so that no added token is more probable than the average token.
 - rows    concatenated rows, for example of the gate and the up projection, gate first.
 - heads   Megatron's order: for each query group, the query heads, the key head and the value head.
+- adjacent heads   like heads; theirs rotate adjacent channels of a query or key, ours channels H/2 apart.
+- flat    theirs has an additional first axis of size 1.
 - zeros   a tensor of zeros only in the Hugging Face folder: it has no effect, but other software requires it.
 """
 
@@ -79,6 +81,8 @@ def joined_shape(join: str, parts: list[tuple[int, ...]], config: Config) -> tup
     """Shape of our tensor, given the shapes of theirs."""
     if join == "padded":
         return (config.padded_vocab_size, *parts[0][1:])
+    if join == "flat":
+        return parts[0][1:]
     return (sum(shape[0] for shape in parts), *parts[0][1:])
 
 
@@ -94,7 +98,12 @@ def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
         if (num_added := config.vocab_size - table.size(0)) > 0:
             new_rows[:num_added] = table.mean(0, dtype=torch.float32)
         return torch.cat([table, new_rows])
-    if join == "heads":
+    if join == "flat":
+        return parts[0][0]
+    if join == "adjacent heads":
+        query, key, value = parts
+        parts = [*(_reordered(part, (config.kv_channels // 2, 2)) for part in (query, key)), value]
+    if join.endswith("heads"):
         grouped = [part.view(config.num_query_groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1)
     return torch.cat(parts)
@@ -104,12 +113,22 @@ def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: 
     """Splits our tensor into theirs, as views if possible; drops padding rows of the vocabulary."""
     if join == "padded":
         return [ours[: shapes[0][0]]]
-    if join == "heads":
+    if join == "flat":
+        return [ours.unsqueeze(0)]
+    if join.endswith("heads"):
         groups = config.num_query_groups
         rows = [shape[0] // groups for shape in shapes]
         grouped = ours.view(groups, -1, *ours.shape[1:]).split(rows, dim=1)
-        return [part.flatten(0, 1) for part in grouped]
+        query, key, value = (part.flatten(0, 1) for part in grouped)
+        if join == "adjacent heads":
+            query, key = (_reordered(part, (2, config.kv_channels // 2)) for part in (query, key))
+        return [query, key, value]
     return list(ours.split([shape[0] for shape in shapes]))
+
+
+def _reordered(part: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Swaps the axes of these sizes within every head's channels."""
+    return part.unflatten(0, (-1, *sizes)).transpose(1, 2).flatten(0, 2)
 
 
 @dataclass(frozen=True)

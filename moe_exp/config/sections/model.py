@@ -221,8 +221,8 @@ class ModelSettings(LaunchSettings):
             names = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
             other = f"ROPE_SCALING={self.rope_scaling}"
             yield from self._without_effect(names, other, "set ROPE_SCALING=yarn")
-        elif self.yarn_beta_fast <= self.yarn_beta_slow:
-            rule = f"must be larger than YARN_BETA_SLOW={self.yarn_beta_slow:g}"
+        elif self.yarn_beta_fast < self.yarn_beta_slow:
+            rule = f"must be at least YARN_BETA_SLOW={self.yarn_beta_slow:g}"
             yield self.problem("yarn_beta_fast", rule, "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1")
 
     def _without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:

@@ -122,6 +122,28 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers that no tensor holds": ("mixtral", {"num_hidden_layers": 10**12}, "num_hidden_layers=10{12}: "),
     "experts that no tensor holds": ("mixtral", {"num_local_experts": 10**12}, "num_local_experts=10{12}: "),
     "tied, but different": ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head"),
+    "window by layer": (
+        "dots1", {"sliding_window": 32, "max_window_layers": 2, "layer_types": None}, "sliding_window=32: "
+    ),
+    "by type": ("dots1", {"layer_types": ["sliding_attention"] * 3}, "layer_types=sliding_attention: "),
+    "Mistral": ("mistral", {"sliding_window": 16, "use_sliding_window": False}, "sliding_window=16"),
+    "norms of Solar": ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True: is unknown"),
+    "part of heads, Solar": ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: "),
+    "norms of MiniMax": ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False: "),
+    "norms per head": ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type=per_head: "),
+    "no routing bias": ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False: "),
+    "epsilon of GLM's MLA": ("glm4_moe_lite", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: must be 1e-06"),
+    "head size of MLA": ("glm4_moe_lite", {"head_dim": 8}, "head_dim=8: must be equal to qk_rope_head_dim"),
+    "types": ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, r"mlp_layer_types=\['sparse'\]: "),
+    "number": ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2: contradicts"),
+    "groups of DeepSeek-V2": ("deepseek_v2", {"num_experts_per_tok": 4}, "this ratio must be 1"),
+    "normalized": ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True: transformers' DeepSeek"),
+    "noaux_tc": ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method=noaux_tc: must be greedy or"),
+    "layer kinds": ("hy_v3", {"mlp_layer_types": ["x", "sparse", "sparse"]}, r"mlp_layer_types=\['x', "),
+    "every second layer": ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval=2: all layers"),
+    "last layer": ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index=1: all layers"),
+    "biases everywhere": ("ernie4_5_moe", {"use_bias": True}, "use_bias=True: biases in all projections"),
+    "least sum": ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5: "),
     # what no run could train
     "YaRN turns whole heads": ("glm4_moe", {"rope_parameters": NEW_YARN}, r"in ROTARY_FRACTION=0\.5: "),
     "top-1, normalized": (

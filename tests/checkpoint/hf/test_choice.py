@@ -62,6 +62,10 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     (GLM, "Glm4Moe"),
     (GLM | {"qk_norm": True, "qkv_bias": True, "rotary_fraction": 0.5, "first_k_dense": 1}, "Glm4Moe"),
     (GLM | {"norm_epsilon": 1e-5}, "Glm4Moe"),
+    ({"router_score": "sigmoid", "topk": 2, "qk_norm": True, "qk_norm_scope": "all"}, "MiniMaxM2"),
+    ({"topk": 2, "router_bias_update_rate": 1e-3, "router_normalize": "true"}, "Ernie4_5_Moe"),
+    (LATENT | {"shared_expert_size": 512, "moe_ffn_hidden_size": 256, "topk": 2} | GROUPS, "DeepseekV2"),
+    (DENSE | {"qkv_bias": True}, "Qwen2"),
     (DENSE, "Llama"),
     (DENSE | {"qk_norm": True, "tie_embeddings": True}, "Qwen3"),
     # Settings of the MoE do not concern a dense model.
@@ -102,7 +106,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (DEEPSEEK | {"norm_epsilon": 1e-5}, "NORM_EPSILON=1e-05"),
     (DEEPSEEK | {"qk_norm": False}, "MULTI_LATENT_ATTENTION=True QK_NORM=False"),
     ({"rope_scaling": "yarn", "rope_scaling_factor": 4, "yarn_mscale": 0.7}, "YARN_MSCALE=0.7"),
-    (DENSE | {"shared_expert_size": 0, "qkv_bias": True}, "LlamaForCausalLM does not support QKV_BIAS=True"),
+    (DENSE | {"qkv_bias": True, "qk_norm": True}, "Qwen2ForCausalLM does not support QK_NORM=True"),
     ({"preset": "olmoe-1b-7b", "rotary_fraction": 0.5}, "ROTARY_FRACTION=0.5"),
 ]
 
@@ -124,6 +128,12 @@ def test_refused_by_name(settings, text):
         choose_architecture(config_of(settings))
     assert exports_as(config_of(settings)) is None
     assert str(caught.value).count("Fix: ") == 1 and "\n" not in str(caught.value)
+
+
+def test_the_class_of_the_source_is_preferred_if_it_is_equivalent():
+    dense = config_of(DENSE)
+    assert choose_architecture(dense, ["MistralForCausalLM"]).name == "MistralForCausalLM"
+    assert choose_architecture(dense, ["Qwen2ForCausalLM", "Unknown"]).name == "LlamaForCausalLM"
 
 
 def test_every_preset_is_among_the_cases():

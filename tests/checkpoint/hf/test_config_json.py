@@ -114,6 +114,48 @@ def test_deepseek_v3_as_it_is_published():
     assert all(back[name] == DEEPSEEK[name] for name in DEEPSEEK.keys() - lost - {"rope_scaling"})
 
 
+# What differs in the published config.json files of Kimi-K2 and Moonlight-16B-A3B, without their code.
+KIMI = DEEPSEEK | {
+    "aux_loss_alpha": 0.001, "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072, "model_type": "kimi_k2", "n_group": 1, "n_routed_experts": 384,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+    "rope_scaling": YARN | {"type": "yarn", "factor": 32.0, "beta_fast": 1.0}, "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1, "vocab_size": 163840,
+}  # fmt: skip
+MOONLIGHT = KIMI | {
+    "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192,
+    "model_type": "deepseek_v3", "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "q_lora_rank": None, "rms_norm_eps": 1e-5, "rope_scaling": None, "routed_scaling_factor": 2.446,
+}  # fmt: skip
+
+
+def test_kimi_k2_is_read_as_deepseek_v3():
+    for names in (KIMI["architectures"], None):
+        fields = KIMI | {"architectures": names}
+        assert architecture_of(fields) is ARCHITECTURES["DeepseekV3ForCausalLM"]
+        found = settings(fields)
+    expected = {
+        "num_experts": 384, "first_k_dense": 1, "num_router_groups": 0, "router_scaling_factor": 2.827,
+        "yarn_beta_fast": 1.0, "yarn_beta_slow": 1, "rope_scaling_factor": 32.0, "rotary_base": 5e4,
+        "aux_loss_type": "seq_aux_loss", "num_query_groups": 64,
+    }  # fmt: skip
+    assert found.items() >= expected.items()
+    assert list(Config(**found | {"train_data": "data", "valid_data": "data"}).problems()) == []
+    with pytest.raises(UnsupportedModel, match="--ignore-field auto_map"):
+        settings(KIMI | {"auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}})
+
+
+def test_moonlight_is_read_as_deepseek_v3_but_for_its_epsilon():
+    """The norms inside its latent attention have another epsilon, 1e-6, than the others."""
+    with pytest.raises(UnsupportedModel, match="rms_norm_eps=1e-05: must be 1e-06"):
+        settings(MOONLIGHT)
+    found = settings(MOONLIGHT | {"rms_norm_eps": 1e-6})
+    expected = {"q_lora_rank": 0, "shared_expert_size": 2816, "topk": 6, "router_scaling_factor": 2.446}
+    assert found.items() >= expected.items()
+    assert list(Config(**found | {"train_data": "data", "valid_data": "data"}).problems()) == []
+
+
 # Fields of a config.json, the settings AUX_LOSS_TYPE, AUX_LOSS_COEFF and Z_LOSS_COEFF, and exported fields.
 ALPHA = {"aux_loss_alpha": 0.001, "seq_aux": True}
 OF_BATCH = ALPHA | {"seq_aux": False}
@@ -188,7 +230,17 @@ def test_dense_layers_of_qwen(fields, expected):
 
 # Null is a value of the configuration class here, and the model cannot be built with it.
 NULL_BUILDS_NOTHING = {"first_k_dense_replace", "n_group", "topk_group", "num_key_value_heads", "v_head_dim"}
-NULL_BUILDS_NOTHING |= {"num_experts_per_tok"}
+NULL_BUILDS_NOTHING |= {"num_experts_per_tok", "n_routed_experts", "n_shared_experts", "topk_method"}
+NULL_BUILDS_NOTHING |= {"num_experts", "num_shared_experts", "moe_k", "moe_num_experts", "moe_norm_min"}
+NULL_BUILDS_NOTHING |= {"moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index"}
+NULL_BUILDS_NOTHING |= {"moe_layer_interval"}
+# Values for fields without a usable default.
+USABLE: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "Glm4MoeLiteForCausalLM": {"rms_norm_eps": 1e-6},
+    "MistralForCausalLM": {"sliding_window": None},
+}
 
 
 def fields_of_class(architecture: Architecture) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -198,7 +250,8 @@ def fields_of_class(architecture: Architecture) -> tuple[Any, dict[str, Any], di
     defaults = {field.name: field.default for field in dataclasses.fields(of_class) if field.name in known}
     values = of_class()
     names = {"architectures": [architecture.name], "model_type": architecture.model_type}
-    return of_class, defaults, names | {name: getattr(values, name) for name in defaults}
+    usable = USABLE.get(architecture.name, {})
+    return of_class, defaults, names | {name: getattr(values, name) for name in defaults} | usable
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
@@ -209,7 +262,8 @@ def test_a_missing_field_is_what_transformers_makes_of_it(architecture):
         part = {other: value for other, value in whole.items() if other != name}
         if name in architecture.defaults:
             assert architecture.defaults[name] == default, name
-            assert settings_of(part, architecture) == expected, name
+            if name not in USABLE.get(architecture.name, {}):
+                assert settings_of(part, architecture) == expected, name
         else:
             with pytest.raises(UnsupportedModel, match=rf"{name}=\(missing\)"):
                 settings_of(part, architecture)
@@ -231,7 +285,7 @@ def test_null_is_what_transformers_makes_of_it(architecture):
             with pytest.raises(UnsupportedModel, match=f"{name}="):
                 settings_of(fields, architecture)
             continue
-        if name in NULL_BUILDS_NOTHING and found is None:
+        if name in NULL_BUILDS_NOTHING and found is None and name not in architecture.null:
             with pytest.raises(UnsupportedModel, match=f"{name}="):
                 settings_of(fields, architecture)
             continue

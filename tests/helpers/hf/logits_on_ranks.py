@@ -1,6 +1,7 @@
 """Logits of our model from a checkpoints folder, on the ranks of a layout."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,38 @@ def our_logits(
     return run_on_ranks(num_ranks, _all_logits, *args, join=False, timeout=timeout)[0]
 
 
-def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port: int) -> list[Tensor]:
-    os.environ["MASTER_PORT"] = str(port)
+def our_gradients(
+    folders: list[tuple[Path, Path]], tokens: Tensor
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Gradients of the cross entropy for the first of two folders, and the parameters of the second."""
+    args = ([tuple(map(str, pair)) for pair in folders], tokens, free_port())
+    return run_on_ranks(1, _all_gradients, *args, join=False, timeout=240.0)[0]
+
+
+def _all_gradients(folders: list[tuple[str, str]], tokens: Tensor, port: int) -> list[Any]:
+    loaded = _loaded([folder for pair in folders for folder in pair], tokens, {}, port)
     found = []
+    for (config, _, model), (_, _, expected) in zip(loaded, loaded, strict=True):
+        named = {name: value for name, value in model[0].named_parameters() if value.requires_grad}
+        logits = _forward(model, tokens)[:, :-1, : config.vocab_size].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        gradients = torch.autograd.grad(loss, list(named.values()))
+        of_other = dict(expected[0].named_parameters())
+        found.append(
+            (dict(zip(named, gradients, strict=True)), {name: of_other[name].detach() for name in named})
+        )
+    return found
+
+
+def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port: int) -> list[Tensor]:
+    return [_logits(*one, tokens) for one in _loaded(folders, tokens, layout, port)]
+
+
+def _loaded(
+    folders: list[str], tokens: Tensor, layout: dict[str, int], port: int
+) -> Iterator[tuple[Config, Any, Any]]:
+    """Yields config, rank and model of each checkpoints folder."""
+    os.environ["MASTER_PORT"] = str(port)
     alone = {"tp": 1, "ep": 1, "pp": 1, "vpp": None, "mbsz": 1, "gbsz": 4, "seq_len": tokens.size(1)}
     alone["gpus_per_node"] = int(os.environ["WORLD_SIZE"])
     for index, folder in enumerate(folders):
@@ -37,19 +67,21 @@ def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port
         config = Config(**{**saved, **alone, **layout_of_it})
         if index == 0:
             rank = runtime.start(config)
-        found.append(_logits(config, rank, folder, tokens))
-    return found
+        model = build_model(config, rank)
+        optimizer = build_optimizer(config, model)
+        trained = Trained(model, optimizer, build_scheduler(config, optimizer))
+        load_weights(rank, one_checkpoint(Path(folder)), trained)
+        model[0].eval()
+        yield config, rank, model
 
 
-def _logits(config: Any, rank: Any, folder: str, tokens: Tensor) -> Tensor:
-    model = build_model(config, rank)
-    optimizer = build_optimizer(config, model)
-    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    load_weights(rank, one_checkpoint(Path(folder)), trained)
-    (chunk,) = model
-    chunk.eval()
-    with torch.no_grad():
-        logits = chunk(tokens, torch.arange(tokens.size(1)).expand_as(tokens), None).float()
+def _forward(model: Any, tokens: Tensor) -> Tensor:
+    return model[0](tokens, torch.arange(tokens.size(1)).expand_as(tokens), None).float()
+
+
+@torch.no_grad()
+def _logits(config: Any, rank: Any, model: Any, tokens: Tensor) -> Tensor:
+    logits = _forward(model, tokens)
     parts = [torch.empty_like(logits) for _ in range(rank.groups.tp.size())]
     torch.distributed.all_gather(parts, logits, group=rank.groups.tp)
     return torch.cat(parts, dim=-1)[..., : config.vocab_size]

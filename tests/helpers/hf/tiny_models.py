@@ -43,7 +43,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "routed_scaling_factor": 1.5,
         "use_qk_norm": True, "attention_bias": True,
     }),
+    "dots1": ("Dots1", _GROUPED | {
+        "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+        "head_dim": 12, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
+    }),
+    "solar_open": ("SolarOpen", {
+        "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
+        "attention_bias": True, "routed_scaling_factor": 1.5,
+    }),
+    "minimax_m2": ("MiniMaxM2", {
+        "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    }),
+    "glm4_moe_lite": ("Glm4MoeLite", _LATENT | {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "rms_norm_eps": 1e-6, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "q_lora_rank": None, "routed_scaling_factor": 1.5,
+    }),
+    "deepseek_v2": ("DeepseekV2", _LATENT | _GROUPED | {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 4,
+        "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 16.0, "q_lora_rank": None,
+        "rope_parameters": _YARN | {"rope_theta": 1e4, "mscale": 0.707, "mscale_all_dim": 0.707},
+    }),
+    "hy_v3": ("HYV3", {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "head_dim": 12, "num_shared_experts": 2, "mlp_layer_types": ["sparse", "dense", "sparse"],
+    }),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2,
+        "head_dim": 12,
+    }),
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
+    "qwen2": ("Qwen2", {"intermediate_size": 48, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"intermediate_size": 48, "head_dim": 12, "sliding_window": None}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
 }  # fmt: skip
 # What runs with PRESET=reference are: top-1 without normalization, no biases, no shared expert.

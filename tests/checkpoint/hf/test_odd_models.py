@@ -1,0 +1,158 @@
+"""Models with odd sizes, of the classes that share their tables: the same logits, gradients and tensors."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.hf.logits_on_ranks import our_gradients, our_logits
+from helpers.hf.tiny_models import MODELS, their_logits, tiny_folder, tiny_model, weights_of
+from helpers.relative_error import assert_equal_to
+from moe_exp.checkpoint.hf.exporting import to_hf
+from moe_exp.checkpoint.hf.importing import from_hf
+
+TOKENS = torch.randint(250, (2, 40), generator=torch.Generator().manual_seed(0))
+ROPE = {"rope_type": "default", "rope_theta": 2e4}
+YARN = {"rope_type": "yarn", "rope_theta": 3e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT_YARN = YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}
+Changes = dict[str, Any]
+
+# The first of each list have many changes; they run in the short suite.
+ANY: list[Changes] = [
+    {"vocab_size": 251, "tie_word_embeddings": True, "num_hidden_layers": 2},
+    {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5},
+    {"rms_norm_eps": 1e-4, "rope_parameters": ROPE},
+]
+GROUPED: list[Changes] = [
+    {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10},
+    {"head_dim": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "rope_parameters": YARN},
+    {"num_key_value_heads": 4, "rope_parameters": YARN | {"beta_fast": 24, "beta_slow": 2}},
+]
+LATENT: list[Changes] = [
+    {"q_lora_rank": 10, "kv_lora_rank": 6, "v_head_dim": 6, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6},
+    {"q_lora_rank": None, "rope_parameters": LATENT_YARN},
+    {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "rope_parameters": YARN},
+    {"rope_parameters": LATENT_YARN | {"beta_fast": 1.0, "beta_slow": 1.0}},  # as in Kimi-K2
+]
+# no norm_epsilon here
+ANY_LATENT = [*ANY[:2], {"rope_parameters": ROPE}]
+UNGROUPED = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 0.3}
+DEEPSEEK: list[Changes] = [
+    UNGROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_shared_experts": 3},
+    {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 4},
+    UNGROUPED | {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+]
+SIGMOID: list[Changes] = [
+    UNGROUPED | {"norm_topk_prob": False, "num_experts_per_tok": 1},
+    {"norm_topk_prob": False, "n_routed_experts": 8, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 5},
+]
+DENSE_FIRST: list[Changes] = [
+    {"first_k_dense_replace": 0},
+    {"first_k_dense_replace": 2, "intermediate_size": 30},
+]
+BY_TYPE: list[Changes] = [
+    {"mlp_layer_types": ["sparse", "dense", "sparse"]}, {"mlp_layer_types": ["sparse"] * 3},
+    {"mlp_layer_types": None, "intermediate_size": 30},
+]  # fmt: skip
+HALF = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
+OF_NUMBER: dict[str, list[Changes]] = {  # classes that call the numbers of experts differently
+    "minimax_m2": [
+        {"num_local_experts": 5, "num_experts_per_tok": 5, "intermediate_size": 20},
+        {"num_local_experts": 7, "num_experts_per_tok": 3},
+        HALF | {"head_dim": 8},
+        {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
+        {"rotary_dim": 4, "head_dim": 10, "rope_parameters": ROPE},
+        {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}, "head_dim": 16, "num_key_value_heads": 1},
+    ],
+    "hy_v3": [
+        {"num_experts": 5, "num_experts_per_tok": 5, "num_shared_experts": 3, "moe_intermediate_size": 12},
+        {"num_experts": 7, "num_experts_per_tok": 3, "router_scaling_factor": 0.4, "num_shared_experts": 1},
+        {"enable_moe_fp32_combine": False, "num_experts_per_tok": 3},
+    ],
+    "ernie4_5_moe": [
+        {"moe_num_experts": 5, "moe_k": 5, "moe_num_shared_experts": 3, "moe_intermediate_size": 12},
+        {"moe_num_experts": 7, "moe_k": 3, "moe_num_shared_experts": 1, "tie_word_embeddings": False},
+        {"moe_num_shared_experts": 0},
+        {"moe_layer_start_index": 0},
+        {"moe_layer_start_index": 2, "intermediate_size": 30, "moe_layer_end_index": 2},
+        {"moe_k": 2, "moe_num_experts": 3, "moe_num_shared_experts": 0, "router_aux_loss_coef": 0.0},
+    ],
+}
+GREEDY = {"topk_method": "greedy", "n_group": None, "topk_group": None}
+ODD: dict[str, list[Changes]] = {
+    "dots1": [*DEEPSEEK, *ANY, *GROUPED, *SIGMOID, *DENSE_FIRST],
+    "solar_open": [
+        *DEEPSEEK, *ANY, *GROUPED, *SIGMOID, {"attention_bias": False}, {"n_shared_experts": 4, "head_dim": 6}
+    ],
+    "minimax_m2": [*OF_NUMBER["minimax_m2"], *ANY, GROUPED[0] | {"rope_parameters": ROPE}, *GROUPED[1:]],
+    "glm4_moe_lite": [*DEEPSEEK, *ANY_LATENT, *LATENT, *SIGMOID, *BY_TYPE],
+    "deepseek_v2": [
+        GREEDY | {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_shared_experts": 3},
+        {"n_routed_experts": 12, "num_experts_per_tok": 2, "n_group": 3, "routed_scaling_factor": 0.3},
+        GREEDY | {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        {"num_experts_per_tok": 3, "topk_group": 2}, {"topk_group": 4, "num_experts_per_tok": 7},
+        *ANY_LATENT, *LATENT, *DENSE_FIRST,
+    ],
+    "hy_v3": [*OF_NUMBER["hy_v3"], *({"mlp_layer_types": None} | one for one in ANY), *GROUPED, *BY_TYPE],
+    "ernie4_5_moe": [*OF_NUMBER["ernie4_5_moe"], *ANY, *GROUPED],
+    "qwen2": [
+        *ANY, {"num_attention_heads": 2, "num_key_value_heads": 1}, {"rope_parameters": YARN},
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False},
+        {"intermediate_size": 30, "hidden_size": 24}, {"sliding_window": 8, "use_sliding_window": False},
+        {"vocab_size": 384}, {"num_hidden_layers": 1, "num_key_value_heads": 4},
+        {"max_position_embeddings": 41},
+        {"num_key_value_heads": 1, "rope_parameters": YARN | {"beta_fast": 24, "beta_slow": 2}},
+    ],
+    "mistral": [
+        *GROUPED, *ANY, {"head_dim": None}, {"sliding_window": 64},
+        {"intermediate_size": 30, "hidden_size": 36},
+        {"vocab_size": 384}, {"num_hidden_layers": 1, "num_key_value_heads": 4},
+        {"max_position_embeddings": 41},
+    ],
+}  # fmt: skip
+NUM_SHORT = 2
+SHORT = [(name, index) for name, rows in ODD.items() for index in range(min(NUM_SHORT, len(rows)))]
+LONG = [(name, index) for name, rows in ODD.items() for index in range(NUM_SHORT, len(rows))]
+
+
+@pytest.mark.parametrize("cases", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_logits_and_round_trip(cases, tmp_path):
+    theirs = {}
+    for name, index in cases:
+        folder = tmp_path / f"{name} {index}"
+        tiny_folder(folder / "hf", name, changes=deepcopy(ODD[name][index]))  # transformers changes them
+        from_hf(folder / "hf", folder / "ours")
+        assert to_hf(folder / "ours", folder / "back").architecture == f"{MODELS[name][0]}ForCausalLM"
+        before, after = weights_of(folder / "hf"), weights_of(folder / "back")
+        assert before.keys() == after.keys(), folder.name
+        assert all(torch.equal(before[key], after[key]) for key in before), folder.name
+        theirs[folder.name] = their_logits(folder / "back", TOKENS)
+    ours = our_logits([tmp_path / name / "ours" for name in theirs], TOKENS)
+    assert_equal_to(1e-5, dict(zip(theirs, ours, strict=True)), theirs)
+
+
+def test_every_class_has_enough_cases():
+    assert min(map(len, ODD.values())) >= 12
+
+
+def test_gradients(tmp_path):
+    """An import is linear, so that the import of transformers' gradients is the gradient to expect."""
+    folders: list[tuple[Path, Path]] = []
+    for name in ODD:
+        model = tiny_model(name)
+        model.save_pretrained(tmp_path / name / "hf")
+        logits = model(TOKENS).logits[:, :-1].flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, TOKENS[:, 1:].flatten()).backward()
+        with torch.no_grad():
+            for value in model.parameters():
+                value.copy_(torch.zeros_like(value) if value.grad is None else value.grad)
+        model.save_pretrained(tmp_path / name / "hf_grads")
+        for kind in ("", "_grads"):
+            from_hf(tmp_path / name / f"hf{kind}", tmp_path / name / f"ours{kind}")
+        folders.append((tmp_path / name / "ours", tmp_path / name / "ours_grads"))
+    for name, (found, expected) in zip(ODD, our_gradients(folders, TOKENS), strict=True):
+        assert len(found) > 15, name
+        errors = {key: (found[key] - value).norm() / value.norm() for key, value in expected.items()}
+        assert max(errors.values()) < 1e-4, (name, max(errors, key=errors.__getitem__))
