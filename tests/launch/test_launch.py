@@ -126,6 +126,15 @@ def test_dry_run_text_says_where_a_setting_comes_from(monkeypatch):
     assert re.search(r"moe_exp\.launch\.agent .* --topk=2", text)
 
 
+def test_many_micro_batches_in_bf16_are_warned_of(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = {"preset": "cpu", "dtype": "bf16", "grad_dtype": "bf16", "gpus_per_node": 1, "gbsz": 32}
+    for mbsz, is_warned in ((4, True), (8, False)):
+        assert train(flags | {"mbsz": mbsz}, dry_run=True) == 0
+        error = capsys.readouterr().err
+        assert ("warning: GRAD_DTYPE=bf16: sums the gradients of 8 micro-batches" in error) is is_warned
+
+
 def test_dry_run_of_the_reference(tmp_path):
     environ = {"PRESET": "reference", "GPUS_PER_NODE": "8", "NUM_EXPRTS": "8"}
     done = moe_exp("train", "--dry-run", "--ep", "4", cwd=tmp_path, **environ)
