@@ -101,6 +101,7 @@ class Interval:
         num_shares = self.num_microbatches * config.data_parallel_size
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
         losses, experts = self._expert_records(sums, num_shares)
+        mtp_losses = [total / num if num else math.nan for total, num in zip(mtp[::2], mtp[1::2], strict=True)]
         on_gpu = self.runtime.device.type == "cuda"
         # ETA per sample, not per iteration: with a batch ramp-up, later iterations take longer.
         iterations = config.train_iters - progress.iteration
@@ -115,9 +116,8 @@ class Interval:
             "consumed_flops": progress.consumed_flops,
             "global_batch_size": self.num_samples // self.num_iterations,
             "lm_loss": lm_loss_sum / num_counted if num_counted else math.nan,
-            "mtp_losses": [
-                total / num if num else math.nan for total, num in zip(mtp[::2], mtp[1::2], strict=True)
-            ],
+            "mtp_loss": fmean(mtp_losses) if mtp_losses else None,
+            "mtp_losses": mtp_losses,
             **losses,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,

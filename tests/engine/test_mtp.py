@@ -11,7 +11,7 @@ MTP = BASE | {"mtp_num_layers": 2, "mtp_loss_coeff": 0.4}
 LAYOUTS = {
     2: [
         {},  # DP
-        {"tp": 2},
+        {"tp": 2, "cross_entropy": "triton"},
         {"ep": 2, "overlap": "true"},
         {"cp": 2, "document_mask": True, "eod_mask_loss": True},
         {"pp": 2, "recompute": "full"},
@@ -37,3 +37,19 @@ def test_every_layout_computes_the_same(num_ranks):
         assert found.gradients.keys() == one.gradients.keys()
         for name, gradient in one.gradients.items():
             assert relative_error(found.gradients[name], gradient) < 1e-5, (layout, name)
+
+
+SAVED = [{"ep": 2}, {"pp": 2}, {"tp": 2, "distributed_optimizer": True}]
+
+
+def test_resume_under_any_layout(tmp_path):
+    saves = [MTP | layout | {"save": str(tmp_path / str(i)), "save_after": 1} for i, layout in enumerate(SAVED)]
+    run_models(2, saves)
+    (whole,) = run_models(1, [MTP])
+    loads = [
+        MTP | layout | {"load": str(tmp_path / str(i)), "iterations": 1}
+        for i, layout in enumerate(SAVED[1:] + SAVED[:1])
+    ]
+    for found in run_models(2, loads):
+        assert relative_error(found.losses, whole.losses[4:]) < 1e-6
+        assert found.grad_norms == pytest.approx(whole.grad_norms[1:], rel=1e-5)
