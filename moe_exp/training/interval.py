@@ -101,7 +101,9 @@ class Interval:
         num_shares = self.num_microbatches * config.data_parallel_size
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
         losses, experts = self._expert_records(sums, num_shares)
-        mtp_losses = [total / num if num else math.nan for total, num in zip(mtp[::2], mtp[1::2], strict=True)]
+        mtp_losses = [
+            total / num if num else math.nan for total, num in zip(mtp[::2], mtp[1::2], strict=True)
+        ]
         on_gpu = self.runtime.device.type == "cuda"
         # ETA per sample, not per iteration: with a batch ramp-up, later iterations take longer.
         iterations = config.train_iters - progress.iteration

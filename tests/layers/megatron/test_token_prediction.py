@@ -57,7 +57,9 @@ SAVED = [{"ep": 2}, {"pp": 2}, {"tp": 2, "distributed_optimizer": True}]
 
 
 def test_resume_under_any_layout(tmp_path):
-    saves = [MTP | layout | {"save": str(tmp_path / str(i)), "save_after": 1} for i, layout in enumerate(SAVED)]
+    saves = [
+        MTP | layout | {"save": str(tmp_path / str(i)), "save_after": 1} for i, layout in enumerate(SAVED)
+    ]
     run_models(2, saves)
     (whole,) = run_models(1, [MTP])
     loads = [
@@ -111,7 +113,9 @@ def by_the_formula(settings):
     return logged.view(-1, 2).tolist(), expected
 
 
-@pytest.mark.parametrize("settings", [{}, {"document_mask": True, "eod_mask_loss": True, "tie_embeddings": True}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"document_mask": True, "eod_mask_loss": True, "tie_embeddings": True}]
+)
 def test_losses_are_the_formula_of_the_paper(settings):
     ((found, expected),) = run_on_ranks(1, by_the_formula, settings | {"mbsz": 2}, join=False)
     assert [count for _, count in found] == [count for _, count in expected]
@@ -119,7 +123,13 @@ def test_losses_are_the_formula_of_the_paper(settings):
 
 
 def test_coefficient_0_leaves_the_main_model_as_it_is():
-    plain = {"num_layers": 2, "aux_loss_type": "none", "z_loss_coeff": 0.0, "router_bias_update_rate": 0.1, "clip_grad": 0.0}
+    plain = {
+        "num_layers": 2,
+        "aux_loss_type": "none",
+        "z_loss_coeff": 0.0,
+        "router_bias_update_rate": 0.1,
+        "clip_grad": 0.0,
+    }
     without, of_0, of_1 = run_models(
         1, [plain | {"mtp_num_layers": n, "mtp_loss_coeff": c} for n, c in ((0, 0.3), (1, 0.0), (1, 1.0))]
     )
@@ -149,8 +159,11 @@ def records(jobs):
 def test_a_train_record_has_the_losses_and_the_experts(tmp_path):
     settings = {"train_data": str(write_data(tmp_path)), "run_dir": str(tmp_path / "run"), "gbsz": 8}
     settings |= {"mtp_num_layers": 2, "router_score": "sigmoid", "router_bias_update_rate": 0.1}
-    jobs = {n: [(settings | layout | {"gpus_per_node": n}, free_port())] for n, layout in ((1, {}), (2, {"pp": 2}))}
-    ((one, biases),), = run_on_ranks(1, records, jobs[1], join=False)
+    jobs = {
+        n: [(settings | layout | {"gpus_per_node": n}, free_port())]
+        for n, layout in ((1, {}), (2, {"pp": 2}))
+    }
+    (((one, biases),),) = run_on_ranks(1, records, jobs[1], join=False)
     (first,), (last,) = run_on_ranks(2, records, jobs[2], join=False)
     assert one["mtp_loss"] == pytest.approx(sum(one["mtp_losses"]) / 2) and len(set(one["mtp_losses"])) == 2
     assert [layer["layer"] for layer in one["experts"]] == [1, 2, 3, 4, 5, 6]
