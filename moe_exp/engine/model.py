@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -297,25 +296,24 @@ def build_chunk(
     failure = failure_of("cross entropy", kernel_failures)
     kind, _ = choose_cross_entropy(config.cross_entropy, device_type=_device_type(), failure=failure)
     model = {"megatron": PredictingModel, "triton": GPTModelWithOwnLoss, "linear": GPTModelWithLinearLoss}
-    spec = partial(
-        decoder_spec,
+    spec = decoder_spec(
+        settings,
         use_te=use_te(config),
+        vp_stage=stage,
         projection_norm=config.qk_norm and config.qk_norm_scope == "all",
         own_attention=config.document_mask or config.qk_clip > 0,
         **moe_options(config, kernel_failures),
     )
     is_last = pp_rank == last and vp_stage == (config.vpp or 1) - 1
-    mtp = None
-    if is_last and config.mtp_num_layers:
-        mtp = prediction_spec(spec(settings, vp_stage=stage).layer_specs[-1], config.mtp_num_layers)
+    has_mtp = is_last and config.mtp_num_layers > 0
     chunk = model[kind](
         settings,
-        spec(settings, vp_stage=stage),
+        spec,
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_len,
         pre_process=pp_rank == 0 and vp_stage == 0,
         post_process=is_last,
-        mtp_block_spec=mtp,
+        mtp_block_spec=prediction_spec(spec.layer_specs[-1], config.mtp_num_layers) if has_mtp else None,
         share_embeddings_and_output_weights=config.tie_embeddings,
         # multi-latent attention creates its own YaRN embedding
         position_embedding_type="rope" if config.multi_latent_attention or not is_yarn else "yarn",
@@ -384,7 +382,7 @@ class GPTModelWithLinearLoss(PredictingModel):
         self, *args: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
         """As in GPTModel. The gradient of the losses must be a multiple of `loss_mask` (None: all ones)."""
-        self._targets = None
+        self._targets: tuple[Tensor, Tensor] | None = None
         if labels is not None:
             self._set_targets(labels, loss_mask)
         return super().forward(*args, labels=labels, loss_mask=loss_mask, **options)

@@ -214,8 +214,8 @@ def loss_with_future(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`lm_loss` plus the coefficient times the mean loss of K layers for multi-token prediction.
 
-    `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The log, [2 * (1+K)], has sum and
-    number of tokens of each.
+    `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The log, [2 * (1+K)], has sum
+    and number of tokens of each.
     """
     masks = batch["loss_mask"], *batch["future_mask"].unbind(dim=2)
     counts, weight = (batch["num_counted"], *batch["num_future"]), batch.get("weight", 1.0)

@@ -99,8 +99,8 @@ class ModelSettings(LaunchSettings):
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
     mtp_num_layers: NonNegative = model(
         0,
-        "layers after the last one for multi-token prediction (DeepSeek-V3): layer k predicts the token k + 1 "
-        "positions ahead, in training only",
+        "layers after the last one for multi-token prediction (DeepSeek-V3): layer k predicts the token "
+        "k + 1 places ahead, in training only",
     )
     mtp_loss_coeff: Rate = model(
         0.3, "coefficient of the multi-token prediction loss, the mean over MTP_NUM_LAYERS", costs=False

@@ -1,5 +1,5 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers after the main model that predict
-tokens further ahead.
+"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layers after the main model that
+predict tokens further ahead.
 
 With hidden states h^0 of the main model after its final norm, layer k computes for each position i
 
@@ -67,10 +67,10 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
 
         `options` are arguments of the transformer layer.
         """
-        run = partial(self._forward, **options)
         if self.config.recompute_granularity == "full" and self.training:
+            run = partial(self._forward, **options)
             return tensor_parallel.checkpoint(run, False, hidden, embedded)
-        return run(hidden, embedded)
+        return self._forward(hidden, embedded, **options)
 
     def _forward(self, hidden: Tensor, embedded: Tensor, **options: Any) -> Tensor:
         joined, _ = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
@@ -87,8 +87,8 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
     """GPTModel that also returns the losses of its layers for multi-token prediction, if it has any."""
 
     def forward(
-        self, *args: Any, future_tokens: Tensor | None = None, future_mask: Tensor | None = None,
-        padding_mask: Tensor | None = None, **options: Any,
+        self, *args: Any, future_tokens: Any = None, future_mask: Any = None, padding_mask: Any = None,
+        **options: Any,
     ) -> Tensor:  # fmt: skip
         """As in GPTModel, with losses [1+K, B, S] if there are `future_tokens` and `future_mask`.
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP_NUM_LAYERS): the paper's formula, equal losses and gradients in every layout."""
+"""Multi-token prediction (MTP_NUM_LAYERS): the paper's formula, equal numbers in every layout."""
 
 from datetime import datetime
 from itertools import product
@@ -76,7 +76,7 @@ def rms_norm(x, weight):
 
 
 def by_the_formula(settings):
-    """Losses that the model and the formula of the paper find, [1+K] each: sums over the tokens that count."""
+    """Sums of losses and numbers of tokens, [1+K] each, by the model and by the formula of the paper."""
     config = load_config(TINY | MTP | settings | {"gpus_per_node": 1}, {})
     rank = runtime.start(config)
     (model,) = build_model(config, rank)
