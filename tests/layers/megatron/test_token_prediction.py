@@ -8,9 +8,10 @@ import torch
 
 from helpers.checkpoint.legs import start_job, write_data
 from helpers.model_on_ranks import EOD, TINY, RandomTokens, draw_vectors, run_models
-from helpers.ranks import free_port, in_turn, run_on_ranks
+from helpers.ranks import RankError, free_port, in_turn, run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.checkpoint.state import Progress
+from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model, moe_layers
@@ -57,18 +58,30 @@ SAVED = [{"ep": 2}, {"pp": 2}, {"tp": 2, "distributed_optimizer": True}]
 
 
 def test_resume_under_any_layout(tmp_path):
+    folders = [tmp_path / str(index) for index in range(len(SAVED))]
     saves = [
-        MTP | layout | {"save": str(tmp_path / str(i)), "save_after": 1} for i, layout in enumerate(SAVED)
+        MTP | layout | {"save": str(folder), "save_after": 1}
+        for layout, folder in zip(SAVED, folders, strict=True)
     ]
     run_models(2, saves)
+    single, (source,) = tmp_path / "single", folders[0].glob("iter_*")
+    reshape(source, single, Reshaping(layers="single", experts="single"))
     (whole,) = run_models(1, [MTP])
+    layouts = SAVED[1:] + SAVED[:1] + SAVED[:1]
     loads = [
-        MTP | layout | {"load": str(tmp_path / str(i)), "iterations": 1}
-        for i, layout in enumerate(SAVED[1:] + SAVED[:1])
+        MTP | layout | {"load": str(folder), "iterations": 1}
+        for layout, folder in zip(layouts, [*folders, single], strict=True)
     ]
     for found in run_models(2, loads):
         assert relative_error(found.losses, whole.losses[4:]) < 1e-6
         assert found.grad_norms == pytest.approx(whole.grad_norms[1:], rel=1e-5)
+    run_models(1, [BASE | {"save": str(tmp_path / "without")}])
+    for changes, folder, rule in (
+        ({}, folders[1], "MTP_NUM_LAYERS=0: .* has MTP_NUM_LAYERS=2. Fix: set MTP_NUM_LAYERS=2"),
+        ({"mtp_num_layers": 1}, tmp_path / "without", "MTP_NUM_LAYERS=1: .* Fix: set MTP_NUM_LAYERS=0"),
+    ):
+        with pytest.raises(RankError, match=rule):
+            run_models(1, [BASE | changes | {"load": str(folder)}])
 
 
 def rms_norm(x, weight):
