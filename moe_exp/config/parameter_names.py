@@ -70,6 +70,8 @@ def parameter_sizes(c: ExpertSettings) -> dict[str, int]:
     for layer, is_moe in enumerate(c.moe_layers):
         sizes |= {f"decoder.layers.{layer}.{name}": size for name, size in layers[is_moe].items()}
     sizes |= _norm(c, "decoder.final_layernorm.", c.hidden_size)
+    for layer in range(c.mtp_num_layers):
+        sizes |= {f"mtp.layers.{layer}.{name}": size for name, size in mtp_sizes(c).items()}
     return sizes if c.tie_embeddings else sizes | {"output_layer.weight": table}
 
 
@@ -81,6 +83,16 @@ def layer_sizes(c: ExpertSettings) -> tuple[dict[str, int], dict[str, int]]:
     dense = _norm(c, "mlp.linear_fc1.layer_norm_", c.hidden_size)
     dense |= _mlp(c, "mlp.", c.ffn_hidden_size, bias=c.add_bias_linear)
     return attention | dense, attention | _moe(c)
+
+
+def mtp_sizes(c: ExpertSettings) -> dict[str, int]:
+    """Returns the number of values of each parameter of a layer for multi-token prediction, by its name there
+    (arXiv:2412.19437, section 2.2).
+    """
+    sizes = {f"transformer_layer.{name}": size for name, size in layer_sizes(c)[c.moe_layers[-1]].items()}
+    for name in ("enorm.", "hnorm.", "final_layernorm."):
+        sizes |= _norm(c, name, c.hidden_size)
+    return sizes | _linear("eh_proj", c.hidden_size, 2 * c.hidden_size, bias=False)
 
 
 def _norm(c: ExpertSettings, prefix: str, size: int) -> dict[str, int]:

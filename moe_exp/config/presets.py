@@ -53,7 +53,7 @@ _QWEN3: dict[str, Any] = {
     "rotary_base": 1e6, "aux_loss_coeff": 1e-3, "lr": 3e-4, "min_lr": 3e-5, "mbsz": 1, "gbsz": 1024,
 }  # fmt: skip
 
-# DeepSeek-V3 technical report, arXiv:2412.19437, pretraining at 4096 tokens, without multi-token prediction.
+# DeepSeek-V3 technical report, arXiv:2412.19437, pretraining at 4096 tokens.
 _DEEPSEEK_V3: dict[str, Any] = {
     "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432, "moe_ffn_hidden_size": 2048,
     "first_k_dense": 3, "num_heads": 128, "multi_latent_attention": True, "q_lora_rank": 1536,
@@ -63,6 +63,7 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "num_router_groups": 8, "router_group_topk": 4, "aux_loss_coeff": 1e-4, "norm_epsilon": 1e-6,
     "rotary_base": 10000.0, "lr": 2.2e-4, "min_lr": 2.2e-5, "mbsz": 1, "gbsz": 15360,
     "rampup_batch_size": "3072 3072 114000000", "train_iters": 240_000, "init_std": 0.006,
+    "mtp_num_layers": 1,
     "warmup_iters": 400,  # counts full batches: 2000 of 3072
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.megatron.offload import ActivationOffload
 from moe_exp.layers.megatron.rotary import install_rotary
 from moe_exp.layers.megatron.saved_tensors import NormRecompute
+from moe_exp.layers.megatron.token_prediction import PredictingModel, prediction_spec
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
@@ -53,6 +54,8 @@ def transformer_config(config: Config) -> TransformerConfig:
     kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     settings = kind(
         num_layers=config.num_layers,
+        mtp_num_layers=config.mtp_num_layers or None,
+        mtp_loss_scaling_factor=config.mtp_loss_coeff,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
         num_attention_heads=config.num_heads,
@@ -107,7 +110,7 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         vpp = config.vpp or 1
         layout = [["decoder"] * (layers // vpp) for _ in range(vpp) for layers in config.stage_layers]
         layout[0].insert(0, "embedding")
-        layout[-1].append("loss")
+        layout[-1] += ["mtp"] * config.mtp_num_layers + ["loss"]
     recompute: dict[str, Any] = {}
     if config.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform"}
@@ -292,20 +295,25 @@ def build_chunk(
         settings.apply_rope_fusion = False
     failure = failure_of("cross entropy", kernel_failures)
     kind, _ = choose_cross_entropy(config.cross_entropy, device_type=_device_type(), failure=failure)
-    chunk = {"megatron": GPTModel, "triton": GPTModelWithOwnLoss, "linear": GPTModelWithLinearLoss}[kind](
+    model = {"megatron": PredictingModel, "triton": GPTModelWithOwnLoss, "linear": GPTModelWithLinearLoss}
+    spec = decoder_spec(
         settings,
-        decoder_spec(
-            settings,
-            use_te=use_te(config),
-            vp_stage=stage,
-            projection_norm=config.qk_norm and config.qk_norm_scope == "all",
-            own_attention=config.document_mask or config.qk_clip > 0,
-            **moe_options(config, kernel_failures),
-        ),
+        use_te=use_te(config),
+        vp_stage=stage,
+        projection_norm=config.qk_norm and config.qk_norm_scope == "all",
+        own_attention=config.document_mask or config.qk_clip > 0,
+        **moe_options(config, kernel_failures),
+    )
+    is_last = pp_rank == last and vp_stage == (config.vpp or 1) - 1
+    has_mtp = is_last and config.mtp_num_layers > 0
+    chunk = model[kind](
+        settings,
+        spec,
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_len,
         pre_process=pp_rank == 0 and vp_stage == 0,
-        post_process=pp_rank == last and vp_stage == (config.vpp or 1) - 1,
+        post_process=is_last,
+        mtp_block_spec=prediction_spec(spec.layer_specs[-1], config.mtp_num_layers) if has_mtp else None,
         share_embeddings_and_output_weights=config.tie_embeddings,
         # multi-latent attention creates its own YaRN embedding
         position_embedding_type="rope" if config.multi_latent_attention or not is_yarn else "yarn",
@@ -353,7 +361,7 @@ def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]
                 yield module.layer_number - 1, module
 
 
-class GPTModelWithOwnLoss(GPTModel):
+class GPTModelWithOwnLoss(PredictingModel):
     """GPTModel with the cross entropy of layers/kernels/cross_entropy.py (CROSS_ENTROPY=triton)."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -362,7 +370,7 @@ class GPTModelWithOwnLoss(GPTModel):
         return losses.transpose(0, 1).contiguous()
 
 
-class GPTModelWithLinearLoss(GPTModel):
+class GPTModelWithLinearLoss(PredictingModel):
     """GPTModel that computes output layer and loss by chunks of tokens (CROSS_ENTROPY=linear)."""
 
     def __init__(self, *args: Any, **options: Any):
@@ -374,11 +382,19 @@ class GPTModelWithLinearLoss(GPTModel):
         self, *args: Any, labels: Tensor | None = None, loss_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
         """As in GPTModel. The gradient of the losses must be a multiple of `loss_mask` (None: all ones)."""
-        self._targets = None
+        self._targets: tuple[Tensor, Tensor] | None = None
         if labels is not None:
-            mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
-            self._targets = labels.transpose(0, 1), mask.transpose(0, 1)
-        return super().forward(*args, labels=labels, **options)
+            self._set_targets(labels, loss_mask)
+        return super().forward(*args, labels=labels, loss_mask=loss_mask, **options)
+
+    def _set_targets(self, labels: Tensor, mask: Tensor | None) -> None:
+        mask = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask
+        self._targets = labels.transpose(0, 1), mask.transpose(0, 1)
+
+    def losses(self, hidden: Tensor, weight: Tensor | None, labels: Tensor, mask: Tensor | None) -> Tensor:
+        """As in PredictingModel, for one depth after the other."""
+        self._set_targets(labels, mask)
+        return super().losses(hidden, weight, labels, mask)
 
     def _output(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

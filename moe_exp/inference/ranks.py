@@ -51,6 +51,7 @@ _NO_TRAINING: dict[str, Any] = {
     "token_rounding": 0, "distributed_optimizer": False, "overlap": "false", "wandb_project": "",
     "cuda_graph": "off", "recompute_modules": "", "offload_modules": "", "optimizer": "adam",
     "optimizer_state_dtype": "fp32", "main_params": "fp32", "grad_dtype": "fp32", "offload_optimizer": False,
+    "mtp_num_layers": 0, "mtp_loss_coeff": 0.3,
 }  # fmt: skip
 # Our attention supports the key/value cache. Kernels depend on this machine, not on training's.
 # Runs with FP8 save their weights in DTYPE.
@@ -196,7 +197,7 @@ def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
     model.eval().requires_grad_(False)
     reader = CheckpointReader(folder, keep_bytes=1)
     state = formats.model_state(model, sharding_metadata(rank), reader)
-    formats.check_tensors(state, reader)
+    formats.check_tensors(state, reader, unused="mtp.")  # only training predicts further tokens
     formats.zero_missing_biases(model, reader)
     formats.read_tensors(state, reader)
     return model

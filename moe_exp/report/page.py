@@ -48,10 +48,11 @@ MOST_BYTES = 5_000_000
 _SCRIPTS = (
     "uplot/uPlot.iife.min.js", "format.js", "series.js", "chart.js", "tools.js", "heatmap.js", "page.js",
 )  # fmt: skip
-_LOSS_CHARTS = ("loss", "valid", "ema", "minus", "valid-minus", "ppl", "bits")
+_LOSS_CHARTS = ("loss", "mtp_loss", "valid", "ema", "minus", "valid-minus", "ppl", "bits")
 _TRAINING_CHARTS = ("grad_norm", "learning_rate", "tokens_per_second", "tflops_per_gpu", "memory_bytes")
 _DRAWN = (
-    "lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second",
+    "lm_loss", "mtp_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm",
+    "tokens_per_second",
     "tflops_per_gpu", "experts/max_over_mean", "experts/dead_fraction", "experts/dropped_fraction",
     "experts/router_entropy",
 )  # fmt: skip

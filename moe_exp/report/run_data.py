@@ -39,7 +39,8 @@ LAYER_KEYS = (
 # x axes: keys of the records.
 AXES = ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")
 CURVES = (
-    "lm_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second",
+    "lm_loss", "mtp_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm",
+    "tokens_per_second",
     "tflops_per_gpu", "elapsed_time_per_iteration_ms", "peak_memory_bytes", "memory_allocated_bytes",
 )  # fmt: skip
 _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")

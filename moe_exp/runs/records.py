@@ -37,6 +37,8 @@ TRAIN_KEYS = {
     "training_seconds": "wall time of all iterations so far, over all starts, without evaluation and saves",
     "global_batch_size": "samples per iteration, mean since the previous record",
     "lm_loss": "cross entropy, nats per token",
+    "mtp_loss": "mean of the multi-token prediction losses, before MTP_LOSS_COEFF; null: MTP_NUM_LAYERS=0",
+    "mtp_losses": "cross entropy of each layer for multi-token prediction; empty: MTP_NUM_LAYERS=0",
     "load_balancing_loss": "mean over MoE layers, before its coefficient; 1.0: perfect balance; null: dense",
     "z_loss": "router z-loss, mean over MoE layers, before its coefficient; null: coefficient 0 or dense",
     "aux_losses": "each loss of AUX_LOSS_TYPE by name, mean over MoE layers, before its coefficient",

@@ -23,6 +23,7 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
         (" learning rate: {:.6E}", "learning_rate"),
         (" global batch size: {:5d}", "global_batch_size"),
         (" lm loss: {:.6E}", "lm_loss"),
+        (" mtp loss: {:.6E}", "mtp_loss"),
         (" load_balancing_loss: {:.6E}", "load_balancing_loss"),
         (" z_loss: {:.6E}", "z_loss"),
         (" loss scale: {:.1f}", "loss_scale"),

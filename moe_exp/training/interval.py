@@ -38,8 +38,9 @@ class Interval:
     def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
         self.config, self.runtime, self.model = config, runtime, model
         self.layers = dict(moe_layers(list(model)))
-        # cross entropy and number of counted tokens, over micro-batches with a finite loss
-        self.losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+        # cross entropy and number of counted tokens, over micro-batches with a finite loss; with
+        # MTP_NUM_LAYERS, then the same of each layer
+        self.losses = torch.zeros(2 + 2 * config.mtp_num_layers, dtype=torch.float64, device=runtime.device)
         # per iteration, whether any loss on this rank is not finite, [] each
         self.not_finite: list[Tensor] = []
         # layout of a layer's row: token counts per expert, then the sums of MoEStatistics
@@ -95,11 +96,14 @@ class Interval:
     ) -> Any:  # fmt: skip
         """Returns the train record, the same on every rank, and starts the next interval."""
         config = self.config
-        (lm_loss_sum, num_counted), (norm_squared,), not_finite, peaks, phases, sums = self._reduced()
+        (lm_loss_sum, num_counted, *mtp), (norm_squared,), not_finite, peaks, phases, sums = self._reduced()
         seconds = (time.monotonic() - self.start) / self.num_iterations
         num_shares = self.num_microbatches * config.data_parallel_size
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
         losses, experts = self._expert_records(sums, num_shares)
+        mtp_losses = [
+            total / num if num else math.nan for total, num in zip(mtp[::2], mtp[1::2], strict=True)
+        ]
         on_gpu = self.runtime.device.type == "cuda"
         # ETA per sample, not per iteration: with a batch ramp-up, later iterations take longer.
         iterations = config.train_iters - progress.iteration
@@ -114,6 +118,8 @@ class Interval:
             "consumed_flops": progress.consumed_flops,
             "global_batch_size": self.num_samples // self.num_iterations,
             "lm_loss": lm_loss_sum / num_counted if num_counted else math.nan,
+            "mtp_loss": fmean(mtp_losses) if mtp_losses else None,
+            "mtp_losses": mtp_losses,
             **losses,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
@@ -138,7 +144,8 @@ class Interval:
     def _reduced(self) -> list[list[float]]:
         """Sums over all ranks: losses, squared norm, bad iterations, memory, phases, layer statistics."""
         width = self.row_width if self.config.use_moe else 0
-        table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
+        sizes = len(self.config.all_moe_layers), width
+        table = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
             table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])
         with parameters_in_sync(self.model):
@@ -158,7 +165,7 @@ class Interval:
         """MaxVio of each layer, averaged over the last global batches of the interval; 0 for dense layers."""
         # The counters only grow, so differences are the loads of single batches. MaxVio needs the load summed
         # over all ranks before the maximum; layers of other pipeline stages contribute zeros.
-        sizes = len(self.loads) - 1, self.config.num_layers, self.config.num_experts
+        sizes = len(self.loads) - 1, len(self.config.all_moe_layers), self.config.num_experts
         counts_NLE = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
         if self.layers:
             counts_NLE[:, list(self.layers)] = torch.stack(list(self.loads)).diff(dim=0).double()
@@ -169,7 +176,7 @@ class Interval:
     def _max_attention_logits(self) -> list[float]:
         """Largest attention logit of each layer in the interval, over all ranks."""
         # Each pipeline stage fills in its own layers; the maximum over all ranks joins them.
-        largest = self.losses.new_full((self.config.num_layers,), -math.inf)
+        largest = self.losses.new_full((len(self.config.all_moe_layers),), -math.inf)
         for core in attention_cores(self.model):
             if core.max_logit is not None:
                 largest[core.layer_number - 1], core.max_logit = core.max_logit, None
@@ -205,7 +212,7 @@ class Interval:
         experts = [
             expert_record(layer, sums[layer * width : (layer + 1) * width], config, num_shares)
             | {"max_vio": max_vio[layer]}
-            for layer, is_moe in enumerate(config.moe_layers)
+            for layer, is_moe in enumerate(config.all_moe_layers)
             if is_moe
         ]
         kinds = config.balancing_losses
@@ -255,7 +262,7 @@ def end_of_iteration(
     flags = [*(reason == stop for reason in reasons), is_writing]
     table = torch.tensor([*flags, 0, 0], dtype=torch.float64).to(device)
     if losses:
-        table[-2:] = torch.stack(list(losses)).double().sum(dim=0)
+        table[-2:] = torch.stack(list(losses))[:, :2].double().sum(dim=0)
     torch.distributed.all_reduce(table)
     values = start_copy(table)
 

@@ -27,6 +27,7 @@ _PERFORMANCE = (
 _CONSUMED = ("consumed_samples", "consumed_tokens", "consumed_flops")
 _NOT_A_CURVE = (
     "kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds", "max_attention_logits",
+    "mtp_losses",
 )  # fmt: skip
 
 
@@ -179,6 +180,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
             values[f"{'perf' if key in _PERFORMANCE else record['kind']}/{key}"] = float(value)
     if logits := record.get("max_attention_logits"):
         values["train/max_attention_logit"] = float(max(logits))
+    for depth, value in enumerate(record.get("mtp_losses") or [], start=1):
+        values[f"train/mtp_loss_{depth}"] = float(value)
     for name, value in (record.get("aux_losses") or {}).items():
         values[f"moe/{name}"] = float(value)
     values |= {f"perf/{phase}_ms": float(value) for phase, value in (record.get("timers") or {}).items()}

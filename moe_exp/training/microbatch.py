@@ -1,7 +1,7 @@
 """Micro-batches on this rank: reading samples, Megatron's schedule and forward step, and the loss."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,13 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, ConfigError
-from moe_exp.data.samples.dataset import Samples, context_part, filler_mask, split_batch
+from moe_exp.data.samples.dataset import (
+    Samples,
+    context_part,
+    filler_mask,
+    future_batch,
+    split_batch,
+)
 from moe_exp.data.samples.prefetch import microbatch_start
 from moe_exp.engine.graphs import CudaGraph, Graph, MicrobatchGraphs
 from moe_exp.engine.model import moe_layers
@@ -32,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 def read_microbatch(
     config: Config, runtime: Runtime, stream: Samples, first_sample: int, index: int, *,
-    eod_id: int | None = None,
+    eod_id: int | None = None, forward_only: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Micro-batch `index` of this data-parallel rank in the iteration that starts at `first_sample`.
 
     Returns:
         This context parallel rank's part [B, S/C] of the tensors of `split_batch` and of `padding_mask` (True
-        for filler); `num_counted`, number of tokens of the micro-batch in the loss; `documents`.
+        for filler); `num_counted`, number of tokens of the micro-batch in the loss; `documents`. In training
+        with MTP_NUM_LAYERS also the tensors of `future_batch`, and `num_future` [K], as `num_counted`.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
@@ -58,7 +65,11 @@ def read_microbatch(
     ranges = context_ranges(
         seq_len, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), num_stripes=config.context_stripes
     )
+    if config.mtp_num_layers and not forward_only:
+        batch |= future_batch(tokens, batch, config.mtp_num_layers)
     part: dict[str, Any] = context_part(batch, ranges)
+    if "future_mask" in batch:
+        part["num_future"] = batch["future_mask"].sum(dim=(0, 1))
     part["num_counted"] = batch["loss_mask"].sum()  # over all context parallel ranks
     part["documents"] = None if lengths is None else Documents(lengths, part["position_ids"], ranges)
     return part
@@ -69,7 +80,8 @@ def run_schedule(
     forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Runs Megatron's schedule; with `graphs`, each micro-batch of training replays its CUDA graph. Returns
-    the `lm_loss` of each micro-batch for logging; [] on all pipeline stages but the last.
+    the `lm_loss` of each micro-batch for logging ([2 * (1+K)] with K=MTP_NUM_LAYERS in training); [] on all
+    pipeline stages but the last.
     """
     step = forward_step if graphs is None or forward_only else partial(graphs_step, graphs, len(microbatches))
     # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
@@ -86,12 +98,16 @@ def run_schedule(
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     """Forward pass of a micro-batch on a stage, for Megatron's schedule; returns output and loss function."""
     batch = next(data_iterator)
+    future = {name: batch[name] for name in ("future_tokens", "future_mask") if name in batch}
     output = model(
         batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"],
         packed_seq_params=batch["documents"], padding_mask=batch.get("padding_mask"),
-        loss_mask=batch["loss_mask"],
+        loss_mask=batch["loss_mask"], **future,
     )  # fmt: skip
-    return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=batch.get("weight", 1.0))
+    weight = batch.get("weight", 1.0)
+    if future:
+        return output, partial(loss_with_future, get_model_config(model).mtp_loss_scaling_factor, batch)
+    return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=weight)
 
 
 def start_graphs(
@@ -191,3 +207,22 @@ def lm_loss(
     logged = torch.stack([total.detach(), loss_mask.sum()])
     loss = (total / num_counted.clamp(min=1) * weight).to(total.dtype)
     return loss * (1 + zero_or_nan), {"lm_loss": logged}
+
+
+def loss_with_future(
+    coefficient: float, batch: Mapping[str, Any], losses: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`lm_loss` plus the coefficient times the mean loss of K layers for multi-token prediction.
+
+    `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The log, [2 * (1+K)], has sum
+    and number of tokens of each.
+    """
+    masks = batch["loss_mask"], *batch["future_mask"].unbind(dim=2)
+    counts, weight = (batch["num_counted"], *batch["num_future"]), batch.get("weight", 1.0)
+    parts = [
+        lm_loss(mask, count, loss, weight=weight)
+        for mask, count, loss in zip(masks, counts, losses, strict=True)
+    ]
+    main, *others = (loss for loss, _ in parts)
+    logged = torch.cat([shown["lm_loss"] for _, shown in parts])
+    return main + coefficient / len(others) * torch.stack(others).sum(), {"lm_loss": logged}

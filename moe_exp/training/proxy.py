@@ -53,7 +53,7 @@ class Proxy:
         self._consumed_samples += batch_size
         if updated or (updated is None and count_step(self._optimizer, float(norm))):
             self._scheduler.step(increment=batch_size)
-        total, num_counted = torch.stack(losses).sum(dim=0)
+        total, num_counted = torch.stack(losses)[:, :2].sum(dim=0)
         return float(total / num_counted)
 
 

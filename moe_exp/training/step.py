@@ -54,7 +54,7 @@ class Step:
 
     first_sample: int
     batch_size: int  # samples of all ranks
-    losses: Sequence[Tensor]  # per micro-batch as logged by `lm_loss`, [2]; empty except on the last stage
+    losses: Sequence[Tensor]  # per micro-batch as logged by `run_schedule`; empty except on the last stage
     num_zeros: float | None  # zeros in the gradient, if counted
     late_norm: Callable[[], list[float]] | None  # waits for the gradient norm, which decides on the step
     done: Iteration = field(init=False)  # results, the same on every rank; set by `complete`
@@ -126,7 +126,9 @@ def forward_backward(
     heartbeat.enter("data")
     with timed(timers, "data"):
         microbatches = [
-            read_microbatch(config, job.runtime, stream, first_sample, index, eod_id=job.eod_id)
+            read_microbatch(
+                config, job.runtime, stream, first_sample, index, eod_id=job.eod_id, forward_only=forward_only
+            )
             for index in range(num_microbatches)
         ]
     heartbeat.enter("forward_backward")

@@ -39,7 +39,7 @@ SHAPES = [
     ({}, "num_experts", 4, 8), ({}, "moe_ffn_hidden_size", 48, 24), ({}, "shared_expert_size", 16, 0),
     ({}, "null_experts", 2, 0), ({"shared_expert_size": 16}, "shared_expert_gate", True, False),
     ({"moe_latent_size": 16}, "moe_latent_size", 24, 16), ({}, "qk_norm", True, False),
-    ({}, "tie_embeddings", True, False), ({}, "add_bias_linear", True, False),
+    ({}, "mtp_num_layers", 1, 0), ({}, "tie_embeddings", True, False), ({}, "add_bias_linear", True, False),
     ({}, "normalization", "LayerNorm", "RMSNorm"), ({}, "use_moe", False, True),
     ({"first_k_dense": 1}, "ffn_hidden_size", 64, 48), ({}, "qkv_bias", True, False),
     ({"qk_norm": True}, "qk_norm_scope", "all", "head"), ({}, "multi_latent_attention", True, False),

@@ -152,4 +152,4 @@ def kinds_as_on_a_gpu() -> list[str]:
 
 
 def test_a_kernel_that_has_failed_is_not_in_the_model():
-    assert run_on_ranks(1, kinds_as_on_a_gpu) == [["GPTModelWithOwnLoss", "GPTModel"]]
+    assert run_on_ranks(1, kinds_as_on_a_gpu) == [["GPTModelWithOwnLoss", "PredictingModel"]]

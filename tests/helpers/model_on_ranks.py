@@ -181,7 +181,8 @@ def assembled_job(ranks: list[dict[str, Any]]) -> Found:
         for first, share_of_rank in rank["losses"].items():  # context parallel ranks hold parts of a sum
             losses[first] = losses[first] + share_of_rank if first in losses else share_of_rank
     ordered = torch.stack([losses[first] for first in sorted(losses)])  # sums and numbers of tokens
-    return Found(ordered[:, 0] / ordered[:, 1], ranks[0]["norms"], assembled(ranks))
+    means = (ordered[:, ::2] / ordered[:, 1::2]).squeeze(1)  # [M], or [M, 1+K] with MTP_NUM_LAYERS=K
+    return Found(means, ranks[0]["norms"], assembled(ranks))
 
 
 def assembled(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -67,20 +67,21 @@ def test_the_logits_give_the_validation_loss_of_the_training(tmp_path):
     prefix = write_tokens(tmp_path)
     changes = {"seq_len": 32, "train_iters": 4, "warmup_iters": 1, "decay_iters": 4, "lr": 0.01}
     changes |= {"init_std": 0.1, "first_k_dense": 1, "valid_data": str(prefix)}
-    for name, kind in (("dmoe", {}), ("moe", {"moe_type": "moe", "capacity_factor": 0.5})):
+    mtp = {"mtp_num_layers": 1, "mtp_loss_coeff": 0.5}  # validation and inference leave these layers out
+    for name, kind in (("dmoe", {}), ("moe", {"moe_type": "moe", "capacity_factor": 0.5}), ("mtp", mtp)):
         settings = small_settings(tmp_path, name, eval_interval=4, eval_iters=2, **changes, **kind)
         assert run_to_end(settings)[0] == 0
     samples = SampleStream(parse_blend(str(prefix)), seq_len=32, seed=1234, shuffle=False).batch(0, 8)
     np.save(tmp_path / "ids.npy", samples[:, :-1].numpy())
     ids, out = tmp_path / "ids.npy", tmp_path / "logits.npy"
     errors = []
-    for name, flags in (("dmoe", []), ("moe", ["--capacity"]), ("moe", [])):
+    for name, flags in (("dmoe", []), ("mtp", []), ("moe", ["--capacity"]), ("moe", [])):
         folder = RunFolder(tmp_path / name)
         assert run_score(folder.path, ids, out, "--overwrite", *flags) == 0
         (record,) = (record for record in read_metrics(folder.metrics) if record["kind"] == "valid")
         errors.append(abs(cross_entropy(load(out), samples) / record["lm_loss"] - 1))
-    assert max(errors[:2]) < 1e-6
-    assert errors[2] > 1e-5  # the tokens that training drops count here
+    assert max(errors[:3]) < 1e-6
+    assert errors[3] > 1e-5  # the tokens that training drops count here
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])

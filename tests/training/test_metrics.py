@@ -47,6 +47,7 @@ def train_record(**changes: Any) -> dict[str, Any]:
     return {
         "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "consumed_flops": 9 * 10**15,
         "global_batch_size": 64, "lm_loss": 10.81154, "load_balancing_loss": 1.315762, "z_loss": 0.25,
+        "mtp_loss": None, "mtp_losses": [],
         "aux_losses": {"seq_aux_loss": 1.2}, "learning_rate": 2.4e-5, "grad_norm": 2.226,
         "num_zeros": 56775512, "params_norm": 315.029, "max_attention_logits": None, "loss_scale": 1.0,
         "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4, "tflops_per_gpu": 82.4,

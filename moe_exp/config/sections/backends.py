@@ -116,6 +116,8 @@ class BackendSettings(ExpertSettings):
              "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"),
             (self.moe_latent_size, "moe_latent_size",
              "upcycled experts require full-width hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
+            (self.mtp_num_layers, "mtp_num_layers", "the dense model has no weights for these layers",
+             "set MTP_NUM_LAYERS=0 with UPCYCLE_FROM"),
         )  # fmt: skip
         factor = self.expert_capacity_factor
         if factor is not None and factor * self.topk < self.num_experts:

@@ -97,6 +97,14 @@ class ModelSettings(LaunchSettings):
         "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
+    mtp_num_layers: NonNegative = model(
+        0,
+        "layers after the last one for multi-token prediction (DeepSeek-V3): layer k predicts the token "
+        "k + 1 places ahead, in training only",
+    )
+    mtp_loss_coeff: Rate = model(
+        0.3, "coefficient of the multi-token prediction loss, the mean over MTP_NUM_LAYERS", costs=False
+    )
     dropout: Probability = model(0.0, "dropout probability after attention, MLPs and the embedding")
     attention_dropout: Probability = model(0.0, "dropout probability of attention weights")
     init_std: float = model(0.02, "standard deviation of the initial weights", gt=0, costs=False)
@@ -166,6 +174,8 @@ class ModelSettings(LaunchSettings):
              "set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head"),
         )  # fmt: skip
         yield from self._rope_scaling_problems()
+        if not self.mtp_num_layers:
+            yield from self._without_effect(("mtp_loss_coeff",), "MTP_NUM_LAYERS=0", "set MTP_NUM_LAYERS")
         if self.parametrization == "mup":
             yield from self._mup_problems()
 

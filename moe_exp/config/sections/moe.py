@@ -67,6 +67,11 @@ class ExpertSettings(RouterSettings):
         return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))
 
     @property
+    def all_moe_layers(self) -> list[bool]:
+        """`moe_layers`, then a flag per layer for multi-token prediction, which is like the last layer."""
+        return self.moe_layers + self.moe_layers[-1:] * self.mtp_num_layers
+
+    @property
     def expert_ffn_size(self) -> int:
         """Width of one routed expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size

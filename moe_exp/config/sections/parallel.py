@@ -128,6 +128,22 @@ class ParallelSettings(BackendSettings):
         if self.recompute_modules:
             yield from self._recompute_problems()
         yield from self.offload_problems()
+        if self.mtp_num_layers:
+            yield from self._mtp_problems()
+
+    def _mtp_problems(self) -> Iterator[str]:
+        """Checks what the layers for multi-token prediction cannot be combined with."""
+        return self.broken(
+            (self.tie_embeddings and self.pp > 1, "mtp_num_layers",
+             f"cannot be combined with TIE_EMBEDDINGS=true and PP={self.pp}: Megatron gives the last stage "
+             "an output layer of its own", "set PP=1, TIE_EMBEDDINGS=false, or MTP_NUM_LAYERS=0"),
+            (self.stage_layers[-1:] == [0], "mtp_num_layers",
+             "requires a layer in the last pipeline stage",
+             "change PIPELINE_LAYERS, or set MTP_NUM_LAYERS=0"),
+            (self.fp8 != "none" and not self.is_fp8_by_kernels, "mtp_num_layers",
+             f"cannot be combined with FP8={self.fp8} by Transformer Engine",
+             "set FP8=none, or MTP_NUM_LAYERS=0"),
+        )  # fmt: skip
 
     def _recompute_problems(self) -> Iterator[str]:
         chosen = self.recomputed

@@ -270,6 +270,30 @@ def split_batch(
     }
 
 
+def future_batch(
+    tokens_BS1: torch.Tensor, batch: Mapping[str, torch.Tensor], depth: int
+) -> dict[str, torch.Tensor]:
+    """Inputs and labels of K = `depth` layers for multi-token prediction (arXiv:2412.19437, section 2.2).
+
+    Args:
+        batch: `tokens_BS1` as split by `split_batch`.
+
+    Returns:
+        `future_tokens`, int64 [B, S, K+1]: the tokens 1 to K+1 positions ahead, 0 beyond the sample. Layer k
+        reads the token k positions ahead and predicts the token k+1 positions ahead. `future_mask`, float32
+        [B, S, K]: 1 if that prediction exists, counts in `loss_mask`, and both tokens at positions i and i+k
+        are in the same document, as far as the batch has documents.
+    """
+    num_tokens = batch["tokens"].size(1)
+    ahead = torch.nn.functional.pad(tokens_BS1[:, 1:], (0, depth)).to(batch["tokens"].device)
+    masks = torch.zeros(*batch["tokens"].shape, depth, device=ahead.device)
+    places = batch["position_ids"]
+    for k in range(1, min(depth, num_tokens - 1) + 1):
+        is_near = places[:, k:] == places[:, :-k] + k  # false if a document starts in between
+        masks[:, : num_tokens - k, k - 1] = batch["loss_mask"][:, k:] * is_near
+    return {"future_tokens": ahead.unfold(1, depth + 1, 1).contiguous(), "future_mask": masks}
+
+
 def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
     """Mask of padding inputs, bool [B, S] (DOCUMENT_PACKING=best_fit): all trailing end-of-document tokens of
     a sample except the first, which ends the sample's last document.

@@ -118,7 +118,6 @@ def cross_entropy_gradient(
     if not launch.runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:
         return cross_entropy_gradient_torch(logits_NV, target_N, log_sum_N, grad_N, first)
     logits_NV = launch.last_contiguous(logits_NV)
-    target_N, log_sum_N, grad_N = launch.contiguous(target_N, log_sum_N, grad_N)
     dlogits_NV = logits_NV.new_empty(logits_NV.shape)
     _write_gradient(logits_NV, target_N, log_sum_N, grad_N, first, dlogits_NV)
     return dlogits_NV
@@ -129,6 +128,7 @@ def _write_gradient(
 ) -> None:
     """Launches the kernel; `dlogits_NV` may be `logits_NV`."""
     num_rows, width = logits_NV.shape
+    target_N, log_sum_N, grad_N = launch.contiguous(target_N, log_sum_N, grad_N)
     if num_rows:
         block = min(BLOCK, launch.power_of_2(width))
         _gradient_kernel[(num_rows, launch.cdiv(width, block))](

@@ -20,7 +20,8 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     that a token uses. Of the S^2 scores, only the half below the causal mask counts; until late 2024,
     Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in the bracket is
     DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn is multiplied by l/h, and the two projections of an MoE
-    layer add 4*h*l in forward. Norms, softmax, router and recompute are not counted; Megatron-LM counts the
+    layer add 4*h*l in forward. A layer of MTP_NUM_LAYERS is a layer, 4*h^2 in forward for its projection, and
+    an output layer. Norms, softmax, router and recompute are not counted; Megatron-LM counts the
     norms of latent attention.
 
     Args:
@@ -38,13 +39,18 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
         used = {name: size for name, size in sizes.items() if _PRODUCT.search(name)}
         experts = sum(size for name, size in used.items() if ".experts." in name)
         weights.append(sum(used.values()) - experts + experts // (config.num_experts * one) * routed)
-    num_moe = sum(config.moe_layers)
-    layers = 2 * ((config.num_layers - num_moe) * weights[0] + num_moe * weights[1])
+    num_layers, num_moe, num_mtp = (
+        len(config.all_moe_layers),
+        sum(config.all_moe_layers),
+        config.mtp_num_layers,
+    )
+    layers = 2 * ((num_layers - num_moe) * weights[0] + num_moe * weights[1])
+    layers += 2 * num_mtp * 2 * config.hidden_size**2  # the projection before the layer
     value_channels = config.v_head_dim if config.multi_latent_attention else config.kv_channels
     channels = config.num_heads * (config.kv_channels + value_channels)
-    layers += config.num_layers * attended_tokens(config) * channels
+    layers += num_layers * attended_tokens(config) * channels
     # 3 times: the backward pass computes the gradients of both inputs and weights
-    return 3 * tokens * (layers + 2 * config.hidden_size * config.padded_vocab_size)
+    return 3 * tokens * (layers + (1 + num_mtp) * 2 * config.hidden_size * config.padded_vocab_size)
 
 
 def attended_tokens(config: Config) -> int:

@@ -83,6 +83,7 @@ class PlannedJob:
             engine=Engine(
                 gradient_bytes=gradient,
                 reduced_bytes=gradient,
+                num_mtp_layers=config.mtp_num_layers,
                 recompute=config.recomputed if config.recompute_modules else frozenset(),
             ),
         )
@@ -91,6 +92,11 @@ class PlannedJob:
     def of_deepspeed(self) -> bool:
         """Whether Megatron-DeepSpeed ran the job; no other engine here uses learned position embeddings."""
         return self.learned_positions
+
+    @property
+    def all_stage_layers(self) -> list[int]:
+        """`stage_layers`, with the layers of MTP_NUM_LAYERS on the last stage."""
+        return [*self.stage_layers[:-1], self.stage_layers[-1] + self.config.mtp_num_layers]
 
     @cached_property
     def parameters(self) -> list[RankParameters]:

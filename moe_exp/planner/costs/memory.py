@@ -72,7 +72,7 @@ def memory_of(
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
     # MoE layers per stage in proportion to expert parameters, which already follow the layout with VPP
     of_experts = max(1, sum(part.expert for part in parameters))
-    num_moe = [part.expert * sum(config.moe_layers) // of_experts for part in parameters]
+    num_moe = [part.expert * sum(config.all_moe_layers) // of_experts for part in parameters]
     in_flight = micro_batches_in_flight(config, job.num_microbatches)
     # hidden states between stages, gathered sequences, and DeepSpeed's buckets
     handed_on = 2 * kept.hidden if config.pp > 1 else 0.0
@@ -90,7 +90,7 @@ def memory_of(
         if job.engine.shards_parameters:  # FSDP: the rank's shard, and two layers that are gathered
             own = part.dense / max(1, ranks // config.tp)
             own += part.expert / max(1, ranks // (config.etp * config.ep))
-            own += 2 * part.total / max(2, job.stage_layers[stage])
+            own += 2 * part.total / max(2, job.all_stage_layers[stage])
         weights, gradients = weight * own, gradient * own
         if fp8_parts(config)[1]:  # Transformer Engine also keeps FP8 copies by rows and by columns
             weights += 2 * (part.dense - tables[stage])
@@ -112,7 +112,7 @@ def _activation_parts(
 ) -> Parts:
     """Returns a rank's activations at the peak of its stage, by module."""
     config, last = job.config, len(job.stage_layers) - 1
-    num_dense, parts = job.stage_layers[stage] - num_moe, dict[str, float]()
+    num_dense, parts = job.all_stage_layers[stage] - num_moe, dict[str, float]()
     kinds = (
         (num_dense, kept.dense_parts, kept.moved_dense), (num_moe, kept.moe_parts, kept.moved_moe)
     )  # fmt: skip
@@ -132,7 +132,7 @@ def _activation_parts(
     # models with experts, the peak is in the experts.
     gradients, tables = 0.0, tables_of_stages(config, last + 1)
     if not (on_cpu or job.of_deepspeed or job.sharding != "distributed" or config.use_moe):
-        of_one = (job.parameters[stage].dense - tables[stage]) / max(1, job.stage_layers[stage])
+        of_one = (job.parameters[stage].dense - tables[stage]) / max(1, job.all_stage_layers[stage])
         of_output = float(tables[-1]) if stage == last else 0.0
         if last == 0 and not config.tie_embeddings:
             of_output /= 2  # the other half is the embedding's
@@ -142,7 +142,8 @@ def _activation_parts(
     waiting = last_moved * ((config.vpp or 1) - (stage == last))
     # The peak is in a layer's backward pass or, on the last stage, in the loss.
     work = {"recomputed": kept.recomputed, "backward of a layer": kept.layer_work + gradients}
-    loss = kept.output_parts | {"logits, loss": kept.output_parts["logits, loss"] + kept.output_work}
+    loss = {name: (1 + config.mtp_num_layers) * size for name, size in kept.output_parts.items()}
+    loss["logits, loss"] += kept.output_work
     if config.offloaded:
         work["moving"], loss["moving"] = moved + waiting, last_moved + waiting
     at_loss = stage == last and sum(loss.values()) > sum(work.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 from moe_exp.config import Config
-from moe_exp.config.parameter_names import layer_sizes
+from moe_exp.config.parameter_names import layer_sizes, mtp_sizes
 from moe_exp.host.files import count_text
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.products import priced
@@ -22,7 +22,7 @@ MEBIBYTE = 2**20
 class ParameterCount:
     """Parameters of the whole model."""
 
-    transformer_layers: int  # all layers and the final norm
+    transformer_layers: int  # all layers, also for multi-token prediction, and the final norm
     embedding: int  # input embedding and, unless tied, output layer
     active_per_token: int  # all except the routed experts that a token does not choose
 
@@ -44,11 +44,12 @@ class RankParameters:
 
 
 def count_parameters(config: Config) -> ParameterCount:
-    num_moe, (dense, moe) = sum(config.moe_layers), _layers(config)
+    num_moe, (dense, moe, mtp) = sum(config.moe_layers), _layers(config)
     layers = (config.num_layers - num_moe) * dense.total + num_moe * moe.total + _final_norm(config)
+    layers += config.mtp_num_layers * mtp.total
     embedding = config.padded_vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     one = moe.expert // config.num_experts
-    idle = round(num_moe * (config.num_experts - config.experts_per_token) * one)
+    idle = round(sum(config.all_moe_layers) * (config.num_experts - config.experts_per_token) * one)
     return ParameterCount(layers, embedding, layers + embedding - idle)
 
 
@@ -66,7 +67,7 @@ def parameters_of_stages(
     config. `learned_positions`: the embedding has a row per position, replicated over tensor-parallel ranks.
     """
     num_moe_before = list(accumulate(config.moe_layers, initial=0))
-    dense_layer, moe_layer = _layers(config, config.tp, config.etp)
+    dense_layer, moe_layer, mtp = _layers(config, config.tp, config.etp)
     experts = moe_layer.expert // config.ep
     # Outside the layers: embedding on the first stage, final norm and output layer on the last.
     ends = tables_of_stages(config, len(stage_layers))
@@ -83,17 +84,27 @@ def parameters_of_stages(
     for chunk, (first, end) in enumerate(pairwise(bounds)):
         num_layers[chunk % len(stage_layers)] += end - first
         num_moe[chunk % len(stage_layers)] += num_moe_before[end] - num_moe_before[first]
-    return [
+    stages = [
         RankParameters(at_ends + (layers - moe) * dense_layer.dense + moe * moe_layer.dense, moe * experts)
         for at_ends, layers, moe in zip(ends, num_layers, num_moe, strict=True)
     ]
+    more = RankParameters(
+        config.mtp_num_layers * mtp.dense, config.mtp_num_layers * (mtp.expert // config.ep)
+    )
+    stages[-1] = RankParameters(stages[-1].dense + more.dense, stages[-1].expert + more.expert)
+    return stages
 
 
 def tables_of_stages(config: Config, num_stages: int) -> list[int]:
-    """Counts a rank's embedding and output parameters per stage; tied weights on a stage count once."""
+    """Counts a rank's embedding and output parameters per stage; tied weights on a stage count once.
+
+    Multi-token prediction needs a copy of the embedding on the last stage.
+    """
     tables, embedding = [0] * num_stages, config.padded_vocab_size // config.tp * config.hidden_size
     tables[0] += embedding
     if num_stages > 1 or not config.tie_embeddings:
+        tables[-1] += embedding
+    if num_stages > 1 and config.mtp_num_layers:
         tables[-1] += embedding
     return tables
 
@@ -175,15 +186,19 @@ def _final_norm(config: Config) -> int:
 
 # Parameters that tensor-parallel ranks split. They share norms, router, gates, down projections of latent
 # attention, and biases of products that sum over the ranks.
-_SPLIT = r"linear_((qkv|q_proj|q_up_proj|kv_up_proj|fc1)\.(weight|bias)|(proj|fc2)\.weight)$"
+_SPLIT = (
+    r"(linear_((qkv|q_proj|q_up_proj|kv_up_proj|fc1)\.(weight|bias)|(proj|fc2)\.weight)|eh_proj\.weight)$"
+)
 
 
 def _layers(config: Config, tp: int = 1, etp: int = 1) -> list[RankParameters]:
-    """Parameters of a dense layer and of an MoE layer on a rank, with all routed experts."""
+    """Parameters of a dense layer, an MoE layer, and a layer for multi-token prediction on a rank, with all
+    routed experts.
+    """
     # norms over all heads are split like the heads
     scopes = {"head": _SPLIT, "all": rf"{_SPLIT}|[qk]_layernorm\.weight$"}
     split, found = re.compile(priced(config, "qk_norm_scope", scopes)), []
-    for sizes in layer_sizes(config):
+    for sizes in (*layer_sizes(config), mtp_sizes(config)):
         counts = {"dense": 0, "expert": 0}
         for name, size in sizes.items():
             kind, ways = ("expert", etp) if ".experts." in name else ("dense", tp)

@@ -148,7 +148,7 @@ def disk_use(
     num_records = max(0, config.train_iters - iteration) // config.log_interval
     per_layer = _LAYER_BYTES + _EXPERT_BYTES * config.num_experts
     # 10 kB: the settings in TensorBoard, written by each start
-    records = 10_000 + num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
+    records = 10_000 + num_records * (_RECORD_BYTES + sum(config.all_moe_layers) * per_layer)
     return DiskUse(one_bytes, max(largest, len(there)), num_new, records)
 
 

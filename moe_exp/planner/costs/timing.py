@@ -166,12 +166,12 @@ def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int =
 
 def _counts(job: PlannedJob) -> list[tuple[int, int]]:
     """Returns the number of (dense, MoE) layers in each stage."""
-    is_moe, counts, first = job.config.moe_layers, [], 0
+    is_moe, counts, first = job.config.all_moe_layers, [], 0
     # Model chunks alternate between stages, so the average share of MoE layers is close enough.
     if (job.config.vpp or 1) > 1 and len(set(is_moe)) > 1:
         share = sum(is_moe) / len(is_moe)
-        return [(layers - round(layers * share), round(layers * share)) for layers in job.stage_layers]
-    for layers in job.stage_layers:
+        return [(layers - round(layers * share), round(layers * share)) for layers in job.all_stage_layers]
+    for layers in job.all_stage_layers:
         moe = sum(is_moe[first : first + layers])
         counts.append((layers - moe, moe))
         first += layers

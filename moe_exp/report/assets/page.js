@@ -56,6 +56,7 @@
     "valid-minus": { title: () => `Validation loss relative to ${baselineName()}`, series: minusBaseline(validated), exact, signed: true, keep: true, note: bySeeds },
     ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl"), keep: true },
     bits: { title: "Validation, bits per byte", series: ofValidation("lm_loss_bits_per_byte"), exact, keep: true },
+    mtp_loss: { title: "Multi-token prediction loss", series: ofRuns("mtp_loss"), smooth: true },
     grad_norm: { title: "Gradient norm before clipping", series: ofRuns("grad_norm", { marks: true }), smooth: true },
     learning_rate: { title: "Learning rate", series: ofRuns("learning_rate", { changes: true }) },
     tokens_per_second: { title: "Tokens per second (all ranks)", series: ofRuns("tokens_per_second"), show: rate, smooth: true, zero: true },

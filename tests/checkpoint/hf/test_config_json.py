@@ -319,6 +319,7 @@ LEFT_AT_DEFAULTS = {
     "drop_policy", "token_rounding", "router_top_p", "router_dtype", "router_jitter", "router_bias_rule",
     "expert_backend", "routing_kernels", "moe_sm_margin", "dispatcher", "upcycle_from",
     "upcycle_granularity", "cross_entropy", "impl", "fp8", "fp8_recipe", "ep", "etp",
+    "mtp_num_layers", "mtp_loss_coeff",
 }  # fmt: skip
 
 

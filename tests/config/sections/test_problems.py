@@ -255,6 +255,16 @@ REFUSED = [
         "PIPELINE_LAYERS=2,0,2,0: only the first stage (embedding) and the last (output layer)",
     ),
     ("pp=2 vpp=2 pipeline_layers=0,4 gpus_per_node=2", "VPP=2: requires layers in every stage"),
+    (
+        "mtp_num_layers=1 tie_embeddings=true pp=2 gpus_per_node=2",
+        "MTP_NUM_LAYERS=1: cannot be combined with TIE_EMBEDDINGS=true and PP=2: ",
+    ),
+    ("mtp_num_layers=1 pp=2 pipeline_layers=4,0 gpus_per_node=2", "MTP_NUM_LAYERS=1: requires a layer in"),
+    (
+        "mtp_num_layers=1 fp8=hybrid expert_backend=te dtype=bf16",
+        "MTP_NUM_LAYERS=1: cannot be combined with FP8=hybrid by Transformer Engine",
+    ),
+    ("mtp_loss_coeff=0.1", "MTP_LOSS_COEFF=0.1: has no effect while MTP_NUM_LAYERS=0"),
     ("vpp=2", "VPP=2: requires several pipeline stages, but PP=1... set VPP=none or PP to at least"),
     ("pp=2 vpp=3 gpus_per_node=2", "VPP=3: must divide NUM_LAYERS/PP=2... set VPP to one of 1,"),
     ("pp=2 vpp=1 gpus_per_node=2", "VPP=1: must be at least 2, as one model chunk per rank cannot"),

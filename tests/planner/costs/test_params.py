@@ -56,7 +56,8 @@ def test_startup_report_of_the_reference():
 
 # From the shapes in their checkpoints.
 PUBLISHED = {"olmoe-1b-7b": 6_919_161_856, "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624}
-PUBLISHED |= {"deepseek-v3-like": 671_026_404_352}
+# 671.0 billion, and one layer for multi-token prediction, without its copies of embedding and output layer
+PUBLISHED |= {"deepseek-v3-like": 671_026_404_352 + 11_610_067_968}
 
 
 @pytest.mark.parametrize(("preset", "total"), PUBLISHED.items())
@@ -83,6 +84,14 @@ def test_flops_of_latent_attention_by_hand():
     projections = 16 * 10 + 10 * 4 * (6 + 4) + 16 * (14 + 4) + 14 * 4 * (6 + 8) + 4 * 8 * 16
     attention = projections + 6 * 4 * (6 + 4) + 6 * 4 * 8  # and scores and values
     assert flops_per_iteration(config) == 6 * 8 * 12 * (attention + 3 * 16 * 24 + 16 * 256)
+
+
+def test_flops_of_multi_token_prediction_by_hand():
+    """Each adds an MoE layer, a projection of 2*16 x 16 and an output layer."""
+    sizes = {"num_layers": 2, "first_k_dense": 1, "topk": 2, "seq_len": 10, "gbsz": 8}
+    more = flops_per_iteration(tiny(**sizes, mtp_num_layers=2)) - flops_per_iteration(tiny(**sizes))
+    layer = 16 * (24 + 12 + 12) + 24 * 16 + 2 * 5 * 24 + 2 * 3 * 16 * 12
+    assert more == 2 * 6 * 8 * 10 * (layer + 2 * 16 * 16 + 16 * 256)
 
 
 def test_flops_by_hand():
