@@ -36,6 +36,7 @@ OPTIONAL = FLAGS | {
     "moe_ffn_hidden_size": (0, 640), "num_experts": (1, 16), "topk": (1, 2), "first_k_dense": (0, 1),
     "moe_layer_freq": ("1", "2"), "expert_backend": ("auto", "loop"), "overlap": ("auto", "true"),
     "dropout": (0.1,), "lr": (1e-5,), "run_name": ("x, y",), "first_stage_layers": (0, 3),
+    "mtp_num_layers": (0, 2),
 }  # fmt: skip
 settings = st.fixed_dictionaries(
     {

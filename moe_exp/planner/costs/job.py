@@ -83,7 +83,6 @@ class PlannedJob:
             engine=Engine(
                 gradient_bytes=gradient,
                 reduced_bytes=gradient,
-                num_mtp_layers=config.mtp_num_layers,
                 recompute=config.recomputed if config.recompute_modules else frozenset(),
             ),
         )
@@ -92,6 +91,11 @@ class PlannedJob:
     def of_deepspeed(self) -> bool:
         """Whether Megatron-DeepSpeed ran the job; no other engine here uses learned position embeddings."""
         return self.learned_positions
+
+    @property
+    def num_outputs(self) -> int:
+        """Output layers on the last stage, one more for each layer of multi-token prediction."""
+        return 1 + self.engine.num_mtp_layers + self.config.mtp_num_layers
 
     @property
     def all_stage_layers(self) -> list[int]:

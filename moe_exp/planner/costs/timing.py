@@ -119,7 +119,7 @@ def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) 
         computed = sum(parts[name][stage] for name in ("compute", "host"))
         sent = sum(of[stage] for name, of in parts.items() if name not in ("compute", "host"))
         ahead = dense * times.layer(False).forward + moe * times.layer(True).forward
-        outputs = 1 + job.engine.num_mtp_layers if stage == len(counts) - 1 else 0
+        outputs = job.num_outputs if stage == len(counts) - 1 else 0
         ahead += outputs * times.parts["output"].forward
         forward = ahead / parts["compute"][stage] * computed if computed else 0.0
         share = 1 / 3 if job.config.recompute in ("full", "selective") else 1 / 2
@@ -140,7 +140,7 @@ def _parts_of_stages(
         moved = [sum(sizes.values()) for sizes in (kept.moved_dense, kept.moved_moe)]
     dense, moe = (_layer(job, device, times, is_moe, moved[is_moe]) for is_moe in (False, True))
     parts = {part: [n * dense[part] + n_moe * moe[part] for n, n_moe in counts] for part in dense}
-    parts["compute"][-1] += (1 + job.engine.num_mtp_layers) * sum(times.parts["output"])
+    parts["compute"][-1] += job.num_outputs * sum(times.parts["output"])
     # activations to the next stage and their gradients back, once per model chunk
     message = 0.0
     if config.pp > 1:
