@@ -79,7 +79,8 @@ def test_metrics_have_every_key(first_run):
     for record in records:
         assert set(record) == {"kind", *TRAIN_KEYS}
         nulls = [name for name, value in record.items() if value is None]
-        assert nulls == ["max_attention_logits", "memory_allocated_bytes", "timers"]
+        of_mtp = ["mtp_loss"]
+        assert nulls == [*of_mtp, "max_attention_logits", "memory_allocated_bytes", "timers"]
         assert record["consumed_samples"] == record["iteration"] * 32
         assert record["consumed_tokens"] == record["iteration"] * 32 * 256
         assert [layer["layer"] for layer in record["experts"]] == [1, 2, 3, 4]

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.config import setting_error
-from moe_exp.inference.model import Model
+from moe_exp.engine.runtime import Runtime
+from moe_exp.inference.ranks import Layout, Stage, config_for_use, load_model, run_alone
 
 NUM_TOKENS = 64
 LIMIT = 1e-4  # relative, in fp32; the models tested have at most 4e-7
@@ -32,38 +34,38 @@ def compare(source: Path, target: Path) -> tuple[list[str], bool]:
     """
     from transformers import AutoModelForCausalLM
 
-    ours = Model(target, dtype="fp32")
+    folder = one_checkpoint(target)
+    config = config_for_use(folder, Layout(), dtype="fp32")
+    length = min(NUM_TOKENS, config.seq_len)
     generator = torch.Generator().manual_seed(0)
-    length = min(NUM_TOKENS, ours.config.seq_len)
-    tokens = torch.randint(ours.config.vocab_size, (1, length), generator=generator)
-    found: list[Tensor] = []  # the embedding's output, then that of each layer, [B, S, D]
+    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
+    found: list[Tensor] = []  # outputs of the embedding, the layers but the last, the final norm; logits
 
     def keep(_: Any, __: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         found.append(hidden.transpose(0, 1).float().cpu())
 
-    decoder = ours.module.decoder
-    parts = [ours.module.embedding, *list(decoder.layers)[:-1], decoder.final_layernorm]
-    hooks = [part.register_forward_hook(keep) for part in parts]
-    logits = ours.score(tokens)
-    for hook in hooks:
-        hook.remove()
+    def run(rank: Runtime) -> None:
+        model = load_model(config, rank, folder)
+        for part in (model.embedding, *list(model.decoder.layers)[:-1], model.decoder.final_layernorm):
+            part.register_forward_hook(keep)
+        logits = Stage(config, rank, model).logits(tokens)
+        assert logits is not None
+        found.append(logits.cpu())
+
+    run_alone(config, run)
     theirs: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     result = theirs(tokens.clamp(max=theirs.config.vocab_size - 1), output_hidden_states=True)
-    names = [
-        "embedding",
-        *(f"layer {number}" for number in range(1, len(decoder.layers))),
-        "last layer, norm",
-    ]
-    pairs = [*zip(names, found, result.hidden_states, strict=True), ("logits", logits, result.logits)]
-    differences = {name: _difference(one, other[..., : one.size(-1)]) for name, one, other in pairs}
+    layers = [f"layer {number}" for number in range(1, config.num_layers)]
+    names = ["embedding", *layers, "last layer, norm", "logits"]
+    differences = {}
+    for name, ours, other in zip(names, found, (*result.hidden_states, result.logits), strict=True):
+        other = other[..., : ours.size(-1)]
+        norms = torch.linalg.vector_norm(ours - other), torch.linalg.vector_norm(other)
+        differences[name] = float(norms[0] / norms[1])
     agrees = differences["logits"] <= LIMIT
     lines = [f"{length} random tokens in fp32, relative difference from transformers:"]
     lines += [f"  {name:<20}{value:.1e}" for name, value in differences.items()]
     begins = next((name for name, value in differences.items() if not value <= LIMIT), "")
     lines.append(f"differs from {begins} on (limit {LIMIT:.0e})" if begins else "the models agree")
     return lines, agrees
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other))

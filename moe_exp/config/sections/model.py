@@ -101,6 +101,7 @@ class ModelSettings(LaunchSettings):
         0,
         "layers after the last one for multi-token prediction (DeepSeek-V3): layer k predicts the token "
         "k + 1 places ahead, in training only",
+        le=16,
     )
     mtp_loss_coeff: Rate = model(
         0.3, "coefficient of the multi-token prediction loss, the mean over MTP_NUM_LAYERS", costs=False
