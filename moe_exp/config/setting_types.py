@@ -77,6 +77,7 @@ Positive = Annotated[int, Field(ge=1, le=_MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=_MOST)]
 NumRanks = Annotated[int, Field(ge=1, le=100_000)]  # also nodes and parallel sizes
 NumLayers = Annotated[int, Field(ge=1, le=_MOST_LAYERS)]
+FewLayers = Annotated[int, Field(ge=0, le=16)]
 NumExperts = Annotated[int, Field(ge=1, le=2**20)]
 NumHeads = Annotated[int, Field(ge=1, le=2**16)]
 Width = Annotated[int, Field(ge=1, le=2**24)]

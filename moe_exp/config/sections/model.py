@@ -7,6 +7,7 @@ from moe_exp.config.choices import MUP_RULES, one_of
 from moe_exp.config.errors import multiples, problem
 from moe_exp.config.sections.launch import LaunchSettings
 from moe_exp.config.setting_types import (
+    FewLayers,
     NonNegative,
     NumHeads,
     NumLayers,
@@ -97,11 +98,10 @@ class ModelSettings(LaunchSettings):
         "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
-    mtp_num_layers: NonNegative = model(
+    mtp_num_layers: FewLayers = model(
         0,
         "layers after the last one for multi-token prediction (DeepSeek-V3): layer k predicts the token "
         "k + 1 places ahead, in training only",
-        le=16,
     )
     mtp_loss_coeff: Rate = model(
         0.3, "coefficient of the multi-token prediction loss, the mean over MTP_NUM_LAYERS", costs=False
