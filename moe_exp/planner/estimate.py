@@ -145,7 +145,8 @@ def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) ->
 def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str, Any]]]:
     for value in RECOMPUTE[RECOMPUTE.index(config.recompute) + 1 :]:
         if config.use_moe or value != "moe_act":
-            yield f"RECOMPUTE={value}", recompute_settings(value)
+            moved = {"offload_modules": config.offload_modules}
+            yield f"RECOMPUTE={value}", recompute_settings(value) | moved
     if config.use_moe and "experts" not in config.recomputed:
         modules = ",".join(filter(None, [config.recompute_modules, "experts"]))
         yield f"RECOMPUTE_MODULES={modules}", {"recompute_modules": modules}

@@ -88,18 +88,20 @@ def zero_missing_biases(model: GPTModel, reader: CheckpointReader) -> None:
         logger.warning("the checkpoint has no router biases; setting them to zero (the same model)")
 
 
-def check_tensors(state: Mapping[str, Any], reader: CheckpointReader, *, unused: str = "\0") -> None:
+def check_tensors(
+    state: Mapping[str, Any], reader: CheckpointReader, *, unused: tuple[str, ...] = ()
+) -> None:
     """Checks that a checkpoint has exactly the tensors of all ranks' states, with the same shapes, except
-    for tensors whose keys start with `unused`. All ranks must call this function. Raises ValueError on every
-    rank, with the first keys that differ.
+    for tensors whose keys start with one of `unused`. All ranks must call this function. Raises ValueError
+    on every rank, with the first keys that differ.
     """
     gathered: list[set[tuple[str, tuple[int, ...], bool]]] = [set()] * torch.distributed.get_world_size()
     shards = sharded_tensors(state)
     mine = {(shard.key, tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in shards}
     torch.distributed.all_gather_object(gathered, mine)
     needed = {key: (shape, may_be_padded) for key, shape, may_be_padded in set().union(*gathered)}
-    others = {key for key in set(weight_keys(reader)) - set(needed) if not key.endswith(LOSS_STATE)}
-    others = {key for key in others if not key.startswith(unused)}
+    others = set(weight_keys(reader)) - set(needed)
+    others = {key for key in others if not (key.endswith(LOSS_STATE) or key.startswith(unused))}
     differing = {"has no": set(needed) - set(reader.tensors), "has, unlike the model,": others}
     rules = [f"{what} {first_few(sorted(names), 3)}" for what, names in differing.items() if names]
     for key, (shape, may_be_padded) in sorted(needed.items()):

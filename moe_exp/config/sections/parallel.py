@@ -170,13 +170,13 @@ class ParallelSettings(BackendSettings):
         chosen, again = self.offloaded, self.recomputed
         if not chosen:
             return
-        recomputed = sorted(chosen & again) or sorted({"experts"} & chosen if "moe_act" in again else ())
+        recomputed = sorted(chosen & {"experts" if name == "moe_act" else name for name in again})
         yield from self.broken(
             ("shared_expert" in chosen and not self.shared_expert_size, "offload_modules",
              "the model has no shared_expert without SHARED_EXPERT_SIZE",
              "remove shared_expert, or set SHARED_EXPERT_SIZE"),
             (bool(recomputed), "offload_modules",
-             f"backward recomputes {recomputed[0] if recomputed else ''}, so nothing is left to move",
+             f"backward recomputes {','.join(recomputed)}, so nothing is left to move",
              "remove this module here or from RECOMPUTE_MODULES"),
             ("attention" in chosen and "mla_up_proj" in again, "offload_modules",
              "attention cannot be moved while Megatron frees and recomputes mla_up_proj, a part of it",

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_exp.layers.megatron.saved_tensors import as_is
+from moe_exp.layers.megatron.saved_tensors import ChunkHooks
 
 SMALLEST = 1 << 20  # bytes; smaller storages stay on the device
 
@@ -96,7 +95,7 @@ class _Group:
         for saved in self._alive():
             assert saved.on_host is not None
             saved.on_device = torch.empty_like(saved.on_host, device=self._device, pin_memory=False)
-            if self._device.type == "cuda":  # if nobody waits for this copy, its memory must still outlive it
+            if self._device.type == "cuda":  # the memory must outlive the copy, even if backward stops
                 saved.on_device.record_stream(self._copies)
 
         def copy(saved: _Saved, device: Tensor) -> None:
@@ -125,7 +124,7 @@ class _Group:
             self._copied = self._copies.record_event()
 
 
-class ActivationOffload:
+class ActivationOffload(ChunkHooks):
     """Makes modules in the transformer layers of a model chunk keep what they save in host memory.
 
     `modules`: names of OFFLOAD_MODULES. A storage moves if one of them is the first to save it; a storage
@@ -133,18 +132,16 @@ class ActivationOffload:
     """
 
     def __init__(self, chunk: Any, modules: Collection[str]):  # of GPTModel
+        super().__init__(chunk)
         self._parameters = list(chunk.parameters())
         self._copies: Any = None  # stream
         self._group: _Group | None = None  # of the module that runs now
         self._latest: weakref.ref[_Group] | None = None
         self._seen: dict[int, tuple[StorageWeakRef, _Saved | None]] | None = None  # of one forward pass
-        self._pack_others: Callable[[Tensor], Any] = as_is
-        self._unpack_others: Callable[[Any], Tensor] = as_is
         for layer in chunk.decoder.layers:
             for module in _modules(layer, modules):
                 module.register_forward_pre_hook(self._start)
                 module.register_forward_hook(self._end)
-        self._chunk_forward, chunk.forward = chunk.forward, self._forward
 
     def _start(self, *_: Any) -> None:
         if self._seen is not None:  # not computed again in backward
@@ -168,16 +165,12 @@ class ActivationOffload:
             self._copies = torch.get_device_module(self._parameters[0].device).Stream()
         if latest := self._latest_group():
             latest.free()
-        # torch calls only the innermost hooks, so these call the outer ones
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._pack_others, self._unpack_others = outer or (as_is, as_is)
         weights = [StorageWeakRef(weight.untyped_storage()) for weight in self._parameters]
         self._seen = {weight.cdata: (weight, None) for weight in weights}
-        with saved_tensors_hooks(self._pack, self._unpack):
-            try:
-                return self._chunk_forward(*args, **options)
-            finally:
-                self._seen = self._group = None
+        try:
+            return super()._forward(*args, **options)
+        finally:
+            self._seen = self._group = None
 
     def _pack(self, x: Tensor) -> Any:
         assert self._seen is not None

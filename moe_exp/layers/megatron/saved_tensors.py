@@ -6,6 +6,7 @@ for all of them. Unlike Megatron's recomputation of norms, this reads no random 
 graphs, and it does not depend on which layer runs first.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,21 +43,46 @@ class _Handle(NamedTuple):
     offset: Any
 
 
-def as_is(x: Any) -> Any:
+def _as_is(x: Any) -> Any:
     return x
 
 
-class NormRecompute:
+class ChunkHooks(ABC):
+    """Saved-tensor hooks during the forward pass of a model chunk.
+
+    torch calls only the innermost hooks, so `_pack` and `_unpack` pass the tensors of others on to the hooks
+    around them, with `_pack_others` and `_unpack_others`.
+    """
+
+    def __init__(self, chunk: Any):  # of GPTModel
+        self._pack_others: Callable[[Tensor], Any] = _as_is
+        self._unpack_others: Callable[[Any], Tensor] = _as_is
+        self._chunk_forward, chunk.forward = chunk.forward, self._forward
+
+    @abstractmethod
+    def _pack(self, x: Tensor) -> Any:
+        """What autograd holds instead of a saved tensor."""
+
+    @abstractmethod
+    def _unpack(self, saved: Any) -> Tensor:
+        """The saved tensor from the result of `_pack`."""
+
+    def _forward(self, *args: Any, **options: Any) -> Any:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._pack_others, self._unpack_others = outer or (_as_is, _as_is)
+        with saved_tensors_hooks(self._pack, self._unpack):
+            return self._chunk_forward(*args, **options)
+
+
+class NormRecompute(ChunkHooks):
     """Makes the norms in the transformer layers of a model chunk recompute their results in backward."""
 
     def __init__(self, chunk: Any):  # of GPTModel
+        super().__init__(chunk)
         self._results: dict[int, _Result] = {}  # of one forward pass, by storage
-        self._pack_others: Callable[[Tensor], Any] = as_is
-        self._unpack_others: Callable[[Any], Tensor] = as_is
         for module in chunk.decoder.layers.modules():
             if isinstance(module, _NORMS):
                 module.register_forward_hook(self._remember)
-        self._chunk_forward, chunk.forward = chunk.forward, self._forward
 
     def _remember(self, norm: nn.Module, args: tuple[Tensor, ...], result: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -65,14 +91,10 @@ class NormRecompute:
             self._results[found.storage.cdata] = found
 
     def _forward(self, *args: Any, **options: Any) -> Any:
-        # torch calls only the innermost hooks, so these call the outer ones, such as those of an offload
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._pack_others, self._unpack_others = outer or (as_is, as_is)
-        with saved_tensors_hooks(self._pack, self._unpack):
-            try:
-                return self._chunk_forward(*args, **options)
-            finally:
-                self._results.clear()
+        try:
+            return super()._forward(*args, **options)
+        finally:
+            self._results.clear()
 
     def _pack(self, x: Tensor) -> Any:
         found = self._results.get(x.untyped_storage()._cdata)

@@ -39,11 +39,8 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
         used = {name: size for name, size in sizes.items() if _PRODUCT.search(name)}
         experts = sum(size for name, size in used.items() if ".experts." in name)
         weights.append(sum(used.values()) - experts + experts // (config.num_experts * one) * routed)
-    num_layers, num_moe, num_mtp = (
-        len(config.all_moe_layers),
-        sum(config.all_moe_layers),
-        config.mtp_num_layers,
-    )
+    is_moe, num_mtp = config.all_moe_layers, config.mtp_num_layers
+    num_layers, num_moe = len(is_moe), sum(is_moe)
     layers = 2 * ((num_layers - num_moe) * weights[0] + num_moe * weights[1])
     layers += 2 * num_mtp * 2 * config.hidden_size**2  # the projection before the layer
     value_channels = config.v_head_dim if config.multi_latent_attention else config.kv_channels

@@ -69,9 +69,7 @@ class Space:
     etp: tuple[int, ...] | None  # None: 1 and TP
     cp: tuple[int, ...]
     mbsz: tuple[int, ...]
-    recompute: tuple[
-        str, ...
-    ]  # levels: a value of RECOMPUTE or list for RECOMPUTE_MODULES, and what is moved
+    recompute: tuple[str, ...]  # levels, see `recompute_settings`
     stages: tuple[dict[str, Any], ...] | None  # settings of the layer split; None: see `stage_splits`
 
     @classmethod
@@ -115,8 +113,9 @@ class Space:
         def order(value: Any) -> float:  # recompute by amount; VPP=none before numbers
             if not isinstance(value, str):
                 return value or 0
-            level = float(RECOMPUTE.index(value)) if value in RECOMPUTE else 1 + len(value) / 1000
-            return 1.9 if _HOST in value else level
+            again, moves, _ = value.partition(_HOST)
+            level = RECOMPUTE.index(again) if again in RECOMPUTE else 1 + len(again) / 1000
+            return level + (0.9 if moves else 0.0)
 
         ascending: dict[str, tuple[Any, ...]] = {
             name: tuple(sorted(set(values), key=order)) for name, values in chosen.items()
@@ -132,7 +131,9 @@ class Space:
 
 
 def recompute_settings(level: str) -> dict[str, str]:
-    """Returns the settings of a level in `Space.recompute`."""
+    """Returns the settings of a level in `Space.recompute`: a value of RECOMPUTE or a list for
+    RECOMPUTE_MODULES, and perhaps what is moved to the host.
+    """
     again, _, moved = level.partition(_HOST)
     is_list = again not in RECOMPUTE
     settings = {"recompute": "none" if is_list else again, "recompute_modules": again if is_list else ""}
