@@ -52,9 +52,8 @@ _LOSS_CHARTS = ("loss", "mtp_loss", "valid", "ema", "minus", "valid-minus", "ppl
 _TRAINING_CHARTS = ("grad_norm", "learning_rate", "tokens_per_second", "tflops_per_gpu", "memory_bytes")
 _DRAWN = (
     "lm_loss", "mtp_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm",
-    "tokens_per_second",
-    "tflops_per_gpu", "experts/max_over_mean", "experts/dead_fraction", "experts/dropped_fraction",
-    "experts/router_entropy",
+    "tokens_per_second", "tflops_per_gpu", "experts/max_over_mean", "experts/dead_fraction",
+    "experts/dropped_fraction", "experts/router_entropy",
 )  # fmt: skip
 LOAD_SCALE = 256  # steps per fair share, so uint16 covers up to 255 fair shares
 _MOST_SPIKES, _MOST_CHANGES = 200, 20

@@ -40,8 +40,8 @@ LAYER_KEYS = (
 AXES = ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")
 CURVES = (
     "lm_loss", "mtp_loss", "load_balancing_loss", "z_loss", "learning_rate", "grad_norm",
-    "tokens_per_second",
-    "tflops_per_gpu", "elapsed_time_per_iteration_ms", "peak_memory_bytes", "memory_allocated_bytes",
+    "tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "peak_memory_bytes",
+    "memory_allocated_bytes",
 )  # fmt: skip
 _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte", "ema_lm_loss")

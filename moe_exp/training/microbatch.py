@@ -11,13 +11,7 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, ConfigError
-from moe_exp.data.samples.dataset import (
-    Samples,
-    context_part,
-    filler_mask,
-    future_batch,
-    split_batch,
-)
+from moe_exp.data.samples.dataset import Samples, context_part, filler_mask, future_batch, split_batch
 from moe_exp.data.samples.prefetch import microbatch_start
 from moe_exp.engine.graphs import CudaGraph, Graph, MicrobatchGraphs
 from moe_exp.engine.model import moe_layers

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_exp.checkpoint.hf import fields as rules
+from moe_exp.checkpoint.hf import layer_tensors as t
 from moe_exp.checkpoint.hf.fields import FieldRule, must_be, rope, same
 from moe_exp.checkpoint.hf.tensor_rules import ZERO_EXPERT_SIZE, TensorRule
 
@@ -60,101 +61,6 @@ _DENSE_WIDTH = same("intermediate_size", "ffn_hidden_size")
 _EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size")
 _ONE_WIDTH = same("intermediate_size", "ffn_hidden_size.expert_ffn_size")
 
-_MODEL = (
-    TensorRule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "V D"}, "padded", "model"),
-    TensorRule("decoder.final_layernorm.weight", {"model.norm.weight": "D"}, layers="model"),
-    TensorRule("output_layer.weight", {"lm_head.weight": "V D"}, "padded", "model", "untied"),
-)
-_QKV = {"self_attn.q_proj.weight": "Q D", "self_attn.k_proj.weight": "K D", "self_attn.v_proj.weight": "K D"}
-_ATTENTION = (
-    TensorRule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "D"}),
-    TensorRule("self_attention.linear_qkv.weight", _QKV, "heads"),
-    TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D Q"}),
-)
-_QKV_BIAS_NAMES = {"self_attn.q_proj.bias": "Q", "self_attn.k_proj.bias": "K", "self_attn.v_proj.bias": "K"}
-_QKV_BIAS = (
-    TensorRule("self_attention.linear_qkv.bias", _QKV_BIAS_NAMES, "heads", when="qkv_bias"),
-    TensorRule("", _QKV_BIAS_NAMES, "zeros", when="no_qkv_bias"),
-)
-_HEAD_NORMS = (
-    TensorRule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "H"}, when="qk_norm"),
-    TensorRule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "H"}, when="qk_norm"),
-)
-_PROJECTION_NORMS = (
-    TensorRule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "Q"}),
-    TensorRule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "K"}),
-)
-_LATENT_ATTENTION = (
-    TensorRule("input_layernorm.weight", {"input_layernorm.weight": "D"}),
-    *(
-        TensorRule(f"self_attention.{ours}", {f"self_attn.{theirs}.weight": size}, when=when)
-        for ours, theirs, size, when in (
-            ("linear_q_proj.weight", "q_proj", "N D", "no_q_lora"),
-            ("linear_q_down_proj.weight", "q_a_proj", "A D", "q_lora"),
-            ("linear_q_up_proj.layer_norm_weight", "q_a_layernorm", "A", "q_lora"),
-            ("linear_q_up_proj.weight", "q_b_proj", "N A", "q_lora"),
-            ("linear_kv_down_proj.weight", "kv_a_proj_with_mqa", "R D", ""),
-            ("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm", "B", ""),
-            ("linear_kv_up_proj.weight", "kv_b_proj", "M B", ""),
-            ("linear_proj.weight", "o_proj", "D O", ""),
-        )
-    ),
-)
-_DENSE_HALVES = {"mlp.gate_proj.weight": "F D", "mlp.up_proj.weight": "F D"}
-_DENSE = (
-    TensorRule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "D"}, layers="dense"),
-    TensorRule("mlp.linear_fc1.weight", _DENSE_HALVES, "rows", "dense"),
-    TensorRule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "D F"}, layers="dense"),
-)
-
-
-def _experts(block: str, gate: str, up: str, down: str, router_name: str = "gate") -> tuple[TensorRule, ...]:
-    each, ours, all_theirs = f"{block}.experts.{{expert}}", "mlp.experts.experts.linear_fc", "mlp.experts."
-    router, norm = {f"{block}.{router_name}.weight": "E D"}, {"post_attention_layernorm.weight": "D"}
-    halves = {f"{each}.{gate}.weight": "f D", f"{each}.{up}.weight": "f D"}
-    second = {f"{each}.{down}.weight": "D f"}
-    return (
-        TensorRule("pre_mlp_layernorm.weight", norm, layers="moe"),
-        TensorRule("mlp.router.weight", router, layers="moe", alias="mlp.gate.weight"),
-        TensorRule(f"{ours}1.weight", halves, "rows", "moe", alias=f"{all_theirs}gate_up_proj"),
-        TensorRule(f"{ours}2.weight", second, layers="moe", alias=f"{all_theirs}down_proj", weighted=True),
-    )
-
-
-_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-
-
-def _expert_bias(where: str, sizes: str = "E", alias: str = "") -> tuple[TensorRule, ...]:
-    name, join = {where: sizes}, "plain" if sizes == "E" else "flat"
-    return (
-        TensorRule("mlp.router.expert_bias", name, join, "moe", "expert_bias", alias),
-        TensorRule("", name, "zeros", "moe", "no_expert_bias"),
-    )
-
-
-_EXPERT_BIAS = _expert_bias("mlp.gate.e_score_correction_bias")
-_BIAS_OF_BLOCK = "mlp.e_score_correction_bias"  # its name in transformers 5
-
-
-def _shared_names(name: str) -> dict[str, str]:
-    sizes = {"gate_proj": "S D", "up_proj": "S D", "down_proj": "D S"}
-    return {f"mlp.{name}.{part}.weight": size for part, size in sizes.items()}
-
-
-def _shared(name: str) -> tuple[TensorRule, ...]:
-    *halves, second = _shared_names(name).items()
-    return (
-        TensorRule("mlp.shared_experts.linear_fc1.weight", dict(halves), "rows", "moe", "shared"),
-        TensorRule("mlp.shared_experts.linear_fc2.weight", dict([second]), layers="moe", when="shared"),
-    )
-
-
-_GATE_NAME = {"mlp.shared_expert_gate.weight": "1 D"}
-_SHARED_GATE = (
-    TensorRule("mlp.shared_experts.gate_weight", _GATE_NAME, layers="moe", when="shared_gate"),
-    TensorRule("", _GATE_NAME | _shared_names("shared_expert"), "zeros", "moe", "no_shared"),
-)
-
 # Defaults and meanings of null in transformers' configuration classes. Sizes have no defaults here: a folder
 # that omits one is unlikely to have weights of the default size.
 _NO_DROPOUT = {"attention_dropout": 0.0}
@@ -193,7 +99,7 @@ MIXTRAL = Architecture(
         # in transformers, the noise also reaches the experts
         same("router_jitter_noise", "router_jitter"),
     ),
-    tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+    tensors=(*t.MODEL, *t.ATTENTION, *t.experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=_SOFTMAX | {"router_pre_softmax": False},
     traits={"routing": ("softmax, normalized", "softmax over all"), "heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {
@@ -210,7 +116,7 @@ OLMOE = Architecture(
         must_be("clip_qkv", None, because="clipped queries, keys and values are not supported"),
         rules.NORMALIZED_WEIGHTS, rules.balancing(),
     ),
-    tensors=(*_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_EXPERTS),
+    tensors=(*t.MODEL, *t.ATTENTION, *t.PROJECTION_NORMS, *t.EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True, "qk_norm_scope": "all"},
     traits={"qk_norm": ("all",), "routing": _NORMALIZED_OR_NOT},
     defaults=_DEFAULTS | {
@@ -226,7 +132,7 @@ QWEN3_MOE = Architecture(
         same("num_experts|num_local_experts", "num_experts"), _TOPK, rules.NORMALIZED_WEIGHTS,
         rules.DENSE_LAYERS_BY_LIST, rules.no_sliding_window(), rules.balancing(),
     ),
-    tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS),
+    tensors=(*t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE, *t.EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True},
     traits=_QWEN_TRAITS | {"qk_norm": ("head",), "heads_fill_width": _EITHER},
     defaults=_QWEN_MOE_DEFAULTS | {"num_key_value_heads": 4, "attention_bias": False},
@@ -264,7 +170,7 @@ QWEN2_MOE = Architecture(
         rules.DENSE_LAYERS_BY_LIST, rules.no_sliding_window(), rules.balancing(),
     ),
     tensors=(
-        *_MODEL, *_ATTENTION, *_QKV_BIAS, *_DENSE, *_EXPERTS, *_shared("shared_expert"), *_SHARED_GATE
+        *t.MODEL, *t.ATTENTION, *t.QKV_BIAS, *t.DENSE, *t.EXPERTS, *t.shared("shared_expert"), *t.SHARED_GATE
     ),
     settings=_SOFTMAX,
     traits=_QWEN_TRAITS | {"shared": ("none", "gated"), "qkv_bias": _EITHER},
@@ -299,7 +205,7 @@ _DEEPSEEK_TRAITS = {
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",
     fields=(*_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION, _INTERLEAVED),
-    tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")),
+    tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.DEEPSEEK_EXPERTS),
     settings=_LATENT,
     traits=_DEEPSEEK_TRAITS | {"attention": ("latent",)},
     predicts_more=True,
@@ -319,10 +225,7 @@ GLM4_MOE = Architecture(
         *_common(fraction=0.5), *_HEADS, *_DEEPSEEK_FIELDS, same("attention_bias", "qkv_bias"),
         same("use_qk_norm", "qk_norm"),
     ),
-    tensors=(
-        *_MODEL, *_ATTENTION, _QKV_BIAS[0], *_HEAD_NORMS, *_DENSE, *_EXPERTS, *_EXPERT_BIAS,
-        *_shared("shared_experts"),
-    ),
+    tensors=(*t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.HEAD_NORMS, *t.DENSE, *t.DEEPSEEK_EXPERTS),
     settings={},
     traits=_DEEPSEEK_TRAITS | {
         "qk_norm": ("none", "head"), "qkv_bias": _EITHER, "rotates_whole_heads": _EITHER,
@@ -342,9 +245,7 @@ DOTS1 = Architecture(
         *_common(), *_HEADS, *_DEEPSEEK_FIELDS, _NO_BIAS,
         rules.no_sliding_window(switched=False, by_layer=True),
     ),
-    tensors=(
-        *_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts"),
-    ),
+    tensors=(*t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE, *t.DEEPSEEK_EXPERTS),
     settings={"qk_norm": True},
     traits=_DEEPSEEK_TRAITS | {"qk_norm": ("head",), "heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {
@@ -362,9 +263,7 @@ SOLAR_OPEN = Architecture(
         *_common(theta=1e6), *_HEADS, _EXPERT_WIDTH, *_BIASED_ROUTING, same("attention_bias", "qkv_bias"),
         FieldRule(("intermediate_size",), lambda f: {}, lambda c: {}),  # of dense layers, which it lacks
     ),
-    tensors=(
-        *_MODEL, *_ATTENTION, _QKV_BIAS[0], *_EXPERTS, *_EXPERT_BIAS, *_shared("shared_experts")
-    ),
+    tensors=(*t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.DEEPSEEK_EXPERTS),
     settings={},
     traits=_DEEPSEEK_TRAITS | {"moe_layers": ("all",), "qkv_bias": _EITHER, "heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {
@@ -387,8 +286,8 @@ MINIMAX_M2 = Architecture(
         must_be("qk_norm_type", "per_layer", because="queries and keys must be normalized over all heads"),
     ),
     tensors=(
-        *_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_experts("block_sparse_moe", "w1", "w3", "w2"),
-        *_expert_bias("block_sparse_moe.e_score_correction_bias", alias=_BIAS_OF_BLOCK),
+        *t.MODEL, *t.ATTENTION, *t.PROJECTION_NORMS, *t.experts("block_sparse_moe", "w1", "w3", "w2"),
+        *t.expert_bias("block_sparse_moe.e_score_correction_bias", alias=t.BIAS_OF_BLOCK),
     ),
     settings=_SIGMOID | {"qk_norm": True, "qk_norm_scope": "all"},
     traits={
@@ -432,7 +331,7 @@ DEEPSEEK_V2 = Architecture(
         must_be("norm_topk_prob", False, because="transformers' DeepSeek-V2 does not normalize weights"),
         must_be("scoring_func", "softmax", because="DeepSeek-V2 uses softmax scores"), *_LAYERS_OF_VLLM,
     ),
-    tensors=(*_MODEL, *_LATENT_ATTENTION, *_DENSE, *_EXPERTS, *_shared("shared_experts")),
+    tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.EXPERTS, *t.shared("shared_experts")),
     settings=_LATENT | _SOFTMAX,
     traits=_DEEPSEEK_TRAITS | {
         "attention": ("latent",), "routing": ("softmax", "softmax over all"), "expert_bias": (False,),
@@ -458,9 +357,9 @@ HY_V3 = Architecture(
         must_be("enable_moe_fp32_combine", True, False, because="must be true or false"),
     ),
     tensors=(
-        *_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE,
-        *_experts("mlp", "gate_proj", "up_proj", "down_proj", "router.gate"),
-        *_expert_bias("mlp.expert_bias", alias=_BIAS_OF_BLOCK), *_shared("shared_mlp"),
+        *t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE,
+        *t.experts("mlp", "gate_proj", "up_proj", "down_proj", "router.gate"),
+        *t.expert_bias("mlp.expert_bias", alias=t.BIAS_OF_BLOCK), *t.shared("shared_mlp"),
     ),
     settings=_SIGMOID | {"qk_norm": True},
     traits=_DEEPSEEK_TRAITS | {
@@ -487,9 +386,9 @@ ERNIE4_5_MOE = Architecture(
         must_be("moe_norm_min", 1e-12, because="the sum of the router weights must not be limited"),
     ),
     tensors=(
-        *_MODEL, _ATTENTION[0], TensorRule(_ATTENTION[1].ours, _QKV, "adjacent heads"), _ATTENTION[2],
-        *_DENSE, *_EXPERTS, *_shared("shared_experts"),
-        *_expert_bias(
+        *t.MODEL, t.ATTENTION[0], TensorRule(t.ATTENTION[1].ours, t.QKV, "adjacent heads"), t.ATTENTION[2],
+        *t.DENSE, *t.EXPERTS, *t.shared("shared_experts"),
+        *t.expert_bias(
             "mlp.moe_statics.e_score_correction_bias", "1 E", "mlp.gate.moe_statics.e_score_correction_bias"
         ),
     ),
@@ -512,7 +411,7 @@ LLAMA = Architecture(
     fields=(
         *_common(), *_HEADS, _NO_BIAS, _NO_MLP_BIAS, _DENSE_WIDTH,
     ),
-    tensors=(*_MODEL, *_ATTENTION, *_DENSE),
+    tensors=(*t.MODEL, *t.ATTENTION, *t.DENSE),
     settings=_DENSE_MODEL,
     traits=_DENSE_TRAITS | {"heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {
@@ -524,7 +423,7 @@ LLAMA = Architecture(
 QWEN3 = Architecture(
     "Qwen3ForCausalLM", "qwen3",
     fields=(*_common(), *_HEADS, _NO_BIAS, _DENSE_WIDTH, rules.no_sliding_window()),
-    tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE),
+    tensors=(*t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE),
     settings=_DENSE_MODEL | {"qk_norm": True},
     traits=_DENSE_TRAITS | {"qk_norm": ("head",), "heads_fill_width": _EITHER},
     defaults=_QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
@@ -535,7 +434,7 @@ QWEN3 = Architecture(
 QWEN2 = Architecture(
     "Qwen2ForCausalLM", "qwen2",
     fields=(*_common(), *_HEADS_BY_WIDTH, _DENSE_WIDTH, rules.no_sliding_window()),
-    tensors=(*_MODEL, *_ATTENTION, _QKV_BIAS[0], *_DENSE),
+    tensors=(*t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.DENSE),
     settings=_DENSE_MODEL | {"qkv_bias": True},
     traits=_DENSE_TRAITS | {"qkv_bias": (True,)},
     defaults=_QWEN_DEFAULTS, null=QWEN3.null,
@@ -543,7 +442,7 @@ QWEN2 = Architecture(
 MISTRAL = Architecture(
     "MistralForCausalLM", "mistral",
     fields=(*_common(), *_HEADS, _DENSE_WIDTH, rules.no_sliding_window(switched=False)),
-    tensors=(*_MODEL, *_ATTENTION, *_DENSE),
+    tensors=(*t.MODEL, *t.ATTENTION, *t.DENSE),
     settings=_DENSE_MODEL,
     traits=_DENSE_TRAITS | {"heads_fill_width": _EITHER},
     defaults=_DEFAULTS | {

@@ -111,9 +111,8 @@ class _Account:
             mask = self._tokens * self._hidden * (width if self._on_cpu else 1)
         saved = self._saved()
         # the MLP's norm, of which the results are the input of MLP or router
-        of_norm = min(
-            saved.get("norm", saved.get("layernorm", 0.0)), self._tokens * self._input * self._hidden
-        )
+        of_norms = saved.get("norm", saved.get("layernorm", 0.0))
+        of_norm = min(of_norms, self._tokens * self._input * self._hidden)
         attention = self._attention() - sum(size for name, size in saved.items() if name != "mlp") + of_norm
         common = {"attention": attention, "norms, dropout": 2 * norm + 2 * mask}
         dense, experts = {}, self._experts() if self._has_moe else {}

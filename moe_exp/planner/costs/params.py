@@ -88,10 +88,8 @@ def parameters_of_stages(
         RankParameters(at_ends + (layers - moe) * dense_layer.dense + moe * moe_layer.dense, moe * experts)
         for at_ends, layers, moe in zip(ends, num_layers, num_moe, strict=True)
     ]
-    more = RankParameters(
-        config.mtp_num_layers * mtp.dense, config.mtp_num_layers * (mtp.expert // config.ep)
-    )
-    stages[-1] = RankParameters(stages[-1].dense + more.dense, stages[-1].expert + more.expert)
+    dense, expert = (config.mtp_num_layers * size for size in (mtp.dense, mtp.expert // config.ep))
+    stages[-1] = RankParameters(stages[-1].dense + dense, stages[-1].expert + expert)
     return stages
 
 

@@ -1,0 +1,99 @@
+"""Tensors of a layer as transformers names them, and their places in a checkpoint: parts of families.py."""
+
+from moe_exp.checkpoint.hf.tensor_rules import TensorRule
+
+MODEL = (
+    TensorRule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "V D"}, "padded", "model"),
+    TensorRule("decoder.final_layernorm.weight", {"model.norm.weight": "D"}, layers="model"),
+    TensorRule("output_layer.weight", {"lm_head.weight": "V D"}, "padded", "model", "untied"),
+)
+QKV = {"self_attn.q_proj.weight": "Q D", "self_attn.k_proj.weight": "K D", "self_attn.v_proj.weight": "K D"}
+ATTENTION = (
+    TensorRule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "D"}),
+    TensorRule("self_attention.linear_qkv.weight", QKV, "heads"),
+    TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D Q"}),
+)
+_QKV_BIAS_NAMES = {"self_attn.q_proj.bias": "Q", "self_attn.k_proj.bias": "K", "self_attn.v_proj.bias": "K"}
+QKV_BIAS = (
+    TensorRule("self_attention.linear_qkv.bias", _QKV_BIAS_NAMES, "heads", when="qkv_bias"),
+    TensorRule("", _QKV_BIAS_NAMES, "zeros", when="no_qkv_bias"),
+)
+HEAD_NORMS = (
+    TensorRule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "H"}, when="qk_norm"),
+    TensorRule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "H"}, when="qk_norm"),
+)
+PROJECTION_NORMS = (
+    TensorRule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "Q"}),
+    TensorRule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "K"}),
+)
+LATENT_ATTENTION = (
+    TensorRule("input_layernorm.weight", {"input_layernorm.weight": "D"}),
+    *(
+        TensorRule(f"self_attention.{ours}", {f"self_attn.{theirs}.weight": size}, when=when)
+        for ours, theirs, size, when in (
+            ("linear_q_proj.weight", "q_proj", "N D", "no_q_lora"),
+            ("linear_q_down_proj.weight", "q_a_proj", "A D", "q_lora"),
+            ("linear_q_up_proj.layer_norm_weight", "q_a_layernorm", "A", "q_lora"),
+            ("linear_q_up_proj.weight", "q_b_proj", "N A", "q_lora"),
+            ("linear_kv_down_proj.weight", "kv_a_proj_with_mqa", "R D", ""),
+            ("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm", "B", ""),
+            ("linear_kv_up_proj.weight", "kv_b_proj", "M B", ""),
+            ("linear_proj.weight", "o_proj", "D O", ""),
+        )
+    ),
+)
+_DENSE_HALVES = {"mlp.gate_proj.weight": "F D", "mlp.up_proj.weight": "F D"}
+DENSE = (
+    TensorRule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "D"}, layers="dense"),
+    TensorRule("mlp.linear_fc1.weight", _DENSE_HALVES, "rows", "dense"),
+    TensorRule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "D F"}, layers="dense"),
+)
+
+
+def experts(block: str, gate: str, up: str, down: str, router_name: str = "gate") -> tuple[TensorRule, ...]:
+    each, ours, all_theirs = f"{block}.experts.{{expert}}", "mlp.experts.experts.linear_fc", "mlp.experts."
+    router, norm = {f"{block}.{router_name}.weight": "E D"}, {"post_attention_layernorm.weight": "D"}
+    halves = {f"{each}.{gate}.weight": "f D", f"{each}.{up}.weight": "f D"}
+    second = {f"{each}.{down}.weight": "D f"}
+    return (
+        TensorRule("pre_mlp_layernorm.weight", norm, layers="moe"),
+        TensorRule("mlp.router.weight", router, layers="moe", alias="mlp.gate.weight"),
+        TensorRule(f"{ours}1.weight", halves, "rows", "moe", alias=f"{all_theirs}gate_up_proj"),
+        TensorRule(f"{ours}2.weight", second, layers="moe", alias=f"{all_theirs}down_proj", weighted=True),
+    )
+
+
+EXPERTS = experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def expert_bias(where: str, sizes: str = "E", alias: str = "") -> tuple[TensorRule, ...]:
+    name, join = {where: sizes}, "plain" if sizes == "E" else "flat"
+    return (
+        TensorRule("mlp.router.expert_bias", name, join, "moe", "expert_bias", alias),
+        TensorRule("", name, "zeros", "moe", "no_expert_bias"),
+    )
+
+
+EXPERT_BIAS = expert_bias("mlp.gate.e_score_correction_bias")
+BIAS_OF_BLOCK = "mlp.e_score_correction_bias"  # its name in transformers 5
+
+
+def _shared_names(name: str) -> dict[str, str]:
+    sizes = {"gate_proj": "S D", "up_proj": "S D", "down_proj": "D S"}
+    return {f"mlp.{name}.{part}.weight": size for part, size in sizes.items()}
+
+
+def shared(name: str) -> tuple[TensorRule, ...]:
+    *halves, second = _shared_names(name).items()
+    return (
+        TensorRule("mlp.shared_experts.linear_fc1.weight", dict(halves), "rows", "moe", "shared"),
+        TensorRule("mlp.shared_experts.linear_fc2.weight", dict([second]), layers="moe", when="shared"),
+    )
+
+
+DEEPSEEK_EXPERTS = (*EXPERTS, *EXPERT_BIAS, *shared("shared_experts"))  # from DeepSeek-V3 on
+_GATE_NAME = {"mlp.shared_expert_gate.weight": "1 D"}
+SHARED_GATE = (
+    TensorRule("mlp.shared_experts.gate_weight", _GATE_NAME, layers="moe", when="shared_gate"),
+    TensorRule("", _GATE_NAME | _shared_names("shared_expert"), "zeros", "moe", "no_shared"),
+)
