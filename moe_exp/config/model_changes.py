@@ -120,6 +120,7 @@ def _values(config: Config, *names: str) -> Facts:
 def shape_facts(config: Config) -> Facts:
     """Values that determine the shapes of the model's tensors, by setting."""
     facts = _values(config, "hidden_size", "num_layers", "num_heads", "num_query_groups", "mtp_num_layers")
+    facts |= _values(config, "norm_placement")
     facts["head_dim"] = config.kv_channels
     facts |= _values(
         config, "use_moe", "normalization", "add_bias_linear", "qkv_bias", "qk_norm", "qk_norm_scope",
@@ -142,7 +143,11 @@ def shape_facts(config: Config) -> Facts:
 
 def function_facts(config: Config) -> Facts:
     """Settings that determine what the model computes with the same tensors."""
-    facts = _values(config, "norm_epsilon", "rotary_base", "activation", "rotary_fraction", "rope_scaling")
+    facts = _values(
+        config, "norm_epsilon", "qk_norm_epsilon", "rotary_base", "activation", "rotary_fraction",
+        "rope_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+        "logits_scaling",
+    )  # fmt: skip
     if config.rope_scaling != "none":
         facts["rope_scaling_factor"] = config.rope_scaling_factor
         facts["rope_original_seq_len"] = config.rope_seq_len

@@ -80,9 +80,14 @@ def layer_sizes(c: ExpertSettings) -> tuple[dict[str, int], dict[str, int]]:
     Multi-latent attention: arXiv:2405.04434, section 2.1.
     """
     attention = _latent_attention(c) if c.multi_latent_attention else _attention(c)
-    dense = _norm(c, "mlp.linear_fc1.layer_norm_", c.hidden_size)
+    dense = _input_norm(c, "mlp.linear_fc1.layer_norm_")
     dense |= _mlp(c, "mlp.", c.ffn_hidden_size, bias=c.add_bias_linear)
-    return attention | dense, attention | _moe(c)
+    after = _norm(c, "post_mlp_layernorm.", c.hidden_size)
+    moe = _moe(c) | (after if c.norm_placement != "pre" else {})
+    if c.norm_placement == "post":
+        attention |= _norm(c, "post_self_attn_layernorm.", c.hidden_size)
+        dense |= after
+    return attention | dense, attention | moe
 
 
 def mtp_sizes(c: ExpertSettings) -> dict[str, int]:
@@ -100,13 +105,17 @@ def _norm(c: ExpertSettings, prefix: str, size: int) -> dict[str, int]:
     return {prefix + name: size for name in names}
 
 
+def _input_norm(c: ExpertSettings, prefix: str) -> dict[str, int]:
+    return {} if c.norm_placement == "post" else _norm(c, prefix, c.hidden_size)
+
+
 def _linear(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, int]:
     return {f"{name}.weight": rows * columns} | ({f"{name}.bias": rows} if bias else {})
 
 
 def _attention(c: ExpertSettings) -> dict[str, int]:
     prefix, query, key = "self_attention.", c.num_heads * c.kv_channels, c.num_query_groups * c.kv_channels
-    sizes = _norm(c, f"{prefix}linear_qkv.layer_norm_", c.hidden_size)
+    sizes = _input_norm(c, f"{prefix}linear_qkv.layer_norm_")
     has_bias = c.add_bias_linear or c.qkv_bias
     sizes |= _linear(f"{prefix}linear_qkv", query + 2 * key, c.hidden_size, bias=has_bias)
     sizes |= _linear(f"{prefix}linear_proj", c.hidden_size, query, bias=c.add_bias_linear)
@@ -120,7 +129,7 @@ def _attention(c: ExpertSettings) -> dict[str, int]:
 def _latent_attention(c: ExpertSettings) -> dict[str, int]:
     prefix, hidden, latent, rank = "self_attention.", c.hidden_size, c.kv_lora_rank, c.q_lora_rank
     query, value = c.num_heads * c.kv_channels, c.num_heads * c.v_head_dim
-    sizes = _norm(c, "input_layernorm.", hidden)
+    sizes = _input_norm(c, "input_layernorm.")
     sizes |= _linear(f"{prefix}linear_proj", hidden, value, bias=c.add_bias_linear)
     if rank:
         sizes |= _linear(f"{prefix}linear_q_down_proj", rank, hidden, bias=False)
@@ -141,7 +150,7 @@ def _mlp(c: ExpertSettings, prefix: str, ffn: int, *, bias: bool, hidden: int = 
 
 
 def _moe(c: ExpertSettings) -> dict[str, int]:
-    sizes = _norm(c, "pre_mlp_layernorm.", c.hidden_size)
+    sizes = _input_norm(c, "pre_mlp_layernorm.")
     bias, latent = c.add_bias_linear, c.moe_latent_size
     sizes |= _linear("mlp.router", c.num_router_outputs, c.hidden_size, bias=bias)
     one = _mlp(c, "mlp.experts.experts.", c.expert_ffn_size, bias=bias, hidden=c.expert_hidden_size)

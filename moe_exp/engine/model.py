@@ -18,6 +18,7 @@ from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.megatron.offload import ActivationOffload
+from moe_exp.layers.megatron.residual import scale_ends, set_qk_epsilon
 from moe_exp.layers.megatron.rotary import install_rotary
 from moe_exp.layers.megatron.saved_tensors import NormRecompute
 from moe_exp.layers.megatron.token_prediction import PredictingModel, prediction_spec
@@ -37,9 +38,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def use_te(config: Config) -> bool:
     """Whether the modules around the MoE layer are Transformer Engine's."""
     if config.impl == "auto":
-        # Transformer Engine computes a norm together with the following projection
         return (
-            "norm" not in config.recomputed
+            not config.needs_own_layers
             and torch.cuda.is_available()
             and importlib.util.find_spec("transformer_engine") is not None
         )
@@ -70,6 +70,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         qk_layernorm=config.qk_norm and config.qk_norm_scope == "head",
         add_bias_linear=config.add_bias_linear,
         add_qkv_bias=config.qkv_bias,
+        softmax_scale=config.attention_multiplier or None,
         hidden_dropout=config.dropout,
         attention_dropout=config.attention_dropout,
         # `initialize_weights` draws the weights. Megatron's initialization still runs and marks parameters.
@@ -302,6 +303,8 @@ def build_chunk(
         vp_stage=stage,
         projection_norm=config.qk_norm and config.qk_norm_scope == "all",
         own_attention=config.document_mask or config.qk_clip > 0,
+        norm_placement=config.norm_placement,
+        residual_multiplier=config.residual_multiplier,
         **moe_options(config, kernel_failures),
     )
     is_last = pp_rank == last and vp_stage == (config.vpp or 1) - 1
@@ -328,6 +331,9 @@ def build_chunk(
         for module in list(chunk.modules()):  # the model has one, or with latent attention each layer
             if isinstance(rotary := getattr(module, "rotary_pos_emb", None), nn.Module):
                 module.rotary_pos_emb = RestartingPositions(rotary)
+    scale_ends(chunk, embedding=config.embedding_multiplier, logits=config.logits_scaling)
+    if config.qk_norm_epsilon:
+        set_qk_epsilon(chunk, config.qk_norm_epsilon)
     if "norm" in config.recomputed:
         NormRecompute(chunk)
     if config.offloaded:

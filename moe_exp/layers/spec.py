@@ -18,6 +18,7 @@ from moe_exp.layers.megatron.moe_parts import (
     MegatronRouter,
     router_in_megatron,
 )
+from moe_exp.layers.megatron.residual import change_residuals
 from moe_exp.layers.router import Router
 
 from megatron.core import tensor_parallel
@@ -186,7 +187,8 @@ def te_layer_spec(
 
 def decoder_spec(
     config: TransformerConfig, *, use_te: bool = False, vp_stage: int | None = None,
-    projection_norm: bool = False, own_attention: bool = False, **moe_options: Any,
+    projection_norm: bool = False, own_attention: bool = False, norm_placement: str = "pre",
+    residual_multiplier: float = 1.0, **moe_options: Any,
 ) -> TransformerBlockSubmodules:  # fmt: skip
     """The layers of this pipeline stage; `config.moe_layer_freq` (n, or a 0/1 list) selects the MoE layers.
 
@@ -195,15 +197,21 @@ def decoder_spec(
         vp_stage: model chunk of an interleaved pipeline.
         projection_norm: normalize queries and keys over all heads together, see ProjectionNorm.
         own_attention: with `use_te`, use our attention core, see `te_layer_spec`.
+        norm_placement: `pre`: norms before attention and MLP; `post`: after them; `around_moe`: before them,
+            and after MoE layers. `use_te` only supports `pre`.
+        residual_multiplier: factor on the results of attention and MLP.
         moe_options: arguments of `moe_submodule_spec`.
     """
     layer_spec = partial(te_layer_spec, own_attention=own_attention) if use_te else local_layer_spec
     layer_spec = partial(layer_spec, projection_norm=projection_norm)
     dense = layer_spec(config, mlp=None)
+    of_dense = "pre" if norm_placement == "around_moe" else norm_placement
+    change_residuals(dense, config, placement=of_dense, multiplier=residual_multiplier)
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:
         check_fields(config)
         moe = layer_spec(config, mlp=moe_submodule_spec(use_te=use_te, **moe_options))
+        change_residuals(moe, config, placement=norm_placement, multiplier=residual_multiplier)
         pattern = frequency = config.moe_layer_freq
         if isinstance(frequency, int):
             pattern = [index % frequency == 0 for index in range(config.num_layers)]

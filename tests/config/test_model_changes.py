@@ -42,7 +42,8 @@ SHAPES = [
     ({}, "mtp_num_layers", 1, 0), ({}, "tie_embeddings", True, False), ({}, "add_bias_linear", True, False),
     ({}, "normalization", "LayerNorm", "RMSNorm"), ({}, "use_moe", False, True),
     ({"first_k_dense": 1}, "ffn_hidden_size", 64, 48), ({}, "qkv_bias", True, False),
-    ({"qk_norm": True}, "qk_norm_scope", "all", "head"), ({}, "multi_latent_attention", True, False),
+    ({}, "norm_placement", "post", "pre"), ({"qk_norm": True}, "qk_norm_scope", "all", "head"),
+    ({}, "multi_latent_attention", True, False),
     *((LATENT, name, 24, LATENT[name]) for name in LATENT if name != "multi_latent_attention"),
 ]  # fmt: skip
 FUNCTIONS = [
@@ -53,6 +54,9 @@ FUNCTIONS = [
     ({"num_router_groups": 4, "router_group_topk": 2}, "router_group_topk", 3, 2),
     ({}, "rotary_base", 5000.0, 10000.0), ({}, "norm_epsilon", 1e-6, 1e-5),
     ({}, "activation", "geglu", "swiglu"), ({}, "force_routing", "balanced", "none"),
+    ({"qk_norm": True}, "qk_norm_epsilon", 1e-6, 0.0), ({}, "embedding_multiplier", 12.0, 1.0),
+    ({}, "residual_multiplier", 0.5, 1.0), ({}, "attention_multiplier", 0.1, 0.0),
+    ({}, "logits_scaling", 6.0, 1.0),
     ({}, "rotary_fraction", 0.5, 1.0), ({}, "rope_scaling", "llama3", "none"),
     (YARN, "rope_scaling_factor", 4.0, 2.0), (YARN, "rope_original_seq_len", 64, 32),
     (YARN, "yarn_beta_fast", 16.0, 32.0), (YARN, "yarn_beta_slow", 2.0, 1.0), (YARN, "yarn_mscale", 0.5, 1.0),

@@ -234,6 +234,13 @@ class Trait:
     note: str = ""
 
 
+def _attention(c: Config) -> str:
+    if not c.multi_latent_attention:
+        return "grouped"
+    kind = "latent" if c.q_lora_rank else "latent, queries whole"
+    return kind if c.qk_norm else "latent, without norms"
+
+
 def _moe_layers(c: Config) -> str:
     layers = c.moe_layers
     if not any(layers):
@@ -274,8 +281,7 @@ TRAITS: Mapping[str, Trait] = {
         ("moe_type", "capacity_factor"), ", which may drop tokens,",
     ),
     "attention": Trait(
-        lambda c: ("latent" if c.qk_norm else "without norms") if c.multi_latent_attention else "grouped",
-        "grouped", ("multi_latent_attention", "qk_norm"),
+        _attention, "grouped", ("multi_latent_attention", "qk_norm", "q_lora_rank")
     ),
     "qk_norm": Trait(
         lambda c: c.qk_norm_scope if c.qk_norm and not c.multi_latent_attention else "none", "none",
@@ -294,7 +300,18 @@ TRAITS: Mapping[str, Trait] = {
         True, ("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim"),
     ),
     "epsilon": Trait(
-        lambda c: c.multi_latent_attention and c.norm_epsilon != LATENT_EPSILON, False, ("norm_epsilon",)
+        lambda c: (c.qk_norm_epsilon or c.norm_epsilon)
+        == (LATENT_EPSILON if c.multi_latent_attention else c.norm_epsilon),
+        True, ("norm_epsilon", "qk_norm_epsilon"),
+    ),
+    "norm_placement": Trait(
+        lambda c: "pre" if c.norm_placement == "around_moe" and not c.use_moe else c.norm_placement,
+        "pre", ("norm_placement",),
+    ),
+    "multipliers": Trait(
+        lambda c: (c.embedding_multiplier, c.residual_multiplier, c.attention_multiplier, c.logits_scaling)
+        != (1, 1, 0, 1),
+        False, ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
     ),
     "moe_layers": Trait(_moe_layers, "all", ("use_moe", "moe_layer_freq", "first_k_dense")),
     "routing": Trait(

@@ -3,7 +3,7 @@ configuration_*.py) and, for serving, against vLLM's vllm/model_executor/models/
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moe_exp.checkpoint.hf import fields as rules
@@ -83,6 +83,7 @@ _QWEN_MOE_NULL = {"mlp_only_layers": None, "sliding_window": None}
 _SOFTMAX = {"router_score": "softmax"}
 _SIGMOID = {"router_score": "sigmoid", "router_normalize": "true", "router_bias_update_rate": 1e-3}
 _DENSE_MODEL = {"use_moe": False}
+_COMPRESSED = ("latent", "latent, queries whole")
 _LATENT = {"multi_latent_attention": True, "qk_norm": True}
 _EITHER = (False, True)
 _NORMALIZED_OR_NOT = ("softmax", "softmax, normalized", "softmax over all")
@@ -207,7 +208,7 @@ DEEPSEEK_V3 = Architecture(
     fields=(*_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION, _INTERLEAVED),
     tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.DEEPSEEK_EXPERTS),
     settings=_LATENT,
-    traits=_DEEPSEEK_TRAITS | {"attention": ("latent",)},
+    traits=_DEEPSEEK_TRAITS | {"attention": _COMPRESSED},
     predicts_more=True,
     defaults=_DEFAULTS | {
         "max_position_embeddings": 4096, "num_key_value_heads": 128, "attention_bias": False,
@@ -310,7 +311,7 @@ GLM4_MOE_LITE = Architecture(
     tensors=DEEPSEEK_V3.tensors,
     settings=_LATENT,
     traits=_DEEPSEEK_TRAITS | {
-        "attention": ("latent",), "moe_layers": ("all", "after the first", "mixed")
+        "attention": _COMPRESSED, "moe_layers": ("all", "after the first", "mixed")
     },
     predicts_more=True,
     defaults=_DEFAULTS | {
@@ -319,6 +320,19 @@ GLM4_MOE_LITE = Architecture(
         "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1,
     },
     null={"q_lora_rank": None, "mlp_layer_types": None},
+)  # fmt: skip
+# GLM-4-MoE-Lite with a norm after the MoE layers.
+AXK1 = replace(
+    GLM4_MOE_LITE, name="AXK1ForCausalLM", model_type="axk1", predicts_more=False,
+    tensors=(*GLM4_MOE_LITE.tensors, t.NORM_AFTER_MOE),
+    settings=_LATENT | {"norm_placement": "around_moe"},
+    traits={**GLM4_MOE_LITE.traits, "attention": ("latent",), "norm_placement": ("around_moe",)},
+    defaults={
+        **GLM4_MOE_LITE.defaults, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
+        "num_key_value_heads": 64, "q_lora_rank": 1536, "routed_scaling_factor": 2.5, "n_group": 8,
+        "topk_group": 4,
+    },
+    null=_NO_DROPOUT | {"mlp_layer_types": None, "rope_interleave": False, "norm_topk_prob": False},
 )  # fmt: skip
 # Softmax scores without a bias, never normalized. transformers ignores `norm_topk_prob`, vLLM does not.
 DEEPSEEK_V2 = Architecture(
@@ -334,7 +348,7 @@ DEEPSEEK_V2 = Architecture(
     tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.EXPERTS, *t.shared("shared_experts")),
     settings=_LATENT | _SOFTMAX,
     traits=_DEEPSEEK_TRAITS | {
-        "attention": ("latent",), "routing": ("softmax", "softmax over all"), "expert_bias": (False,),
+        "attention": _COMPRESSED, "routing": ("softmax", "softmax over all"), "expert_bias": (False,),
         "groups": (0, 1),
     },
     defaults=_DEFAULTS | {
@@ -430,6 +444,72 @@ QWEN3 = Architecture(
     null=_AS_MANY_AS_HEADS | {"sliding_window": None, "layer_types": None},
 )  # fmt: skip
 
+# Norms after attention and MLP instead of before.
+_OLMO_ATTENTION = (*t.MODEL, *t.ATTENTION[1:], *t.PROJECTION_NORMS, *t.OUTPUT_NORMS)
+_OLMO_SETTINGS = {"qk_norm": True, "qk_norm_scope": "all", "norm_placement": "post"}
+_OLMO_TRAITS = {"qk_norm": ("all",), "norm_placement": ("post",)}
+OLMO2 = Architecture(
+    "Olmo2ForCausalLM", "olmo2",
+    fields=(*_common(), *_HEADS_BY_WIDTH, _NO_BIAS, _DENSE_WIDTH),
+    tensors=(*_OLMO_ATTENTION, *t.DENSE[1:]),
+    settings=_DENSE_MODEL | _OLMO_SETTINGS,
+    traits=_DENSE_TRAITS | _OLMO_TRAITS,
+    defaults=_DEFAULTS | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_key_value_heads": None,
+        "attention_bias": False,
+    },
+    null=_AS_MANY_AS_HEADS,
+)  # fmt: skip
+FLEX_OLMO = Architecture(
+    "FlexOlmoForCausalLM", "flex_olmo",
+    fields=(
+        *_common(theta=5e5), *_HEADS_BY_WIDTH, _NO_BIAS, _ONE_WIDTH, _TOPK,
+        same("num_experts|num_local_experts", "num_experts"), rules.NORMALIZED_WEIGHTS, rules.balancing(),
+    ),
+    tensors=(*_OLMO_ATTENTION, *t.EXPERTS[1:]),
+    settings=_SOFTMAX | _OLMO_SETTINGS,
+    traits=_OLMO_TRAITS | {"routing": _NORMALIZED_OR_NOT},
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 4096, "num_key_value_heads": None, "attention_bias": False,
+        "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
+    },
+    null=_AS_MANY_AS_HEADS | _NO_DROPOUT,
+)  # fmt: skip
+# Constant factors in the forward pass.
+_GRANITE_DEFAULTS = _DEFAULTS | {
+    "max_position_embeddings": 2048, "num_key_value_heads": None, "attention_bias": False,
+    "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}  # fmt: skip
+GRANITE = Architecture(
+    "GraniteForCausalLM", "granite",
+    fields=(*_common(), *_HEADS_BY_WIDTH, _NO_BIAS, _NO_MLP_BIAS, _DENSE_WIDTH, *rules.MULTIPLIERS),
+    tensors=LLAMA.tensors,
+    settings=_DENSE_MODEL,
+    traits=_DENSE_TRAITS | {"multipliers": _EITHER},
+    defaults=_GRANITE_DEFAULTS | {"mlp_bias": False},
+    null=_AS_MANY_AS_HEADS,
+)  # fmt: skip
+GRANITE_MOE = Architecture(
+    "GraniteMoeForCausalLM", "granitemoe",
+    fields=(
+        *_common(), *_HEADS_BY_WIDTH, _NO_BIAS, _ONE_WIDTH, _TOPK, *rules.MULTIPLIERS,
+        same("num_local_experts|num_experts", "num_experts"), rules.balancing(),
+    ),
+    tensors=(*t.MODEL, *t.ATTENTION, *t.JOINED_EXPERTS),
+    settings=MIXTRAL.settings,
+    traits={"routing": ("softmax, normalized", "softmax over all"), "multipliers": _EITHER},
+    defaults=_GRANITE_DEFAULTS | {"router_aux_loss_coef": 0.001},
+    null=_AS_MANY_AS_HEADS | _NO_DROPOUT | {"router_aux_loss_coef": None},
+)  # fmt: skip
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE, name="GraniteMoeSharedForCausalLM", model_type="granitemoeshared",
+    fields=(*GRANITE_MOE.fields, same("shared_intermediate_size", "shared_expert_size")),
+    tensors=(*GRANITE_MOE.tensors, *t.JOINED_SHARED),
+    traits={**GRANITE_MOE.traits, "shared": ("none", "of whole experts", "of another width")},
+    defaults={**GRANITE_MOE.defaults, "shared_intermediate_size": 0},
+)  # fmt: skip
+
 # Biases on queries, keys and values, without a field.
 QWEN2 = Architecture(
     "Qwen2ForCausalLM", "qwen2",
@@ -457,6 +537,7 @@ ARCHITECTURES = {
     for a in (
         MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3,
         DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE, DEEPSEEK_V2, HY_V3, ERNIE4_5_MOE, QWEN2, MISTRAL,
+        OLMO2, FLEX_OLMO, GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED, AXK1,
     )
 }  # fmt: skip
 # other values of `model_type`, in folders that name no class

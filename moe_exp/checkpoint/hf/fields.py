@@ -105,6 +105,17 @@ def no_sliding_window(*, switched: bool = True, by_layer: bool = False) -> Field
     return FieldRule(names, read, lambda c: {} if switched else {"sliding_window": None})
 
 
+# Granite
+MULTIPLIERS = (
+    *(same(name, name) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+    FieldRule(
+        ("attention_multiplier",),
+        lambda f: {"attention_multiplier": given(f, "attention_multiplier")},
+        lambda c: {"attention_multiplier": c.attention_multiplier or c.kv_channels**-0.5},
+    ),
+)
+
+
 # Softmax weights divided by their sum are equal to a softmax over the top-k scores.
 NORMALIZED_WEIGHTS = FieldRule(
     ("norm_topk_prob",),
@@ -273,7 +284,7 @@ def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
     return FieldRule(tuple(names), read, write)
 
 
-# transformers uses this epsilon in the inner norms regardless of config.json; Megatron has one for all norms.
+# transformers uses this epsilon in the inner norms regardless of config.json
 LATENT_EPSILON = 1e-6
 
 
@@ -288,15 +299,14 @@ def _read_latent_attention(fields: Fields) -> Settings:
     if (found := given(fields, "num_key_value_heads", heads)) != heads:
         rule = f"must be equal to num_attention_heads={heads} in latent attention"
         raise refuse("num_key_value_heads", found, rule, "correct the config.json")
-    if (found := given(fields, "rms_norm_eps")) != LATENT_EPSILON:
-        rule = f"must be {LATENT_EPSILON}, the fixed value inside transformers' latent attention"
-        raise refuse("rms_norm_eps", found, rule)
-    settings = {setting: given(fields, name) for name, setting in _LATENT_SIZES.items()}
+    settings: Settings = {setting: given(fields, name) for name, setting in _LATENT_SIZES.items()}
     if (found := given(fields, "head_dim", settings["qk_pos_emb_head_dim"])) != settings[
         "qk_pos_emb_head_dim"
     ]:
         raise refuse("head_dim", found, "must be equal to qk_rope_head_dim", "correct the config.json")
-    return settings | {"q_lora_rank": given(fields, "q_lora_rank", 0), "num_query_groups": heads}
+    epsilon = 0.0 if given(fields, "rms_norm_eps") == LATENT_EPSILON else LATENT_EPSILON
+    settings |= {"q_lora_rank": given(fields, "q_lora_rank", 0), "num_query_groups": heads}
+    return settings | {"qk_norm_epsilon": epsilon}
 
 
 LATENT_ATTENTION = FieldRule(  # `qk_head_dim` follows from the others

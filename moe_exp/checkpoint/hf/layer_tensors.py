@@ -66,6 +66,36 @@ def experts(block: str, gate: str, up: str, down: str, router_name: str = "gate"
 EXPERTS = experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 
+_AFTER_MLP = "post_mlp_layernorm.weight"
+OUTPUT_NORMS = (
+    TensorRule("post_self_attn_layernorm.weight", {"post_attention_layernorm.weight": "D"}),
+    TensorRule(_AFTER_MLP, {"post_feedforward_layernorm.weight": "D"}),
+)
+NORM_AFTER_MOE = TensorRule(_AFTER_MLP, {_AFTER_MLP: "D"}, layers="moe", alias=f"mlp.{_AFTER_MLP}")
+_BLOCK, _OURS = "block_sparse_moe.", "mlp.experts.experts.linear_fc"
+JOINED_EXPERTS = (
+    EXPERTS[0],
+    TensorRule(
+        "mlp.router.weight", {f"{_BLOCK}router.layer.weight": "E D"}, layers="moe",
+        alias=f"{_BLOCK}router.weight",
+    ),
+    TensorRule(
+        f"{_OURS}1.weight", {f"{_BLOCK}input_linear.weight": "E G D"}, layers="moe",
+        alias=f"{_BLOCK}experts.gate_up_proj",
+    ),
+    TensorRule(
+        f"{_OURS}2.weight", {f"{_BLOCK}output_linear.weight": "E D f"}, layers="moe",
+        alias=f"{_BLOCK}experts.down_proj", weighted=True,
+    ),
+)  # fmt: skip
+JOINED_SHARED = tuple(
+    TensorRule(f"mlp.shared_experts.linear_fc{n}.weight", {name: size}, layers="moe", when="shared")
+    for n, name, size in (
+        (1, "shared_mlp.input_linear.weight", "T D"), (2, "shared_mlp.output_linear.weight", "D S"),
+    )
+)  # fmt: skip
+
+
 def expert_bias(where: str, sizes: str = "E", alias: str = "") -> tuple[TensorRule, ...]:
     name, join = {where: sizes}, "plain" if sizes == "E" else "flat"
     return (

@@ -1,9 +1,10 @@
 """Rules that map a Hugging Face folder's tensors to a checkpoint's, and functions that join and split them.
 
 Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense
-MLP, f one expert, S the shared expert, E experts. With multi-head latent attention: A is the rank of
-the compressed queries; B is the rank of the compressed keys; R is B plus the rotary part of a key; N is all
-queries; M is all values plus all keys without the rotary part; O is all values.
+MLP, f one expert, S the shared expert, E experts; G is 2f and T is 2S, gate and up together. With multi-head
+latent attention: A is the rank of the compressed queries; B is the rank of the compressed keys; R is B plus
+the rotary part of a key; N is all queries; M is all values plus all keys without the rotary part; O is all
+values.
 
 Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
 
@@ -72,6 +73,7 @@ def sizes_of(config: Config) -> dict[str, int]:
         "1": 1, "D": config.hidden_size, "V": config.vocab_size, "H": config.kv_channels, "Q": queries,
         "K": config.num_query_groups * config.kv_channels, "F": config.ffn_hidden_size,
         "f": config.expert_ffn_size, "S": shared, "E": config.num_experts,
+        "G": 2 * config.expert_ffn_size, "T": 2 * shared,
         "A": config.q_lora_rank, "B": rank, "R": rank + rope, "N": heads * (nope + rope),
         "M": heads * nope + value, "O": value,
     }  # fmt: skip

@@ -25,6 +25,7 @@ _NOT_LATENT = {
     "head_dim": "MULTI_LATENT_ATTENTION uses QK_HEAD_DIM, QK_POS_EMB_HEAD_DIM and V_HEAD_DIM instead",
     "qk_norm_scope": "with MULTI_LATENT_ATTENTION, QK_NORM normalizes the compressed vectors, not heads",
     "qkv_bias": "Megatron's MULTI_LATENT_ATTENTION projections have no biases",
+    "attention_multiplier": "Megatron's MULTI_LATENT_ATTENTION sets the scale of the scores",
     "rotary_fraction": "with MULTI_LATENT_ATTENTION, QK_POS_EMB_HEAD_DIM sets the number of rotated channels",
 }
 
@@ -60,11 +61,17 @@ class ModelSettings(LaunchSettings):
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "type of the norm layers")
     norm_epsilon: float = model(1e-05, "epsilon added to the variance in norm layers", gt=0, costs=False)
+    norm_placement: Literal["pre", "post", "around_moe"] = model(
+        "pre",
+        "norms before attention and MLP; post: after them instead (OLMo 2); around_moe: before them, and "
+        "after MoE layers (A.X K1)",
+    )
     add_bias_linear: bool = model(False, "biases in all linear layers, including experts and router")
     qk_norm: bool = model(False, "normalize queries and keys; with MLA, normalize their compressed vectors")
     qk_norm_scope: Literal["head", "all"] = model(
         "head", "what QK_NORM normalizes: each head separately or all heads together (OLMo 2, OLMoE)"
     )
+    qk_norm_epsilon: Rate = model(0.0, "epsilon of the norms of QK_NORM; 0: NORM_EPSILON", costs=False)
     qkv_bias: bool = model(False, "biases on queries, keys and values only")
     rotary_base: float = model(100000.0, "base of the rotary position embedding", gt=0, costs=False)
     rotary_fraction: float = model(1.0, "fraction of each head's channels that is rotated", gt=0, le=1)
@@ -98,6 +105,16 @@ class ModelSettings(LaunchSettings):
         "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
+    embedding_multiplier: float = model(1.0, "factor on the embeddings (Granite)", gt=0, costs=False)
+    residual_multiplier: float = model(
+        1.0, "factor on what attention and MLP add to the residual stream (Granite)", gt=0, costs=False
+    )
+    attention_multiplier: Rate = model(
+        0.0,
+        "factor on attention scores before softmax (Granite); 0: 1 / sqrt(channels per head)",
+        costs=False,
+    )
+    logits_scaling: float = model(1.0, "number by which logits are divided (Granite)", gt=0, costs=False)
     mtp_num_layers: FewLayers = model(
         0,
         "layers after the last one for multi-token prediction (DeepSeek-V3): layer k predicts the token "
@@ -174,6 +191,8 @@ class ModelSettings(LaunchSettings):
              f"is not implemented for NORMALIZATION={self.normalization}",
              "set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head"),
         )  # fmt: skip
+        if not self.qk_norm:
+            yield from self._without_effect(("qk_norm_epsilon",), "QK_NORM=false", "set QK_NORM=true")
         yield from self._rope_scaling_problems()
         if not self.mtp_num_layers:
             yield from self._without_effect(("mtp_loss_coeff",), "MTP_NUM_LAYERS=0", "set MTP_NUM_LAYERS")

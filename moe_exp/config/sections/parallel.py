@@ -91,6 +91,11 @@ class ParallelSettings(BackendSettings):
         return frozenset(self.offload_modules.split(",")) - ignored
 
     @property
+    def needs_own_layers(self) -> bool:
+        """Whether Transformer Engine cannot compute the layers: it joins norms with the projections after."""
+        return "norm" in self.recomputed or self.norm_placement != "pre" or self.qk_norm_epsilon > 0
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of replicas of the model's dense part."""
         return self.world_size // (self.tp * self.pp * self.cp)
@@ -127,6 +132,11 @@ class ParallelSettings(BackendSettings):
             yield from self._chunk_problems(self.vpp)
         if self.recompute_modules:
             yield from self._recompute_problems()
+        by_te = self.impl == "te" or (self.fp8 != "none" and not self.is_fp8_by_kernels)
+        for name, default in (("norm_placement", "pre"), ("qk_norm_epsilon", 0)):
+            if by_te and getattr(self, name) != default:
+                rule = "Transformer Engine computes a norm together with the following projection"
+                yield self.problem(name, rule, f"set {name.upper()}={default}, or IMPL=local FP8=none")
         yield from self.offload_problems()
         if self.mtp_num_layers:
             yield from self._mtp_problems()
@@ -160,6 +170,8 @@ class ParallelSettings(BackendSettings):
             ("norm" in chosen and self.impl == "te", "recompute_modules",
              "Transformer Engine computes a norm together with the following projection and keeps its result",
              "remove norm, or set IMPL=local"),
+            ("norm" in chosen and self.norm_placement == "post", "recompute_modules",
+             "backward does not need the results of norms with NORM_PLACEMENT=post", "remove norm"),
             (bool(chosen & {"experts", "router"}) and self.fp8 != "none" and not self.is_fp8_by_kernels,
              "recompute_modules", f"FP8={self.fp8} by Transformer Engine cannot recompute experts or router",
              "remove both, or set RECOMPUTE=selective"),

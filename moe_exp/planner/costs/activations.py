@@ -97,7 +97,7 @@ class _Account:
         # bytes per number of the input that a product keeps, in experts and in other layers
         self._expert_input, self._input = (1 if is_fp8 else self._width for is_fp8 in fp8_kept(config))
         # CPUs only have PyTorch's modules; GPUs normally use Transformer Engine's.
-        self._is_fused = not (on_cpu or config.impl == "local" or "norm" in config.recomputed)
+        self._is_fused = not (on_cpu or config.impl == "local" or config.needs_own_layers)
         self._backend = planned_backend(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
         self._loss_kind = planned_loss(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
         self._has_moe, self._has_dense = config.use_moe, not (config.use_moe and all(config.moe_layers))
@@ -125,7 +125,9 @@ class _Account:
             mlp = self._tokens * self._input * self._hidden
             mlp += self._all_tokens * self._mlp(config.ffn_hidden_size / self._tp)
             dense = common | {"dense MLP": mlp - saved.get("mlp", 0.0) - of_norm}
-        moe = common | experts if self._has_moe else {}
+        num_norms = 3 if config.norm_placement == "around_moe" else 2
+        of_moe = common | {"norms, dropout": num_norms * norm + 2 * mask}
+        moe = of_moe | experts if self._has_moe else {}
         moved_dense, moved_moe = self._moved(dense), self._moved(moe)
         # backward recomputes one module after another, and one of a layer's two norms
         again = saved | saved_in_moe
@@ -136,7 +138,7 @@ class _Account:
             dense, moe = ({"layer inputs": hidden} if kept else {} for kept in (dense, moe))
         elif config.recompute == "selective" and self._has_moe:
             recomputed += sum(experts.values()) - hidden
-            moe = common | {"layer inputs": hidden}
+            moe = of_moe | {"layer inputs": hidden}
         # The cross entropy keeps targets, and either probabilities and a mask or logits and log-sums. During
         # its forward and backward pass, it also holds the gradient; on a CPU, PyTorch holds logits and
         # probabilities in fp32.

@@ -103,7 +103,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantized": ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config=fp8: "),
     "own code": ("deepseek_v3", {"auto_map": {"AutoModel": "modeling.Model"}}, r"auto_map=\{\.\.\.\}: "),
     "unknown field": ("llama", {"logit_scale": 0.5}, r"logit_scale=0\.5: .*--ignore-field logit_scale"),
-    "epsilon of MLA": ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps=1e-05: must be 1e-06"),
+    "factor": ("granite", {"logits_scaling": None}, "logits_scaling=null: must not be null"),
     "groups": ("deepseek_v3", {"num_experts_per_tok": 2}, r"topk_group=2: a group is ranked by"),
     "part of heads": (
         "qwen3", {"rope_parameters": NEW_ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: "
@@ -132,7 +132,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "norms of MiniMax": ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False: "),
     "norms per head": ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type=per_head: "),
     "no routing bias": ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias=False: "),
-    "epsilon of GLM's MLA": ("glm4_moe_lite", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: must be 1e-06"),
+    "whole queries": ("axk1", {"q_lora_rank": None}, "q_lora_rank=null: must not be null"),
     "head size of MLA": ("glm4_moe_lite", {"head_dim": 8}, "head_dim=8: must be equal to qk_rope_head_dim"),
     "types": ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, r"mlp_layer_types=\['sparse'\]: "),
     "number": ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2: contradicts"),

@@ -15,8 +15,10 @@ DEEPSEEK = LATENT | {
     "router_score": "sigmoid", "router_bias_update_rate": 1e-3, "shared_expert_size": 512,
     "moe_ffn_hidden_size": 256, "topk": 4,
 }  # fmt: skip
+AXK1 = DEEPSEEK | {"norm_placement": "around_moe", "q_lora_rank": 128}
 GLM = {name: value for name, value in DEEPSEEK.items() if name not in LATENT}
 DENSE = {"use_moe": False}
+OLMO2 = {"qk_norm": True, "qk_norm_scope": "all", "norm_placement": "post"}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,14 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     (LATENT | {"shared_expert_size": 512, "moe_ffn_hidden_size": 256, "topk": 2} | GROUPS, "DeepseekV2"),
     (DENSE | {"qkv_bias": True}, "Qwen2"),
     (DENSE, "Llama"),
+    (AXK1, "AXK1"),
+    (DEEPSEEK | {"norm_epsilon": 1e-5, "qk_norm_epsilon": 1e-6}, "DeepseekV3"),
+    (OLMO2, "FlexOlmo"),
+    (DENSE | OLMO2, "Olmo2"),
+    (DENSE | {"attention_multiplier": 0.01}, "Granite"),
+    (DENSE | {"norm_placement": "around_moe"}, "Llama"),
+    ({"topk": 2, "router_pre_softmax": False, "logits_scaling": 6.0}, "GraniteMoe"),
+    ({"topk": 2, "router_pre_softmax": False, "shared_expert_size": 300}, "GraniteMoeShared"),
     (DENSE | {"qk_norm": True, "tie_embeddings": True}, "Qwen3"),
     # Settings of the MoE do not concern a dense model.
     (DENSE | {"router_score": "sigmoid", "moe_type": "moe"}, "Llama"),
@@ -89,8 +99,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rotary_fraction": 0.5}, r"Qwen2MoeForCausalLM does not support ROTARY_FRACTION=0\.5"),
     (
         {"shared_expert_size": 300},
-        "SHARED_EXPERT_SIZE=300 SHARED_EXPERT_GATE=False: no supported transformers architecture",
+        "GraniteMoeSharedForCausalLM does not support ROUTER_SCORE=softmax ROUTER_PRE_SOFTMAX=True",
     ),
+    (AXK1 | {"q_lora_rank": 0}, "MULTI_LATENT_ATTENTION=True QK_NORM=True Q_LORA_RANK=0"),
+    ({"residual_multiplier": 2.0, "qkv_bias": True}, "EMBEDDING_MULTIPLIER=1.0 RESIDUAL_MULTIPLIER=2.0"),
+    (DENSE | {"qk_norm": True, "qk_norm_epsilon": 1e-6, "norm_epsilon": 1e-5}, "QK_NORM_EPSILON=1e-06"),
+    (DENSE | {"norm_placement": "post"}, "Olmo2ForCausalLM does not support QK_NORM=False"),
     # vLLM's Qwen2Moe divides, whatever config.json says.
     (
         {"head_dim": 96, "first_k_dense": 1},
@@ -103,7 +117,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (DEEPSEEK | GROUPS | {"topk": 6}, "TOPK=6 NUM_ROUTER_GROUPS=4 ROUTER_GROUP_TOPK=2"),
     (DEEPSEEK | {"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300"),
-    (DEEPSEEK | {"norm_epsilon": 1e-5}, "NORM_EPSILON=1e-05"),
+    (DEEPSEEK | {"norm_epsilon": 1e-5}, "NORM_EPSILON=1e-05 QK_NORM_EPSILON=0.0"),
     (DEEPSEEK | {"qk_norm": False}, "MULTI_LATENT_ATTENTION=True QK_NORM=False"),
     ({"rope_scaling": "yarn", "rope_scaling_factor": 4, "yarn_mscale": 0.7}, "YARN_MSCALE=0.7"),
     (DENSE | {"qkv_bias": True, "qk_norm": True}, "Qwen2ForCausalLM does not support QK_NORM=True"),

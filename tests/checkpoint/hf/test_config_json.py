@@ -146,12 +146,11 @@ def test_kimi_k2_is_read_as_deepseek_v3():
         settings(KIMI | {"auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}})
 
 
-def test_moonlight_is_read_as_deepseek_v3_but_for_its_epsilon():
+def test_moonlight_is_read_as_deepseek_v3():
     """The norms inside its latent attention have another epsilon, 1e-6, than the others."""
-    with pytest.raises(UnsupportedModel, match="rms_norm_eps=1e-05: must be 1e-06"):
-        settings(MOONLIGHT)
-    found = settings(MOONLIGHT | {"rms_norm_eps": 1e-6})
+    found = settings(MOONLIGHT)
     expected = {"q_lora_rank": 0, "shared_expert_size": 2816, "topk": 6, "router_scaling_factor": 2.446}
+    expected |= {"norm_epsilon": 1e-5, "qk_norm_epsilon": 1e-6}
     assert found.items() >= expected.items()
     assert list(Config(**found | {"train_data": "data", "valid_data": "data"}).problems()) == []
 
@@ -233,12 +232,12 @@ NULL_BUILDS_NOTHING = {"first_k_dense_replace", "n_group", "topk_group", "num_ke
 NULL_BUILDS_NOTHING |= {"num_experts_per_tok", "n_routed_experts", "n_shared_experts", "topk_method"}
 NULL_BUILDS_NOTHING |= {"num_experts", "num_shared_experts", "moe_k", "moe_num_experts", "moe_norm_min"}
 NULL_BUILDS_NOTHING |= {"moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index"}
-NULL_BUILDS_NOTHING |= {"moe_layer_interval"}
+NULL_BUILDS_NOTHING |= {"moe_layer_interval", "embedding_multiplier", "residual_multiplier"}
+NULL_BUILDS_NOTHING |= {"attention_multiplier", "logits_scaling", "num_local_experts"}
 # Values for fields without a usable default.
 USABLE: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "Glm4MoeLiteForCausalLM": {"rms_norm_eps": 1e-6},
     "MistralForCausalLM": {"sliding_window": None},
 }
 

@@ -36,8 +36,6 @@ LATENT: list[Changes] = [
     {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "rope_parameters": YARN},
     {"rope_parameters": LATENT_YARN | {"beta_fast": 1.0, "beta_slow": 1.0}},  # as in Kimi-K2
 ]
-# no norm_epsilon here
-ANY_LATENT = [*ANY[:2], {"rope_parameters": ROPE}]
 UNGROUPED = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 0.3}
 DEEPSEEK: list[Changes] = [
     UNGROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_shared_experts": 3},
@@ -80,6 +78,17 @@ OF_NUMBER: dict[str, list[Changes]] = {  # classes that call the numbers of expe
         {"moe_k": 2, "moe_num_experts": 3, "moe_num_shared_experts": 0, "router_aux_loss_coef": 0.0},
     ],
 }
+WIDTH = {"hidden_size": 24, "intermediate_size": 28}
+BY_WIDTH: list[Changes] = [  # head size: hidden_size / num_attention_heads
+    {"num_attention_heads": 2, "num_key_value_heads": 1}, {"rope_parameters": YARN}, {"vocab_size": 384},
+    {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}, WIDTH,
+    {"num_hidden_layers": 1, "num_key_value_heads": 4}, {"max_position_embeddings": 41},
+    {"num_key_value_heads": 1, "rope_parameters": YARN | {"beta_fast": 24, "beta_slow": 2}},
+]  # fmt: skip
+GRANITE: list[Changes] = [
+    {"embedding_multiplier": 0.3, "residual_multiplier": 1.0, "attention_multiplier": 1.0},
+    {"logits_scaling": 0.2, "residual_multiplier": 2.5, "tie_word_embeddings": False},
+]
 GREEDY = {"topk_method": "greedy", "n_group": None, "topk_group": None}
 ODD: dict[str, list[Changes]] = {
     "dots1": [*DEEPSEEK, *ANY, *GROUPED, *SIGMOID, *DENSE_FIRST],
@@ -87,23 +96,32 @@ ODD: dict[str, list[Changes]] = {
         *DEEPSEEK, *ANY, *GROUPED, *SIGMOID, {"attention_bias": False}, {"n_shared_experts": 4, "head_dim": 6}
     ],
     "minimax_m2": [*OF_NUMBER["minimax_m2"], *ANY, GROUPED[0] | {"rope_parameters": ROPE}, *GROUPED[1:]],
-    "glm4_moe_lite": [*DEEPSEEK, *ANY_LATENT, *LATENT, *SIGMOID, *BY_TYPE],
+    "glm4_moe_lite": [*DEEPSEEK, *ANY, *LATENT, *SIGMOID, *BY_TYPE],
     "deepseek_v2": [
         GREEDY | {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_shared_experts": 3},
         {"n_routed_experts": 12, "num_experts_per_tok": 2, "n_group": 3, "routed_scaling_factor": 0.3},
         GREEDY | {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
         {"num_experts_per_tok": 3, "topk_group": 2}, {"topk_group": 4, "num_experts_per_tok": 7},
-        *ANY_LATENT, *LATENT, *DENSE_FIRST,
+        *ANY, *LATENT, *DENSE_FIRST,
     ],
     "hy_v3": [*OF_NUMBER["hy_v3"], *({"mlp_layer_types": None} | one for one in ANY), *GROUPED, *BY_TYPE],
     "ernie4_5_moe": [*OF_NUMBER["ernie4_5_moe"], *ANY, *GROUPED],
-    "qwen2": [
-        *ANY, {"num_attention_heads": 2, "num_key_value_heads": 1}, {"rope_parameters": YARN},
-        {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False},
-        {"intermediate_size": 30, "hidden_size": 24}, {"sliding_window": 8, "use_sliding_window": False},
-        {"vocab_size": 384}, {"num_hidden_layers": 1, "num_key_value_heads": 4},
-        {"max_position_embeddings": 41},
-        {"num_key_value_heads": 1, "rope_parameters": YARN | {"beta_fast": 24, "beta_slow": 2}},
+    "qwen2": [*ANY, *BY_WIDTH, {"sliding_window": 8, "use_sliding_window": False}],
+    "olmo2": [*ANY, *BY_WIDTH, {"num_attention_heads": 1, "num_key_value_heads": 1}],
+    "flex_olmo": [
+        {"num_experts": 5, "num_experts_per_tok": 5, "intermediate_size": 12},
+        {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True}, *ANY, *BY_WIDTH,
+    ],
+    "granite": [*GRANITE, *ANY, *BY_WIDTH],
+    "granitemoe": [
+        *GRANITE, {"num_local_experts": 5, "num_experts_per_tok": 5, "intermediate_size": 12}, *ANY, *BY_WIDTH
+    ],
+    "granitemoeshared": [
+        *GRANITE, {"shared_intermediate_size": 0}, {"shared_intermediate_size": 48}, *ANY, *BY_WIDTH
+    ],
+    "axk1": [
+        *DEEPSEEK, *({"mlp_layer_types": None} | one for one in ANY), *LATENT[:1], *LATENT[2:], *SIGMOID,
+        *BY_TYPE,
     ],
     "mistral": [
         *GROUPED, *ANY, {"head_dim": None}, {"sliding_window": 64},

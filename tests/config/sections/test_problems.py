@@ -109,6 +109,14 @@ REFUSED = [
         "qk_norm=true qk_norm_scope=all normalization=LayerNorm",
         "QK_NORM_SCOPE=all: is not implemented for NORMALIZATION=LayerNorm",
     ),
+    ("qk_norm_epsilon=1e-6", "QK_NORM_EPSILON=1e-06: has no effect while QK_NORM=false"),
+    ("norm_placement=post impl=te", "NORM_PLACEMENT=post: Transformer Engine computes a norm together with"),
+    (
+        "qk_norm=true qk_norm_epsilon=1e-6 impl=te",
+        "QK_NORM_EPSILON=1e-06: Transformer Engine computes a norm together with",
+    ),
+    ("norm_placement=post recompute_modules=norm", "RECOMPUTE_MODULES=norm: ...NORM_PLACEMENT=post"),
+    (f"{MLA} attention_multiplier=0.1", "ATTENTION_MULTIPLIER=0.1: Megatron's MULTI_LATENT_ATTENTION sets"),
     (
         "rotary_fraction=0.1",
         "ROTARY_FRACTION=0.1: rotates 3 of the 32 channels per head, but rotary position",

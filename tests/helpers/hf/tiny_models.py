@@ -29,6 +29,11 @@ _YARN = {
 }  # fmt: skip
 _GROUPED = {"intermediate_size": 48, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
 
+_GRANITE = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.15,
+    "logits_scaling": 6.0,
+}  # fmt: skip
+
 # Name to the class of transformers and what differs from _SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"intermediate_size": 24, "num_local_experts": 4, "rope_theta": 1e6}),
@@ -71,6 +76,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": ("Ernie4_5_Moe", {
         "intermediate_size": 48, "moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2,
         "head_dim": 12,
+    }),
+    "olmo2": ("Olmo2", {"intermediate_size": 48}),
+    "flex_olmo": ("FlexOlmo", {"intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}),
+    "granite": ("Granite", {"intermediate_size": 48, "tie_word_embeddings": True} | _GRANITE),
+    "granitemoe": ("GraniteMoe", _GRANITE | {
+        "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True
+    }),
+    "granitemoeshared": ("GraniteMoeShared", _GRANITE | {
+        "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 20,
+    }),
+    "axk1": ("AXK1", _LATENT | {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 4,
+        "n_group": 4, "topk_group": 2, "rms_norm_eps": 1e-5,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
     }),
     "llama": ("Llama", {"intermediate_size": 48, "rope_theta": 5e5, "rms_norm_eps": 1e-5}),
     "qwen2": ("Qwen2", {"intermediate_size": 48, "tie_word_embeddings": True}),

@@ -31,6 +31,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn": {"normalization": "LayerNorm", "qk_norm": True, **YARN},
     "latent": LATENT | {"q_lora_rank": 12},
     "latent, yarn": LATENT | YARN | {"yarn_mscale_all_dim": 1},
+    "norms after, factors": {
+        "norm_placement": "post", "qk_norm": True, "qk_norm_scope": "all", "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0, "dropout": 0.0,
+    },
     "latent experts": {
         "moe_latent_size": 12, "add_bias_linear": True, "activation": "clamped_swiglu", "topk": 4,
     },
@@ -39,6 +43,7 @@ LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "cp2": {"cp": 2
 # Where a kind does something of its own; the rest is slow.
 FAST = [("norm over all heads", "tp2"), ("norm over all heads", "pp2"), ("bias, half turned", "tp2")]
 FAST += [("yarn", "cp2"), ("latent experts", "tp2"), *(("latent", layout) for layout in LAYOUTS)]
+FAST += [("norms after, factors", layout) for layout in ("tp2", "pp2")]
 FAST += [("latent, yarn", "tp2"), ("latent, yarn", "cp2")]
 SLOW = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) not in FAST]
 
@@ -47,7 +52,8 @@ DEEPSEEK = LATENT | YARN | {
     "q_lora_rank": 12, "yarn_mscale_all_dim": 1, "num_layers": 4, "first_k_dense": 1, "num_experts": 8,
     "shared_expert_size": 16, "router_score": "sigmoid", "router_bias_update_rate": 0.01,
     "num_router_groups": 4, "router_group_topk": 2, "router_scaling_factor": 2.5,
-    "aux_loss_type": "seq_aux_loss", "distributed_optimizer": True,
+    "aux_loss_type": "seq_aux_loss", "distributed_optimizer": True, "norm_placement": "around_moe",
+    "qk_norm_epsilon": 1e-3,
 }  # fmt: skip
 
 

@@ -110,6 +110,7 @@ def drawn(draw: st.DrawFn, *, use_moe: bool) -> dict[str, Any]:
         "num_heads": 4 * draw(sizes), "tie_embeddings": draw(st.booleans()),
         "add_bias_linear": draw(st.booleans()), "activation": draw(st.sampled_from(activations)),
         "normalization": draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
+        "norm_placement": draw(st.sampled_from(["pre", "post", "around_moe"])),
         "vocab_size": draw(st.integers(1, 600)),
     }  # fmt: skip
     values |= draw(draw(st.sampled_from([drawn_heads, drawn_latent]))(values["num_heads"]))

@@ -53,6 +53,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "clamped swiglu": DENSE | {"activation": "clamped_swiglu"},
     "norm of every head, bf16": DENSE | BF16 | {"qk_norm": True},
     "dropout, bf16": DENSE | BF16 | {"activation": "squared_relu", "dropout": 0.1, "attention_dropout": 0.1},
+    "norms after": DENSE | {"norm_placement": "post"},
+    "norms after, factors, bf16": BF16
+    | {"norm_placement": "post", "embedding_multiplier": 6.0, "residual_multiplier": 0.4}
+    | {"attention_multiplier": 0.2, "logits_scaling": 3.0},
+    "norms around experts": {"norm_placement": "around_moe"},
+    "norms around experts, experts again": {"norm_placement": "around_moe", "recompute": "selective"},
     "latent": LATENT | {"q_lora_rank": 48},
     "latent, whole queries, bf16": LATENT | BF16,
     "dmoe": {},

@@ -1,0 +1,73 @@
+"""What some models compute around attention, MLP and output layer, and Megatron's layers do not: norms of
+results (OLMo 2, arXiv:2501.00656, section 3.2) and constant factors (Granite 3.0).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_exp.layers.megatron.attention import Norm
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+class ResidualAdd(nn.Module):
+    """residual + multiplier * Norm(result) after attention or MLP, in place of Megatron's `*_bda` function.
+
+    Args:
+        norm: class of the norm; IdentityOp: none.
+        multiplier: factor on the result.
+    """
+
+    def __init__(self, config: Any, norm: type, multiplier: float):
+        super().__init__()
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.multiplier = multiplier
+
+    def forward(self, training: bool, is_fused: bool) -> Callable[..., Tensor]:
+        """Function of (result, bias or None), residual and dropout probability; all tensors [S, B, D]."""
+        return partial(self._add, get_bias_dropout_add(training, is_fused))
+
+    def _add(
+        self, add: Any, result: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        x, bias = result
+        x = self.norm(x if bias is None else x + bias)
+        x = x if self.multiplier == 1 else x * self.multiplier
+        added: Tensor = add((x, None), residual, dropout)
+        return added
+
+
+def change_residuals(spec: ModuleSpec, config: Any, *, placement: str, multiplier: float) -> None:
+    """Changes the spec of a transformer layer for NORM_PLACEMENT and RESIDUAL_MULTIPLIER.
+
+    The norms have the names `post_self_attn_layernorm` and `post_mlp_layernorm` in checkpoints.
+    """
+    parts = spec.submodules
+    after = {"post": ("self_attn", "mlp"), "around_moe": ("mlp",), "pre": ()}[placement]
+    if placement == "post":
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    for name in ("self_attn", "mlp") if multiplier != 1 else after:
+        params = {"config": config, "norm": Norm if name in after else IdentityOp, "multiplier": multiplier}
+        setattr(parts, f"{name}_bda", ModuleSpec(module=ResidualAdd, params=params))
+        parts.sharded_state_dict_keys_map[f"{name}_bda.norm."] = f"post_{name}_layernorm."
+
+
+def scale_ends(chunk: Any, *, embedding: float, logits: float) -> None:
+    """Multiplies the embeddings of a model chunk, and divides its logits."""
+    if embedding != 1 and hasattr(chunk, "embedding"):
+        chunk.embedding.register_forward_hook(lambda module, args, embedded: embedded * embedding)
+    if logits != 1 and chunk.post_process:
+        # The input of the output layer is divided, because CROSS_ENTROPY=linear has no logits.
+        chunk.output_layer.register_forward_pre_hook(lambda module, args: (args[0] / logits, *args[1:]))
+
+
+def set_qk_epsilon(chunk: Any, epsilon: float) -> None:
+    """Sets the epsilon of the norms of queries and keys, or of their compressed vectors."""
+    for name, module in chunk.named_modules():
+        if name.endswith(("q_layernorm", "k_layernorm", "kv_layernorm")) and hasattr(module, "eps"):
+            module.eps = epsilon
