@@ -156,7 +156,7 @@ def function_facts(config: Config) -> Facts:
     if config.use_moe:
         names = ("topk", "router_score", "router_pre_softmax", "router_normalize", "router_scaling_factor")
         others = ("router_top_p", "num_router_groups", "router_group_topk", "force_routing")
-        facts |= _values(config, *names, *others)
+        facts |= _values(config, *names, *others, "router_group_best")
         # Sinkhorn changes the routing; the other values are only losses.
         is_sinkhorn = config.aux_loss_type == "sinkhorn"
         facts["aux_loss_type"] = "sinkhorn" if is_sinkhorn else "one of the losses, or none"

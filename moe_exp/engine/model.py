@@ -67,7 +67,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         glu_linear_offset=offset,
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
-        qk_layernorm=config.qk_norm and config.qk_norm_scope == "head",
+        qk_layernorm=config.qk_norm and config.qk_norm_scope != "all",
         add_bias_linear=config.add_bias_linear,
         add_qkv_bias=config.qkv_bias,
         softmax_scale=config.attention_multiplier or None,
@@ -223,6 +223,7 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
         "use_kernels": routing == "triton",
         "top_p": config.router_top_p,
         "num_null_experts": config.null_experts,
+        "group_best": config.router_group_best,
     }
     if config.router_bias_rule == "quantile":
         router |= {"expert_bias": True, "bias_rule": "quantile"}
@@ -303,6 +304,7 @@ def build_chunk(
         vp_stage=stage,
         projection_norm=config.qk_norm and config.qk_norm_scope == "all",
         own_attention=config.document_mask or config.qk_clip > 0,
+        rotated_norm=config.qk_norm_scope == "rotated",
         norm_placement=config.norm_placement,
         residual_multiplier=config.residual_multiplier,
         **moe_options(config, kernel_failures),

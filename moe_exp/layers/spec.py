@@ -112,8 +112,9 @@ def moe_submodule_spec(
 
 
 def local_layer_spec(
-    config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False
-) -> ModuleSpec:
+    config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False,
+    rotated_norm: bool = False,
+) -> ModuleSpec:  # fmt: skip
     """Megatron's local transformer layer with our attention core and norm; dense if `mlp` is None."""
     check_attention(config)
     dense = ModuleSpec(
@@ -130,7 +131,12 @@ def local_layer_spec(
     if mlp is None:
         # Megatron's checkpoints store a dense MLP's norm with its first linear layer, but not an MoE's.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    qk_norm = Norm if config.qk_layernorm else IdentityOp
+    qk_norm = Norm if config.qk_layernorm and not rotated_norm else IdentityOp
+    core: Any = CausalAttention
+    if rotated_norm:
+        core = ModuleSpec(module=CausalAttention, params={"normalizes": True})
+        for name in ("q_layernorm.", "k_layernorm."):
+            keys[f"self_attention.core_attention.{name}"] = f"self_attention.{name}"
     if config.multi_latent_attention:
         attention = latent_attention_spec(config, norm=qk_norm)
     else:
@@ -139,7 +145,7 @@ def local_layer_spec(
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=ColumnParallelLinear,
-                core_attention=CausalAttention,
+                core_attention=core,
                 linear_proj=RowParallelLinear,
                 q_layernorm=qk_norm,
                 k_layernorm=qk_norm,
@@ -187,8 +193,8 @@ def te_layer_spec(
 
 def decoder_spec(
     config: TransformerConfig, *, use_te: bool = False, vp_stage: int | None = None,
-    projection_norm: bool = False, own_attention: bool = False, norm_placement: str = "pre",
-    residual_multiplier: float = 1.0, **moe_options: Any,
+    projection_norm: bool = False, own_attention: bool = False, rotated_norm: bool = False,
+    norm_placement: str = "pre", residual_multiplier: float = 1.0, **moe_options: Any,
 ) -> TransformerBlockSubmodules:  # fmt: skip
     """The layers of this pipeline stage; `config.moe_layer_freq` (n, or a 0/1 list) selects the MoE layers.
 
@@ -197,12 +203,15 @@ def decoder_spec(
         vp_stage: model chunk of an interleaved pipeline.
         projection_norm: normalize queries and keys over all heads together, see ProjectionNorm.
         own_attention: with `use_te`, use our attention core, see `te_layer_spec`.
+        rotated_norm: normalize queries and keys after the rotary embedding; not with `use_te`.
         norm_placement: `pre`: norms before attention and MLP; `post`: after them; `around_moe`: before them,
             and after MoE layers. `use_te` only supports `pre`.
         residual_multiplier: factor on the results of attention and MLP.
         moe_options: arguments of `moe_submodule_spec`.
     """
-    layer_spec = partial(te_layer_spec, own_attention=own_attention) if use_te else local_layer_spec
+    layer_spec = partial(te_layer_spec, own_attention=own_attention)
+    if not use_te:
+        layer_spec = partial(local_layer_spec, rotated_norm=rotated_norm)
     layer_spec = partial(layer_spec, projection_norm=projection_norm)
     dense = layer_spec(config, mlp=None)
     of_dense = "pre" if norm_placement == "around_moe" else norm_placement

@@ -52,6 +52,7 @@ FUNCTIONS = [
     ({}, "router_scaling_factor", 2.0, 1.0),
     ({"num_router_groups": 4, "router_group_topk": 2}, "num_router_groups", 2, 4),
     ({"num_router_groups": 4, "router_group_topk": 2}, "router_group_topk", 3, 2),
+    ({"num_router_groups": 4, "router_group_topk": 2}, "router_group_best", 2, 0),
     ({}, "rotary_base", 5000.0, 10000.0), ({}, "norm_epsilon", 1e-6, 1e-5),
     ({}, "activation", "geglu", "swiglu"), ({}, "force_routing", "balanced", "none"),
     ({"qk_norm": True}, "qk_norm_epsilon", 1e-6, 0.0), ({}, "embedding_multiplier", 12.0, 1.0),

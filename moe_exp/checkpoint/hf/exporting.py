@@ -268,6 +268,8 @@ def _shared(c: Config) -> str:
         return "none"
     if c.shared_expert_gate:
         return "gated"
+    if c.shared_expert_size == c.expert_ffn_size:
+        return "as an expert"
     return "of another width" if c.shared_expert_size % c.expert_ffn_size else "of whole experts"
 
 
@@ -320,8 +322,9 @@ TRAITS: Mapping[str, Trait] = {
     ),
     "expert_bias": Trait(lambda c: c.use_moe and c.has_expert_bias, False, ("router_bias_update_rate",)),
     "groups": Trait(
-        lambda c: c.use_moe and group_ranking(c.topk, c.num_router_groups, c.router_group_topk), 0,
-        ("topk", "num_router_groups", "router_group_topk"),
+        lambda c: c.use_moe
+        and group_ranking(c.topk, c.num_router_groups, c.router_group_topk, c.router_group_best),
+        0, ("topk", "num_router_groups", "router_group_topk", "router_group_best"),
     ),
     "number": Trait(
         lambda c: c.use_moe and (c.router_top_p < 1 or c.null_experts > 0), False,

@@ -86,6 +86,7 @@ _DENSE_MODEL = {"use_moe": False}
 _COMPRESSED = ("latent", "latent, queries whole")
 _LATENT = {"multi_latent_attention": True, "qk_norm": True}
 _EITHER = (False, True)
+_WHOLE = ("as an expert", "of whole experts")  # widths of a shared expert
 _NORMALIZED_OR_NOT = ("softmax", "softmax, normalized", "softmax over all")
 _DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",)}
 _QWEN_TRAITS = {
@@ -201,7 +202,7 @@ _INTERLEAVED = must_be(
 _DEEPSEEK_TRAITS = {
     "moe_layers": ("all", "after the first"), "routing": ("sigmoid", "sigmoid, normalized"),
     "expert_bias": _EITHER, "groups": (0, 2),
-    "shared": ("of whole experts",),
+    "shared": _WHOLE,
 }  # fmt: skip
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",
@@ -410,7 +411,7 @@ ERNIE4_5_MOE = Architecture(
     traits={
         "moe_layers": ("all", "after the first"), "heads_fill_width": _EITHER,
         "routing": ("softmax, normalized", "softmax over all"), "expert_bias": _EITHER,
-        "shared": ("none", "of whole experts"),
+        "shared": ("none", *_WHOLE),
     },
     defaults=_DEFAULTS_OF_ERNIE | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 4,
@@ -475,6 +476,38 @@ FLEX_OLMO = Architecture(
     },
     null=_AS_MANY_AS_HEADS | _NO_DROPOUT,
 )  # fmt: skip
+# Norms of queries and keys after the rotary embedding; one shared expert.
+HUNYUAN_MOE = Architecture(
+    "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe",
+    fields=(
+        *(rule for rule in _common() if "rope_theta" not in rule.names), rules.rope(1e4, stretches=True),
+        *_HEADS, _NO_BIAS, _NO_MLP_BIAS, same("num_experts|num_local_experts", "num_experts"),
+        rules.HUNYUAN_EXPERTS, rules.balancing("aux_loss_alpha"),
+        must_be("use_qk_norm", True, because="queries and keys must be normalized"),
+        must_be("use_mixed_mlp_moe", True, because="must be true, as in transformers' class"),
+        must_be("norm_topk_prob", True, because="weights must be normalized"),
+        must_be("norm_type", "rms", because="norms must be RMSNorm"),
+        must_be("use_rotary_pos_emb", True, because="all layers must have the rotary embedding"),
+        # end of a document in Tencent's code; vLLM's default for `head_dim`
+        FieldRule(("eod_token_id", "attention_head_dim"), lambda f: {}, lambda c: {}),
+    ),
+    tensors=(
+        *t.MODEL, *t.ATTENTION, *t.experts("mlp", "gate_proj", "up_proj", "down_proj", "gate.wg"),
+        TensorRule("self_attention.q_layernorm.weight", {"self_attn.query_layernorm.weight": "H"}),
+        TensorRule("self_attention.k_layernorm.weight", {"self_attn.key_layernorm.weight": "H"}),
+        *t.shared("shared_mlp"),
+    ),
+    settings={**MIXTRAL.settings, "qk_norm": True, "qk_norm_scope": "rotated"},
+    traits={
+        "routing": ("softmax, normalized", "softmax over all"), "qk_norm": ("rotated",),
+        "heads_fill_width": _EITHER, "shared": ("as an expert",),
+    },
+    defaults=_DEFAULTS | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_key_value_heads": None,
+        "attention_bias": False,
+    },
+    null=_AS_MANY_AS_HEADS,
+)  # fmt: skip
 # Constant factors in the forward pass.
 _GRANITE_DEFAULTS = _DEFAULTS | {
     "max_position_embeddings": 2048, "num_key_value_heads": None, "attention_bias": False,
@@ -506,7 +539,7 @@ GRANITE_MOE_SHARED = replace(
     GRANITE_MOE, name="GraniteMoeSharedForCausalLM", model_type="granitemoeshared",
     fields=(*GRANITE_MOE.fields, same("shared_intermediate_size", "shared_expert_size")),
     tensors=(*GRANITE_MOE.tensors, *t.JOINED_SHARED),
-    traits={**GRANITE_MOE.traits, "shared": ("none", "of whole experts", "of another width")},
+    traits={**GRANITE_MOE.traits, "shared": ("none", *_WHOLE, "of another width")},
     defaults={**GRANITE_MOE.defaults, "shared_intermediate_size": 0},
 )  # fmt: skip
 
@@ -537,7 +570,7 @@ ARCHITECTURES = {
     for a in (
         MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3,
         DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE, DEEPSEEK_V2, HY_V3, ERNIE4_5_MOE, QWEN2, MISTRAL,
-        OLMO2, FLEX_OLMO, GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED, AXK1,
+        OLMO2, FLEX_OLMO, GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED, AXK1, HUNYUAN_MOE,
     )
 }  # fmt: skip
 # other values of `model_type`, in folders that name no class

@@ -210,13 +210,42 @@ def shared_experts(name: str = "n_shared_experts") -> FieldRule:
     )
 
 
+def _of_all_layers(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
+    """Value of a field that may be a list with a value per layer, which must be equal."""
+    value = given(fields, name, default)
+    values = value if isinstance(value, list) else [value]
+    if any(one != values[0] for one in values):
+        raise refuse(name, value, "must be the same in all layers")
+    return values[0]
+
+
+def _read_hunyuan(fields: Fields) -> Settings:
+    width = given(fields, "intermediate_size")
+    for name, needed in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
+        if (found := _of_all_layers(fields, name, needed)) != needed:
+            rule = f"must be {needed}, as transformers' class has one shared expert, as wide as the others"
+            raise refuse(name, found, rule)
+    topk = _of_all_layers(fields, "moe_topk", given(fields, "num_experts_per_tok", 1))
+    return {"topk": topk, "ffn_hidden_size": width, "shared_expert_size": width}
+
+
+HUNYUAN_EXPERTS = FieldRule(
+    ("intermediate_size", "moe_intermediate_size", "num_shared_expert", "moe_topk", "num_experts_per_tok"),
+    _read_hunyuan,
+    lambda c: {
+        "intermediate_size": c.expert_ffn_size, "moe_intermediate_size": c.expert_ffn_size,
+        "num_shared_expert": 1, "moe_topk": c.topk,
+    },
+)  # fmt: skip
+
+
 def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> FieldRule:
     """Rule for group-limited top-k, if transformers ranks a group by its `best` experts. `methods`: values
     of `topk_method` without and with groups.
     """
 
     def read(fields: Fields) -> Settings:
-        none = {"num_router_groups": 0, "router_group_topk": 0}
+        none = {"num_router_groups": 0, "router_group_topk": 0, "router_group_best": 0}
         if methods and (method := given(fields, "topk_method")) != methods[1]:
             if method != methods[0]:
                 raise refuse("topk_method", method, f"must be {' or '.join(methods)}")
@@ -224,11 +253,9 @@ def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> Fiel
         groups, used = given(fields, "n_group"), given(fields, "topk_group")
         if groups <= 1:
             return none
-        if group_ranking(given(fields, "num_experts_per_tok"), groups, used) not in (0, best):
-            rule = "a group is ranked by its num_experts_per_tok / topk_group best experts"
-            fix = f"convert a model where num_experts_per_tok is {best} times topk_group"
-            raise refuse("topk_group", used, f"{rule}; this ratio must be {best}, as in transformers", fix)
-        return {"num_router_groups": groups, "router_group_topk": used}
+        is_usual = group_ranking(given(fields, "num_experts_per_tok"), groups, used) in (0, best)
+        settings = {"num_router_groups": groups, "router_group_topk": used}
+        return settings | {"router_group_best": 0 if is_usual else best}
 
     def write(config: Config) -> dict[str, Any]:
         groups = config.num_router_groups
@@ -238,9 +265,9 @@ def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> Fiel
     return FieldRule(("n_group", "topk_group", *(["topk_method"] if methods else [])), read, write)
 
 
-def group_ranking(topk: int, groups: int, used: int) -> int:
+def group_ranking(topk: int, groups: int, used: int, best: int = 0) -> int:
     """Number of best experts by which this package ranks a group; 0 if tokens may use all groups."""
-    return 0 if groups <= 1 or groups == used else max(1, topk // used)
+    return 0 if groups <= 1 or groups == used else best or max(1, topk // used)
 
 
 # DeepSeek-V3's sigmoid scores with a selection bias; the update rate is from its paper
@@ -327,8 +354,10 @@ _YARN = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor
 _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn": _SCALED | _YARN}
 
 
-def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
-    """Rule for the rotary embedding. Defaults: `theta` (base), `fraction` (rotated part; None: must be 1)."""
+def rope(theta: float, *, fraction: float | None = None, stretches: bool = False) -> FieldRule:
+    """Rule for the rotary embedding. Defaults: `theta` (base), `fraction` (rotated part; None: must be 1).
+    `stretches`: `alpha` of kind `dynamic` multiplies the base (Hunyuan).
+    """
     whole = fraction is None
 
     def read(fields: Fields) -> Settings:
@@ -344,6 +373,9 @@ def rope(theta: float, *, fraction: float | None = None) -> FieldRule:
         # older config.json files use `type`
         kind = merged.pop("rope_type", None) or merged.get("type", "default")
         merged.pop("type", None)
+        if stretches and kind == "dynamic" and merged.get("alpha"):
+            size, kind = given(fields, "head_dim"), "default"
+            merged = {"rope_theta": merged.get("rope_theta", theta) * merged["alpha"] ** (size / (size - 2))}
         merged = {name: value for name, value in merged.items() if value is not None} | {"rope_type": kind}
         settings = {"rotary_base": float(merged.pop("rope_theta", theta))}
         found = merged.pop("partial_rotary_factor", fraction or 1.0)

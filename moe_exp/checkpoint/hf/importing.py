@@ -61,10 +61,10 @@ _PLAIN: Settings = {
     "first_k_dense": 0, "moe_ffn_hidden_size": 0, "shared_expert_size": 0, "shared_expert_gate": False,
     "moe_latent_size": 0, "router_score": "softmax", "router_pre_softmax": True, "router_normalize": "auto",
     "router_scaling_factor": 1.0, "router_bias_update_rate": 0.0, "num_router_groups": 0,
-    "router_group_topk": 0, "force_routing": "none", "aux_loss_type": "aux_loss", "activation": "swiglu",
-    "normalization": "RMSNorm", "add_bias_linear": False, "qk_norm": False, "qk_norm_scope": "head",
-    "qkv_bias": False, "multi_latent_attention": False, "head_dim": 0, "norm_placement": "pre",
-    "qk_norm_epsilon": 0.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
+    "router_group_topk": 0, "router_group_best": 0, "force_routing": "none", "aux_loss_type": "aux_loss",
+    "activation": "swiglu", "normalization": "RMSNorm", "add_bias_linear": False, "qk_norm": False,
+    "qk_norm_scope": "head", "qk_norm_epsilon": 0.0, "qkv_bias": False, "multi_latent_attention": False,
+    "head_dim": 0, "norm_placement": "pre", "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
     "attention_multiplier": 0.0, "logits_scaling": 1.0,
 }  # fmt: skip
 

@@ -68,8 +68,10 @@ class ModelSettings(LaunchSettings):
     )
     add_bias_linear: bool = model(False, "biases in all linear layers, including experts and router")
     qk_norm: bool = model(False, "normalize queries and keys; with MLA, normalize their compressed vectors")
-    qk_norm_scope: Literal["head", "all"] = model(
-        "head", "what QK_NORM normalizes: each head separately or all heads together (OLMo 2, OLMoE)"
+    qk_norm_scope: Literal["head", "all", "rotated"] = model(
+        "head",
+        "what QK_NORM normalizes; head: each head; all: all heads together (OLMo 2, OLMoE); rotated: each "
+        "head after the rotary embedding (Hunyuan)",
     )
     qk_norm_epsilon: Rate = model(0.0, "epsilon of the norms of QK_NORM; 0: NORM_EPSILON", costs=False)
     qkv_bias: bool = model(False, "biases on queries, keys and values only")
@@ -185,7 +187,7 @@ class ModelSettings(LaunchSettings):
         else:
             yield from self._attention_problems()
         yield from self.broken(
-            (self.qk_norm_scope == "all" and not self.qk_norm, "qk_norm_scope",
+            (self.qk_norm_scope != "head" and not self.qk_norm, "qk_norm_scope",
              "has no effect while QK_NORM=false", "set QK_NORM=true, or QK_NORM_SCOPE=head"),
             (self.qk_norm_scope == "all" and self.normalization != "RMSNorm", "qk_norm_scope",
              f"is not implemented for NORMALIZATION={self.normalization}",

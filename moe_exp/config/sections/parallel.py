@@ -93,7 +93,11 @@ class ParallelSettings(BackendSettings):
     @property
     def needs_own_layers(self) -> bool:
         """Whether Transformer Engine cannot compute the layers: it joins norms with the projections after."""
-        return "norm" in self.recomputed or self.norm_placement != "pre" or self.qk_norm_epsilon > 0
+        return (
+            "norm" in self.recomputed
+            or (self.norm_placement, self.qk_norm_epsilon) != ("pre", 0)
+            or self.qk_norm_scope == "rotated"
+        )
 
     @property
     def data_parallel_size(self) -> int:
@@ -133,10 +137,11 @@ class ParallelSettings(BackendSettings):
         if self.recompute_modules:
             yield from self._recompute_problems()
         by_te = self.impl == "te" or (self.fp8 != "none" and not self.is_fp8_by_kernels)
-        for name, default in (("norm_placement", "pre"), ("qk_norm_epsilon", 0)):
-            if by_te and getattr(self, name) != default:
-                rule = "Transformer Engine computes a norm together with the following projection"
-                yield self.problem(name, rule, f"set {name.upper()}={default}, or IMPL=local FP8=none")
+        usual = {"norm_placement": "pre", "qk_norm_epsilon": 0, "qk_norm_scope": "head"}
+        for name, value in usual.items():
+            if by_te and getattr(self, name) not in (value, "all"):
+                rule = "is not possible with Transformer Engine's layers"
+                yield self.problem(name, rule, f"set {name.upper()}={value}, or IMPL=local FP8=none")
         yield from self.offload_problems()
         if self.mtp_num_layers:
             yield from self._mtp_problems()

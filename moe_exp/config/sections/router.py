@@ -48,6 +48,7 @@ class RouterRules:
         scaling_factor: factor on the weights, after normalization.
         num_groups: number of expert groups for group-limited top-k; 0: none.
         group_topk: number of groups that a token may use.
+        group_best: number of experts by which a group is ranked; 0: K / group_topk.
         bias: learn a bias per expert, added to the logits (`add_bias_linear` of a TransformerConfig,
             ADD_BIAS_LINEAR).
         expert_bias: keep a bias per expert, added to the scores for the choice but not to the weights
@@ -77,6 +78,7 @@ class RouterRules:
     scaling_factor: float = 1.0
     num_groups: int = 0
     group_topk: int = 0
+    group_best: int = 0
     bias: bool = False
     expert_bias: bool = False
     bias_rule: str = "sign"
@@ -166,6 +168,9 @@ class RouterRules:
         if bool(groups) != bool(used):
             field, other = ("num_groups", "group_topk") if groups else ("group_topk", "num_groups")
             yield line(field, f"has no effect while {name[other]}=0", f"set both, or {name[field]}=0")
+        if self.group_best > (num_experts // groups if groups else 0):
+            rule = f"must be at most the number of experts in a group ({name['num_groups']}={groups})"
+            yield line("group_best", rule, f"set {name['group_best']}=0")
         if not groups or not used:
             return
         if num_experts % groups:
@@ -229,6 +234,7 @@ _ROUTER = {
     "hidden_size": "hidden_size", "num_experts": "num_experts", "topk": "topk", "score": "router_score",
     "top_p": "router_top_p", "num_null_experts": "null_experts", "pre_softmax": "router_pre_softmax",
     "num_groups": "num_router_groups", "group_topk": "router_group_topk", "bias_rule": "router_bias_rule",
+    "group_best": "router_group_best",
 }  # fmt: skip
 
 
@@ -281,6 +287,9 @@ class RouterSettings(ModelSettings):
     num_router_groups: NonNegative = experts(0, "number of expert groups for group-limited top-k; 0: none")
     router_group_topk: NonNegative = experts(
         0, "number of groups that a token may use (with NUM_ROUTER_GROUPS)"
+    )
+    router_group_best: NonNegative = experts(
+        0, "a group's rank is the sum of its scores of this many best experts; 0: TOPK / ROUTER_GROUP_TOPK"
     )
     force_routing: Literal["none", "balanced", "zipf"] = experts(
         "none",

@@ -78,9 +78,13 @@ class CausalAttention(nn.Module):
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *, pg_collection: Any,
-        **kwargs: Any,
+        normalizes: bool = False, **kwargs: Any,
     ):  # fmt: skip
         super().__init__()
+        # norms of queries and keys after the rotary embedding; Megatron's own are before
+        norm: Any = Norm if normalizes else nn.Identity
+        arguments = config, config.kv_channels, config.layernorm_epsilon
+        self.q_layernorm, self.k_layernorm = norm(*arguments), norm(*arguments)
         scale = kwargs.get("softmax_scale")
         self.scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
         self.dropout: float = config.attention_dropout
@@ -107,6 +111,7 @@ class CausalAttention(nn.Module):
         if attention_mask is not None or not isinstance(documents, Documents | None):
             rule = "must be None because CausalAttention is always causal"
             raise ValueError(f"attention_mask: {rule}. Fix: pass attention_mask=None.")
+        query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.cache is not None or documents is not None:
             # With each new length, cuDNN's attention would spend tens of milliseconds on building a plan.
             torch.backends.cuda.enable_cudnn_sdp(False)

@@ -7,14 +7,17 @@ from torch.distributed import ProcessGroup
 from moe_exp.layers.groups import group_size, sum_over
 
 
-def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_topk: int = 0) -> Tensor:
+def best_experts(
+    choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_topk: int = 0, group_best: int = 0
+) -> Tensor:
     """The K experts of highest value, [T, K]; with groups, only from the `group_topk` best groups.
 
-    A group's value is the sum over its K/group_topk best experts (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
+    A group's value is the sum over its `group_best` best experts (0: K/group_topk, as in DeepSeek-V3,
+    arXiv:2412.19437, sec. 2.1.2).
     """
     if num_groups:
         grouped_TGe = choice_TE.view(choice_TE.size(0), num_groups, -1)
-        best = min(max(1, topk // group_topk), grouped_TGe.size(-1))
+        best = min(group_best or max(1, topk // group_topk), grouped_TGe.size(-1))
         group_score_TG = grouped_TGe.topk(best, dim=-1).values.sum(dim=-1)
         allowed_TG = torch.zeros_like(group_score_TG, dtype=torch.bool)
         allowed_TG.scatter_(1, group_score_TG.topk(group_topk, dim=-1).indices, True)

@@ -243,8 +243,9 @@ class Router(nn.Module):
             by_logit = SCORES[config.score].per_expert and not config.num_groups
             choice_TE = logits_TE if by_logit else scores_TE
         return best_experts(
-            choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk
-        )
+            choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk,
+            group_best=config.group_best,
+        )  # fmt: skip
 
 
 class _LinearIn(torch.autograd.Function):

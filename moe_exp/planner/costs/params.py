@@ -194,7 +194,7 @@ def _layers(config: Config, tp: int = 1, etp: int = 1) -> list[RankParameters]:
     routed experts.
     """
     # norms over all heads are split like the heads
-    scopes = {"head": _SPLIT, "all": rf"{_SPLIT}|[qk]_layernorm\.weight$"}
+    scopes = {"head": _SPLIT, "rotated": _SPLIT, "all": rf"{_SPLIT}|[qk]_layernorm\.weight$"}
     split, found = re.compile(priced(config, "qk_norm_scope", scopes)), []
     for sizes in (*layer_sizes(config), mtp_sizes(config)):
         counts = {"dense": 0, "expert": 0}

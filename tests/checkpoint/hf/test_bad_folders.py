@@ -104,7 +104,8 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "own code": ("deepseek_v3", {"auto_map": {"AutoModel": "modeling.Model"}}, r"auto_map=\{\.\.\.\}: "),
     "unknown field": ("llama", {"logit_scale": 0.5}, r"logit_scale=0\.5: .*--ignore-field logit_scale"),
     "factor": ("granite", {"logits_scaling": None}, "logits_scaling=null: must not be null"),
-    "groups": ("deepseek_v3", {"num_experts_per_tok": 2}, r"topk_group=2: a group is ranked by"),
+    "widths": ("hunyuan_v1_moe", {"moe_intermediate_size": [24, 24, 16]}, "must be the same in all layers"),
+    "other width": ("hunyuan_v1_moe", {"moe_intermediate_size": 12}, "moe_intermediate_size=12: must be 24"),
     "part of heads": (
         "qwen3", {"rope_parameters": NEW_ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: "
     ),
@@ -136,7 +137,6 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "head size of MLA": ("glm4_moe_lite", {"head_dim": 8}, "head_dim=8: must be equal to qk_rope_head_dim"),
     "types": ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, r"mlp_layer_types=\['sparse'\]: "),
     "number": ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2: contradicts"),
-    "groups of DeepSeek-V2": ("deepseek_v2", {"num_experts_per_tok": 4}, "this ratio must be 1"),
     "normalized": ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True: transformers' DeepSeek"),
     "noaux_tc": ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method=noaux_tc: must be greedy or"),
     "layer kinds": ("hy_v3", {"mlp_layer_types": ["x", "sparse", "sparse"]}, r"mlp_layer_types=\['x', "),

@@ -16,6 +16,10 @@ DEEPSEEK = LATENT | {
     "moe_ffn_hidden_size": 256, "topk": 4,
 }  # fmt: skip
 AXK1 = DEEPSEEK | {"norm_placement": "around_moe", "q_lora_rank": 128}
+HUNYUAN = {
+    "topk": 2, "router_pre_softmax": False, "qk_norm": True, "qk_norm_scope": "rotated",
+    "shared_expert_size": 256, "moe_ffn_hidden_size": 256,
+}  # fmt: skip
 GLM = {name: value for name, value in DEEPSEEK.items() if name not in LATENT}
 DENSE = {"use_moe": False}
 OLMO2 = {"qk_norm": True, "qk_norm_scope": "all", "norm_placement": "post"}
@@ -70,6 +74,8 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     (DENSE | {"qkv_bias": True}, "Qwen2"),
     (DENSE, "Llama"),
     (AXK1, "AXK1"),
+    (DEEPSEEK | GROUPS | {"topk": 6, "router_group_best": 2}, "DeepseekV3"),
+    (HUNYUAN, "HunYuanMoEV1"),
     (DEEPSEEK | {"norm_epsilon": 1e-5, "qk_norm_epsilon": 1e-6}, "DeepseekV3"),
     (OLMO2, "FlexOlmo"),
     (DENSE | OLMO2, "Olmo2"),
@@ -101,6 +107,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"shared_expert_size": 300},
         "GraniteMoeSharedForCausalLM does not support ROUTER_SCORE=softmax ROUTER_PRE_SOFTMAX=True",
     ),
+    (HUNYUAN | {"shared_expert_size": 512}, "HunYuan.*SHARED_EXPERT_SIZE=512"),
     (AXK1 | {"q_lora_rank": 0}, "MULTI_LATENT_ATTENTION=True QK_NORM=True Q_LORA_RANK=0"),
     ({"residual_multiplier": 2.0, "qkv_bias": True}, "EMBEDDING_MULTIPLIER=1.0 RESIDUAL_MULTIPLIER=2.0"),
     (DENSE | {"qk_norm": True, "qk_norm_epsilon": 1e-6, "norm_epsilon": 1e-5}, "QK_NORM_EPSILON=1e-06"),

@@ -40,6 +40,7 @@ UNGROUPED = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 0.3}
 DEEPSEEK: list[Changes] = [
     UNGROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_shared_experts": 3},
     {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 4},
+    {"n_routed_experts": 12, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 3},
     UNGROUPED | {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
 ]
 SIGMOID: list[Changes] = [
@@ -101,7 +102,7 @@ ODD: dict[str, list[Changes]] = {
         GREEDY | {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_shared_experts": 3},
         {"n_routed_experts": 12, "num_experts_per_tok": 2, "n_group": 3, "routed_scaling_factor": 0.3},
         GREEDY | {"n_routed_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
-        {"num_experts_per_tok": 3, "topk_group": 2}, {"topk_group": 4, "num_experts_per_tok": 7},
+        {"num_experts_per_tok": 3, "topk_group": 2}, {"num_experts_per_tok": 4}, {"topk_group": 4, "num_experts_per_tok": 7},
         *ANY, *LATENT, *DENSE_FIRST,
     ],
     "hy_v3": [*OF_NUMBER["hy_v3"], *({"mlp_layer_types": None} | one for one in ANY), *GROUPED, *BY_TYPE],
@@ -118,6 +119,12 @@ ODD: dict[str, list[Changes]] = {
     ],
     "granitemoeshared": [
         *GRANITE, {"shared_intermediate_size": 0}, {"shared_intermediate_size": 48}, *ANY, *BY_WIDTH
+    ],
+    "hunyuan_v1_moe": [
+        {"num_experts": 5, "moe_topk": 5, "intermediate_size": 12},
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 2e4}},
+        {"num_experts": 7, "moe_topk": 3}, {"moe_topk": [2, 2, 2]}, *ANY, *GROUPED, {"vocab_size": 384},
+        {"num_hidden_layers": 1, "num_key_value_heads": 4}, {"max_position_embeddings": 41},
     ],
     "axk1": [
         *DEEPSEEK, *({"mlp_layer_types": None} | one for one in ANY), *LATENT[:1], *LATENT[2:], *SIGMOID,

@@ -110,11 +110,13 @@ REFUSED = [
         "QK_NORM_SCOPE=all: is not implemented for NORMALIZATION=LayerNorm",
     ),
     ("qk_norm_epsilon=1e-6", "QK_NORM_EPSILON=1e-06: has no effect while QK_NORM=false"),
-    ("norm_placement=post impl=te", "NORM_PLACEMENT=post: Transformer Engine computes a norm together with"),
+    ("norm_placement=post impl=te", "NORM_PLACEMENT=post: is not possible with Transformer Engine"),
     (
         "qk_norm=true qk_norm_epsilon=1e-6 impl=te",
-        "QK_NORM_EPSILON=1e-06: Transformer Engine computes a norm together with",
+        "QK_NORM_EPSILON=1e-06: is not possible with Transformer Engine",
     ),
+    ("qk_norm=true qk_norm_scope=rotated impl=te", "QK_NORM_SCOPE=rotated: is not possible with Transformer"),
+    ("router_group_best=2", "ROUTER_GROUP_BEST=2: must be at most the number of experts in a group"),
     ("norm_placement=post recompute_modules=norm", "RECOMPUTE_MODULES=norm: ...NORM_PLACEMENT=post"),
     (f"{MLA} attention_multiplier=0.1", "ATTENTION_MULTIPLIER=0.1: Megatron's MULTI_LATENT_ATTENTION sets"),
     (

@@ -87,6 +87,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
         "shared_intermediate_size": 20,
     }),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {
+        "intermediate_size": 24, "num_experts": 4, "moe_topk": 2, "head_dim": 12,
+    }),
     "axk1": ("AXK1", _LATENT | {
         "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 4,
         "n_group": 4, "topk_group": 2, "rms_norm_eps": 1e-5,

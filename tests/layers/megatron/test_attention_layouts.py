@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "norm_placement": "post", "qk_norm": True, "qk_norm_scope": "all", "embedding_multiplier": 6.0,
         "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0, "dropout": 0.0,
     },
+    "rotated heads normalized": {"qk_norm": True, "qk_norm_scope": "rotated", "qk_norm_epsilon": 1e-2},
     "latent experts": {
         "moe_latent_size": 12, "add_bias_linear": True, "activation": "clamped_swiglu", "topk": 4,
     },
@@ -44,6 +45,7 @@ LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "cp2": {"cp": 2
 FAST = [("norm over all heads", "tp2"), ("norm over all heads", "pp2"), ("bias, half turned", "tp2")]
 FAST += [("yarn", "cp2"), ("latent experts", "tp2"), *(("latent", layout) for layout in LAYOUTS)]
 FAST += [("norms after, factors", layout) for layout in ("tp2", "pp2")]
+FAST += [("rotated heads normalized", layout) for layout in ("tp2", "cp2")]
 FAST += [("latent, yarn", "tp2"), ("latent, yarn", "cp2")]
 SLOW = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) not in FAST]
 

@@ -140,8 +140,13 @@ def drawn_stages(draw: st.DrawFn, pp: int, vpp: int) -> dict[str, Any]:
 def drawn_heads(draw: st.DrawFn, num_heads: int) -> dict[str, Any]:
     groups = draw(st.sampled_from([size for size in (1, 2, 4, 8, 16) if num_heads % size == 0]))
     over_all = {"qk_norm": True, "qk_norm_scope": "all", "normalization": "RMSNorm"}
+    rotated = {"qk_norm": True, "qk_norm_scope": "rotated"}
     values = {"head_dim": 2 * draw(st.integers(1, 6)), "qkv_bias": draw(st.booleans())}
-    return values | draw(st.sampled_from([{}, {"qk_norm": True}, over_all])) | {"num_query_groups": groups}
+    return (
+        values
+        | draw(st.sampled_from([{}, {"qk_norm": True}, over_all, rotated]))
+        | {"num_query_groups": groups}
+    )
 
 
 @st.composite

@@ -53,6 +53,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "clamped swiglu": DENSE | {"activation": "clamped_swiglu"},
     "norm of every head, bf16": DENSE | BF16 | {"qk_norm": True},
     "dropout, bf16": DENSE | BF16 | {"activation": "squared_relu", "dropout": 0.1, "attention_dropout": 0.1},
+    "norm of every head after its rotation, bf16": DENSE
+    | BF16
+    | {"qk_norm": True, "qk_norm_scope": "rotated"},
     "norms after": DENSE | {"norm_placement": "post"},
     "norms after, factors, bf16": BF16
     | {"norm_placement": "post", "embedding_multiplier": 6.0, "residual_multiplier": 0.4}
