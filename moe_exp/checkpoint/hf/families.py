@@ -481,15 +481,15 @@ HUNYUAN_MOE = Architecture(
     "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe",
     fields=(
         *(rule for rule in _common() if "rope_theta" not in rule.names), rules.rope(1e4, stretches=True),
-        *_HEADS, _NO_BIAS, _NO_MLP_BIAS, same("num_experts|num_local_experts", "num_experts"),
-        rules.HUNYUAN_EXPERTS, rules.balancing("aux_loss_alpha"),
+        rules.KEY_VALUE_HEADS, same("head_dim", "head_dim.kv_channels"), _NO_BIAS, _NO_MLP_BIAS,
+        same("num_experts|num_local_experts", "num_experts"), rules.HUNYUAN_EXPERTS,
+        rules.balancing("aux_loss_alpha"),
         must_be("use_qk_norm", True, because="queries and keys must be normalized"),
         must_be("use_mixed_mlp_moe", True, because="must be true, as in transformers' class"),
         must_be("norm_topk_prob", True, because="weights must be normalized"),
         must_be("norm_type", "rms", because="norms must be RMSNorm"),
         must_be("use_rotary_pos_emb", True, because="all layers must have the rotary embedding"),
-        # end of a document in Tencent's code; vLLM's default for `head_dim`
-        FieldRule(("eod_token_id", "attention_head_dim"), lambda f: {}, lambda c: {}),
+        FieldRule(("attention_head_dim",), lambda f: {}, lambda c: {}),  # vLLM's default for `head_dim`
     ),
     tensors=(
         *t.MODEL, *t.ATTENTION, *t.experts("mlp", "gate_proj", "up_proj", "down_proj", "gate.wg"),

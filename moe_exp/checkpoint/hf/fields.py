@@ -225,12 +225,12 @@ def _read_hunyuan(fields: Fields) -> Settings:
         if (found := _of_all_layers(fields, name, needed)) != needed:
             rule = f"must be {needed}, as transformers' class has one shared expert, as wide as the others"
             raise refuse(name, found, rule)
-    topk = _of_all_layers(fields, "moe_topk", given(fields, "num_experts_per_tok", 1))
+    topk = _of_all_layers(fields, "moe_topk")
     return {"topk": topk, "ffn_hidden_size": width, "shared_expert_size": width}
 
 
 HUNYUAN_EXPERTS = FieldRule(
-    ("intermediate_size", "moe_intermediate_size", "num_shared_expert", "moe_topk", "num_experts_per_tok"),
+    ("intermediate_size", "moe_intermediate_size", "num_shared_expert", "moe_topk"),
     _read_hunyuan,
     lambda c: {
         "intermediate_size": c.expert_ffn_size, "moe_intermediate_size": c.expert_ffn_size,

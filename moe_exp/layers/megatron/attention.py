@@ -82,9 +82,10 @@ class CausalAttention(nn.Module):
     ):  # fmt: skip
         super().__init__()
         # norms of queries and keys after the rotary embedding; Megatron's own are before
-        norm: Any = Norm if normalizes else nn.Identity
-        arguments = config, config.kv_channels, config.layernorm_epsilon
-        self.q_layernorm, self.k_layernorm = norm(*arguments), norm(*arguments)
+        self.normalizes = normalizes
+        if normalizes:
+            size, epsilon = config.kv_channels, config.layernorm_epsilon
+            self.q_layernorm, self.k_layernorm = (Norm(config, size, epsilon) for _ in range(2))
         scale = kwargs.get("softmax_scale")
         self.scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
         self.dropout: float = config.attention_dropout
@@ -111,7 +112,8 @@ class CausalAttention(nn.Module):
         if attention_mask is not None or not isinstance(documents, Documents | None):
             rule = "must be None because CausalAttention is always causal"
             raise ValueError(f"attention_mask: {rule}. Fix: pass attention_mask=None.")
-        query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.normalizes:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.cache is not None or documents is not None:
             # With each new length, cuDNN's attention would spend tens of milliseconds on building a plan.
             torch.backends.cuda.enable_cudnn_sdp(False)

@@ -233,11 +233,12 @@ NULL_BUILDS_NOTHING |= {"num_experts_per_tok", "n_routed_experts", "n_shared_exp
 NULL_BUILDS_NOTHING |= {"num_experts", "num_shared_experts", "moe_k", "moe_num_experts", "moe_norm_min"}
 NULL_BUILDS_NOTHING |= {"moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index"}
 NULL_BUILDS_NOTHING |= {"moe_layer_interval", "embedding_multiplier", "residual_multiplier"}
-NULL_BUILDS_NOTHING |= {"attention_multiplier", "logits_scaling", "num_local_experts"}
+NULL_BUILDS_NOTHING |= {"attention_multiplier", "logits_scaling", "num_local_experts", "head_dim", "moe_topk"}
 # Values for fields without a usable default.
 USABLE: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "HunYuanMoEV1ForCausalLM": {"head_dim": 12},
     "MistralForCausalLM": {"sliding_window": None},
 }
 
