@@ -44,7 +44,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Fields of config.json that do not affect the model's output in evaluation.
 _WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "bos_token_id", "dtype",
-    "eod_token_id", "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
+    "eod_token_id", "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type",
+    "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "return_dict",
     "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "seq_aux", "torch_dtype",
     "transformers_version", "transformers_weights",
