@@ -297,6 +297,10 @@ TRAITS: Mapping[str, Trait] = {
         lambda c: c.multi_latent_attention and c.norm_epsilon != LATENT_EPSILON, False, ("norm_epsilon",)
     ),
     "moe_layers": Trait(_moe_layers, "all", ("use_moe", "moe_layer_freq", "first_k_dense")),
+    "mtp": Trait(
+        lambda c: ("MoE" if c.moe_layers[-1] else "dense") if c.mtp_num_layers else "none", "none",
+        ("mtp_num_layers",),
+    ),
     "routing": Trait(
         _routing, "softmax",
         ("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"),
