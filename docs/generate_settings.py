@@ -264,7 +264,7 @@ def _values(field: Any) -> str:
         return ", ".join(get_args(annotation))
     if isinstance(annotation, type):
         return {int: "integer", float: "number", str: "text", bool: "true, false"}[annotation]
-    return "integer or none"  # VPP
+    return "number or values" if str in get_args(annotation) else "integer or none"  # MTP_LOSS_COEFF, VPP
 
 
 def _default(name: str) -> str:

@@ -58,6 +58,11 @@ KINDS = {
         "ROUTER_GROUP_TOPK": 2, "ROUTER_SCALING_FACTOR": 2.5, "AUX_LOSS_TYPE": "seq_aux_loss",
         "SHARED_EXPERT_SIZE": 32,
     },
+    # layers after the last one, which the last stage has
+    "mtp": {
+        "MTP_NUM_LAYERS": 2, "MTP_LOSS_COEFF": "0.4:25%,0.1", "Z_LOSS_COEFF": 0.001,
+        "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss", "ROUTER_BIAS_UPDATE_RATE": 0.001, "SHARED_EXPERT_SIZE": 32,
+    },
     # a number of experts per token that a token decides
     "relu": {"ROUTER_SCORE": "relu", "AUX_LOSS_TYPE": "l1,aux_loss", "AUX_LOSS_COEFF": "0.01,0.01"},
     "top-p": {"ROUTER_TOP_P": 0.5, "AUX_LOSS_TYPE": "aux_loss,entropy", "AUX_LOSS_COEFF": "0.01,0.001"},
@@ -131,8 +136,9 @@ def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, r
     assert {name: value for name, value in deviations.items() if not value <= TOLERANCES[name]} == {}
     dropped = "dropped_fraction"
     assert of_layers(run, dropped)[:alike] == of_layers(expected, dropped)[:alike]
-    for losses, right in zip(*(one.curve("aux_losses")[:alike] for one in (run, expected)), strict=True):
-        assert losses == pytest.approx(right, rel=1e-5)
+    for name in ("aux_losses", "mtp_losses"):
+        for losses, right in zip(*(one.curve(name)[:alike] for one in (run, expected)), strict=True):
+            assert losses == pytest.approx(right, rel=1e-5), name
 
 
 # Settings that save memory: with the same order of sums, and the loss by chunks of tokens.

@@ -1,4 +1,5 @@
-"""Parsers of settings with their own syntax: LR_DECAY_STYLE, WSD_DECAY_ENDS, LR_GROUPS and DATA_STAGES.
+"""Parsers of settings with their own syntax: LR_DECAY_STYLE, WSD_DECAY_ENDS, MTP_LOSS_COEFF, LR_GROUPS and
+DATA_STAGES.
 
 Each `read_*` validates a setting: it returns the normalized text or raises ValueError with the broken rule.
 A composed LR_DECAY_STYLE is a comma-separated list of pieces, STYLE:UNTIL or STYLE:UNTIL:RATE:
@@ -8,14 +9,15 @@ A composed LR_DECAY_STYLE is a comma-separated list of pieces, STYLE:UNTIL or ST
 
 A piece ends at UNTIL: an iteration, or a percentage of the last iteration (DECAY_ITERS, or TRAIN_ITERS). The
 last piece may omit UNTIL. RATE is the learning rate at the end of the piece, as a percentage of LR. Without
-RATE, decays end at MIN_LR and `constant` keeps the previous rate. LR_GROUPS: see parameter_groups.py;
-DATA_STAGES: see sections/data.py.
+RATE, decays end at MIN_LR and `constant` keeps the previous rate. MTP_LOSS_COEFF: a number, or VALUE:UNTIL
+pieces and the last value, such as 0.3:70%,0.1. LR_GROUPS: see parameter_groups.py; DATA_STAGES: see
+sections/data.py.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, NamedTuple
@@ -80,7 +82,26 @@ def read_points(value: object) -> str:
     return text
 
 
-def _check_shares(points: list[str]) -> None:
+def read_values(value: object) -> float | str:
+    """Returns MTP_LOSS_COEFF: a number, or VALUE:UNTIL pieces without spaces."""
+    text = "".join(str(value).split())
+    numbers, ends = zip(*value_pieces(text), strict=True)
+    if not all(0 <= number_in(number) < math.inf for number in numbers) or not all(
+        re.fullmatch(_POINT, end) for end in ends[:-1]
+    ):
+        raise ValueError("must be a number of at least 0, or VALUE:UNTIL pieces such as 0.3:70%,0.1")
+    if ends[-1]:
+        raise ValueError("the last value must not have an end")
+    _check_shares(ends[:-1])
+    return float(text) if len(ends) == 1 else text
+
+
+def value_pieces(text: str) -> list[tuple[str, str]]:
+    """Value and end (as written; '': none) of each piece of MTP_LOSS_COEFF."""
+    return [(value, end) for value, _, end in (part.partition(":") for part in text.split(","))]
+
+
+def _check_shares(points: Sequence[str]) -> None:
     if any(point.endswith("%") and not 0 < float(point[:-1]) <= 100 for point in points):
         raise ValueError("fractions must be above 0% and at most 100%")
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from moe_exp.config.choices import LOSSES, NO_LOSS, OFFLOADED, RECOMPUTED
-from moe_exp.config.parsers import number_in, read_groups, read_points, read_stages
+from moe_exp.config.parsers import number_in, read_groups, read_points, read_stages, read_values
 from moe_exp.host.files import ending, is_url
 
 # Control characters, line separators and surrogates, which represent bytes that are not UTF-8.
@@ -84,6 +84,7 @@ Width = Annotated[int, Field(ge=1, le=2**24)]
 OptionalWidth = Annotated[int, Field(ge=0, le=2**24)]
 Seed = Annotated[int, Field(ge=0, le=4 * 10**9)]  # ranks add to it, and numpy requires less than 2**32
 Rate = Annotated[float, Field(ge=0.0)]
+RateByIteration = Annotated[float | str, BeforeValidator(read_values)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

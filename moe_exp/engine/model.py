@@ -55,7 +55,6 @@ def transformer_config(config: Config) -> TransformerConfig:
     settings = kind(
         num_layers=config.num_layers,
         mtp_num_layers=config.mtp_num_layers or None,
-        mtp_loss_scaling_factor=config.mtp_loss_coeff,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.ffn_hidden_size,
         num_attention_heads=config.num_heads,

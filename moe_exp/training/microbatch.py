@@ -39,7 +39,8 @@ def read_microbatch(
     Returns:
         This context parallel rank's part [B, S/C] of the tensors of `split_batch` and of `padding_mask` (True
         for filler); `num_counted`, number of tokens of the micro-batch in the loss; `documents`. In training
-        with MTP_NUM_LAYERS also the tensors of `future_batch`, and `num_future` [K], as `num_counted`.
+        with MTP_NUM_LAYERS=K also the tensors of `future_batch`, `num_future` [K], as `num_counted`, and
+        `future_weight`, MTP_LOSS_COEFF / K: a tensor, as CUDA graphs would keep a number.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
@@ -64,6 +65,8 @@ def read_microbatch(
     part: dict[str, Any] = context_part(batch, ranges)
     if "future_mask" in batch:
         part["num_future"] = batch["future_mask"].sum(dim=(0, 1))
+        weight = config.mtp_loss_coeff_at(first_sample) / config.mtp_num_layers
+        part["future_weight"] = torch.full((), weight, device=runtime.device)
     part["num_counted"] = batch["loss_mask"].sum()  # over all context parallel ranks
     part["documents"] = None if lengths is None else Documents(lengths, part["position_ids"], ranges)
     return part
@@ -92,7 +95,8 @@ def run_schedule(
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     """Forward pass of a micro-batch on a stage, for Megatron's schedule; returns output and loss function."""
     batch = next(data_iterator)
-    future = {name: batch[name] for name in ("future_tokens", "future_mask") if name in batch}
+    names = ("future_tokens", "future_mask", "future_weight")
+    future = {name: batch[name] for name in names if name in batch}
     output = model(
         batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"],
         packed_seq_params=batch["documents"], padding_mask=batch.get("padding_mask"),
@@ -100,7 +104,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     )  # fmt: skip
     weight = batch.get("weight", 1.0)
     if future:
-        return output, partial(loss_with_future, get_model_config(model).mtp_loss_scaling_factor, batch)
+        return output, partial(loss_with_future, batch)
     return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=weight)
 
 
@@ -203,10 +207,8 @@ def lm_loss(
     return loss * (1 + zero_or_nan), {"lm_loss": logged}
 
 
-def loss_with_future(
-    coefficient: float, batch: Mapping[str, Any], losses: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """`lm_loss` plus the coefficient times the mean loss of K layers for multi-token prediction.
+def loss_with_future(batch: Mapping[str, Any], losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """`lm_loss` plus MTP_LOSS_COEFF times the mean loss of K layers for multi-token prediction.
 
     `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The log, [2 * (1+K)], has sum
     and number of tokens of each.
@@ -219,4 +221,4 @@ def loss_with_future(
     ]
     main, *others = (loss for loss, _ in parts)
     logged = torch.cat([shown["lm_loss"] for _, shown in parts])
-    return main + coefficient / len(others) * torch.stack(others).sum(), {"lm_loss": logged}
+    return main + batch["future_weight"] * torch.stack(others).sum(), {"lm_loss": logged}

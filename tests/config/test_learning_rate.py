@@ -259,3 +259,23 @@ def test_the_text_of_a_resumed_ramp_has_its_own_samples():
     assert "0.00095 at 20 (resumed)" in learning_rate_text(c, Start(20, 320, skipped_samples=160))
     (line,) = schedule_warnings(c, Start(20, 320))
     assert "Fix: set DECAY_ITERS=90, " in line
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("0.3", [0.3] * 6), (0, [0.0] * 6), ("0.3:60%, 0.1", [0.3, 0.3, 0.3, 0.1, 0.1, 0.1]),
+        ("0.3:1,0.2:80%,0", [0.3, 0.2, 0.2, 0.2, 0.0, 0.0]),
+    ],
+)  # fmt: skip
+def test_mtp_loss_coeff_by_samples(given, expected):
+    c = config(mtp_num_layers=1, mtp_loss_coeff=given, train_iters=5, warmup_iters=0, gbsz=8, mbsz=1)
+    assert [c.mtp_loss_coeff_at(8 * iteration) for iteration in range(6)] == expected
+
+
+@pytest.mark.parametrize(
+    "given", ["", "x", "-1", "nan", "0.3,0.1", "0.3:,0.1", "0.3:0%,0.1", "0.3:7", "1:-1,0"]
+)
+def test_a_wrong_mtp_loss_coeff_is_refused(given):
+    with pytest.raises(ValueError, match=r"^MTP_LOSS_COEFF="):
+        config(mtp_num_layers=1, mtp_loss_coeff=given)

@@ -316,6 +316,10 @@ TRAITS: Mapping[str, Trait] = {
         False, ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
     ),
     "moe_layers": Trait(_moe_layers, "all", ("use_moe", "moe_layer_freq", "first_k_dense")),
+    "mtp": Trait(
+        lambda c: ("MoE" if c.moe_layers[-1] else "dense") if c.mtp_num_layers else "none", "none",
+        ("mtp_num_layers",),
+    ),
     "routing": Trait(
         _routing, "softmax",
         ("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"),

@@ -27,7 +27,6 @@ class Architecture:
     null: Mapping[str, Any]  # fields that may be null, to the meaning of null; None: the rules decide
     # patterns of tensors without effect, to the condition under which they have no effect
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    predicts_more: bool = False  # published folders have extra layers for multi-token prediction
 
     @property
     def scales(self) -> bool:
@@ -204,17 +203,19 @@ _DEEPSEEK_TRAITS = {
     "expert_bias": _EITHER, "groups": (0, 2),
     "shared": _WHOLE,
 }  # fmt: skip
+_PREDICTS = {"mtp": ("none", "MoE")}
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",
-    fields=(*_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION, _INTERLEAVED),
-    tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.DEEPSEEK_EXPERTS),
+    fields=(
+        *_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.LATENT_ATTENTION, _INTERLEAVED, rules.PREDICTION
+    ),
+    tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.DEEPSEEK_EXPERTS, *t.PREDICTION),
     settings=_LATENT,
-    traits=_DEEPSEEK_TRAITS | {"attention": _COMPRESSED},
-    predicts_more=True,
+    traits=_DEEPSEEK_TRAITS | _PREDICTS | {"attention": _COMPRESSED},
     defaults=_DEFAULTS | {
         "max_position_embeddings": 4096, "num_key_value_heads": 128, "attention_bias": False,
         "q_lora_rank": 1536, "rope_interleave": True, "first_k_dense_replace": 3, "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_mtp_layers": 1,
     },
     null=_AS_MANY_AS_HEADS | _NO_DROPOUT | {
         "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False
@@ -225,19 +226,20 @@ GLM4_MOE = Architecture(
     "Glm4MoeForCausalLM", "glm4_moe",
     fields=(
         *_common(fraction=0.5), *_HEADS, *_DEEPSEEK_FIELDS, same("attention_bias", "qkv_bias"),
-        same("use_qk_norm", "qk_norm"),
+        same("use_qk_norm", "qk_norm"), rules.PREDICTION,
     ),
-    tensors=(*t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.HEAD_NORMS, *t.DENSE, *t.DEEPSEEK_EXPERTS),
+    tensors=(
+        *t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.HEAD_NORMS, *t.DENSE, *t.DEEPSEEK_EXPERTS, *t.PREDICTION
+    ),
     settings={},
-    traits=_DEEPSEEK_TRAITS | {
+    traits=_DEEPSEEK_TRAITS | _PREDICTS | {
         "qk_norm": ("none", "head"), "qkv_bias": _EITHER, "rotates_whole_heads": _EITHER,
         "heads_fill_width": _EITHER,
     },
-    predicts_more=True,
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8,
         "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 1, "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_mtp_layers": 1,
     },
     null={},
 )  # fmt: skip
@@ -307,14 +309,13 @@ GLM4_MOE_LITE = Architecture(
     "Glm4MoeLiteForCausalLM", "glm4_moe_lite",
     fields=(
         *_common(), _DENSE_WIDTH, _EXPERT_WIDTH, *_BIASED_ROUTING, rules.DENSE_LAYERS_BY_TYPE, _NO_BIAS,
-        rules.LATENT_ATTENTION, _INTERLEAVED,
+        rules.LATENT_ATTENTION, _INTERLEAVED, rules.PREDICTION,
     ),
     tensors=DEEPSEEK_V3.tensors,
     settings=_LATENT,
-    traits=_DEEPSEEK_TRAITS | {
+    traits=_DEEPSEEK_TRAITS | _PREDICTS | {
         "attention": _COMPRESSED, "moe_layers": ("all", "after the first", "mixed")
     },
-    predicts_more=True,
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "num_key_value_heads": 20,
         "attention_bias": False, "q_lora_rank": 768, "rope_interleave": True, "mlp_layer_types": None,
@@ -324,10 +325,14 @@ GLM4_MOE_LITE = Architecture(
 )  # fmt: skip
 # GLM-4-MoE-Lite with a norm after the MoE layers.
 AXK1 = replace(
-    GLM4_MOE_LITE, name="AXK1ForCausalLM", model_type="axk1", predicts_more=False,
-    tensors=(*GLM4_MOE_LITE.tensors, t.NORM_AFTER_MOE),
+    GLM4_MOE_LITE, name="AXK1ForCausalLM", model_type="axk1",
+    fields=tuple(rule for rule in GLM4_MOE_LITE.fields if rule is not rules.PREDICTION),
+    tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.DEEPSEEK_EXPERTS, t.NORM_AFTER_MOE),
     settings=_LATENT | {"norm_placement": "around_moe"},
-    traits={**GLM4_MOE_LITE.traits, "attention": ("latent",), "norm_placement": ("around_moe",)},
+    traits={
+        **GLM4_MOE_LITE.traits, "attention": ("latent",), "norm_placement": ("around_moe",),
+        "mtp": ("none",),
+    },
     defaults={
         **GLM4_MOE_LITE.defaults, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
         "num_key_value_heads": 64, "q_lora_rank": 1536, "routed_scaling_factor": 2.5, "n_group": 8,

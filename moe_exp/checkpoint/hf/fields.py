@@ -68,6 +68,13 @@ def must_be(name: str, *allowed: Any, because: str) -> FieldRule:
     return FieldRule((name,), read, lambda c: {name: allowed[0]})
 
 
+# Layers beyond num_hidden_layers. An import ignores the number if the weights have none: transformers writes
+# only the number.
+PREDICTION = FieldRule(
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    lambda f: {"mtp_num_layers": int(given(f, "num_nextn_predict_layers", given(f, "num_mtp_layers", 0)))},
+    lambda c: {"num_nextn_predict_layers": c.mtp_num_layers} if c.mtp_num_layers else {},
+)
 KEY_VALUE_HEADS = FieldRule(
     ("num_key_value_heads",),
     lambda f: {"num_query_groups": given(f, "num_key_value_heads", given(f, "num_attention_heads"))},

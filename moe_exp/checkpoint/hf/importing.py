@@ -38,6 +38,7 @@ _CONTINUED: Settings = {
     "preset": "reference", "optimizer": "adam", "lr": 3e-5, "min_lr": 3e-6, "lr_decay_style": "cosine"
 }  # fmt: skip
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
+_NO_PREDICTION = "MTP_NUM_LAYERS=0: the weights lack the layers of num_nextn_predict_layers={}"
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -94,7 +95,7 @@ def from_hf(
         source: folder with config.json and safetensors files.
         target: checkpoints folder to create (`iter_0000000`, tokenizer, and settings.env for the next run).
         dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
-        drop_mtp: omit the layers for multi-token prediction, which the model does not need.
+        drop_mtp: omit the layers for multi-token prediction (MTP_NUM_LAYERS=0).
         ignore_fields: fields of config.json to ignore even though they are unsupported.
 
     Raises:
@@ -105,6 +106,10 @@ def from_hf(
     architecture = architecture_of(folder.config)
     _check_counts(folder)
     settings = settings_of(folder.config, architecture, ignore=ignore_fields)
+    predicting = range(settings["num_layers"], settings["num_layers"] + settings.get("mtp_num_layers", 0))
+    predicts = any((layer := _LAYER.match(name)) and int(layer[1]) in predicting for name in folder.weights)
+    if drop_mtp or not predicts:
+        settings.pop("mtp_num_layers", None)
     config = config_of(settings, "config.json", "correct the config.json")
     # Refuses models that a run would refuse. The data settings are placeholders, since the next run sets
     # them. The fixes are dropped: they propose settings, but here config.json determines the settings.
@@ -112,7 +117,7 @@ def from_hf(
         rules = [line.partition(" Fix: ")[0] for line in problems]
         says = [f"{folder.path}: config.json results in {rule} Fix: convert another model." for rule in rules]
         raise ValueError("\n".join(says))
-    sources, source_bytes = _match(folder, architecture, config, drop_mtp=drop_mtp)
+    sources, source_bytes = _match(folder, architecture, config, predicting)
     added = model_folder.tokens_beyond(folder.path, config.vocab_size)
     settings |= {"vocab_size": config.vocab_size + len(added)}
     config = config.model_copy(update={"vocab_size": settings["vocab_size"]})
@@ -146,7 +151,8 @@ def from_hf(
         write_atomically(partial / LATEST, "0")
         _write_settings(partial / SETTINGS, settings, config, target)
     command = shlex.join([*own_command(), "train", "--config", str(target.resolve() / SETTINGS)])
-    return Imported(config, architecture.name, command, tuple(_notes(config, added)))
+    notes = [] if predicts or not predicting else [_NO_PREDICTION.format(len(predicting))]
+    return Imported(config, architecture.name, command, (*notes, *_notes(config, added)))
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
@@ -212,13 +218,19 @@ def _check_counts(folder: ModelFolder) -> None:
 
 
 def _match(
-    folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool
+    folder: ModelFolder, architecture: Architecture, config: Config, predicting: range
 ) -> tuple[_Sources, int]:
-    """Finds the tensors of each piece, and the total size (bytes); checks shapes, refuses unused tensors."""
+    """Finds the tensors of each piece, and the total size (bytes); checks shapes, refuses unused tensors.
+
+    `predicting`: the layers for multi-token prediction, which the caller omits if MTP_NUM_LAYERS=0.
+    """
     planned: _Sources = []
     needed: dict[str, tuple[int, ...]] = {}
+    copies = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {}
     for piece in pieces(architecture.tensors, config, scales=architecture.scales):
-        if piece.key and piece.alias in folder.weights:
+        if piece.copy_of:
+            copies[piece.theirs[0].name] = piece.copy_of
+        elif piece.key and piece.alias in folder.weights:
             shape = joined_shape(piece.join, [part.shape for part in piece.theirs], config)
             needed[piece.alias] = shape if piece.expert is None else (config.num_experts, *shape)
             planned.append((piece, [(piece.alias, piece.expert)]))
@@ -226,18 +238,19 @@ def _match(
             needed |= {part.name: part.shape for part in piece.theirs}
             planned.append((piece, [(part.name, None) for part in piece.theirs]))
     # All remaining tensors must be without effect or explicitly dropped by the caller.
-    unused, embedding = [], "model.embed_tokens.weight"
-    num_predicting = folder.config.get("num_nextn_predict_layers") or 0 if architecture.predicts_more else 0
+    unused = []
     for name in sorted(set(folder.weights) - set(needed)):
         layer = _LAYER.match(name)
-        if config.tie_embeddings and name == "lm_head.weight":
-            if embedding in folder.weights and not torch.equal(folder.read(name), folder.read(embedding)):
-                rule = f"tie_word_embeddings=true, but {name} differs from {embedding}"
-                raise unusable(folder.path, rule, "set tie_word_embeddings to false in config.json")
-        elif layer and config.num_layers <= int(layer[1]) < config.num_layers + num_predicting:
-            if not drop_mtp:
-                rule = f"belongs to multi-token prediction, beyond num_hidden_layers={config.num_layers}"
-                raise unusable(folder.path, f"{name} {rule}", "pass --drop-mtp to omit such layers")
+        if original := copies.get(name):
+            if original in folder.weights and not torch.equal(folder.read(name), folder.read(original)):
+                rule = f"{name} differs from {original}"
+                if layer:
+                    rule += ", which multi-token prediction shares"
+                    raise unusable(folder.path, rule, "pass --drop-mtp to omit its layers")
+                fix = "set tie_word_embeddings to false in config.json"
+                raise unusable(folder.path, f"tie_word_embeddings=true, but {rule}", fix)
+        elif layer and int(layer[1]) in predicting and not config.mtp_num_layers:
+            continue
         elif not _COMPUTED.fullmatch(name) and not any(
             re.fullmatch(pattern, name) and CONDITIONS[when](config)
             for pattern, when in architecture.without_effect.items()

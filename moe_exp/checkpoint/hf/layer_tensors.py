@@ -7,6 +7,24 @@ MODEL = (
     TensorRule("decoder.final_layernorm.weight", {"model.norm.weight": "D"}, layers="model"),
     TensorRule("output_layer.weight", {"lm_head.weight": "V D"}, "padded", "model", "untied"),
 )
+# a layer for multi-token prediction has these beside those of a transformer layer
+PREDICTION = (
+    *(
+        TensorRule(f"{ours}.weight", {f"{theirs}.weight": size}, layers="mtp")
+        for ours, theirs, size in (
+            ("enorm", "enorm", "D"), ("hnorm", "hnorm", "D"), ("eh_proj", "eh_proj", "D 2D"),
+            ("final_layernorm", "shared_head.norm", "D"),
+        )
+    ),
+    *(
+        TensorRule(f"{ours}.weight", {f"{theirs}.weight": "V D"}, "padded", "mtp", when, copy_of=original)
+        for ours, theirs, when, original in (
+            ("embedding.word_embeddings", "embed_tokens", "", "model.embed_tokens.weight"),
+            ("output_layer", "shared_head.head", "untied", "lm_head.weight"),
+            ("embedding.word_embeddings", "shared_head.head", "tied", "model.embed_tokens.weight"),
+        )
+    ),
+)  # fmt: skip
 QKV = {"self_attn.q_proj.weight": "Q D", "self_attn.k_proj.weight": "K D", "self_attn.v_proj.weight": "K D"}
 ATTENTION = (
     TensorRule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "D"}),

@@ -35,17 +35,22 @@ class TensorRule:
     ours: str  # key; in layers without `decoder.layers.<layer>.`
     theirs: Mapping[str, str]  # names to sizes; in layers without `model.layers.<layer>.`; `{expert}`: index
     join: str = "plain"  # see above
-    layers: str = "all"  # `model` (once), or the layers that have it: `all`, `moe`, `dense`
+    # `model` (once), or the layers that have it: `all`, `moe`, `dense`, `mtp` (multi-token prediction)
+    layers: str = "all"
     when: str = ""  # key of CONDITIONS
     # name in folders that transformers 5 writes with `save_original_format=False`; there, one tensor contains
     # all experts along its first axis
     alias: str = ""
     weighted: bool = False  # its output is multiplied by the router weights
+    copy_of: str = (
+        ""  # in each layer a copy of this Hugging Face tensor; then `ours` is the key of the original
+    )
 
 
 CONDITIONS: Mapping[str, Callable[[Config], bool]] = {
     "": lambda c: True,
     "untied": lambda c: not c.tie_embeddings,
+    "tied": lambda c: c.tie_embeddings,
     "qk_norm": lambda c: c.qk_norm,
     "qkv_bias": lambda c: c.qkv_bias,
     "no_qkv_bias": lambda c: not c.qkv_bias,
@@ -71,6 +76,7 @@ def sizes_of(config: Config) -> dict[str, int]:
     value, queries = heads * config.v_head_dim, heads * config.kv_channels
     return {
         "1": 1, "D": config.hidden_size, "V": config.vocab_size, "H": config.kv_channels, "Q": queries,
+        "2D": 2 * config.hidden_size,
         "K": config.num_query_groups * config.kv_channels, "F": config.ffn_hidden_size,
         "f": config.expert_ffn_size, "S": shared, "E": config.num_experts,
         "G": 2 * config.expert_ffn_size, "T": 2 * shared,
@@ -154,6 +160,7 @@ class MappedPiece:
     expert: int | None = None  # expert index
     alias: str = ""  # alternative name, see TensorRule
     factor: float = 1.0  # theirs = factor * ours: ROUTER_SCALING_FACTOR if config.json cannot express it
+    copy_of: str = ""  # see TensorRule
 
 
 def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[MappedPiece]:
@@ -161,9 +168,10 @@ def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iter
     sizes, rules = sizes_of(config), [rule for rule in rules if CONDITIONS[rule.when](config)]
     embedding, *others = [rule for rule in rules if rule.layers == "model"]
     yield from _pieces_of(embedding, config, sizes)
-    for layer, is_moe in enumerate(config.moe_layers):
+    for layer, is_moe in enumerate(config.all_moe_layers):
+        kinds = ("all", "moe" if is_moe else "dense", *(["mtp"] if layer >= config.num_layers else []))
         for rule in rules:
-            if rule.layers in ("all", "moe" if is_moe else "dense"):
+            if rule.layers in kinds:
                 factor = config.router_scaling_factor if rule.weighted and not scales else 1.0
                 yield from _pieces_of(rule, config, sizes, layer, factor)
     for rule in others:
@@ -177,11 +185,13 @@ def _pieces_of(
     of_layer: list[tuple[int, int]] = []  # index and size on the layer axis
     if layer is not None:
         before, in_model = f"model.layers.{layer}.", "decoder.layers."
-        if len(set(config.moe_layers)) == 1:  # Megatron's condition for stacking all layers in one tensor
+        if (number := layer - config.num_layers) >= 0:
+            in_model = f"mtp.layers.{number}." + ("" if rule.layers == "mtp" else "transformer_layer.")
+        elif len(set(config.moe_layers)) == 1:  # Megatron's condition for stacking all layers in one tensor
             of_layer = [(layer, config.num_layers)]
         else:
             in_model += f"{layer}."
-        key = in_model + key if key else ""
+        key = in_model + key if key and not rule.copy_of else key
     is_per_expert = any("{expert}" in name for name in rule.theirs)
     for expert in range(config.num_experts) if is_per_expert else (None,):
         theirs = tuple(
@@ -193,7 +203,7 @@ def _pieces_of(
         whole = tuple(size for _, size in axes) + shape
         offsets = tuple(index for index, _ in axes) + (0,) * len(shape)
         box, alias = (1,) * len(axes) + shape, before + rule.alias if rule.alias else ""
-        yield MappedPiece(key, whole, offsets, box, theirs, rule.join, expert, alias, factor)
+        yield MappedPiece(key, whole, offsets, box, theirs, rule.join, expert, alias, factor, rule.copy_of)
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -7,7 +7,15 @@ from typing import Annotated, NamedTuple
 from moe_exp.config.choices import DECAYS, PIECES, SCHEDULES, one_of
 from moe_exp.config.errors import multiples, problem
 from moe_exp.config.parameter_names import parameter_sizes, useless_rules
-from moe_exp.config.parsers import Rule, composed, is_composed, iteration_of, parsed_groups, read_composed
+from moe_exp.config.parsers import (
+    Rule,
+    composed,
+    is_composed,
+    iteration_of,
+    parsed_groups,
+    read_composed,
+    value_pieces,
+)
 from moe_exp.config.ramp import Batches
 from moe_exp.config.sections.parallel import SIZE_MULTIPLES, ParallelSettings
 from moe_exp.config.setting_types import (
@@ -98,6 +106,12 @@ class LearningSettings(ParallelSettings):
     def batches(self) -> Batches:
         """Batch size schedule of the run."""
         return Batches(self.gbsz, self.rampup, self.train_iters)
+
+    def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
+        """MTP_LOSS_COEFF in the next iteration after `consumed_samples`; as LR, by batches of GBSZ."""
+        pieces = value_pieces(str(self.mtp_loss_coeff))
+        is_left = lambda end: consumed_samples < iteration_of(end, self.decay_end) * self.gbsz  # noqa: E731
+        return next(float(value) for value, end in pieces if not end or is_left(end))
 
     @property
     def parameter_rules(self) -> list[Rule]:
@@ -227,6 +241,10 @@ class LearningSettings(ParallelSettings):
             (self.min_lr > self.lr, "min_lr",
              f"must be at most LR={self.lr}", f"lower MIN_LR, for example to {self.lr / 10:g}"),
         )  # fmt: skip
+        points = [end for _, end in value_pieces(str(self.mtp_loss_coeff)) if end]
+        if (ends := [iteration_of(end, decay) for end in points]) != sorted(set(ends)):
+            rule = f"values end at iterations {', '.join(map(str, ends))}"
+            yield self.problem("mtp_loss_coeff", rule, "list iterations or fractions in ascending order")
         style = self.lr_decay_style
         if is_composed(style):
             yield from self._composed_problems(decay_name)

@@ -15,6 +15,7 @@ from moe_exp.config.setting_types import (
     Positive,
     Probability,
     Rate,
+    RateByIteration,
     Width,
     as_given,
     model,
@@ -122,8 +123,11 @@ class ModelSettings(LaunchSettings):
         "layers after the last one for multi-token prediction (DeepSeek-V3): layer k predicts the token "
         "k + 1 places ahead, in training only",
     )
-    mtp_loss_coeff: Rate = model(
-        0.3, "coefficient of the multi-token prediction loss, the mean over MTP_NUM_LAYERS", costs=False
+    mtp_loss_coeff: RateByIteration = model(
+        0.3,
+        "coefficient of the multi-token prediction loss, the mean over MTP_NUM_LAYERS, or its values over "
+        "the run: 0.3:70%,0.1 is 0.3 for 70% of the iterations, then 0.1 (counted as in LR_DECAY_STYLE)",
+        costs=False,
     )
     dropout: Probability = model(0.0, "dropout probability after attention, MLPs and the embedding")
     attention_dropout: Probability = model(0.0, "dropout probability of attention weights")

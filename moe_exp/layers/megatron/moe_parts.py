@@ -261,6 +261,7 @@ class MegatronMoELayer(MegatronMoE):
             microbatch_group=groups.tp_cp, context_parallel_size=groups.cp.size(),
             context_stripes=getattr(config, "context_stripes", 1), recompute_router="router" in recomputed,
         )  # fmt: skip
+        self.loss_factor: Tensor | None = None  # of the balancing losses; see PredictingModel
         # In a tuple, so that parameters are registered only once, under Megatron's names.
         self._token_layer = (layer,)
 
@@ -306,7 +307,8 @@ class MegatronMoELayer(MegatronMoE):
         output, loss = self._token_layer[0](hidden_states, padding_mask, with_loss=torch.is_grad_enabled())
         if loss is not None and self.training:
             # Megatron's schedules set the scale of losses attached this way.
-            output = MoEAuxLossAutoScaler.apply(output, loss)
+            factor = self.loss_factor
+            output = MoEAuxLossAutoScaler.apply(output, loss if factor is None else factor * loss)
         return output
 
     def backward_dw(self, *args: Any, **kwargs: Any) -> None:

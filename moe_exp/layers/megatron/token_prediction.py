@@ -87,14 +87,19 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
     """GPTModel that also returns the losses of its layers for multi-token prediction, if it has any."""
 
     def forward(
-        self, *args: Any, future_tokens: Any = None, future_mask: Any = None, padding_mask: Any = None,
-        **options: Any,
+        self, *args: Any, future_tokens: Any = None, future_mask: Any = None, future_weight: Any = None,
+        padding_mask: Any = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """As in GPTModel, with losses [1+K, B, S] if there are `future_tokens` and `future_mask`.
+        """As in GPTModel, with losses [1+K, B, S] if there are tensors `future_...` of `read_microbatch`.
 
-        These are from `moe_exp.data.samples.dataset.future_batch`.
+        If the weight is 0, the balancing losses of these layers have no gradient either: the model trains as
+        without them, and they do not train.
         """
-        self._future = None if future_tokens is None else (future_tokens, future_mask, padding_mask)
+        self._future = None
+        if future_tokens is not None:
+            self._future = future_tokens, future_mask, padding_mask
+            for layer in self.mtp.layers if self.mtp_process else ():
+                layer.transformer_layer.mlp.loss_factor = future_weight.sign()
         return super().forward(*args, padding_mask=padding_mask, **options)
 
     def _postprocess(self, **given: Any) -> Tensor:

@@ -167,12 +167,15 @@ def test_ignored_fields_are_ignored(folder, tmp_path):
     assert (tmp_path / "ours" / "iter_0000000" / "manifest.json").is_file()
 
 
-def test_prediction_layers_are_dropped_on_request_alone(folder, tmp_path, hf_folders):
+def test_prediction_layers_are_whole_or_dropped(folder, tmp_path, hf_folders):
     shapes = {"eh_proj": (32, 64), "embed_tokens": (256, 32)}
     extra = {f"model.layers.3.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
     source = rewrite(folder("deepseek_v3"), lambda w: w.update(extra))
-    refused(source, r"layers\.3\.eh_proj\.weight belongs to multi-token prediction.*--drop-mtp")
+    refused(source, r"layers\.3\.embed_tokens\.weight differs from model\.embed_tokens.*--drop-mtp")
+    rewrite(source, lambda w: w.pop("model.layers.3.embed_tokens.weight"))  # may be missing
+    refused(source, r"missing: model\.layers\.3\.enorm\.weight, ")
     from_hf(source, tmp_path / "ours", drop_mtp=True)
+    assert "MTP_NUM_LAYERS" not in (tmp_path / "ours/settings.env").read_text()
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert set(weights_of(tmp_path / "back")) == set(weights_of(hf_folders["deepseek_v3"]))
     # No more of them than config.json says that there are.

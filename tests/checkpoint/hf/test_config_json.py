@@ -105,11 +105,11 @@ def test_deepseek_v3_as_it_is_published():
         "router_group_topk": 4, "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512,
         "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "qk_norm": True,
         "rope_scaling": "yarn", "rope_scaling_factor": 40, "rope_original_seq_len": 4096, "yarn_mscale": 1.0,
-        "yarn_mscale_all_dim": 1.0,
+        "yarn_mscale_all_dim": 1.0, "mtp_num_layers": 1,
     }  # fmt: skip
     assert found.items() >= expected.items()
     back = fields_of(Config(**found), architecture_of(DEEPSEEK))
-    lost = {"bos_token_id", "eos_token_id", "num_nextn_predict_layers", "torch_dtype", "transformers_version"}
+    lost = {"bos_token_id", "eos_token_id", "torch_dtype", "transformers_version"}
     assert {name for name in DEEPSEEK if name not in back} == lost
     assert all(back[name] == DEEPSEEK[name] for name in DEEPSEEK.keys() - lost - {"rope_scaling"})
 
@@ -319,7 +319,7 @@ LEFT_AT_DEFAULTS = {
     "drop_policy", "token_rounding", "router_top_p", "router_dtype", "router_jitter", "router_bias_rule",
     "expert_backend", "routing_kernels", "moe_sm_margin", "dispatcher", "upcycle_from",
     "upcycle_granularity", "cross_entropy", "impl", "fp8", "fp8_recipe", "ep", "etp",
-    "mtp_num_layers", "mtp_loss_coeff",
+    "mtp_loss_coeff",
 }  # fmt: skip
 
 

@@ -275,6 +275,7 @@ REFUSED = [
         "MTP_NUM_LAYERS=1: cannot be combined with FP8=hybrid by Transformer Engine",
     ),
     ("mtp_loss_coeff=0.1", "MTP_LOSS_COEFF=0.1: has no effect while MTP_NUM_LAYERS=0"),
+    ("mtp_num_layers=1 mtp_loss_coeff=0.3:8,0.2:5,0.1", "MTP_LOSS_COEFF=...values end at iterations 8, 5"),
     ("vpp=2", "VPP=2: requires several pipeline stages, but PP=1... set VPP=none or PP to at least"),
     ("pp=2 vpp=3 gpus_per_node=2", "VPP=3: must divide NUM_LAYERS/PP=2... set VPP to one of 1,"),
     ("pp=2 vpp=1 gpus_per_node=2", "VPP=1: must be at least 2, as one model chunk per rank cannot"),

@@ -1,4 +1,4 @@
-"""Logits of our model from a checkpoints folder, on the ranks of a layout."""
+"""Logits and losses of our model from a checkpoints folder, on the ranks of a layout."""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.model_on_ranks import RandomTokens
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.torch_dist import read_common
@@ -17,6 +18,7 @@ from moe_exp.config import Config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+from moe_exp.training.microbatch import forward_step, read_microbatch
 
 
 def our_logits(
@@ -25,6 +27,16 @@ def our_logits(
     """fp32 logits [B, S, V] of every checkpoints folder; `layout` are settings such as `ep`."""
     args = ([str(folder) for folder in folders], tokens, layout, free_port())
     return run_on_ranks(num_ranks, _all_logits, *args, join=False, timeout=timeout)[0]
+
+
+def our_losses(
+    folders: list[Path], tokens: Tensor, *, num_ranks: int = 1, timeout: float = 240.0, **layout: int
+) -> list[Tensor]:
+    """Loss per token of every checkpoints folder and of its layers for multi-token prediction, [1+K], on
+    `tokens` [B, S+1], which are the first samples of RandomTokens.
+    """
+    args = ([str(folder) for folder in folders], tokens, layout, free_port())
+    return run_on_ranks(num_ranks, _all_losses, *args, join=False, timeout=timeout)[-1]
 
 
 def our_gradients(
@@ -48,6 +60,18 @@ def _all_gradients(folders: list[tuple[str, str]], tokens: Tensor, port: int) ->
             (dict(zip(named, gradients, strict=True)), {name: of_other[name].detach() for name in named})
         )
     return found
+
+
+def _all_losses(folders: list[str], tokens: Tensor, layout: dict[str, int], port: int) -> list[Tensor]:
+    stream, losses = RandomTokens(tokens.size(1) - 1, 250), []
+    for config, rank, model in _loaded(folders, tokens[:, 1:], layout, port):
+        sums = []
+        for row in range(len(tokens)):
+            output, loss_of = forward_step(iter([read_microbatch(config, rank, stream, row, 0)]), model[0])
+            sums.append(loss_of(output)[1]["lm_loss"].view(-1, 2))
+        total, number = sum(sums).detach().unbind(dim=1)
+        losses.append(total / number)
+    return losses
 
 
 def _all_logits(folders: list[str], tokens: Tensor, layout: dict[str, int], port: int) -> list[Tensor]:

@@ -120,11 +120,12 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any)
     with torch.no_grad():
         for seed, (key, value) in enumerate(sorted([*model.named_parameters(), *model.named_buffers()])):
             if "inv_freq" not in key:
-                value.copy_(_values(key, value, seed))
+                value.copy_(tiny_values(key, value, seed))
     return model.to(dtype)
 
 
-def _values(key: str, value: Tensor, seed: int) -> Tensor:
+def tiny_values(key: str, value: Tensor, seed: int) -> Tensor:
+    """Random values for a tensor, in the range that its name asks for."""
     drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
     if "norm" in key:
         return 1 + 0.2 * drawn

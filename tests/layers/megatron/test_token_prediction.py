@@ -138,8 +138,9 @@ def test_losses_are_the_formula_of_the_paper(settings):
 def test_coefficient_0_leaves_the_main_model_as_it_is():
     plain = {
         "num_layers": 2,
-        "aux_loss_type": "none",
-        "z_loss_coeff": 0.0,
+        "aux_loss_type": "aux_loss,seq_aux_loss",
+        "aux_loss_coeff": 0.1,
+        "z_loss_coeff": 0.01,
         "router_bias_update_rate": 0.1,
         "clip_grad": 0.0,
     }
@@ -149,9 +150,25 @@ def test_coefficient_0_leaves_the_main_model_as_it_is():
     assert torch.equal(of_0.losses[:, 0], without.losses)
     assert not torch.equal(of_1.losses[4:, 0], without.losses[4:])
     for name, gradient in of_0.gradients.items():
-        right = without.gradients.get(name, torch.zeros(()))
+        right = without.gradients.get(name, torch.zeros(()))  # and the layers themselves do not train
         assert torch.equal(gradient, right.expand_as(gradient)), name
         assert not torch.equal(of_1.gradients[name], gradient) or not gradient.any(), name
+
+
+def test_coefficient_by_iteration(tmp_path):
+    one = MTP | {"num_layers": 2, "mtp_loss_coeff": "0.4:1,0.1"}
+    saved = {"save": str(tmp_path), "save_after": 1}
+    whole, constant = run_models(1, [one | saved, one | {"mtp_loss_coeff": 0.4}])
+    assert whole.grad_norms[0] == constant.grad_norms[0]
+    assert all(torch.equal(value, constant.gradients[name]) for name, value in whole.gradients.items())
+    loads = [
+        one | {"mtp_loss_coeff": coefficient, "load": str(tmp_path), "iterations": 1}
+        for coefficient in ("0.4:1,0.1", 0.1, 0.4)
+    ]
+    resumed, later, earlier = run_models(1, loads)
+    assert torch.equal(resumed.losses, whole.losses[4:])
+    assert resumed.grad_norms[0] == later.grad_norms[0] == whole.grad_norms[1]
+    assert earlier.grad_norms[0] == constant.grad_norms[1] != whole.grad_norms[1]
 
 
 def first_record(settings, port):
