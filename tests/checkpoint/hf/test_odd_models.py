@@ -1,4 +1,4 @@
-"""Models with odd sizes, of the classes that share their tables: the same logits, gradients and tensors."""
+"""Models with odd sizes, of every class: the same logits, gradients and tensors."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -91,7 +91,41 @@ GRANITE: list[Changes] = [
     {"logits_scaling": 0.2, "residual_multiplier": 2.5, "tie_word_embeddings": False},
 ]
 GREEDY = {"topk_method": "greedy", "n_group": None, "topk_group": None}
+NUMBERS: list[Changes] = [
+    {"num_experts": 5, "num_experts_per_tok": 5}, {"num_experts": 7, "num_experts_per_tok": 3},
+    {"norm_topk_prob": False, "num_experts_per_tok": 1},
+]  # fmt: skip
+BY_LIST: list[Changes] = [
+    {"mlp_only_layers": [2], "intermediate_size": 28}, {"mlp_only_layers": [], "decoder_sparse_step": 2},
+]  # fmt: skip
+PLAIN: list[Changes] = [
+    {"vocab_size": 384}, {"num_hidden_layers": 1, "num_key_value_heads": 4}, {"max_position_embeddings": 41},
+]  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 2e4, "factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ODD: dict[str, list[Changes]] = {
+    "mixtral": [
+        {"num_local_experts": 5, "num_experts_per_tok": 5, "intermediate_size": 12}, *ANY, *PLAIN,
+        {"num_local_experts": 7, "num_experts_per_tok": 3}, {"num_local_experts": 3}, *GROUPED[:2],
+        GROUPED[2] | {"head_dim": 6},
+    ],
+    "olmoe": [*NUMBERS, *ANY, *BY_WIDTH],
+    "qwen3_moe": [*NUMBERS, *({"mlp_only_layers": [1]} | one for one in ANY), *GROUPED, *BY_LIST, PLAIN[0]],
+    "qwen2_moe": [*NUMBERS, *ANY, *BY_WIDTH, *BY_LIST, {"shared_expert_intermediate_size": 64}],
+    "deepseek_v3": [*DEEPSEEK, *ANY, *LATENT, *SIGMOID, *DENSE_FIRST],
+    "glm4_moe": [
+        *DEEPSEEK, *ANY, GROUPED[0] | {"head_dim": 20}, HALF | {"head_dim": 8}, *SIGMOID, *DENSE_FIRST,
+        {"use_qk_norm": False}, {"attention_bias": False},
+        {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
+    ],
+    "llama": [
+        *GROUPED, *ANY, *PLAIN, {"rope_parameters": LLAMA3}, {"head_dim": 20},
+        {"intermediate_size": 30, "hidden_size": 40},
+    ],
+    "qwen3": [
+        *GROUPED, *ANY, *PLAIN, {"tie_word_embeddings": False}, {"head_dim": 20},
+        {"intermediate_size": 30, "hidden_size": 36},
+    ],
     "dots1": [*DEEPSEEK, *ANY, *GROUPED, *SIGMOID, *DENSE_FIRST],
     "solar_open": [
         *DEEPSEEK, *ANY, *GROUPED, *SIGMOID, {"attention_bias": False}, {"n_shared_experts": 4, "head_dim": 6}
@@ -159,6 +193,7 @@ def test_logits_and_round_trip(cases, tmp_path):
 
 
 def test_every_class_has_enough_cases():
+    assert ODD.keys() == MODELS.keys()
     assert min(map(len, ODD.values())) >= 12
 
 
