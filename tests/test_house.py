@@ -9,8 +9,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST = {
     # 63,000, and a training step for GPUs: CUDA graphs, AdamW in one pass, MAIN_PARAMS, late results,
     # kernels for rotary embedding and losses, CROSS_ENTROPY=linear, PRESET=gpu; OFFLOAD_OPTIMIZER,
-    # OFFLOAD_MODULES; MTP_NUM_LAYERS, nine Hugging Face classes and `convert from-hf --verify`
-    "lines of Python": 65_620,
+    # OFFLOAD_MODULES; MTP_NUM_LAYERS, nine Hugging Face classes, `convert from-hf --verify`
+    # and models of the Hub
+    "lines of Python": 65_720,
     "files": 330,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,

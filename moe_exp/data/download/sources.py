@@ -196,8 +196,8 @@ def model_source(name: str) -> Source | None:
         raise input_error(f"SRC={name}", "is not the name of a model", "use hf://OWNER/NAME@REVISION")
     if found is None or (not is_explicit and Path(name).exists()):
         return None
-    repository, revision, facts = found[1], found[2] or "main", {"licence": "see its page"}
-    return Source(repository, "", repository, revision, _MODEL_FILES, repo_type="model", **facts)
+    name, revision, page = found[1], found[2] or "main", "see its page"
+    return Source(name, "", name, revision, _MODEL_FILES, licence=page, repo_type="model")
 
 
 def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -> list[str]:
