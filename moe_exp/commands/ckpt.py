@@ -280,8 +280,8 @@ _DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices
 
 @command("convert from-hf", "convert a Hugging Face folder to a checkpoint for training")
 @takes(
-    arg("source SRC", "folder with config.json and safetensors files", Path),
-    arg("target DST", "checkpoints folder to create", Path),
+    arg("source SRC", "folder with config.json and safetensors files, or hf://OWNER/NAME[@REVISION]"),
+    arg("target DST", "checkpoints folder to create; a download is kept beside it", Path),
     _DTYPE,
     flag("--drop-mtp", "omit the model's layers for multi-token prediction"),
     repeated("--ignore-field NAME", "unknown field of config.json to ignore (repeatable)"),
@@ -290,21 +290,34 @@ _DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices
 def run_from_hf(arguments: argparse.Namespace) -> int:
     """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for a
     run that starts from this checkpoint. Only one tensor is in memory at a time. Fails, without writing
-    anything, if a tensor would not be used.
+    anything, if a tensor would not be used. Downloads a model of the Hub first, if SRC is no local folder.
     """
-    from moe_exp.checkpoint.hf.importing import from_hf
+    from moe_exp.checkpoint.format.folders import check_target
+    from moe_exp.checkpoint.hf.importing import architecture_of, from_hf, settings_of
+    from moe_exp.checkpoint.hf.model_folder import read_json
+    from moe_exp.data.download.hub import download_model
+    from moe_exp.data.download.sources import model_source
 
     if arguments.verify:
         from moe_exp.inference.verify import check_transformers, compare
 
         check_transformers()
-    options = {"dtype": arguments.dtype, "drop_mtp": arguments.drop_mtp}
-    done = from_hf(arguments.source, arguments.target, **options, ignore_fields=arguments.ignore_field)
-    print(f"{arguments.target}: {done.architecture}, {done.config.dtype}")
+    source, origin, ignored = Path(arguments.source), "", arguments.ignore_field
+
+    def check(folder: Path) -> None:  # before gigabytes are downloaded
+        fields = read_json(folder / "config.json")
+        settings_of(fields, architecture_of(fields), ignore=ignored)
+
+    if model := model_source(arguments.source):
+        check_target(arguments.target)
+        source, origin = download_model(model, arguments.target.parent, check)
+    options = {"dtype": arguments.dtype, "drop_mtp": arguments.drop_mtp, "origin": origin}
+    done = from_hf(source, arguments.target, **options, ignore_fields=ignored)
+    print(f"{arguments.target}: {done.architecture}, {done.config.dtype}{origin and f', from {origin}'}")
     print(*(f"Note: {note}" for note in done.notes), f"Train further with:\n  {done.command}", sep="\n")
     if not arguments.verify:
         return 0
-    lines, agrees = compare(arguments.source, arguments.target)
+    lines, agrees = compare(source, arguments.target)
     print(*lines, sep="\n")
     return 0 if agrees else 1
 

@@ -271,7 +271,7 @@ moe-exp ladder my_ladder.yaml --repeats 5 --dry-run
 moe-exp mup check                                    # are outputs the same size at every width?
 moe-exp mup check --parametrization standard --experts 4,8,16
 moe-exp mup transfer --widths 32,64,128 --lrs 0.004,0.008,0.016,0.032,0.064
-moe-exp convert from-hf models/Qwen3-30B-A3B checkpoints/qwen3
+moe-exp convert from-hf hf://Qwen/Qwen3-30B-A3B checkpoints/qwen3
 moe-exp convert to-hf runs/NAME exported
 moe-exp plan --preset qwen3-30b-a3b --gpus 64 --gpu H100-80GB --ep 8 --tokens 1T
 moe-exp plan run --preset mixtral-8x7b --gpus 128 --pp 8 --ep 8 --mbsz 1

@@ -60,7 +60,8 @@ def given_values(
 
 def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Adds the settings of the file `flags["config"]` to the given `flags`, unless `environ` has them. The
-    file may also set arguments that are not settings, if `flags` has their names as keys.
+    file may also set arguments that are not settings, if `flags` has their names as keys. With UPCYCLE_FROM,
+    the file of a dense model gives the settings of an MoE model that starts as this dense model.
 
     Ranks receive the result as flags, so that editing the file does not change a running job. Raises
     ConfigError if the file or a value cannot be read; each line names the file.
@@ -82,6 +83,10 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
         for name in ("decay_iters", "warmup_iters"):
             if getattr(config, name) == getattr(usual, name):
                 values.pop(name, None)
+    if not config.use_moe and (given.get("upcycle_from") or environ.get("UPCYCLE_FROM")):
+        # The file describes the dense model. These values of it would contradict UPCYCLE_FROM.
+        values |= {"use_moe": "true", "moe_ffn_hidden_size": "0", "router_pre_softmax": "false"}
+        values.pop("load_dir", None)
     preset = given.get("preset") or environ.get("PRESET") or values.get("preset")
     if is_record and preset != values.get("preset"):
         rule = f"has no effect, as {path} sets all settings of a run"

@@ -1,7 +1,11 @@
 """A dense run's weights as an MoE model that computes the same: in one layer, and as runs in any layout."""
 
 import itertools
+import json
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,14 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers import ROOT
 from helpers.checkpoint.ckpt_files import flip_bit
 from helpers.checkpoint.small_job import build_small
+from helpers.hf.tiny_models import tiny_folder
 from helpers.layers.references import formula
 from helpers.ranks import RankError, free_port, run_on_ranks
-from helpers.whole_runs import SMALL, EndedRun, Runs
+from helpers.servers.hub import HubServer, leave_host_settings
+from helpers.whole_runs import SMALL, EndedRun, Runs, clean_environ
 from moe_exp.checkpoint.integrity import dense_problems
 from moe_exp.checkpoint.upcycle import experts_of, virtual_group_router
 from moe_exp.config import Config, load_config
+from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.engine import runtime
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.layers.dispatcher import LocalDispatcher
@@ -25,6 +33,8 @@ from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.loop import forward_backward
 
 HIDDEN, FFN, TOKENS = 16, 24, 50
@@ -309,6 +319,60 @@ def test_both_models_compute_the_same(settings, names):
     dense = Config(gpus_per_node=1, use_moe=False, rope_original_seq_len=4096, **yarn)
     moe = Config(gpus_per_node=1, upcycle_from="dense", **yarn).model_copy(update=settings)
     assert [line.partition("=")[0] for line in dense_problems(moe, dense.model_dump())] == names
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_upcycle_a_hugging_face_model(tmp_path, monkeypatch):
+    """As they stand, with a tiny Qwen3 on a local hub; the first loss is that of the run without experts."""
+    text = (ROOT / "docs/upcycling.md").read_text().partition("## From a Hugging Face model")[2]
+    commands = text.split("```")[1].removeprefix("bash\n").replace("SEQ_LEN=4096", "SEQ_LEN=32")
+    texts = [f"def add_{number}(a, b):\n    return a + b + {number}\n" * 20 for number in range(40)]
+    (tmp_path / "my_texts").mkdir()
+    for number, one in enumerate(texts):
+        (tmp_path / f"my_texts/{number}.txt").write_text(one)
+    model = tiny_folder(tmp_path / "hub", "qwen3", changes={"vocab_size": 512})
+    train_bpe(texts, 512).save(str(model / "tokenizer.json"))
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    leave_host_settings(monkeypatch, tmp_path / "hf_home", "TRANSFORMERS_")
+    flags = "--config checkpoints/qwen3-4b/settings.env"
+    program = f'set -e\nmoe-exp() {{ {shlex.quote(sys.executable)} -m moe_exp "$@"; }}\n{commands}'
+    program += f"TRAIN_DATA=my_texts SEQ_LEN=32 RUN_NAME=dense moe-exp train {flags}\n"
+    settings = {"MBSZ": 4, "GBSZ": 8, "TRAIN_ITERS": 2, "EVAL_INTERVAL": 0, "GPUS_PER_NODE": 1}
+    with HubServer(model, repository="Qwen/Qwen3-4B") as server:
+        settings |= {"LOG_INTERVAL": 1, "HF_ENDPOINT": server.url, "PYTHONPATH": ROOT}
+        environ = clean_environ(**settings, MASTER_PORT=free_port())
+        options = {"capture_output": True, "text": True, "timeout": 500}
+        done = subprocess.run(["bash", "-c", program], cwd=tmp_path, env=environ, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    curves = {}
+    for name in ("qwen3-8x4b", "dense"):
+        records = read_metrics(RunFolder(tmp_path / "runs" / name).metrics)
+        curves[name] = [one["lm_loss"] for one in records if one["kind"] == "train"]
+    assert curves["qwen3-8x4b"][0] == pytest.approx(curves["dense"][0], rel=1e-6)
+    assert curves["qwen3-8x4b"][1] != curves["dense"][1]
+    fields = json.loads((tmp_path / "qwen3-8x4b/config.json").read_text())
+    assert fields["architectures"] == ["Qwen3MoeForCausalLM"] and fields["max_position_embeddings"] == 64
+    assert (fields["num_experts"], fields["num_experts_per_tok"], fields["norm_topk_prob"]) == (8, 2, True)
+    card = (tmp_path / "qwen3-8x4b/README.md").read_text()
+    assert "\nlicense: apache-2.0\nbase_model: Qwen/Qwen3-4B\n---\n" in card
+
+
+@pytest.mark.parametrize("given", [{}, {"router_pre_softmax": "true", "router_normalize": "true"}])
+def test_settings_file_of_a_dense_model_is_read_as_that_of_its_moe(given, tmp_path):
+    dense = {
+        "USE_MOE": "false",
+        "LOAD_DIR": "dense",
+        "ROUTER_PRE_SOFTMAX": "true",
+        "MOE_FFN_HIDDEN_SIZE": "7",
+    }
+    (tmp_path / "settings.env").write_text("".join(f"{name}={value}\n" for name, value in dense.items()))
+    flags = {"config": str(tmp_path / "settings.env"), "num_experts": "8", "topk": "2", **given}
+    config = load_config(flags, {"UPCYCLE_FROM": "dense", "PRESET": "reference", "GPUS_PER_NODE": "1"})
+    assert (config.use_moe, config.load_dir, config.moe_ffn_hidden_size) == (True, "", 0)
+    assert config.router_pre_softmax is bool(given) and list(config.problems()) == []
+    assert load_config(flags, {}).load_dir == "dense" and not load_config(flags, {}).use_moe
+    (tmp_path / "settings.env").write_text("USE_MOE=true\nROUTER_PRE_SOFTMAX=true\n")
+    assert load_config(flags | {"upcycle_from": "dense", "router_pre_softmax": None}, {}).router_pre_softmax
 
 
 def test_an_moe_run_is_no_source(session_runs: Runs, settings):

@@ -77,11 +77,10 @@ def to_hf(
     folder = one_checkpoint(source)
     config = saved_config(folder)
     longest_is_kept = like is None
-    if like is None:
-        # An imported checkpoint keeps its source's JSON files beside it.
-        places = [folder.parent, *([expanded(config.load_dir)] if config.load_dir else [])]
-        originals = [place / model_folder.ORIGINAL for place in places]
-        like = next(filter(Path.is_dir, originals), None)
+    # An imported checkpoint keeps its source's JSON files, card and license beside it.
+    places = [folder.parent, *(expanded(one) for one in (config.load_dir, config.upcycle_from) if one)]
+    original = next(filter(Path.is_dir, (place / model_folder.ORIGINAL for place in places)), None)
+    like = like or original
     kept = model_folder.kept_fields(like)
     architecture = choose_architecture(config, kept.pop("architectures", None) or ())
     planned = list(pieces(architecture.tensors, config, scales=architecture.scales))
@@ -110,7 +109,8 @@ def to_hf(
         num_values = sum(math.prod(entry.shape) for entry in weights.entries)
         facts = f"`{name}`, {num_values:,} parameters, weights in {of_torch}"
         iteration = iteration_of(folder, read_common(folder))
-        model_folder.write_model_card(partial, target.name, facts, source=folder, iteration=iteration)
+        of_run: dict[str, Any] = {"source": folder, "iteration": iteration, "original": original}
+        model_folder.write_model_card(partial, target.name, facts, **of_run)
     return Exported(name, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
 
 

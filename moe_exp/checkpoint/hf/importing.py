@@ -5,7 +5,6 @@ import logging
 import math
 import re
 import shlex
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,7 +86,7 @@ _Sources = list[tuple[MappedPiece, list[tuple[str, int | None]]]]
 
 def from_hf(
     source: Path, target: Path, *, dtype: str | None = None, drop_mtp: bool = False,
-    ignore_fields: Collection[str] = (),
+    ignore_fields: Collection[str] = (), origin: str = "",
 ) -> Imported:  # fmt: skip
     """Writes a weights-only checkpoint with the weights of a Hugging Face folder.
 
@@ -97,6 +96,7 @@ def from_hf(
         dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
         drop_mtp: omit the layers for multi-token prediction (MTP_NUM_LAYERS=0).
         ignore_fields: fields of config.json to ignore even though they are unsupported.
+        origin: where the folder is from, `hf://OWNER/NAME@COMMIT`; recorded for the export.
 
     Raises:
         ValueError: if something is missing, unused, misshapen or unsupported. An error leaves no files.
@@ -135,10 +135,10 @@ def from_hf(
         folders.new_folder(target, num_bytes=num_bytes) as partial,
         progress("converting", source_bytes) as advance,
     ):
-        (partial / model_folder.ORIGINAL).mkdir()
-        for name in ("config.json", model_folder.GENERATION):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, partial / model_folder.ORIGINAL / name)
+        (original := partial / model_folder.ORIGINAL).mkdir()
+        model_folder.copy_files(source, original, model_folder.DESCRIPTION)
+        if origin:
+            write_atomically(original / model_folder.ORIGIN, f"{origin}\n")
         if model_folder.copy_tokenizer(source, partial / "tokenizer"):
             config = config.model_copy(update={"tokenizer": str(target.resolve() / "tokenizer")})
         else:

@@ -6,9 +6,11 @@ import contextlib
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import first_few, unusable
+from moe_exp.data.download.sources import LEGAL_FILES
 from moe_exp.data.tokens import tokenizer as tokenizers
 from moe_exp.data.tokens.manifests import DocumentTokens
 from moe_exp.host import files
@@ -38,7 +41,11 @@ TOKENIZER_FILES = (
     "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 GENERATION = "generation_config.json"
-ORIGINAL = "huggingface"  # folder next to a checkpoint with its source's JSON files, for a later export
+ORIGINAL = "huggingface"  # folder next to a checkpoint with DESCRIPTION of its source, for a later export
+DESCRIPTION = ("config.json", GENERATION, "README.md", *LEGAL_FILES)
+ORIGIN = "origin.txt"  # in ORIGINAL: hf://OWNER/NAME@COMMIT of a downloaded source
+# Fields of a README.md: the license, its name and link, and the model that this model was trained from.
+_CARD_FIELD = re.compile(r"^(?:license\w*|base_model) *:.*(?:\n[ \t-].*)*", re.MULTILINE)
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _KEPT = (*_TOKENS, "max_position_embeddings", "architectures")  # fields that survive an import and export
 
@@ -216,6 +223,12 @@ def write_shards(
         write_json(folder / INDEX, index)
 
 
+def copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
+    """Copies the files of a folder that match a pattern."""
+    for path in filter(Path.is_file, chain.from_iterable(map(source.glob, patterns))):
+        shutil.copyfile(path, target / path.name)
+
+
 def copy_tokenizer(source: Path, target: Path) -> bool:
     """Copies a folder's tokenizer files, or one tokenizer.json; returns whether a tokenizer.json exists."""
     files = {name: source / name for name in TOKENIZER_FILES}
@@ -333,8 +346,24 @@ def write_generation_config(
     write_json(folder / GENERATION, {name: fields[name] for name in _TOKENS if fields.get(name) is not None})
 
 
-def write_model_card(folder: Path, title: str, facts: str, *, source: Path, iteration: int) -> None:
-    """Writes a README.md that names the model and its origin."""
+def write_model_card(
+    folder: Path, title: str, facts: str, *, source: Path, iteration: int, original: Path | None
+) -> None:  # fmt: skip
+    """Writes a README.md that names the model and its origin. If the weights were imported, the folder
+    `original` with the DESCRIPTION of their source provides the license and the base model.
+    """
+    fields, missing = [], "license, training data and evaluation"
+    if original is not None:
+        copy_files(original, folder, LEGAL_FILES)
+        card, origin = original / "README.md", original / ORIGIN
+        text = card.read_text("utf-8", "replace") if card.is_file() else ""
+        fields = _CARD_FIELD.findall(text[4:].partition("\n---")[0]) if text.startswith("---\n") else []
+        missing = missing.removeprefix("license, ") if any("license" in one for one in fields) else missing
+        if origin.is_file():
+            fields = [one for one in fields if not one.startswith("base_model")]
+            repository = origin.read_text().strip().removeprefix("hf://").partition("@")[0]
+            fields.append(f"base_model: {repository}")
+    more = "".join(f"{field}\n" for field in fields)
     parent = source.resolve().parent  # checkpoints folder
     run = parent.parent.name if parent.name == "checkpoints" else parent.name
     files.write_atomically(
@@ -342,13 +371,13 @@ def write_model_card(folder: Path, title: str, facts: str, *, source: Path, iter
         f"""---
 library_name: transformers
 pipeline_tag: text-generation
----
+{more}---
 
 # {title}
 
 A causal language model, {facts}.
 
 Converted by `moe-exp convert to-hf` from iteration {iteration} of the run or folder `{run}`.
-The model's authors should add its license, training data and evaluation.
+The model's authors should add its {missing}.
 """,
     )

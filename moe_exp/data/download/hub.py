@@ -1,4 +1,4 @@
-"""Downloads of dataset files from the Hugging Face Hub.
+"""Downloads of datasets and models from the Hugging Face Hub.
 
 huggingface_hub transfers the files, resumes partial ones and retries a request a few times; this module
 retries longer. A final pass compares each file with the SHA-256 (git's SHA-1 for small files) that the Hub
@@ -15,14 +15,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import xxhash
 
-from moe_exp.data.download.sources import Source, check_inside, chosen_files, local_files
+from moe_exp.data.download.sources import Source, check_inside, chosen_files, local_files, model_files
 from moe_exp.data.download.stores import LISTING, Listing, fetch_from_store, kept_listing, list_store
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import RUNNING, CorpusStage, check_free_disk, free_disk, read_json, run_stage
@@ -104,9 +105,27 @@ def _finish(stage: CorpusStage, source: Source, listing: Listing, hashes: dict[s
     facts |= {"sha256": {name: sha256 for name, (_, sha256) in hashes.items()}}
     places = {stage.folder / name: whole for name, (whole, _) in hashes.items()}
     manifest = stage.finish_folder(list(places), hashes=places, **facts)
-    rows: dict[str, object] = {"dataset": source.repository, "commit": listing.commit, "files": len(hashes)}
-    rows |= {"bytes": facts["num_bytes"], "license": source.licence, "folder": stage.output}
+    rows: dict[str, object] = {source.repo_type: source.repository, "commit": listing.commit}
+    rows |= {"files": len(hashes), "bytes": facts["num_bytes"], "license": source.licence}
+    rows |= {"folder": stage.output}
     print_summary(f"Downloaded {source.name}", rows | {"seconds": manifest["seconds"]})
+
+
+def download_model(source: Source, parent: Path, check: Callable[[Path], object]) -> tuple[Path, str]:
+    """Downloads a model to `parent/OWNER--NAME@REVISION`; repeat the call to resume it at the same commit.
+
+    Calls `check` with a folder that has only config.json before it downloads anything else. Returns the
+    folder and `hf://OWNER/NAME@COMMIT`. Raises the errors of `download` and `check`.
+    """
+    folder = parent / f"{source.repository}@{source.revision}".replace("/", "--")
+    if not folder.exists():
+        of_config, max_failures = replace(source, patterns=("config.json",)), 6
+        with TemporaryDirectory() as place:
+            listing = _list_files(of_config, max_failures)
+            _Fetcher(of_config, listing, Path(place), 1, max_failures).fetch(listing)
+            check(Path(place))
+    download(source, folder)
+    return folder, f"hf://{source.repository}@{(read_json(folder / 'manifest.json') or {})['commit']}"
 
 
 # Listing
@@ -116,7 +135,7 @@ def _list_files(source: Source, max_failures: int) -> Listing:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    repository = source.repository or ""
+    repository, kind = source.repository or "", source.repo_type
     _check_online(f"the files of {repository} have not been listed yet")
     api = HfApi(endpoint=endpoint())
 
@@ -124,14 +143,15 @@ def _list_files(source: Source, max_failures: int) -> Listing:
         # Resolve a branch once, so that all files come from the same commit.
         commit: str | None = source.revision
         if not re.fullmatch(r"[0-9a-f]{40}", source.revision):
-            commit = api.dataset_info(repository, revision=source.revision, timeout=60).sha
-        found = api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
+            commit = api.repo_info(repository, revision=source.revision, repo_type=kind, timeout=60).sha
+        found = api.list_repo_tree(repository, recursive=True, revision=commit, repo_type=kind)
         files = {file.path: file for file in found if isinstance(file, RepoFile)}
         for name in files:  # including files that are not selected: errors may print their names
             check_inside(name, endpoint())
         sizes = {name: file.size for name, file in files.items()}
         # not with the library's own patterns, which do not report that they match nothing
-        names = chosen_files(sizes, source.patterns, f"{repository} at {source.revision}")
+        choose = chosen_files if kind == "dataset" else model_files
+        names = choose(sizes, source.patterns, f"{repository} at {source.revision}")
         versions = {name: one.lfs.sha256 if one.lfs else one.blob_id for name, one in files.items()}
         chosen = {name: StoredFile(sizes[name], versions[name]) for name in names}
         return Listing(endpoint(), chosen, commit or "")
@@ -233,7 +253,7 @@ class _Fetcher:
         from huggingface_hub import hf_hub_download
 
         place: dict[str, Any] = {"revision": self.listing.commit, "endpoint": endpoint()}
-        place |= {"repo_type": "dataset", "local_dir": self.folder}
+        place |= {"repo_type": self.source.repo_type, "local_dir": self.folder}
         path = Path(hf_hub_download(self.source.repository or "", name, **place))
         # huggingface_hub compares with the server's present metadata, not with our listing.
         if (size := path.stat().st_size) != (listed := self.listing.files[name].bytes):
@@ -302,17 +322,18 @@ def _asked(
         return patiently(action, max_failures, passes=passes, num_left=num_left, **waits)
     except Exception as error:
         kinds, response, name = names_of(error), _response(error), source.repository
-        status, page = response.status_code if response is not None else None, f"{endpoint()}/datasets/{name}"
+        status, what = response.status_code if response is not None else None, source.repo_type
+        page = f"{endpoint()}/{'datasets/' if what == 'dataset' else ''}{name}"
         if "RevisionNotFoundError" in kinds:
-            what, rule = f"revision={source.revision}", f"not found in {name}"
-            raise input_error(what, rule, f"use --revision main or a revision listed on {page}") from error
+            rule, fix = f"not found in {name}", f"use main or a revision listed on {page}"
+            raise input_error(f"revision={source.revision}", rule, fix) from error
         if "GatedRepoError" in kinds or status == 403:
             fix = f"accept the license on {page}, and set HF_TOKEN to a token of the same account"
             raise input_error(f"source={name}", "access requires its owner's permission", fix) from error
-        # The Hub's answer does not distinguish a private dataset from a missing one.
+        # The Hub's answer does not distinguish a private repository from a missing one.
         if status in (401, 404):
-            rule = f"no such public dataset at {endpoint()}"
-            fix = "check the name (a local folder must exist); for a private dataset set HF_TOKEN to a token"
+            rule = f"no such public {what} at {endpoint()}"
+            fix = f"check the name (a local folder must exist); for a private {what} set HF_TOKEN to a token"
             raise input_error(f"source={name}", rule, f"{fix} with read access") from error
         if passes(error):
             fix = "check the network and HF_ENDPOINT, then repeat the command: complete files are kept"

@@ -35,6 +35,10 @@ TORCH_LICENSE = "BSD-3-Clause"
 # other licenses and differ between hosts.
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_MODEL = re.compile(rf"(?:hf://)?({_REPOSITORY.pattern})(?:@([\w./-]+))?")
+LEGAL_FILES = ("LICEN[CS]E*", "NOTICE*", "USE_POLICY*")
+# What transformers and `convert from-hf` read of a model, and its license; no pickles, which can run code.
+_MODEL_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja", "README.md", *LEGAL_FILES)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Source:
         num_tokens: approximate count, from the publisher.
         is_exact: whether `num_bytes` is exact at `revision`.
         note: remarks for `moe-exp data list`.
+        repo_type: `dataset` or `model`, the type of the repository.
     """
 
     name: str
@@ -66,6 +71,7 @@ class Source:
     num_tokens: int | None = None
     is_exact: bool = False
     note: str = ""
+    repo_type: str = "dataset"
 
     @property
     def is_embedded(self) -> bool:
@@ -179,6 +185,27 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
         if not chosen:
             raise input_error(where, f"has no file of type {KINDS}, only {some}", "choose another source")
     return sorted(chosen)
+
+
+def model_source(name: str) -> Source | None:
+    """Source of a model on the Hub, `hf://OWNER/NAME[@REVISION]`, or without `hf://` unless there is such a
+    file or folder; None if `name` is a path. ValueError if only `hf://` is right.
+    """
+    found, is_explicit = _MODEL.fullmatch(name), name.startswith("hf://")
+    if found is None and is_explicit:
+        raise input_error(f"SRC={name}", "is not the name of a model", "use hf://OWNER/NAME@REVISION")
+    if found is None or (not is_explicit and Path(name).exists()):
+        return None
+    name, revision, page = found[1], found[2] or "main", "see its page"
+    return Source(name, "", name, revision, _MODEL_FILES, licence=page, repo_type="model")
+
+
+def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -> list[str]:
+    """Sorted names of a model's files, at the top level only; ValueError without config or safetensors."""
+    if missing := [one for one in ("config.json", "*.safetensors") if not fnmatch.filter(sizes, one)]:
+        fix = "choose another model, or load it with transformers and convert what save_pretrained writes"
+        raise input_error(where, f"has no {missing[0]}", fix)
+    return sorted({name for one in patterns for name in fnmatch.filter(sizes, one) if "/" not in name})
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:

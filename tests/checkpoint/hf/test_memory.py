@@ -16,7 +16,7 @@ from moe_exp.checkpoint.hf.model_folder import Entry, write_shards
 from moe_exp.checkpoint.hf.tensor_rules import pieces
 from moe_exp.config import Config
 
-LAYERS, SHARD_BYTES = 6, 60 * 10**6
+LAYERS, SHARD_BYTES = 10, 60 * 10**6
 FIELDS = {
     "architectures": ["MixtralForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
     "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 8,
@@ -45,9 +45,9 @@ def write_model(folder: Path) -> tuple[int, int]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_peak(tmp_path, record_property):
     total_bytes, layer_bytes = write_model(tmp_path / "hf")
-    assert total_bytes > 5 * SHARD_BYTES
     largest = max(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
     limit = 1.3 * largest + layer_bytes
+    assert total_bytes > 4 * limit
     export = partial(to_hf, max_shard_bytes=SHARD_BYTES)
     (read,) = run_on_ranks(1, peak_bytes, from_hf, tmp_path / "hf", tmp_path / "ours", join=False)
     (written,) = run_on_ranks(1, peak_bytes, export, tmp_path / "ours", tmp_path / "back", join=False)
