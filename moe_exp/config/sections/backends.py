@@ -116,6 +116,9 @@ class BackendSettings(ExpertSettings):
              "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"),
             (self.moe_latent_size, "moe_latent_size",
              "upcycled experts require full-width hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
+            (self.norm_placement == "around_moe", "norm_placement",
+             "norms after MoE layers would change the output of the dense model",
+             "set NORM_PLACEMENT=pre with UPCYCLE_FROM"),
             (self.mtp_num_layers, "mtp_num_layers", "the dense model has no weights for these layers",
              "set MTP_NUM_LAYERS=0 with UPCYCLE_FROM"),
         )  # fmt: skip
