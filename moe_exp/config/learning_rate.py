@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from moe_exp.config.choices import DECAYS, SCHEDULES
-from moe_exp.config.parsers import is_composed, scaled_points
+from moe_exp.config.parsers import POINTS, is_composed, scaled_points
 from moe_exp.config.sections.learning import Piece
 from moe_exp.config.settings import Config
 
@@ -149,8 +149,8 @@ def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]
     values["decay_iters"] = round(old.decay_end * factor)
     if old.wsd_decay_iters:
         values["wsd_decay_iters"] = max(1, round(old.wsd_decay_iters * factor))
-    for name in ("wsd_decay_ends", "lr_decay_style"):
-        if (scaled := scaled_points(getattr(old, name), factor)) != getattr(old, name):
+    for name in POINTS:
+        if (scaled := scaled_points(text := str(getattr(old, name)), factor)) != text:
             values[name] = scaled
     return values
 

@@ -120,7 +120,8 @@ def _values(config: Config, *names: str) -> Facts:
 def shape_facts(config: Config) -> Facts:
     """Values that determine the shapes of the model's tensors, by setting."""
     facts = _values(config, "hidden_size", "num_layers", "num_heads", "num_query_groups", "mtp_num_layers")
-    facts |= _values(config, "norm_placement")
+    has_pre_only = config.norm_placement == "around_moe" and not config.use_moe
+    facts["norm_placement"] = "pre" if has_pre_only else config.norm_placement
     facts["head_dim"] = config.kv_channels
     facts |= _values(
         config, "use_moe", "normalization", "add_bias_linear", "qkv_bias", "qk_norm", "qk_norm_scope",

@@ -28,6 +28,8 @@ from moe_exp.config.choices import PIECES
 from moe_exp.host.files import expanded, regular, shallow
 
 _SYNTAX = "must be a named style, or comma-separated STYLE:UNTIL pieces such as constant:80%,linear"
+# Settings that contain points of the schedule, as iterations or fractions.
+POINTS = ("lr_decay_style", "wsd_decay_ends", "mtp_loss_coeff")
 _POINT = r"[1-9][0-9]{0,8}|[0-9]{1,3}(?:\.[0-9]{1,6})?%"
 _PIECE = re.compile(rf"([a-z_-]+)(?::({_POINT})(?::([0-9]{{1,3}}(?:\.[0-9]{{1,6}})?)%)?)?")
 
@@ -53,9 +55,10 @@ def iteration_of(point: str, last: int) -> int:
 
 
 def scaled_points(text: str, factor: float) -> str:
-    """Returns WSD_DECAY_ENDS or LR_DECAY_STYLE with all iterations multiplied by `factor`."""
+    """Returns a setting of `POINTS` with all iterations multiplied by `factor`."""
     multiplied = lambda found: str(max(1, round(int(found[0]) * factor)))  # noqa: E731
-    return re.sub(r"(?<=[,:])[0-9]+(?=[,:]|$)", multiplied, f",{text}")[1:]
+    before = ":" if ":" in text else ","
+    return re.sub(rf"(?<={before})[0-9]+(?=[,:]|$)", multiplied, f",{text}")[1:]
 
 
 def read_composed(value: str) -> str | None:

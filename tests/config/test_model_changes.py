@@ -65,6 +65,10 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
+def test_a_dense_model_has_no_norms_after_moe_layers():
+    assert lines({"use_moe": False}, norm_placement="around_moe") == []
+
+
 @pytest.mark.parametrize(("before", "name", "value", "old"), SHAPES)
 def test_other_shapes_are_refused_whatever_the_flag(before, name, value, old):
     for flag in (False, True):

@@ -25,6 +25,7 @@ from moe_exp.checkpoint.hf.tensor_rules import MappedPiece, Theirs, misfits, pie
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
+from moe_exp.config.model_changes import shape_facts
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text import find_prepared_text
 from moe_exp.data.tokens.manifests import trained_documents
@@ -307,8 +308,7 @@ TRAITS: Mapping[str, Trait] = {
         True, ("norm_epsilon", "qk_norm_epsilon"),
     ),
     "norm_placement": Trait(
-        lambda c: "pre" if c.norm_placement == "around_moe" and not c.use_moe else c.norm_placement,
-        "pre", ("norm_placement",),
+        lambda c: shape_facts(c)["norm_placement"], "pre", ("norm_placement",)
     ),
     "multipliers": Trait(
         lambda c: (c.embedding_multiplier, c.residual_multiplier, c.attention_multiplier, c.logits_scaling)

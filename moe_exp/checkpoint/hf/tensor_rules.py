@@ -42,9 +42,8 @@ class TensorRule:
     # all experts along its first axis
     alias: str = ""
     weighted: bool = False  # its output is multiplied by the router weights
-    copy_of: str = (
-        ""  # in each layer a copy of this Hugging Face tensor; then `ours` is the key of the original
-    )
+    # in each layer a copy of this Hugging Face tensor; then `ours` is the key of the original
+    copy_of: str = ""
 
 
 CONDITIONS: Mapping[str, Callable[[Config], bool]] = {

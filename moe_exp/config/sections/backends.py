@@ -117,7 +117,8 @@ class BackendSettings(ExpertSettings):
             (self.moe_latent_size, "moe_latent_size",
              "upcycled experts require full-width hidden states", "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM"),
             (self.norm_placement == "around_moe", "norm_placement",
-             "the dense model has no norms after experts", "set NORM_PLACEMENT=pre with UPCYCLE_FROM"),
+             "norms after MoE layers would change the output of the dense model",
+             "set NORM_PLACEMENT=pre with UPCYCLE_FROM"),
             (self.mtp_num_layers, "mtp_num_layers", "the dense model has no weights for these layers",
              "set MTP_NUM_LAYERS=0 with UPCYCLE_FROM"),
         )  # fmt: skip

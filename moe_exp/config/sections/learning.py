@@ -109,9 +109,9 @@ class LearningSettings(ParallelSettings):
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
         """MTP_LOSS_COEFF in the next iteration after `consumed_samples`; as LR, by batches of GBSZ."""
+        batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = value_pieces(str(self.mtp_loss_coeff))
-        is_left = lambda end: consumed_samples < iteration_of(end, self.decay_end) * self.gbsz  # noqa: E731
-        return next(float(value) for value, end in pieces if not end or is_left(end))
+        return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))
 
     @property
     def parameter_rules(self) -> list[Rule]:

@@ -202,10 +202,11 @@ def model_source(name: str) -> Source | None:
 
 def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -> list[str]:
     """Sorted names of a model's files, at the top level only; ValueError without config or safetensors."""
-    if missing := [one for one in ("config.json", "*.safetensors") if not fnmatch.filter(sizes, one)]:
+    names = [name for name in sizes if "/" not in name]
+    if missing := [one for one in ("config.json", "model*.safetensors") if not fnmatch.filter(names, one)]:
         fix = "choose another model, or load it with transformers and convert what save_pretrained writes"
         raise input_error(where, f"has no {missing[0]}", fix)
-    return sorted({name for one in patterns for name in fnmatch.filter(sizes, one) if "/" not in name})
+    return sorted({name for one in patterns for name in fnmatch.filter(names, one)})
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:

@@ -1,5 +1,5 @@
-"""What some models compute around attention, MLP and output layer, and Megatron's layers do not: norms of
-results (OLMo 2, arXiv:2501.00656, section 3.2) and constant factors (Granite 3.0).
+"""Norms after attention and MLP (OLMo 2, arXiv:2501.00656, section 3.2) and constant factors (Granite 3.0),
+which Megatron's layers do not have.
 """
 
 from collections.abc import Callable

@@ -79,24 +79,26 @@ class NormRecompute(ChunkHooks):
 
     def __init__(self, chunk: Any):  # of GPTModel
         super().__init__(chunk)
-        self._results: dict[int, _Result] = {}  # of one forward pass, by storage
+        self._results: dict[int, _Result] | None = None  # of one forward pass, by storage
         for module in chunk.decoder.layers.modules():
             if isinstance(module, _NORMS):
                 module.register_forward_hook(self._remember)
 
     def _remember(self, norm: nn.Module, args: tuple[Tensor, ...], result: Tensor) -> None:
-        if torch.is_grad_enabled():
+        if self._results is not None and torch.is_grad_enabled():  # not computed again in backward
             packed, unpack = self._pack_others(args[0].detach()), self._unpack_others
             found = _Result(norm, lambda: unpack(packed), result)
             self._results[found.storage.cdata] = found
 
     def _forward(self, *args: Any, **options: Any) -> Any:
+        self._results = {}
         try:
             return super()._forward(*args, **options)
         finally:
-            self._results.clear()
+            self._results = None
 
     def _pack(self, x: Tensor) -> Any:
+        assert self._results is not None
         found = self._results.get(x.untyped_storage()._cdata)
         if found is None:
             return self._pack_others(x)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moe_exp.config import TRAITS, Config, ConfigError, load_config, problem
-from moe_exp.config.parsers import scaled_points
+from moe_exp.config.parsers import POINTS, scaled_points
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
 
@@ -140,8 +140,6 @@ def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
 
 
 Match = Literal["flops", "active-params", "time"]
-# Settings that contain points of the schedule, as iterations or fractions.
-POINTS = ("lr_decay_style", "wsd_decay_ends")
 # GEMMs are faster at round widths, which justifies a mismatch of up to 0.2%.
 _ROUND_WIDTHS, _CLOSE = (64, 8), 2e-3
 
@@ -227,8 +225,9 @@ def with_iterations(variant: Variant, iterations: int) -> Variant:
     last = decay or iterations
     warmup = min(before.warmup_iters, last - 1)
     wsd = min(scaled(before.wsd_decay_iters), last)
-    texts = {name: scaled_points(getattr(before, name), iterations / before.train_iters) for name in POINTS}
-    texts = {name: text for name, text in texts.items() if text != getattr(before, name)}
+    old = {name: str(getattr(before, name)) for name in POINTS}
+    texts = {name: scaled_points(text, iterations / before.train_iters) for name, text in old.items()}
+    texts = {name: text for name, text in texts.items() if text != old[name]}
     return variant.having(
         train_iters=iterations, decay_iters=decay, warmup_iters=warmup, wsd_decay_iters=wsd, **texts
     )

@@ -20,13 +20,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.loading import given_values
+from moe_exp.config.parsers import POINTS
 from moe_exp.host.devices import Nodes
 from moe_exp.host.files import read_yaml
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.studies.child_runs import given_settings
 from moe_exp.studies.compare.comparison import Comparison, Options
-from moe_exp.studies.compare.variants import POINTS, Variant, apart, with_iterations
+from moe_exp.studies.compare.variants import Variant, apart, with_iterations
 
 PUBLISHED = Path(__file__).parents[1] / "ladders"
 

@@ -144,10 +144,10 @@ def test_errors_are_one_line_and_leave_nothing(case, server, model, tmp_path, ca
         error = "config.json: architectures=JambaForCausalLM: is not supported"
     elif case == "pickles":
         (tmp_path / "other").mkdir()
-        for name in ("config.json", "pytorch_model.bin"):
+        for name in ("config.json", "pytorch_model.bin", "consolidated.safetensors"):
             shutil.copy(model / name, tmp_path / "other")
         server.move_main(tmp_path / "other")
-        error = f"{NAME} at main: has no *.safetensors. Fix: choose another model, or load it with"
+        error = f"{NAME} at main: has no model*.safetensors. Fix: choose another model, or load it with"
     elif case == "name":
         source, error = "hf://Tiny", "SRC=hf://Tiny: is not the name of a model. Fix: use hf://OWNER/NAME"
     else:

@@ -32,6 +32,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"moe_type": "moe", "router_score": "sigmoid", "router_bias_update_rate": 0.1},
         [f"norm,{IN_MOE[:14]}"],
     ),
+    "rotated heads normalized": (
+        {"qk_norm": True, "qk_norm_scope": "rotated", "norm_placement": "around_moe"},
+        ["norm,core_attn"],
+    ),
     "jitter, dropout": ({"router_jitter": 0.1, "dropout": 0.1}, ["norm,router,experts,core_attn"]),
     "documents": ({"document_mask": True}, ["norm,core_attn,router,experts"]),
     "LayerNorm, dense layer": ({"normalization": "LayerNorm", "first_k_dense": 1}, ["norm,experts"]),

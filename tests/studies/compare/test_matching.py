@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError
+from moe_exp.config.parsers import POINTS
 from moe_exp.studies.compare import variants
 from moe_exp.studies.compare.variants import Variant, apart, make_variants, match_sizes, with_iterations
 
@@ -111,5 +112,8 @@ def test_points_of_the_schedule_go_with_the_iterations():
     longer = with_iterations(Variant.of("a", {}, settings | cycles), 150)
     assert longer.config.wsd_decay_ends == "45,50%,112"
     assert list(longer.config.problems()) == [] and longer.flags["lr_decay_style"] == "WSD-S"
+    values = {"mtp_num_layers": 1, "mtp_loss_coeff": "1:30,0.3:50%,1"}
+    longer = with_iterations(Variant.of("a", {}, settings | values), 150)
+    assert longer.config.mtp_loss_coeff == "1:45,0.3:50%,1"
     shares = with_iterations(Variant.of("a", {}, settings), 150)
-    assert {"lr_decay_style", "wsd_decay_ends"}.isdisjoint(shares.flags.keys() - SMALL.keys())
+    assert set(POINTS).isdisjoint(shares.flags.keys() - SMALL.keys())
