@@ -50,8 +50,11 @@ def same(names: str, setting: str) -> FieldRule:
     target, _, source = setting.partition(".")
 
     def read(fields: Fields) -> Settings:
-        other = next((fields[other] for other in others if fields.get(other) is not None), _REQUIRED)
-        return {target: given(fields, name, other)}
+        other = next((other for other in others if fields.get(other) is not None), name)
+        value = given(fields, name, _REQUIRED if other == name else fields[other])
+        if fields.get(other) not in (None, value):
+            raise refuse(name, value, f"contradicts {other}={fields[other]}", "correct the config.json")
+        return {target: value}
 
     return FieldRule((name, *others), read, lambda c: {name: getattr(c, source or target)})
 
@@ -112,12 +115,18 @@ def no_sliding_window(*, switched: bool = True, by_layer: bool = False) -> Field
     return FieldRule(names, read, lambda c: {} if switched else {"sliding_window": None})
 
 
+def _read_attention_multiplier(fields: Fields) -> Settings:
+    if (factor := given(fields, "attention_multiplier")) == 0:
+        raise refuse("attention_multiplier", factor, "must be above 0", "correct the config.json")
+    return {"attention_multiplier": factor}
+
+
 # Granite
 MULTIPLIERS = (
     *(same(name, name) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
     FieldRule(
         ("attention_multiplier",),
-        lambda f: {"attention_multiplier": given(f, "attention_multiplier")},
+        _read_attention_multiplier,
         lambda c: {"attention_multiplier": c.attention_multiplier or c.kv_channels**-0.5},
     ),
 )
@@ -220,8 +229,8 @@ def shared_experts(name: str = "n_shared_experts") -> FieldRule:
 def _of_all_layers(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
     """Value of a field that may be a list with a value per layer, which must be equal."""
     value = given(fields, name, default)
-    values = value if isinstance(value, list) else [value]
-    if any(one != values[0] for one in values):
+    values = value if isinstance(value, list) else [value] * given(fields, "num_hidden_layers")
+    if not values or values != values[:1] * given(fields, "num_hidden_layers"):
         raise refuse(name, value, "must be the same in all layers")
     return values[0]
 
@@ -373,10 +382,15 @@ def rope(theta: float, *, fraction: float | None = None, stretches: bool = False
             values = given(fields, name, {})
             if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
                 raise refuse(name, values, "all layers must have the same rotary embedding")
-            merged |= values
+            merged = merged or dict(values)  # transformers uses one of the two, not both
         for name in ("rope_theta", "partial_rotary_factor"):
             if fields.get(name) is not None:
                 merged.setdefault(name, fields[name])
+        partial = "partial_rotary_factor"
+        if not whole and None in (merged.get(partial, 1), 1 if partial in merged else fields.get(partial, 1)):
+            raise refuse(partial, "null", "must be a number", f"omit it to use {fraction}")
+        if merged.get("truncate", True) is None:  # transformers: false
+            merged["truncate"] = False
         # older config.json files use `type`
         kind = merged.pop("rope_type", None) or merged.get("type", "default")
         merged.pop("type", None)

@@ -39,7 +39,10 @@ _CONTINUED: Settings = {
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
 _NO_PREDICTION = "MTP_NUM_LAYERS=0: the weights lack the layers of num_nextn_predict_layers={}"
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts")
+_COUNTS = (
+    "num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts", "num_nextn_predict_layers",
+    "num_mtp_layers",
+)  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Fields of config.json that do not affect the model's output in evaluation.
 _WITHOUT_EFFECT = {
@@ -158,6 +161,8 @@ def from_hf(
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
     """Architecture that a config.json names; UnsupportedModel if it is not supported."""
     names = fields.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise refuse("architectures", names, "must be a list of class names", "correct the config.json")
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
@@ -173,7 +178,8 @@ def settings_of(
 ) -> Settings:
     """All settings of the model; UnsupportedModel for the first unsupported field that is not in `ignore`."""
     if fields.get("quantization_config") and "quantization_config" not in ignore:
-        method = fields["quantization_config"].get("quant_method", "some method")
+        method, how = "some method", fields["quantization_config"]
+        method = how.get("quant_method", method) if isinstance(how, dict) else how
         fix = "convert weights in bf16, fp16 or fp32"
         raise refuse("quantization_config", method, "quantized weights are not supported", fix)
     if fields.get("auto_map") and "auto_map" not in ignore:
@@ -212,7 +218,9 @@ def _check_counts(folder: ModelFolder) -> None:
     most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:
         value = folder.config.get(name)
-        if isinstance(value, int) and value > most:
+        if not isinstance(value, int | None):
+            raise refuse(name, value, "must be a whole number", "correct the config.json")
+        if value is not None and value > most:
             rule = f"{name}={value}: is more than the folder's tensors allow"
             raise unusable(folder.path, rule, "use the config.json that belongs to the weights")
 
@@ -231,7 +239,9 @@ def _match(
         if piece.copy_of:
             copies[piece.theirs[0].name] = piece.copy_of
         elif piece.key and piece.alias in folder.weights:
-            shape = joined_shape(piece.join, [part.shape for part in piece.theirs], config)
+            shape = piece.theirs[0].shape
+            if piece.join != "flat":
+                shape = joined_shape(piece.join, [part.shape for part in piece.theirs], config)
             needed[piece.alias] = shape if piece.expert is None else (config.num_experts, *shape)
             planned.append((piece, [(piece.alias, piece.expert)]))
         elif piece.key:

@@ -104,6 +104,23 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "own code": ("deepseek_v3", {"auto_map": {"AutoModel": "modeling.Model"}}, r"auto_map=\{\.\.\.\}: "),
     "unknown field": ("llama", {"logit_scale": 0.5}, r"logit_scale=0\.5: .*--ignore-field logit_scale"),
     "factor": ("granite", {"logits_scaling": None}, "logits_scaling=null: must not be null"),
+    "alias": ("ernie4_5_moe", {"num_experts_per_tok": 1}, "moe_k=2: contradicts num_experts_per_tok=1"),
+    "part is null": (
+        "glm4_moe", {"partial_rotary_factor": None, "rope_parameters": {"rope_theta": 1e4}},
+        "partial_rotary_factor=null: must be a number",
+    ),
+    "no attention": ("granite", {"attention_multiplier": 0.0}, "attention_multiplier=0.0: must be above 0"),
+    "truncate is null": (
+        "qwen3", {"rope_parameters": NEW_ROPE | {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": None,
+        }}, "truncate=False: Megatron's YaRN",
+    ),
+    "float": ("llama", {"num_hidden_layers": 3.0}, "num_hidden_layers=3.0: must be a whole number"),
+    "prediction": ("deepseek_v3", {"num_nextn_predict_layers": 10**20}, "is more than the folder's tensors"),
+    "no widths": ("hunyuan_v1_moe", {"moe_topk": []}, r"moe_topk=\[\]: must be the same in all layers"),
+    "few layers": ("hunyuan_v1_moe", {"moe_topk": [2, 2]}, "must be the same in all layers"),
+    "fp8": ("llama", {"quantization_config": "fp8"}, "quantization_config=fp8: quantized"),
+    "classes": ("llama", {"architectures": [1]}, r"architectures=\[1\]: must be a list of class names"),
     "widths": ("hunyuan_v1_moe", {"moe_intermediate_size": [24, 24, 16]}, "must be the same in all layers"),
     "other width": ("hunyuan_v1_moe", {"moe_intermediate_size": 12}, "moe_intermediate_size=12: must be 24"),
     "part of heads": (

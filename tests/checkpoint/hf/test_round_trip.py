@@ -94,7 +94,7 @@ def test_reads_and_writes_many_files(tmp_path):
     assert all(path.stat().st_size < 30_000 + 4000 for path in others) and first.stat().st_size > 30_000
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "ernie4_5_moe"])
 def test_reads_what_transformers_5_writes_in_its_own_format(name, tmp_path, hf_folders):
     """All experts in one tensor; written back as it is published, which is what serves models reads."""
     fused = tiny_folder(tmp_path / "hf", name, save_original_format=False)
