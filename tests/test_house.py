@@ -11,7 +11,7 @@ MOST = {
     # kernels for rotary embedding and losses, CROSS_ENTROPY=linear, PRESET=gpu; OFFLOAD_OPTIMIZER,
     # OFFLOAD_MODULES; MTP_NUM_LAYERS and its conversion, sixteen Hugging Face classes and the settings that
     # they need, `convert from-hf --verify` and of models of the Hub
-    "lines of Python": 66_220,
+    "lines of Python": 66_240,
     "files": 332,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,
