@@ -121,7 +121,9 @@ def train(place: Place) -> Entries:
     for kind, dtype, layout in [(k, d, name) for k in KINDS for d in ("fp32", "bf16") for name in LAYOUTS]:
         if kind == "dense" and layout in ("EP2", "ETP2"):
             continue
-        if place.short and (dtype != "fp32" or (kind != "dmoe" and layout != "one rank")):
+        # other tests compare the layouts with one rank
+        short = {"one rank", "EP2"} if kind == "dmoe" else {"one rank"}
+        if place.short and (dtype != "fp32" or layout not in short):
             continue
         name = f"{kind}/{dtype}/{layout}"
         done = place.train(re.sub(r"\W", "_", name), **KINDS[kind], **LAYOUTS[layout], DTYPE=dtype)

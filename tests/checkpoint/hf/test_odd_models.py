@@ -171,7 +171,7 @@ ODD: dict[str, list[Changes]] = {
         {"max_position_embeddings": 41},
     ],
 }  # fmt: skip
-NUM_SHORT = 2
+NUM_SHORT = 1
 SHORT = [(name, index) for name, rows in ODD.items() for index in range(min(NUM_SHORT, len(rows)))]
 LONG = [(name, index) for name, rows in ODD.items() for index in range(NUM_SHORT, len(rows))]
 

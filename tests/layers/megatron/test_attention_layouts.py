@@ -44,8 +44,7 @@ LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "cp2": {"cp": 2
 # Where a kind does something of its own; the rest is slow.
 FAST = [("norm over all heads", "tp2"), ("norm over all heads", "pp2"), ("bias, half turned", "tp2")]
 FAST += [("yarn", "cp2"), ("latent experts", "tp2"), *(("latent", layout) for layout in LAYOUTS)]
-FAST += [("norms after, factors", layout) for layout in ("tp2", "pp2")]
-FAST += [("rotated heads normalized", layout) for layout in ("tp2", "cp2")]
+FAST += [("norms after, factors", "tp2"), ("rotated heads normalized", "tp2")]
 FAST += [("latent, yarn", "tp2"), ("latent, yarn", "cp2")]
 SLOW = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) not in FAST]
 

@@ -155,7 +155,10 @@ SLOW = {
     for name, (_, chosen) in RECOMPUTED.items()
     if len(chosen) > 2
     for pair in combinations(chosen, 2)
-}
+} | {
+    "norm of every head after its rotation, bf16", "norms after, factors, bf16",
+    "norms around experts, experts again",
+}  # fmt: skip
 # The same over two ranks: the first of them is looked at.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
