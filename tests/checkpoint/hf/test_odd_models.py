@@ -171,6 +171,7 @@ ODD: dict[str, list[Changes]] = {
         {"max_position_embeddings": 41},
     ],
 }  # fmt: skip
+WITH_EXPERTS = ODD.keys() - {"llama", "qwen2", "qwen3", "mistral", "olmo2", "granite"}
 NUM_SHORT = 1
 SHORT = [(name, index) for name, rows in ODD.items() for index in range(min(NUM_SHORT, len(rows)))]
 LONG = [(name, index) for name, rows in ODD.items() for index in range(NUM_SHORT, len(rows))]
@@ -189,6 +190,27 @@ def test_logits_and_round_trip(cases, tmp_path):
         assert all(torch.equal(before[key], after[key]) for key in before), folder.name
         theirs[folder.name] = their_logits(folder / "back", TOKENS)
     ours = our_logits([tmp_path / name / "ours" for name in theirs], TOKENS)
+    assert_equal_to(1e-5, dict(zip(theirs, ours, strict=True)), theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"ep": 2}], ids=["tp2", "ep2"])
+def test_logits_on_two_ranks(layout, tmp_path):
+    """Of all odd models whose sizes two ranks can share."""
+    theirs: dict[str, torch.Tensor] = {}
+    ranks = {"gpus_per_node": 2, "nnodes": 1, "train_data": "data", "valid_data": "data"} | layout
+    for name, index in SHORT + LONG:
+        folder = tmp_path / f"{name} {index}"
+        tiny_folder(folder / "hf", name, changes=deepcopy(ODD[name][index]))
+        config = from_hf(folder / "hf", folder / "ours").config
+        if (config.use_moe or "tp" in layout) and not list(config.model_copy(update=ranks).problems()):
+            theirs[folder.name] = their_logits(folder / "hf", TOKENS)
+    assert {name.split()[0] for name in theirs} >= {
+        name for name in ODD if "tp" in layout or name in WITH_EXPERTS
+    }
+    names = [tmp_path / name / "ours" for name in theirs]
+    ours = our_logits(names, TOKENS, num_ranks=2, timeout=500, **layout)
+    print(f"{layout}: {len(theirs)} of {len(SHORT + LONG)} models")
     assert_equal_to(1e-5, dict(zip(theirs, ours, strict=True)), theirs)
 
 
