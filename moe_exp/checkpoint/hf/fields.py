@@ -387,7 +387,7 @@ def rope(theta: float, *, fraction: float | None = None, stretches: bool = False
             if fields.get(name) is not None:
                 merged.setdefault(name, fields[name])
         partial = "partial_rotary_factor"
-        if not whole and None in (merged.get(partial, 1), 1 if partial in merged else fields.get(partial, 1)):
+        if not whole and (merged if partial in merged else fields).get(partial, fraction) is None:
             raise refuse(partial, "null", "must be a number", f"omit it to use {fraction}")
         if merged.get("truncate", True) is None:  # transformers: false
             merged["truncate"] = False

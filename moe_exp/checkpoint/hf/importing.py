@@ -48,8 +48,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "bos_token_id", "dtype",
     "eod_token_id", "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type",
-    "output_attentions",
-    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "return_dict",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "return_dict",
     "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "seq_aux", "torch_dtype",
     "transformers_version", "transformers_weights",
     "unsloth_fixed", "use_cache", "chunk_size_feed_forward", "problem_type", "num_nextn_predict_layers",
@@ -178,8 +178,8 @@ def settings_of(
 ) -> Settings:
     """All settings of the model; UnsupportedModel for the first unsupported field that is not in `ignore`."""
     if fields.get("quantization_config") and "quantization_config" not in ignore:
-        method, how = "some method", fields["quantization_config"]
-        method = how.get("quant_method", method) if isinstance(how, dict) else how
+        how = fields["quantization_config"]
+        method = how.get("quant_method", "some method") if isinstance(how, dict) else how
         fix = "convert weights in bf16, fp16 or fp32"
         raise refuse("quantization_config", method, "quantized weights are not supported", fix)
     if fields.get("auto_map") and "auto_map" not in ignore:

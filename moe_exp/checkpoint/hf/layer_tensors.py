@@ -68,29 +68,30 @@ DENSE = (
 )
 
 
+_OURS = "mlp.experts.experts.linear_fc"  # of all experts of a layer
+
+
 def experts(block: str, gate: str, up: str, down: str, router_name: str = "gate") -> tuple[TensorRule, ...]:
-    each, ours, all_theirs = f"{block}.experts.{{expert}}", "mlp.experts.experts.linear_fc", "mlp.experts."
+    each, all_theirs = f"{block}.experts.{{expert}}", "mlp.experts."
     router, norm = {f"{block}.{router_name}.weight": "E D"}, {"post_attention_layernorm.weight": "D"}
     halves = {f"{each}.{gate}.weight": "f D", f"{each}.{up}.weight": "f D"}
     second = {f"{each}.{down}.weight": "D f"}
     return (
         TensorRule("pre_mlp_layernorm.weight", norm, layers="moe"),
         TensorRule("mlp.router.weight", router, layers="moe", alias="mlp.gate.weight"),
-        TensorRule(f"{ours}1.weight", halves, "rows", "moe", alias=f"{all_theirs}gate_up_proj"),
-        TensorRule(f"{ours}2.weight", second, layers="moe", alias=f"{all_theirs}down_proj", weighted=True),
+        TensorRule(f"{_OURS}1.weight", halves, "rows", "moe", alias=f"{all_theirs}gate_up_proj"),
+        TensorRule(f"{_OURS}2.weight", second, layers="moe", alias=f"{all_theirs}down_proj", weighted=True),
     )
 
 
 EXPERTS = experts("mlp", "gate_proj", "up_proj", "down_proj")
-
-
 _AFTER_MLP = "post_mlp_layernorm.weight"
 OUTPUT_NORMS = (
     TensorRule("post_self_attn_layernorm.weight", {"post_attention_layernorm.weight": "D"}),
     TensorRule(_AFTER_MLP, {"post_feedforward_layernorm.weight": "D"}),
 )
 NORM_AFTER_MOE = TensorRule(_AFTER_MLP, {_AFTER_MLP: "D"}, layers="moe", alias=f"mlp.{_AFTER_MLP}")
-_BLOCK, _OURS = "block_sparse_moe.", "mlp.experts.experts.linear_fc"
+_BLOCK = "block_sparse_moe."
 JOINED_EXPERTS = (
     EXPERTS[0],
     TensorRule(
