@@ -9,17 +9,7 @@ from pathlib import Path
 
 from moe_exp.commands import data
 from moe_exp.commands.data import TEXT_DOCUMENTS, execution, execution_of, under_way
-from moe_exp.commands.parsers import (
-    JSON,
-    arg,
-    command,
-    flag,
-    group,
-    one_of,
-    print_json,
-    repeated,
-    takes,
-)
+from moe_exp.commands.parsers import JSON, arg, command, flag, group, one_of, print_json, repeated, takes
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
 from moe_exp.data.execution import num_workers

@@ -193,7 +193,7 @@ def check_kernels() -> int:
 
 def check_documents() -> int:
     """Runs each kind of attention with DOCUMENT_MASK on packed and on separate documents, and prints a table
-    that compares the results. Returns 0 if no document attends to another, else 1.
+    that compares the results. Returns 0 if no token attends beyond its document and window, else 1.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -205,7 +205,8 @@ def check_documents() -> int:
     print_table(title, HEADER, [leak.row for leak in leaks])
     loose = [leak for leak in leaks if not leak.is_tight]
     for leak in loose:
-        print(f"attention={leak.kernel}: documents attend to each other ({leak.heads} heads, {leak.dtype}).")
+        rule = "tokens attend beyond their document or window"
+        print(f"attention={leak.kernel}: {rule} (model {leak.heads}, {leak.dtype}).")
     return int(bool(loose))
 
 

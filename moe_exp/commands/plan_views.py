@@ -42,11 +42,7 @@ def _one_layout(arguments: argparse.Namespace) -> Loaded:
     return planned
 
 
-@command(
-    "plan explain",
-    "draw the timeline of an iteration on every pipeline stage",
-    argument_default=KEPT,
-)
+@command("plan explain", "draw the timeline of an iteration on every pipeline stage", argument_default=KEPT)
 @takes(*PLANNED, arg("--svg FILE", "SVG file to draw the timeline to", Path, default=None))
 def run_explain(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically

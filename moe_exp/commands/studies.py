@@ -30,9 +30,7 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
         default="flops",
     ),
     arg(
-        "--repeats",
-        "runs per model, with seeds SEED, SEED+1, ..., to estimate noise (default: 1)",
-        default=1,
+        "--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise (default: 1)", default=1
     ),
     arg(
         "--seconds",

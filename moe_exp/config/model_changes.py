@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from moe_exp.config.choices import OPTIMIZERS
 from moe_exp.config.errors import ConfigError, problem
 from moe_exp.config.loading import known_settings
+from moe_exp.config.setting_types import pattern_of
 from moe_exp.config.settings import Config
 
 logger = logging.getLogger(__name__)
@@ -125,9 +126,16 @@ def shape_facts(config: Config) -> Facts:
     facts["head_dim"] = config.kv_channels
     facts |= _values(
         config, "use_moe", "normalization", "add_bias_linear", "qkv_bias", "qk_norm", "qk_norm_scope",
-        "tie_embeddings", "vocab_size", "multi_latent_attention",
-        "gated",  # the only part of the activation that affects shapes
+        "tie_embeddings", "vocab_size", "multi_latent_attention", "value_head_dim",
+        "attention_gate", "gated",  # the only part of the activation that affects shapes
     )  # fmt: skip
+    if config.normalization == "LayerNorm":
+        facts["norm_bias"] = config.norm_bias
+    if config.sliding_window:
+        facts["window_query_groups"] = config.window_query_groups or config.num_query_groups
+    facts["attention_sinks"] = "all" if all(config.sink_layers) else config.attention_sinks
+    if not config.has_equal_attention:
+        facts["window_pattern"] = pattern_of(config.window_layers)
     if config.multi_latent_attention:
         sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         facts |= _values(config, *sizes)
@@ -147,13 +155,19 @@ def function_facts(config: Config) -> Facts:
     facts = _values(
         config, "norm_epsilon", "qk_norm_epsilon", "rotary_base", "activation", "rotary_fraction",
         "rope_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
-        "logits_scaling",
+        "logits_scaling", "value_scale", "sliding_window", "attention_softcap",
     )  # fmt: skip
+    facts["rotary_layers"] = pattern_of([not lacks_it for lacks_it in config.layers_without_rotary])
+    if config.sliding_window:
+        facts["window_rotary_base"] = config.window_rotary_base
+    if config.sliding_window and config.has_equal_attention:
+        facts["window_pattern"] = pattern_of(config.window_layers)
     if config.rope_scaling != "none":
         facts["rope_scaling_factor"] = config.rope_scaling_factor
         facts["rope_original_seq_len"] = config.rope_seq_len
     if config.rope_scaling == "yarn":
-        facts |= _values(config, "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
+        names = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim", "yarn_truncate")
+        facts |= _values(config, *names)
     if config.use_moe:
         names = ("topk", "router_score", "router_pre_softmax", "router_normalize", "router_scaling_factor")
         others = ("router_top_p", "num_router_groups", "router_group_topk", "force_routing")

@@ -20,7 +20,7 @@ def deciding_rules(rules: Sequence[Rule], name: str) -> tuple[Rule | None, Rule 
 def is_norm_or_bias(name: str) -> bool:
     """Whether a name is like `...pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`, `...bias1`."""
     *_, module, last = ("", *name.split("."))
-    return "norm" in last or "norm" in module or last.rstrip("12").endswith("bias")
+    return "norm" in last or "norm" in module or last.rstrip("12").endswith(("bias", "softmax_offset"))
 
 
 def useless_rules(rules: Sequence[Rule], names: Sequence[str]) -> Iterator[tuple[Rule, str, str]]:
@@ -62,29 +62,30 @@ def close_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def parameter_sizes(c: ExpertSettings) -> dict[str, int]:
-    """Returns the number of values of each parameter of the model, by its name in checkpoints. `c` must have
-    no `problems`.
-    """
+    """Returns the size of each parameter by its name in checkpoints; `c` must have no `problems`."""
     table = c.padded_vocab_size * c.hidden_size
-    sizes, layers = {"embedding.word_embeddings.weight": table}, layer_sizes(c)
-    for layer, is_moe in enumerate(c.moe_layers):
-        sizes |= {f"decoder.layers.{layer}.{name}": size for name, size in layers[is_moe].items()}
+    sizes = {"embedding.word_embeddings.weight": table}
+    layers = [layer_sizes(c, has_window=has_window) for has_window in (False, True)]
+    for layer, (is_moe, has_window) in enumerate(zip(c.moe_layers, c.window_layers, strict=False)):
+        found = layers[has_window][is_moe]
+        sizes |= {f"decoder.layers.{layer}.{name}": size for name, size in found.items()}
     sizes |= _norm(c, "decoder.final_layernorm.", c.hidden_size)
     for layer in range(c.mtp_num_layers):
         sizes |= {f"mtp.layers.{layer}.{name}": size for name, size in mtp_sizes(c).items()}
     return sizes if c.tie_embeddings else sizes | {"output_layer.weight": table}
 
 
-def layer_sizes(c: ExpertSettings) -> tuple[dict[str, int], dict[str, int]]:
+def layer_sizes(c: ExpertSettings, *, has_window: bool = False) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the number of values of each parameter of a dense layer and of an MoE layer, by its name there.
-    Multi-latent attention: arXiv:2405.04434, section 2.1.
+    `has_window`: in layers with SLIDING_WINDOW. Multi-latent attention: arXiv:2405.04434, section 2.1.
     """
-    attention = _latent_attention(c) if c.multi_latent_attention else _attention(c)
-    dense = _input_norm(c, "mlp.linear_fc1.layer_norm_")
+    attention = _latent_attention(c) if c.multi_latent_attention else _attention(c, has_window)
+    placement = c.norm_placement
+    dense = {} if placement == "parallel" else _input_norm(c, "mlp.linear_fc1.layer_norm_")
     dense |= _mlp(c, "mlp.", c.ffn_hidden_size, bias=c.add_bias_linear)
     after = _norm(c, "post_mlp_layernorm.", c.hidden_size)
-    moe = _moe(c) | (after if c.norm_placement != "pre" else {})
-    if c.norm_placement == "post":
+    moe = _moe(c) | (after if placement in ("post", "around", "around_moe") else {})
+    if placement in ("post", "around"):
         attention |= _norm(c, "post_self_attn_layernorm.", c.hidden_size)
         dense |= after
     return attention | dense, attention | moe
@@ -101,7 +102,8 @@ def mtp_sizes(c: ExpertSettings) -> dict[str, int]:
 
 
 def _norm(c: ExpertSettings, prefix: str, size: int) -> dict[str, int]:
-    names = ("weight", "bias") if c.normalization == "LayerNorm" else ("weight",)
+    has_bias = c.normalization == "LayerNorm" and c.norm_bias
+    names = ("weight", "bias") if has_bias else ("weight",)
     return {prefix + name: size for name in names}
 
 
@@ -113,12 +115,16 @@ def _linear(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, int]
     return {f"{name}.weight": rows * columns} | ({f"{name}.bias": rows} if bias else {})
 
 
-def _attention(c: ExpertSettings) -> dict[str, int]:
-    prefix, query, key = "self_attention.", c.num_heads * c.kv_channels, c.num_query_groups * c.kv_channels
+def _attention(c: ExpertSettings, has_window: bool) -> dict[str, int]:
+    prefix, query = "self_attention.", c.num_heads * c.kv_channels
+    key = ((has_window and c.window_query_groups) or c.num_query_groups) * c.kv_channels
     sizes = _input_norm(c, f"{prefix}linear_qkv.layer_norm_")
     has_bias = c.add_bias_linear or c.qkv_bias
-    sizes |= _linear(f"{prefix}linear_qkv", query + 2 * key, c.hidden_size, bias=has_bias)
+    queries = 2 * query if c.attention_gate else query
+    sizes |= _linear(f"{prefix}linear_qkv", queries + 2 * key, c.hidden_size, bias=has_bias)
     sizes |= _linear(f"{prefix}linear_proj", c.hidden_size, query, bias=c.add_bias_linear)
+    if {"all": True, "windowed": has_window, "none": False}[c.attention_sinks]:
+        sizes[f"{prefix}core_attention.softmax_offset"] = c.num_heads
     if c.qk_norm and c.qk_norm_scope == "all":
         return sizes | {f"{prefix}q_layernorm.weight": query, f"{prefix}k_layernorm.weight": key}
     for name in ("q_layernorm.", "k_layernorm.") if c.qk_norm else ():
@@ -150,7 +156,7 @@ def _mlp(c: ExpertSettings, prefix: str, ffn: int, *, bias: bool, hidden: int = 
 
 
 def _moe(c: ExpertSettings) -> dict[str, int]:
-    sizes = _input_norm(c, "pre_mlp_layernorm.")
+    sizes = {} if c.norm_placement == "parallel" else _input_norm(c, "pre_mlp_layernorm.")
     bias, latent = c.add_bias_linear, c.moe_latent_size
     sizes |= _linear("mlp.router", c.num_router_outputs, c.hidden_size, bias=bias)
     one = _mlp(c, "mlp.experts.experts.", c.expert_ffn_size, bias=bias, hidden=c.expert_hidden_size)

@@ -53,6 +53,17 @@ _QWEN3: dict[str, Any] = {
     "rotary_base": 1e6, "aux_loss_coeff": 1e-3, "lr": 3e-4, "min_lr": 3e-5, "mbsz": 1, "gbsz": 1024,
 }  # fmt: skip
 
+# gpt-oss model card, arXiv:2508.10925, and its config.json: softmax over the top four, biases, sinks, a
+# window in every second layer. Training settings are unpublished.
+_GPT_OSS: dict[str, Any] = {
+    "num_layers": 24, "hidden_size": 2880, "ffn_hidden_size": 2880, "num_heads": 64, "num_query_groups": 8,
+    "head_dim": 64, "seq_len": 4096, "vocab_size": 201088, "num_experts": 32, "topk": 4,
+    "router_pre_softmax": False, "add_bias_linear": True, "activation": "clamped_swiglu",
+    "sliding_window": 128, "window_pattern": "2", "attention_sinks": "all", "rotary_base": 150000.0,
+    "rope_scaling": "yarn", "rope_scaling_factor": 32.0, "yarn_truncate": False, "lr": 3e-4, "min_lr": 3e-5,
+    "mbsz": 1, "gbsz": 1024,
+}  # fmt: skip
+
 # DeepSeek-V3 technical report, arXiv:2412.19437, pretraining at 4096 tokens.
 _DEEPSEEK_V3: dict[str, Any] = {
     "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432, "moe_ffn_hidden_size": 2048,
@@ -74,6 +85,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "olmoe-1b-7b": _OLMOE,
     "mixtral-8x7b": _MIXTRAL,
     "qwen3-30b-a3b": _QWEN3,
+    "gpt-oss-20b": _GPT_OSS,
     "deepseek-v3-like": _DEEPSEEK_V3,
 }
 

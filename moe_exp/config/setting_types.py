@@ -89,10 +89,10 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def _layer_pattern(text: str) -> None:
-    is_number = re.fullmatch(r"[0-9]{1,9}", text)
-    if not (int(text) if is_number else re.fullmatch(_PATTERN, text)):
-        raise ValueError("must be a positive number, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
-    terms = [] if is_number else _pattern_terms(text)
+    is_repeated = re.fullmatch(rf"{_INT}(:{_INT})?", text)
+    if not (all(map(int, text.split(":"))) if is_repeated else re.fullmatch(_PATTERN, text)):
+        raise ValueError("must be a positive number, n:m, or a pattern such as [0]*3+[1]*21 or 0,1,1,1")
+    terms = [] if is_repeated else _pattern_terms(text)
     if (length := sum(len(bits) * times for bits, times in terms)) > _MOST_LAYERS:
         raise ValueError(f"describes {length} layers, more than the limit of {_MOST_LAYERS}")
 
@@ -247,6 +247,7 @@ _PATTERN = rf"{_TERM}(\+{_TERM})*"
 _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
 LayerPattern = Annotated[str, _text(_layer_pattern)]
+LayersOrWindowed = Annotated[str, _text(lambda text: None if text == "windowed" else _layer_pattern(text))]
 LossKinds = Annotated[str, _text(_losses)]
 RecomputedModules = Annotated[str, _text(partial(_modules, known=RECOMPUTED))]
 OffloadedModules = Annotated[str, _text(partial(_modules, known=OFFLOADED))]
@@ -274,15 +275,23 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
     return [(re.sub(r"[^01]", "", bits), int(times or 1)) for bits, _, times in terms]
 
 
+def pattern_of(flags: list[bool]) -> str:
+    """A value of WINDOW_PATTERN and similar settings."""
+    return "1" if all(flags) else ",".join(str(int(flag)) for flag in flags)
+
+
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """Flag per layer, true for MoE layers. A list in `pattern` sets the length, not `num_layers`."""
-    if pattern.isdigit():
+    """Flag per layer, true for chosen layers. A list in `pattern` sets the length, not `num_layers`."""
+    if ":" in pattern:
+        chosen_ones, others = map(int, pattern.split(":"))
+        chosen = [layer % (chosen_ones + others) < chosen_ones for layer in range(num_layers)]
+    elif pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:
         bits = "".join(bits * times for bits, times in _pattern_terms(pattern))
         chosen = [bit == "1" for bit in bits]
-    return tuple(is_moe and layer >= num_first_dense for layer, is_moe in enumerate(chosen))
+    return tuple(is_chosen and layer >= num_first_dense for layer, is_chosen in enumerate(chosen))
 
 
 def stage_terms(stages: str) -> list[tuple[int, int]]:

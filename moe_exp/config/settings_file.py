@@ -138,9 +138,7 @@ _LIST_OF_SIZES = re.compile(r"(\d+|none)([ ,]+(\d+|none))+")
 
 
 def warn_of_misspelt(of_command: Iterable[str] = ()) -> None:
-    """Prints a warning for each environment variable that looks like a misspelled setting of Config or of
-    the command (`of_command`).
-    """
+    """Warns of environment variables like misspelled settings of Config or the command (`of_command`)."""
     for name, near in unknown_variables(os.environ, [name.upper() for name in of_command]):
         complain(f"warning: {name} is not a setting; did you mean {near}?")
 

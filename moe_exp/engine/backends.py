@@ -19,14 +19,7 @@ from moe_exp.config.choices import SCORES
 from moe_exp.engine.adamw import check_step
 from moe_exp.engine.fused_step import choose_step
 from moe_exp.engine.graphs import choose_graph
-from moe_exp.engine.model import (
-    DTYPES,
-    moe_options,
-    overlaps,
-    router_problem,
-    transformer_config,
-    use_te,
-)
+from moe_exp.engine.model import DTYPES, moe_options, overlaps, router_problem, transformer_config, use_te
 from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.engine.runtime import Runtime, choose_communication, from_first_rank
 from moe_exp.layers import native
@@ -44,7 +37,8 @@ from moe_exp.layers.kernels.launch import (
 )
 from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels, timing_cases
 from moe_exp.layers.kernels.tuning import TUNED, Key, choices, take_choices
-from moe_exp.layers.megatron.attention import choose_attention, choose_norm
+from moe_exp.layers.megatron.attention import choose_norm
+from moe_exp.layers.megatron.attention_backends import AttentionRule, choose_attention
 from moe_exp.layers.megatron.moe_parts import router_config
 from moe_exp.layers.megatron.rotary import check_rotated, choose_rotary
 
@@ -64,15 +58,9 @@ def backends_of(
     `kernel_failures` is from `check_run`, `graph_failure` from `training.microbatch.start_graphs`.
     """
     has_te, te = use_te(config), ("Transformer Engine", "IMPL=te, or IMPL=auto and it is installed")
-    other_value_size = config.multi_latent_attention and config.v_head_dim != config.kv_channels
-    attention = choose_attention(device_type, DTYPES[config.dtype], other_value_size=other_value_size)
-    if config.document_mask:  # our attention core, even with Transformer Engine
-        attention = (f"{attention[0]} by document", f"{attention[1]}; DOCUMENT_MASK=true")
-    elif has_te:
-        attention = te
     found = {
         "communication": choose_communication(),
-        "attention": attention,
+        **_attention_backends(config, device_type, te if has_te else None),
         "norm": te if has_te else choose_norm(device_type),
         "grouped GEMM": _expert_backend(config, device_type, failure_of("experts", kernel_failures)),
         "routing": choose_routing(
@@ -111,6 +99,28 @@ def backends_of(
     if config.deterministic:
         reason = "DETERMINISTIC=true; an operation without a deterministic algorithm ends the run"
         found["algorithms"] = ("deterministic", reason)
+    return found
+
+
+def _attention_backends(
+    config: Config, device_type: str, te: tuple[str, str] | None
+) -> dict[str, tuple[str, str]]:
+    """Backend and reason of the layers with and without a window; `te`: those of Transformer Engine."""
+    if te and not (config.document_mask or config.needs_own_attention):
+        return {"attention": te}
+    found = {}
+    kinds = set(zip(config.window_layers, config.sink_layers, strict=True))
+    for has_window, has_sinks in sorted(kinds):
+        window = config.sliding_window if has_window else 0
+        rule = AttentionRule(1.0, window, config.attention_softcap, has_sinks)
+        chosen, reason = choose_attention(
+            device_type, DTYPES[config.dtype], rule, requested=config.attention_backend,
+            by_document=config.document_mask, dropout=config.attention_dropout,
+            other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
+        )  # fmt: skip
+        if config.document_mask:  # our attention core, even with Transformer Engine
+            chosen, reason = f"{chosen} by document", f"{reason}; DOCUMENT_MASK=true"
+        found["attention in windows" if has_window else "attention"] = chosen, reason
     return found
 
 

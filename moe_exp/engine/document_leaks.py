@@ -1,10 +1,13 @@
-"""Tests that tokens attend only to their own document, for `moe-exp doctor --leak-test`.
+"""Tests that tokens attend only to their own document and window, for `moe-exp doctor --leak-test`.
 
-Runs a small model with each kind of attention on two packed samples, and on each of their documents alone.
+Runs a small model with each kind and backend of attention on two packed samples, and on each of their
+documents alone.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from moe_exp.engine.model import build_chunk, transformer_config
 from moe_exp.engine.runtime import share_alone
 from moe_exp.layers.megatron.documents import Documents, Lengths, document_positions
 
-HEADER = ["attention", "heads", "dtype", "error of logits", "of gradients", "changed logits", "result"]
+HEADER = ["attention", "model", "dtype", "error of logits", "of gradients", "changed logits", "result"]
 # The samples are cut at different places, and one document has a single token.
 _LENGTHS: Lengths = ((16, 1, 47), (20, 44))
 # Every token uses every expert, so that the expert GEMMs have the same shapes for any content.
@@ -24,12 +27,13 @@ _MODEL = {
     "num_heads": 4, "num_query_groups": 2, "seq_len": 64, "vocab_size": 128, "num_experts": 4, "topk": 4,
     "document_mask": True, "aux_loss_type": "none", "z_loss_coeff": 0, "init_std": 0.1, "mbsz": 1, "gbsz": 1,
 }  # fmt: skip
-_HEADS = {
+_HEADS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "latent": {
         "multi_latent_attention": True, "num_query_groups": 4, "kv_lora_rank": 32, "qk_head_dim": 16,
         "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
     },
+    "windows": {"sliding_window": 8, "attention_sinks": "all"},
 }  # fmt: skip
 _LIMITS = {"fp32": 1e-4, "bf16": 0.05}
 
@@ -39,15 +43,16 @@ class Leak:
     """Result for one kind of attention; errors are relative to runs on each document alone."""
 
     kernel: str  # named as by `backends_of`
-    heads: str  # `grouped` or `latent`
+    heads: str  # a key of _HEADS
     dtype: str
     logits_error: float
     gradients_error: float  # over all parameters
-    num_changed: int  # logits of other documents that change, in any bit, if one document changes
+    # logits of other documents, and of tokens behind the windows, that change in any bit if a token changes
+    num_changed: int
 
     @property
     def is_tight(self) -> bool:
-        """Whether the test found no attention between documents."""
+        """Whether the test found no attention beyond documents and windows."""
         limit = _LIMITS[self.dtype]
         return self.logits_error < limit and self.gradients_error < limit and not self.num_changed
 
@@ -59,14 +64,22 @@ class Leak:
 
 
 def find_leaks() -> Iterator[Leak]:
-    """Tests every kind of attention that a training run could use on this machine."""
-    for heads, settings in _HEADS.items():
-        for dtype in _LIMITS:
-            config = load_config(_MODEL | settings | {"dtype": dtype}, {})
-            rank = share_alone(config)
-            model = build_chunk(config, transformer_config(config), rank, 0).to(rank.device).eval()
-            kernel = backends_of(config, rank.device.type)["attention"][0]
-            yield Leak(kernel, heads, dtype, *_leak(config, rank.device, model))
+    """Tests every kind and backend of attention that a training run could use on this machine."""
+    backends = ["sdpa", "blocks"]
+    if torch.cuda.is_available():
+        backends += ["flex", *(["flash-attn"] if importlib.util.find_spec("flash_attn") else [])]
+    for heads, dtype, backend in product(_HEADS, _LIMITS, backends):
+        lacks = {"sdpa": heads == "windows", "flash-attn": heads != "grouped" or dtype == "fp32"}
+        if lacks.get(backend):
+            continue
+        settings: dict[str, Any] = {**_HEADS[heads], "dtype": dtype, "attention_backend": backend}
+        config = load_config(_MODEL | settings, {})
+        rank = share_alone(config)
+        model = build_chunk(config, transformer_config(config), rank, 0).to(rank.device).eval()
+        (kernel, _), *_ = (
+            found for part, found in backends_of(config, rank.device.type).items() if "attention" in part
+        )
+        yield Leak(kernel, heads, dtype, *_leak(config, rank.device, model))
 
 
 def _leak(config: Config, device: torch.device, model: Any) -> tuple[float, float, int]:
@@ -88,11 +101,14 @@ def _leak(config: Config, device: torch.device, model: Any) -> tuple[float, floa
         joined = torch.cat([one.flatten().float() for one in gradients if one is not None])
         found.append((logits.detach().double(), joined.double()))
     errors = [float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True)]
-    # Changing the tokens of the first document must not change a bit of the other documents' logits.
-    changed, first = tokens.clone(), _LENGTHS[0][0]
+    # Changing the tokens of a document must not change a bit of the other documents' logits, and changing one
+    # token not those that all windows together do not reach.
+    changed, first, last = tokens.clone(), _LENGTHS[0][0], _LENGTHS[1][0]
     changed[0, :first] = (tokens[0, :first] + 1) % config.vocab_size
+    changed[1, last] = (tokens[1, last] + 1) % config.vocab_size
     with torch.no_grad():
         again = model(changed, positions, None, packed_seq_params=Documents(_LENGTHS, positions))
     differ = again != packed
-    differ[0, :first] = False
+    reach = config.num_layers * (config.sliding_window - 1) + 1 if config.sliding_window else config.seq_len
+    differ[0, :first] = differ[1, last : last + reach] = False
     return errors[0], errors[1], int(differ.sum())

@@ -12,6 +12,7 @@ from moe_exp.config.parameter_groups import factors, kind_of
 from moe_exp.layers.spec import MegatronExperts
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import SelfAttention
 
 
 @torch.no_grad()
@@ -45,6 +46,13 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
         stride = 2 if config.gated and key.endswith("linear_fc1.weight") else 1
         dim = getattr(parameter, "partition_dim", -1)
         draw_weight(parameter, key, config, dim=dim, stride=stride, ranks=chunk.pg_collection.tp)
+    for module in chunk.modules() if config.value_head_dim else ():
+        if isinstance(module, SelfAttention):
+            # Values of 0 and output weights of 0 give each other no gradient.
+            groups, head = module.num_query_groups_per_partition, (-1, config.kv_channels)
+            value = module.linear_qkv.weight.unflatten(0, (groups, *head))[:, -1]
+            value[:, config.value_head_dim :] = 0
+            module.linear_proj.weight.unflatten(1, head)[:, :, config.value_head_dim :] = 0
 
 
 def draw_weight(

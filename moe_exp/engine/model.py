@@ -18,8 +18,8 @@ from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.megatron.offload import ActivationOffload
-from moe_exp.layers.megatron.residual import scale_ends, set_qk_epsilon
-from moe_exp.layers.megatron.rotary import install_rotary
+from moe_exp.layers.megatron.residual import change_norms, scale_ends
+from moe_exp.layers.megatron.rotary import install_rotary, rotate_windows
 from moe_exp.layers.megatron.saved_tensors import NormRecompute
 from moe_exp.layers.megatron.token_prediction import PredictingModel, prediction_spec
 from moe_exp.layers.moe_layer import needs_scores
@@ -50,7 +50,7 @@ def transformer_config(config: Config) -> TransformerConfig:
     """Megatron's configuration of the model and its parallelism."""
     dtype = DTYPES[config.dtype]
     activation, gated, limit, offset = ACTIVATIONS[config.activation]
-    on_gpu = torch.cuda.is_available()
+    on_gpu, without_rotary = torch.cuda.is_available(), config.layers_without_rotary
     kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     settings = kind(
         num_layers=config.num_layers,
@@ -70,6 +70,12 @@ def transformer_config(config: Config) -> TransformerConfig:
         add_bias_linear=config.add_bias_linear,
         add_qkv_bias=config.qkv_bias,
         softmax_scale=config.attention_multiplier or None,
+        softmax_type="vanilla" if config.attention_sinks == "none" else "learnable",
+        attention_output_gate=config.attention_gate,
+        window_size=(config.sliding_window - 1, 0) if config.sliding_window else None,
+        window_attn_skip_freq=[int(has_window) for has_window in config.window_layers],
+        # a list has no entries for layers for multi-token prediction
+        no_rope_freq=[int(lacks_it) for lacks_it in without_rotary] if any(without_rotary) else None,
         hidden_dropout=config.dropout,
         attention_dropout=config.attention_dropout,
         # `initialize_weights` draws the weights. Megatron's initialization still runs and marks parameters.
@@ -174,6 +180,9 @@ def _moe_settings(config: Config) -> dict[str, Any]:
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
     """Sets values that our layers support, but that TransformerConfig refuses or has no field for."""
     settings.context_stripes = config.context_stripes
+    settings.window_query_groups = config.window_query_groups
+    # The tensors of all layers are stacked under one key only if they have equal shapes.
+    settings.hetereogenous_dist_checkpoint = not config.has_equal_attention
     if config.recomputed:
         settings.recompute_modules += sorted(config.recomputed - set(settings.recompute_modules))
     if config.use_moe:
@@ -189,7 +198,7 @@ def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
         settings.yarn_original_max_position_embeddings = config.rope_seq_len
         settings.yarn_beta_fast, settings.yarn_beta_slow = config.yarn_beta_fast, config.yarn_beta_slow
         settings.yarn_mscale, settings.yarn_mscale_all_dim = config.yarn_mscale, config.yarn_mscale_all_dim
-        settings.yarn_correction_range_round_to_int = True
+        settings.yarn_correction_range_round_to_int = config.yarn_truncate
 
 
 def _latent_settings(config: Config) -> dict[str, Any]:
@@ -236,6 +245,17 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
         "router": router,
         "min_capacity": config.min_capacity,
         "token_rounding": config.token_rounding,
+    }
+
+
+def attention_options(config: Config) -> dict[str, Any]:
+    """Arguments of CausalAttention."""
+    return {
+        "softcap": config.attention_softcap,
+        "sinks_in_windows": config.attention_sinks == "windowed",
+        "backend": config.attention_backend,
+        "value_scale": config.value_scale,
+        "by_document": config.document_mask,
     }
 
 
@@ -302,10 +322,11 @@ def build_chunk(
         use_te=use_te(config),
         vp_stage=stage,
         projection_norm=config.qk_norm and config.qk_norm_scope == "all",
-        own_attention=config.document_mask or config.qk_clip > 0,
+        own_attention=config.document_mask or config.qk_clip > 0 or config.needs_own_attention,
         rotated_norm=config.qk_norm_scope == "rotated",
         norm_placement=config.norm_placement,
         residual_multiplier=config.residual_multiplier,
+        attention=attention_options(config),
         **moe_options(config, kernel_failures),
     )
     is_last = pp_rank == last and vp_stage == (config.vpp or 1) - 1
@@ -328,13 +349,14 @@ def build_chunk(
         pg_collection=runtime.groups,
         vp_stage=stage,
     )
+    if config.window_rotary_base:
+        rotate_windows(chunk, settings, config.window_rotary_base, config.window_layers)
     if config.document_mask:
         for module in list(chunk.modules()):  # the model has one, or with latent attention each layer
             if isinstance(rotary := getattr(module, "rotary_pos_emb", None), nn.Module):
                 module.rotary_pos_emb = RestartingPositions(rotary)
     scale_ends(chunk, embedding=config.embedding_multiplier, logits=config.logits_scaling)
-    if config.qk_norm_epsilon:
-        set_qk_epsilon(chunk, config.qk_norm_epsilon)
+    change_norms(chunk, qk_epsilon=config.qk_norm_epsilon, has_bias=config.norm_bias)
     if "norm" in config.recomputed:
         NormRecompute(chunk)
     if config.offloaded:

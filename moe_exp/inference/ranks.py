@@ -57,7 +57,7 @@ _NO_TRAINING: dict[str, Any] = {
 # Runs with FP8 save their weights in DTYPE.
 _OUR_PARTS: dict[str, Any] = {
     "impl": "local", "expert_backend": "auto", "dispatcher": "auto", "fp8": "none",
-    "cross_entropy": "megatron",
+    "cross_entropy": "megatron", "attention_backend": "auto",
 }  # fmt: skip
 _DROPLESS: dict[str, Any] = {"moe_type": "dmoe", "capacity_factor": 0.0, "min_capacity": 0}
 

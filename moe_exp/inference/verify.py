@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
+from moe_exp.checkpoint.hf.model_folder import read_json
+from moe_exp.checkpoint.hf.mxfp4 import is_mxfp4
 from moe_exp.config import setting_error
 from moe_exp.engine.runtime import Runtime
 from moe_exp.inference.ranks import Layout, Stage, config_for_use, load_model, run_alone
@@ -33,6 +35,7 @@ def compare(source: Path, target: Path) -> tuple[list[str], bool]:
         target: checkpoints folder that was converted from it.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
 
     folder = one_checkpoint(target)
     config = config_for_use(folder, Layout(), dtype="fp32")
@@ -54,7 +57,9 @@ def compare(source: Path, target: Path) -> tuple[list[str], bool]:
         found.append(logits.cpu())
 
     run_alone(config, run)
-    theirs: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    is_packed = is_mxfp4(read_json(source / "config.json"))
+    options = {"quantization_config": Mxfp4Config(dequantize=True)} if is_packed else {}
+    theirs: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options).eval()
     result = theirs(tokens.clamp(max=theirs.config.vocab_size - 1), output_hidden_states=True)
     layers = [f"layer {number}" for number in range(1, config.num_layers)]
     names = ["embedding", *layers, "last layer, norm", "logits"]

@@ -4,6 +4,7 @@ In a Megatron program, replace Megatron's MoE spec with `moe_submodule_spec()`; 
 TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -44,6 +45,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
 
@@ -113,9 +115,12 @@ def moe_submodule_spec(
 
 def local_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False,
-    rotated_norm: bool = False,
+    rotated_norm: bool = False, attention: Mapping[str, Any] | None = None,
 ) -> ModuleSpec:  # fmt: skip
-    """Megatron's local transformer layer with our attention core and norm; dense if `mlp` is None."""
+    """Megatron's local transformer layer with our attention core and norm; dense if `mlp` is None.
+
+    `attention` contains arguments of CausalAttention.
+    """
     check_attention(config)
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -132,16 +137,15 @@ def local_layer_spec(
         # Megatron's checkpoints store a dense MLP's norm with its first linear layer, but not an MoE's.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     qk_norm = Norm if config.qk_layernorm and not rotated_norm else IdentityOp
-    core: Any = CausalAttention
+    core = ModuleSpec(module=CausalAttention, params={"normalizes": rotated_norm, **(attention or {})})
     if rotated_norm:
-        core = ModuleSpec(module=CausalAttention, params={"normalizes": True})
         for name in ("q_layernorm.", "k_layernorm."):
             keys[f"self_attention.core_attention.{name}"] = f"self_attention.{name}"
     if config.multi_latent_attention:
-        attention = latent_attention_spec(config, norm=qk_norm)
+        self_attention = latent_attention_spec(config, norm=qk_norm, core=core)
     else:
-        attention = ModuleSpec(
-            module=ProjectionNormAttention if projection_norm else SelfAttention,
+        self_attention = ModuleSpec(
+            module=ProjectionNormAttention if projection_norm else GroupedAttention,
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=ColumnParallelLinear,
@@ -155,7 +159,7 @@ def local_layer_spec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=attention,
+            self_attention=self_attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
             mlp=dense if mlp is None else mlp,
@@ -167,12 +171,12 @@ def local_layer_spec(
 
 def te_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False,
-    own_attention: bool = False,
+    own_attention: bool = False, attention: Mapping[str, Any] | None = None,
 ) -> ModuleSpec:  # fmt: skip
     """Megatron's Transformer Engine layer; `mlp`, if given, replaces the MLP.
 
-    `own_attention` selects our attention core. Transformer Engine's core ignores documents and cannot measure
-    attention logits.
+    `own_attention` selects our attention core, with the arguments `attention`. Transformer Engine's core
+    ignores documents and cannot measure attention logits.
     """
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=None if mlp is None else config.num_moe_experts,
@@ -183,18 +187,21 @@ def te_layer_spec(
         spec.submodules.mlp = mlp
     if own_attention:
         check_attention(config)
-        spec.submodules.self_attention.submodules.core_attention = CausalAttention
+        core = ModuleSpec(module=CausalAttention, params=dict(attention or {}))
+        spec.submodules.self_attention.submodules.core_attention = core
     if projection_norm:
         spec.submodules.self_attention.module = ProjectionNormAttention
-    elif config.multi_latent_attention:
-        spec.submodules.self_attention.module = LatentAttention
+    else:
+        is_latent = config.multi_latent_attention
+        spec.submodules.self_attention.module = LatentAttention if is_latent else GroupedAttention
     return spec
 
 
 def decoder_spec(
     config: TransformerConfig, *, use_te: bool = False, vp_stage: int | None = None,
     projection_norm: bool = False, own_attention: bool = False, rotated_norm: bool = False,
-    norm_placement: str = "pre", residual_multiplier: float = 1.0, **moe_options: Any,
+    norm_placement: str = "pre", residual_multiplier: float = 1.0,
+    attention: Mapping[str, Any] | None = None, **moe_options: Any,
 ) -> TransformerBlockSubmodules:  # fmt: skip
     """The layers of this pipeline stage; `config.moe_layer_freq` (n, or a 0/1 list) selects the MoE layers.
 
@@ -204,15 +211,15 @@ def decoder_spec(
         projection_norm: normalize queries and keys over all heads together, see ProjectionNorm.
         own_attention: with `use_te`, use our attention core, see `te_layer_spec`.
         rotated_norm: normalize queries and keys after the rotary embedding; not with `use_te`.
-        norm_placement: `pre`: norms before attention and MLP; `post`: after them; `around_moe`: before them,
-            and after MoE layers. `use_te` only supports `pre`.
+        norm_placement: see NORM_PLACEMENT. `use_te` only supports `pre`.
         residual_multiplier: factor on the results of attention and MLP.
+        attention: arguments of our attention core, see CausalAttention.
         moe_options: arguments of `moe_submodule_spec`.
     """
     layer_spec = partial(te_layer_spec, own_attention=own_attention)
     if not use_te:
         layer_spec = partial(local_layer_spec, rotated_norm=rotated_norm)
-    layer_spec = partial(layer_spec, projection_norm=projection_norm)
+    layer_spec = partial(layer_spec, projection_norm=projection_norm, attention=attention)
     dense = layer_spec(config, mlp=None)
     of_dense = "pre" if norm_placement == "around_moe" else norm_placement
     change_residuals(dense, config, placement=of_dense, multiplier=residual_multiplier)
@@ -251,7 +258,18 @@ class MegatronProjectionNorm(ProjectionNorm):
         return dict(shards)
 
 
-class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
+class GroupedAttention(SelfAttention):  # type: ignore[misc]
+    """SelfAttention; layers with a window may have another number of key/value heads."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, layer_number: int, **options: Any):
+        groups, skipped = getattr(config, "window_query_groups", 0), config.window_attn_skip_freq
+        if groups and is_layer_window_attention(config.window_size, skipped, layer_number):
+            config = copy.copy(config)
+            config.num_query_groups = groups
+        super().__init__(config, *args, layer_number=layer_number, **options)
+
+
+class ProjectionNormAttention(GroupedAttention):
     """SelfAttention that normalizes queries and keys over all heads together."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
@@ -261,7 +279,8 @@ class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
         assert not config.qk_layernorm
         head, group = config.kv_channels, self.pg_collection.tp
         self.q_layernorm = MegatronProjectionNorm(config, config.num_attention_heads * head, group=group)
-        self.k_layernorm = MegatronProjectionNorm(config, config.num_query_groups * head, group=group)
+        groups = self.config.num_query_groups
+        self.k_layernorm = MegatronProjectionNorm(config, groups * head, group=group)
 
 
 class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
@@ -271,9 +290,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`; with it, Megatron drops a batch dimension of
-        1.
-        """
+        """Calls Megatron's method without `packed_seq_params`, which would drop a batch dimension of 1."""
         if packed_seq_params is not None:
             self.rotary_pos_emb.documents = packed_seq_params
         try:
@@ -285,8 +302,8 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
                 self.rotary_pos_emb.documents = None
 
 
-def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
-    """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) with our attention core.
+def latent_attention_spec(config: TransformerConfig, *, norm: type, core: ModuleSpec) -> ModuleSpec:
+    """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) with the attention core `core`.
 
     `norm` is applied before the up projection of queries and before the up projection of keys and values.
     """
@@ -298,7 +315,7 @@ def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpe
     # but its gradient would then come from this rank's heads only, and all earlier gradients would be wrong.
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear, linear_q_down_proj=Linear, linear_q_up_proj=ColumnParallelLinear,
-        linear_kv_down_proj=Linear, linear_kv_up_proj=ColumnParallelLinear, core_attention=CausalAttention,
+        linear_kv_down_proj=Linear, linear_kv_up_proj=ColumnParallelLinear, core_attention=core,
         linear_proj=RowParallelLinear, q_layernorm=norm, kv_layernorm=norm,
     )  # fmt: skip
     return ModuleSpec(

@@ -28,6 +28,7 @@ _NOT_LATENT = {
     "qkv_bias": "Megatron's MULTI_LATENT_ATTENTION projections have no biases",
     "attention_multiplier": "Megatron's MULTI_LATENT_ATTENTION sets the scale of the scores",
     "rotary_fraction": "with MULTI_LATENT_ATTENTION, QK_POS_EMB_HEAD_DIM sets the number of rotated channels",
+    "yarn_truncate": "Megatron's MULTI_LATENT_ATTENTION always rounds",
 }
 
 
@@ -62,10 +63,12 @@ class ModelSettings(LaunchSettings):
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "type of the norm layers")
     norm_epsilon: float = model(1e-05, "epsilon added to the variance in norm layers", gt=0, costs=False)
-    norm_placement: Literal["pre", "post", "around_moe"] = model(
+    norm_bias: bool = model(True, "biases in norm layers (NORMALIZATION=LayerNorm)")
+    norm_placement: Literal["pre", "post", "around", "around_moe", "parallel"] = model(
         "pre",
-        "norms before attention and MLP; post: after them instead (OLMo 2); around_moe: before them, and "
-        "after MoE layers (A.X K1)",
+        "norms before attention and MLP; post: after them instead (OLMo 2); around: before and after them "
+        "(Afmoe); around_moe: before them, and after MoE layers (A.X K1); parallel: one norm, before "
+        "attention and MLP, which are added to the same residual stream (Cohere2)",
     )
     add_bias_linear: bool = model(False, "biases in all linear layers, including experts and router")
     qk_norm: bool = model(False, "normalize queries and keys; with MLA, normalize their compressed vectors")
@@ -106,6 +109,9 @@ class ModelSettings(LaunchSettings):
         0.0,
         "see YARN_MSCALE; with MULTI_LATENT_ATTENTION, also scales attention scores by "
         "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
+    )
+    yarn_truncate: bool = model(
+        True, "round the ends of the range of frequencies between the two YARN_BETAs to whole channels (yarn)"
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
     embedding_multiplier: float = model(1.0, "factor on the embeddings (Granite)", gt=0, costs=False)
@@ -149,9 +155,7 @@ class ModelSettings(LaunchSettings):
         costs=False,
     )
     mup_base_moe_ffn_hidden_size: NonNegative = model(
-        0,
-        "MOE_FFN_HIDDEN_SIZE of the base model; 0: same ratio to HIDDEN_SIZE as in this model",
-        costs=False,
+        0, "MOE_FFN_HIDDEN_SIZE of the base model; 0: same ratio to HIDDEN_SIZE as in this model", costs=False
     )
     mup_base_topk: NonNegative = model(0, "TOPK of the base model; 0: as in this model", costs=False)
     mup_rule: Annotated[str, one_of(MUP_RULES)] = model(
@@ -197,11 +201,14 @@ class ModelSettings(LaunchSettings):
              f"is not implemented for NORMALIZATION={self.normalization}",
              "set NORMALIZATION=RMSNorm, or QK_NORM_SCOPE=head"),
         )  # fmt: skip
+        if self.normalization != "LayerNorm":
+            other = f"NORMALIZATION={self.normalization}"
+            yield from self.without_effect(("norm_bias",), other, "set NORMALIZATION=LayerNorm")
         if not self.qk_norm:
-            yield from self._without_effect(("qk_norm_epsilon",), "QK_NORM=false", "set QK_NORM=true")
+            yield from self.without_effect(("qk_norm_epsilon",), "QK_NORM=false", "set QK_NORM=true")
         yield from self._rope_scaling_problems()
         if not self.mtp_num_layers:
-            yield from self._without_effect(("mtp_loss_coeff",), "MTP_NUM_LAYERS=0", "set MTP_NUM_LAYERS")
+            yield from self.without_effect(("mtp_loss_coeff",), "MTP_NUM_LAYERS=0", "set MTP_NUM_LAYERS")
         if self.parametrization == "mup":
             yield from self._mup_problems()
 
@@ -227,7 +234,7 @@ class ModelSettings(LaunchSettings):
         )  # fmt: skip
         names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         fix = "set MULTI_LATENT_ATTENTION=true"
-        yield from self._without_effect(names, "MULTI_LATENT_ATTENTION=false", fix)
+        yield from self.without_effect(names, "MULTI_LATENT_ATTENTION=false", fix)
 
     def _latent_attention_problems(self) -> Iterator[str]:
         for name, rule in _NOT_LATENT.items():
@@ -245,7 +252,7 @@ class ModelSettings(LaunchSettings):
     def _rope_scaling_problems(self) -> Iterator[str]:
         if self.rope_scaling == "none":
             extending = ("rope_scaling_factor", "rope_original_seq_len")
-            yield from self._without_effect(extending, "ROPE_SCALING=none", "set ROPE_SCALING")
+            yield from self.without_effect(extending, "ROPE_SCALING=none", "set ROPE_SCALING")
         elif self.rope_scaling_factor == 1:
             fix = "set ROPE_SCALING_FACTOR, or ROPE_SCALING=none"
             yield self.problem("rope_scaling", "has no effect while ROPE_SCALING_FACTOR=1", fix)
@@ -254,19 +261,19 @@ class ModelSettings(LaunchSettings):
             fix = "set ROPE_ORIGINAL_SEQ_LEN=8192, or ROPE_SCALING=yarn"
             yield self.problem("rope_original_seq_len", rule, fix)
         if self.rope_scaling != "yarn":
-            names = ("yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim")
+            names = [name for name in type(self).model_fields if name.startswith("yarn_")]
             other = f"ROPE_SCALING={self.rope_scaling}"
-            yield from self._without_effect(names, other, "set ROPE_SCALING=yarn")
+            yield from self.without_effect(names, other, "set ROPE_SCALING=yarn")
         elif self.yarn_beta_fast < self.yarn_beta_slow:
             rule = f"must be at least YARN_BETA_SLOW={self.yarn_beta_slow:g}"
             yield self.problem("yarn_beta_fast", rule, "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1")
 
-    def _without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
+    def without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
         """Yields a line for each changed setting in `names` that has no effect while `other` applies."""
         for name in names:
             if getattr(self, name) != (default := type(self).model_fields[name].default):
-                rule = f"has no effect while {other}"
-                yield self.problem(name, rule, f"{fix}, or {name.upper()}={default:g}")
+                usual = as_given(default).removesuffix(".0")
+                yield self.problem(name, f"has no effect while {other}", f"{fix}, or {name.upper()}={usual}")
 
     def _mup_problems(self) -> Iterator[str]:
         """Checks for settings without muP rules."""

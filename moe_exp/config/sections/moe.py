@@ -26,7 +26,9 @@ class ExpertSettings(RouterSettings):
     )
     moe_ffn_hidden_size: OptionalWidth = experts(0, "width of each routed expert; 0: FFN_HIDDEN_SIZE")
     moe_layer_freq: LayerPattern = experts(
-        "1", "n: every n-th layer is MoE; or a pattern of 1 (MoE) and 0 (dense): '[0]*3+[1]*21', '0,1,1,1'"
+        "1",
+        "n: every n-th layer is MoE; n:m: n MoE layers, then m dense ones, repeated; or a pattern of 1 (MoE) "
+        "and 0 (dense): '[0]*3+[1]*21', '0,1,1,1'",
     )
     first_k_dense: NonNegative = experts(0, "number of dense layers at the start of the model")
     shared_expert_size: OptionalWidth = experts(
@@ -140,9 +142,5 @@ class ExpertSettings(RouterSettings):
                 fix = f"set MOE_TYPE=moe, or {name.upper()}=0"
                 yield self.problem(name, "only applies to MOE_TYPE=moe; MOE_TYPE=dmoe has no capacity", fix)
         if self.moe_type == "moe" and self.token_rounding:
-            fix = "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"
-            yield self.problem(
-                "token_rounding",
-                "only applies to MOE_TYPE=dmoe; with MOE_TYPE=moe, the capacity sets the number of rows",
-                fix,
-            )
+            rule = "only applies to MOE_TYPE=dmoe; with MOE_TYPE=moe, the capacity sets the number of rows"
+            yield self.problem("token_rounding", rule, "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0")

@@ -14,6 +14,7 @@ from moe_exp.config.setting_types import (
     OptionalPositive,
     RecomputedModules,
     StageLayers,
+    as_given,
     experts,
     layout,
     shown,
@@ -95,7 +96,7 @@ class ParallelSettings(BackendSettings):
         """Whether Transformer Engine cannot compute the layers: it joins norms with the projections after."""
         return (
             "norm" in self.recomputed
-            or (self.norm_placement, self.qk_norm_epsilon) != ("pre", 0)
+            or (self.norm_placement, self.norm_bias, self.qk_norm_epsilon) != ("pre", True, 0)
             or self.qk_norm_scope == "rotated"
         )
 
@@ -137,11 +138,13 @@ class ParallelSettings(BackendSettings):
         if self.recompute_modules:
             yield from self._recompute_problems()
         by_te = self.impl == "te" or (self.fp8 != "none" and not self.is_fp8_by_kernels)
-        usual = {"norm_placement": "pre", "qk_norm_epsilon": 0, "qk_norm_scope": "head"}
+        usual = {"norm_placement": "pre", "norm_bias": True, "qk_norm_epsilon": 0, "qk_norm_scope": "head"}
         for name, value in usual.items():
             if by_te and getattr(self, name) not in (value, "all"):
                 rule = "is not possible with Transformer Engine's layers"
-                yield self.problem(name, rule, f"set {name.upper()}={value}, or IMPL=local FP8=none")
+                yield self.problem(
+                    name, rule, f"set {name.upper()}={as_given(value)}, or IMPL=local FP8=none"
+                )
         yield from self.offload_problems()
         if self.mtp_num_layers:
             yield from self._mtp_problems()
@@ -252,6 +255,8 @@ class ParallelSettings(BackendSettings):
         yield from self.must_divide("tp", "NUM_HEADS", self.num_heads)
         if not self.multi_latent_attention:
             yield from self.must_divide("tp", "NUM_QUERY_GROUPS", self.num_query_groups)
+            if self.window_query_groups:
+                yield from self.must_divide("tp", "WINDOW_QUERY_GROUPS", self.window_query_groups)
         yield from self.must_divide("tp", "the padded VOCAB_SIZE", self.padded_vocab_size)
         if not all(self.moe_layers):
             yield from self.must_divide("tp", "FFN_HIDDEN_SIZE", self.ffn_hidden_size)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from moe_exp.config.choices import LOSSES, NO_LOSS, SCORES, one_of
 from moe_exp.config.errors import choices, divisors
-from moe_exp.config.sections.model import ModelSettings
+from moe_exp.config.sections.attention import AttentionSettings
 from moe_exp.config.setting_types import (
     LossKinds,
     NonNegative,
@@ -238,7 +238,7 @@ _ROUTER = {
 }  # fmt: skip
 
 
-class RouterSettings(ModelSettings):
+class RouterSettings(AttentionSettings):
     """USE_MOE, and the settings of the section Mixture of experts for the router and its losses."""
 
     use_moe: bool = model(True, "train a mixture of experts; false: a dense model")

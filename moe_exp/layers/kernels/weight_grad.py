@@ -198,8 +198,7 @@ def weight_grad(
 
 # Two operators, because for torch.compile an operator must not return a tensor that it writes to.
 @launch.compilable(
-    "weight_grad",
-    lambda a, b, offsets_L1, *_: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)),
+    "weight_grad", lambda a, b, offsets_L1, *_: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1))
 )
 def _new_grad(
     a: Tensor, b: Tensor, offsets_L1: Tensor, a_index_R: Tensor | None, b_index_R: Tensor | None,

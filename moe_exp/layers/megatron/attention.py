@@ -6,8 +6,8 @@ on this rank, d head size of queries and keys, v head size of values (d except i
 
 # Why not Megatron's: its wrapper of PyTorch's norms does not support sequence parallelism.
 
-import importlib.util
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +15,23 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers.dispatcher.collectives import gather_rows
+from moe_exp.layers.megatron.attention_backends import (
+    AttentionRule,
+    attend_by_blocks,
+    attend_by_flex,
+    attend_by_sdpa,
+    choose_attention,
+    largest_logits,
+)
 from moe_exp.layers.megatron.documents import Documents
 from moe_exp.layers.microbatch import in_sequence_order, sequence_blocks
+
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 
 class KeyValueCache:
@@ -54,46 +69,56 @@ class KeyValueCache:
         self.length += num_tokens
 
 
-def choose_attention(
-    device_type: str, dtype: torch.dtype, *, other_value_size: bool = False
-) -> tuple[str, str]:
-    """Chooses the attention kernel; returns its name and the reason. `other_value_size`: v differs from d."""
-    if device_type == "cpu":
-        return "sdpa", "flash-attn requires a GPU"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "sdpa", f"flash-attn does not support {str(dtype).removeprefix('torch.')}"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "sdpa", "flash-attn is not installed"
-    if other_value_size:
-        return "sdpa", "flash-attn requires the same head size for queries, keys and values"
-    return "flash-attn", "installed"
-
-
 class CausalAttention(nn.Module):
     """Causal softmax(q k^T / sqrt(d)) v, with the signature of Megatron's core attention.
 
-    With context parallelism, rank i holds blocks i and 2C-1-i of the 2C blocks of the sequence. Keys and
-    values are gathered over the ranks, and each query block attends to the keys up to its own end.
+    Follows `window_size`, `window_attn_skip_freq` and `softmax_type=learnable` of the TransformerConfig. With
+    context parallelism, rank i holds blocks i and 2C-1-i of the 2C blocks of the sequence. Keys and values
+    are gathered over the ranks (with a window, only the ends of the blocks), and each query block attends to
+    the keys up to its own end.
+
+    Args:
+        normalizes: normalize queries and keys, after the rotary embedding; Megatron's own norms are before.
+        softcap: see AttentionRule.
+        value_scale: factor on values.
+        sinks_in_windows: only layers with a window have the sinks of `softmax_type=learnable`.
+        backend: see `choose_attention`.
+        by_document: micro-batches may be split into documents.
     """
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *, pg_collection: Any,
-        normalizes: bool = False, **kwargs: Any,
+        normalizes: bool = False, softcap: float = 0.0, sinks_in_windows: bool = False, backend: str = "auto",
+        by_document: bool = False, value_scale: float = 1.0, **kwargs: Any,
     ):  # fmt: skip
         super().__init__()
-        # norms of queries and keys after the rotary embedding; Megatron's own are before
-        self.normalizes = normalizes
+        self.normalizes, self.value_scale = normalizes, value_scale
         if normalizes:
             size, epsilon = config.kv_channels, config.layernorm_epsilon
             self.q_layernorm, self.k_layernorm = (Norm(config, size, epsilon) for _ in range(2))
-        scale = kwargs.get("softmax_scale")
-        self.scale = 1.0 / math.sqrt(config.kv_channels) if scale is None else scale
+        scale, size = kwargs.get("softmax_scale"), getattr(config, "window_size", None)
+        is_windowed = size and is_layer_window_attention(size, config.window_attn_skip_freq, layer_number)
+        has_sinks = getattr(config, "softmax_type", "vanilla") == "learnable"
+        self.rule = AttentionRule(
+            1.0 / math.sqrt(config.kv_channels) if scale is None else scale,
+            size[0] + 1 if size and is_windowed else 0,
+            softcap,
+            bool(has_sinks and (is_windowed or not sinks_in_windows)),
+        )
+        self.groups = pg_collection
+        self.softmax_offset: nn.Parameter | None = None
+        if self.rule.has_sinks:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
         self.dropout: float = config.attention_dropout
         self.cp_group: ProcessGroup = pg_collection.cp
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        other_value_size = kwargs.get("k_channels") != kwargs.get("v_channels")
-        kernel, _ = choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)
-        self.use_flash = kernel == "flash-attn"
+        self.backend, _ = choose_attention(
+            "cuda" if torch.cuda.is_available() else "cpu", config.params_dtype, self.rule, requested=backend,
+            by_document=by_document, dropout=self.dropout,
+            other_value_size=kwargs.get("k_channels") != kwargs.get("v_channels"),
+        )  # fmt: skip
         self.cache: KeyValueCache | None = None  # set during generation
         # Largest logit of each head so far [H], for QK_CLIP; None: not measured.
         self.max_logits_H: Tensor | None = None
@@ -114,6 +139,8 @@ class CausalAttention(nn.Module):
             raise ValueError(f"attention_mask: {rule}. Fix: pass attention_mask=None.")
         if self.normalizes:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.value_scale != 1:
+            value = value * self.value_scale
         if self.cache is not None or documents is not None:
             # With each new length, cuDNN's attention would spend tens of milliseconds on building a plan.
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -121,28 +148,38 @@ class CausalAttention(nn.Module):
             key, value = self.cache.extend(key, value)
         if documents is not None and not (documents.are_whole_samples and len(documents.ranges) <= 2):
             return self._attend_by_document(query, key, value, documents).flatten(2)
-        if (size := self.cp_group.size()) == 1:
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        if size == 1:
             return self._attend(query, key, value).flatten(2)
-        rank = self.cp_group.rank()
-        key, value = self._gather_sequence(key), self._gather_sequence(value)
-        block = key.size(0) // (2 * size)
-        outs = []
-        for query_block, index in zip(query.chunk(2), (rank, 2 * size - 1 - rank), strict=True):
-            end = (index + 1) * block
-            outs.append(self._attend(query_block, key[:end], value[:end]))
-        return torch.cat(outs).flatten(2)
+        own, window = query.size(0) // 2, self.rule.window
+        if window and window - 1 <= own:
+            keys, values = (self._with_neighbors(x, window - 1) for x in (key, value))
+        else:
+            ends = [(index + 1) * own for index in (rank, 2 * size - 1 - rank)]
+            keys, values = (
+                [whole[:end] for end in ends] for whole in map(self._gather_sequence, (key, value))
+            )
+        parts = map(self._attend, query.chunk(2), keys, values)
+        return torch.cat(list(parts)).flatten(2)
 
     def _attend_by_document(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-        if self.cp_group.size() > 1:
+        in_place = self.cp_group.size() == 1  # then the documents are contiguous in the samples
+        if not in_place:
             num_stripes = len(documents.ranges) // 2
             key, value = (self._gather_sequence(x, num_stripes) for x in (key, value))
-        elif self.use_flash and self.max_logits_H is None:  # the documents are contiguous in the samples
+        by_flash, by_flex = self.backend == "flash-attn", self.backend == "flex"
+        if by_flash and in_place and self.max_logits_H is None:
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
             return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
+        if by_flex and self.max_logits_H is None:
+            return attend_by_flex(query, key, value, self.rule, self.softmax_offset, documents)
         queries, keys, values = documents.queries_of(query), documents.keys_of(key), documents.keys_of(value)
-        if self.use_flash:
+        if by_flash or by_flex:
             for q, k in zip(queries, keys, strict=True):
                 self._measure(q.unsqueeze(1), k.unsqueeze(1))
+        if by_flex:
+            return attend_by_flex(query, key, value, self.rule, self.softmax_offset, documents)
+        if by_flash:
             parts = [self._attend_by_flash(torch.cat(queries), torch.cat(keys), torch.cat(values), documents)]
         else:
             parts = [
@@ -166,46 +203,49 @@ class CausalAttention(nn.Module):
     def _flash_options(self) -> dict[str, Any]:
         # The default backward is faster, but accumulates the queries' gradient with atomics.
         same_bits = torch.are_deterministic_algorithms_enabled()
-        dropout = self.dropout if self.training else 0.0
-        return {"dropout_p": dropout, "softmax_scale": self.scale, "causal": True, "deterministic": same_bits}
+        dropout, scale = self.dropout if self.training else 0.0, self.rule.scale
+        options = {"dropout_p": dropout, "softmax_scale": scale, "causal": True, "deterministic": same_bits}
+        return options | ({"window_size": (self.rule.window - 1, 0)} if self.rule.window else {})
 
     def _gather_sequence(self, x: Tensor, num_stripes: int = 1) -> Tensor:
         size = self.cp_group.size()
         rows = gather_rows(x, sizes=[x.size(0)] * size, group=self.cp_group)
         return in_sequence_order(rows, sequence_blocks(size, num_stripes))
 
+    def _with_neighbors(self, x: Tensor, num_before: int) -> list[Tensor]:
+        """This rank's two blocks of keys or values, each after the last `num_before` rows before it."""
+        if not num_before:
+            return list(x.chunk(2))
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        ends = self._gather_sequence(torch.cat([block[-num_before:] for block in x.chunk(2)]))
+        places = [num_before * index for index in (rank, 2 * size - 1 - rank)]
+        before = [ends[max(0, end - num_before) : end] for end in places]
+        # The first block of the sequence is copied: a view would keep the whole projection in memory.
+        pairs = zip(before, x.chunk(2), strict=True)
+        return [torch.cat(pair) if len(pair[0]) else pair[1].clone() for pair in pairs]
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Result [Sq, B, H, v] for queries [Sq, B, H, d] and keys [Sk, B, G, d]. The last query sees all."""
+        """Result [Q, B, H, v] for queries [Q, B, H, d] and keys [K, B, G, d]. The last query sees all."""
+        rule = self.rule
+        if rule.window and (unseen := key.size(0) - query.size(0) - rule.window + 1) > 0:
+            key, value = key[unseen:], value[unseen:]
+        if rule.window >= key.size(0):
+            rule = replace(rule, window=0)
         self._measure(query, key)
-        if self.use_flash:
+        if self.backend == "flash-attn":
             from flash_attn import flash_attn_func
 
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             return flash_attn_func(q, k, v, **self._flash_options()).transpose(0, 1)
-        dropout = self.dropout if self.training else 0.0
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if q.size(2) == 1 and dropout == 0.0:
-            # A single query sees all keys, so a group's heads can be its rows, without repeating the keys.
-            rows = nn.functional.scaled_dot_product_attention(
-                q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, scale=self.scale
-            )
-            return rows.reshape(q.size(0), 1, q.size(1), v.size(3)).transpose(0, 1)
-        if q.size(1) != k.size(1) and not takes_groups(q):
-            k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-        square = q.size(2) == k.size(2)
-        mask = None
-        if not square:
-            # Imported here because it loads torch.compile, which takes longer than importing Megatron.
-            from torch.nn.attention.bias import causal_lower_right
-
-            mask = causal_lower_right(q.size(2), k.size(2))
-        options: dict[str, Any] = {"attn_mask": mask, "is_causal": square, "dropout_p": dropout}
-        options["scale"], options["enable_gqa"] = self.scale, q.size(1) != k.size(1)
-        return nn.functional.scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
+        if self.backend == "flex" and self.cache is None:
+            return attend_by_flex(query, key, value, rule, self.softmax_offset)
+        if rule.is_plain and self.backend != "blocks":
+            return attend_by_sdpa(query, key, value, rule.scale, self.dropout if self.training else 0.0)
+        return attend_by_blocks(query, key, value, rule, self.softmax_offset)
 
     def _measure(self, query: Tensor, key: Tensor) -> None:
         if self.max_logits_H is not None and self.training:
-            found = largest_logits(query, key, self.scale)
+            found = largest_logits(query, key, self.rule.scale, window=self.rule.window)
             torch.maximum(self.max_logits_H, found, out=self.max_logits_H)
 
     def take_max_logits(self) -> Tensor:
@@ -217,39 +257,14 @@ class CausalAttention(nn.Module):
         self.max_logit = largest if self.max_logit is None else torch.maximum(self.max_logit, largest)
         return taken
 
-
-def takes_groups(query: Tensor) -> bool:
-    """Whether SDPA supports fewer key heads than query heads without storing all scores."""
-    # On GPUs only the flash attention of SDPA does, which requires 16-bit values and sm_80.
-    has_two_bytes = query.dtype in (torch.bfloat16, torch.float16)
-    return not query.is_cuda or (has_two_bytes and torch.cuda.get_device_capability(query.device) >= (8, 0))
-
-
-@torch.no_grad()
-def largest_logits(query: Tensor, key: Tensor, scale: float, *, max_values: int = 1 << 24) -> Tensor:
-    """Largest logit (q k * scale) of each head over all causal query-key pairs, fp32 [H].
-
-    Args:
-        query: [Sq, B, H, d].
-        key: [Sk, B, G, d]; the last query sees all keys.
-        scale: factor on the logits.
-        max_values: limit on the number of logits in memory, but at least the logits of one query.
-    """
-    (num_queries, batch, heads, size), groups = query.shape, key.size(2)
-    keys, before = key.permute(1, 2, 3, 0), key.size(0) - num_queries
-    num_rows = max(1, max_values // (batch * heads * key.size(0)))
-    found = query.new_full((groups, heads // groups), -math.inf, dtype=torch.float32)
-    for start in range(0, num_queries, num_rows):
-        # Scaled before the product, which could overflow in fp16.
-        rows = query[start : start + num_rows] * scale
-        end = before + start + len(rows)
-        grouped = rows.reshape(len(rows), batch, groups, -1, size).permute(1, 2, 3, 0, 4)
-        products = grouped.reshape(batch, groups, -1, size) @ keys[..., :end]
-        products = products.view(batch, groups, -1, len(rows), end)
-        later = products.new_ones(len(rows), end, dtype=torch.bool).triu(before + start + 1)
-        largest = products.masked_fill_(later, -math.inf).amax((0, 3, 4))
-        found = torch.maximum(found, largest.float())
-    return found.flatten()
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """This rank's sinks, as a sharded tensor, and its norms."""
+        dp_cp = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        arguments = self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        tp = self.groups.tp
+        return dict(make_sharded_tensors_for_checkpoint(*arguments, tp_group=tp, dp_cp_group=dp_cp))
 
 
 def choose_norm(device_type: str) -> tuple[str, str]:

@@ -55,8 +55,8 @@ _IRRELEVANT = """
     moe_single_grouped_bias moe_single_grouped_weight moe_token_dispatcher_type moe_use_legacy_grouped_gemm
     use_fused_weighted_squared_relu use_te_activation_func
 """
-# The only supported values of fields that attention and norm of the local spec do not implement.
-_OF_ATTENTION = {"window_size": None, "softmax_type": "vanilla", "layernorm_zero_centered_gamma": False}
+# The supported values of fields that attention and norm of the local spec implement in part or not at all.
+_OF_ATTENTION = {"softmax_type": ("vanilla", "learnable"), "layernorm_zero_centered_gamma": (False,)}
 FOLLOWED, IRRELEVANT = frozenset(_FOLLOWED.split()), frozenset(_IRRELEVANT.split())
 
 
@@ -81,7 +81,10 @@ def check_fields(config: TransformerConfig) -> None:
 
 def check_attention(config: TransformerConfig) -> None:
     """Raises a ValueError for a field that Megatron's attention and norm support, but ours do not."""
-    for name, usual in _OF_ATTENTION.items():
-        if (value := getattr(config, name, usual)) != usual:
+    window = getattr(config, "window_size", None) or (0, 0)
+    usual = _OF_ATTENTION | {"window_size": (None, (max(window[0], 0), 0))}
+    for name, supported in usual.items():
+        if (value := getattr(config, name, supported[0])) not in supported:
             rule = "is not supported by the attention and norm of this layer spec"
-            raise ValueError(f"{name}={value}: {rule}. Fix: leave it at {usual}, or set use_te=True.")
+            fix = f"set it to {' or '.join(map(str, supported))}, or set use_te=True"
+            raise ValueError(f"{name}={value}: {rule}. Fix: {fix}.")

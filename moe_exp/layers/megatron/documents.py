@@ -69,6 +69,12 @@ class Documents:
         return all(len(lengths) == 1 for lengths in self.lengths)
 
     @cached_property
+    def ids(self) -> Tensor:
+        """Index of the document of each token in whole samples, int64 [B, S], on the CPU."""
+        rows = [torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in self.lengths]
+        return torch.stack(rows)
+
+    @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """This rank's segments, sample by sample; the segments cover every query once, in order."""
         found = []

@@ -1,5 +1,5 @@
-"""Norms after attention and MLP (OLMo 2, arXiv:2501.00656, section 3.2) and constant factors (Granite 3.0),
-which Megatron's layers do not have.
+"""Norms after attention and MLP (OLMo 2, arXiv:2501.00656, section 3.2), parallel attention and MLP (GPT-J,
+Cohere2) and constant factors (Granite 3.0), which Megatron's layers do not have.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from moe_exp.layers.megatron.attention import Norm
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class ResidualAdd(nn.Module):
@@ -42,16 +43,36 @@ class ResidualAdd(nn.Module):
         return added
 
 
+class ParallelLayer(TransformerLayer):  # type: ignore[misc]
+    """TransformerLayer that computes x + attention(n) + MLP(n), where n = norm(x)."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._normalized: list[Tensor] = []
+        self.input_layernorm.register_forward_hook(self._keep)
+        # Megatron adds attention to x before this norm, an IdentityOp.
+        self.pre_mlp_layernorm.register_forward_hook(self._take)
+
+    def _keep(self, norm: nn.Module, args: tuple[Tensor, ...], normalized: Tensor) -> None:
+        self._normalized.append(normalized)
+
+    def _take(self, norm: nn.Module, args: tuple[Tensor, ...], x: Tensor) -> Tensor:
+        return self._normalized.pop()
+
+
 def change_residuals(spec: ModuleSpec, config: Any, *, placement: str, multiplier: float) -> None:
     """Changes the spec of a transformer layer for NORM_PLACEMENT and RESIDUAL_MULTIPLIER.
 
     The norms have the names `post_self_attn_layernorm` and `post_mlp_layernorm` in checkpoints.
     """
     parts = spec.submodules
-    after = {"post": ("self_attn", "mlp"), "around_moe": ("mlp",), "pre": ()}[placement]
+    both = ("self_attn", "mlp")
+    after = {"post": both, "around": both, "around_moe": ("mlp",), "pre": (), "parallel": ()}[placement]
     if placement == "post":
         parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-    for name in ("self_attn", "mlp") if multiplier != 1 else after:
+    if placement == "parallel":
+        spec.module, parts.pre_mlp_layernorm = ParallelLayer, IdentityOp
+    for name in both if multiplier != 1 else after:
         params = {"config": config, "norm": Norm if name in after else IdentityOp, "multiplier": multiplier}
         setattr(parts, f"{name}_bda", ModuleSpec(module=ResidualAdd, params=params))
         parts.sharded_state_dict_keys_map[f"{name}_bda.norm."] = f"post_{name}_layernorm."
@@ -66,8 +87,13 @@ def scale_ends(chunk: Any, *, embedding: float, logits: float) -> None:
         chunk.output_layer.register_forward_pre_hook(lambda module, args: (args[0] / logits, *args[1:]))
 
 
-def set_qk_epsilon(chunk: Any, epsilon: float) -> None:
-    """Sets the epsilon of the norms of queries and keys, or of their compressed vectors."""
+def change_norms(chunk: Any, *, qk_epsilon: float, has_bias: bool) -> None:
+    """Sets the epsilon of the norms of queries and keys, or of their compressed vectors (0: unchanged), and
+    removes the biases of all LayerNorms without `has_bias`.
+    """
+    of_qk = ("q_layernorm", "k_layernorm", "kv_layernorm")
     for name, module in chunk.named_modules():
-        if name.endswith(("q_layernorm", "k_layernorm", "kv_layernorm")) and hasattr(module, "eps"):
-            module.eps = epsilon
+        if qk_epsilon and name.endswith(of_qk) and hasattr(module, "eps"):
+            module.eps = qk_epsilon
+        if not has_bias and isinstance(module, nn.LayerNorm):
+            module.register_parameter("bias", None)

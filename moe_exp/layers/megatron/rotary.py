@@ -9,17 +9,20 @@ Shapes: S sequence length, B batch, H heads, D head size, P rotated channels of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.launch import jit, tl
 from moe_exp.layers.kernels.self_test import LIMITS, KernelCheck, error_of
 
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 _TILE = 1024  # pairs that a program rotates
 
@@ -29,6 +32,62 @@ def install_rotary() -> bool:
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate
+
+
+class TwoRotaries(nn.Module):
+    """Megatron's rotary embedding, and a plain one with another base for layers with a window.
+
+    Megatron passes the same angles to every layer: [positions, 1, 1, 2 * P], P of each embedding. A layer
+    takes its half, see `rotate_windows`.
+    """
+
+    def __init__(self, rotary: Any, base: float):
+        super().__init__()
+        num_pairs, device = len(rotary.inv_freq), rotary.inv_freq.device
+        other = RotaryEmbedding(
+            2 * num_pairs, 1.0, rotary_base=base, cp_group=rotary.cp_group, use_cpu_initialization=True
+        )
+        other.inv_freq = other.inv_freq.to(device)
+        self.rotaries: Any = nn.ModuleList([rotary, other])
+        self.get_rotary_seq_len = rotary.get_rotary_seq_len
+
+    def get_emb(self, *args: Any, **options: Any) -> Any:
+        """Angles without context parallelism; with YaRN, also YaRN's factor."""
+        return self._joined([rotary.get_emb(*args, **options) for rotary in self.rotaries])
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Angles of this rank's positions; with YaRN, also YaRN's factor."""
+        return self._joined([rotary(*args, **options) for rotary in self.rotaries])
+
+    def _joined(self, found: list[Any]) -> Any:
+        angles, *factor = found[0] if isinstance(found[0], tuple) else (found[0],)
+        both = torch.cat([angles, found[1]], -1)
+        return (both, *factor) if factor else both
+
+
+def rotate_windows(chunk: Any, config: Any, base: float, has_window: Sequence[bool]) -> None:
+    """Gives layers with a window a plain rotary embedding of their own.
+
+    Args:
+        config: the chunk's TransformerConfig.
+        base: base of the embedding.
+        has_window: flag per layer of the whole model.
+    """
+    chunk.rotary_pos_emb = TwoRotaries(chunk.rotary_pos_emb, base)
+    without_yarn = copy.copy(config)  # Megatron's attention multiplies queries and keys by YaRN's factor
+    without_yarn.yarn_rotary_scaling_factor = 1.0
+
+    def take_half(index: int, module: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        known = vars(angles := options["rotary_pos_emb"])
+        if "halves" not in known:  # all layers share them, and `rotate` caches their cosines
+            known["halves"] = [half.contiguous() for half in angles.chunk(2, -1)]
+        return args, {**options, "rotary_pos_emb": known["halves"][index]}
+
+    for layer in chunk.decoder.layers:
+        is_windowed = has_window[layer.layer_number - 1]
+        layer.self_attention.register_forward_pre_hook(partial(take_half, int(is_windowed)), with_kwargs=True)
+        if is_windowed:
+            layer.self_attention.config = without_yarn
 
 
 def choose_rotary(is_fused: bool, *, device_type: str, failure: str = "") -> tuple[str, str]:

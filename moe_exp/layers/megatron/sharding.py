@@ -99,12 +99,8 @@ class _Part:
 
     def _stacked(self, key: str, tensor: Tensor, fragment: tuple[int, int], replica_id: Any) -> ShardedTensor:
         """Shards `tensor`, which has an expert axis; `fragment` is (index, count) along the split axis."""
-        first = len(self.sharded_offsets)
-        offsets = (
-            *self.sharded_offsets,
-            (first, self.place.ep_rank, self.place.ep_size),
-            (first + self.split_axis, *fragment),
-        )
+        first, of_rank = len(self.sharded_offsets), (self.place.ep_rank, self.place.ep_size)
+        offsets = (*self.sharded_offsets, (first, *of_rank), (first + self.split_axis, *fragment))
         return ShardedTensor.from_rank_offsets(
             key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=first
         )

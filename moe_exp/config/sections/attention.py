@@ -1,0 +1,156 @@
+"""Attention settings: which tokens a query sees, sinks, soft cap, output gate and backend."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from moe_exp.config.sections.model import ModelSettings
+from moe_exp.config.setting_types import (
+    LayerPattern,
+    LayersOrWindowed,
+    NonNegative,
+    OptionalWidth,
+    Rate,
+    layers_of_pattern,
+    model,
+)
+
+
+class AttentionSettings(ModelSettings):
+    """Further settings of the section Model."""
+
+    sliding_window: NonNegative = model(
+        0,
+        "number of tokens that a query sees in the layers of WINDOW_PATTERN, itself included; 0: all earlier "
+        "tokens",
+    )
+    window_pattern: LayerPattern = model(
+        "1",
+        "layers with SLIDING_WINDOW; n: every n-th layer from the first on (2: gpt-oss); n:m: n layers with "
+        "a window, then m without, repeated; or a pattern of 1 and 0 as in MOE_LAYER_FREQ",
+    )
+    rotary_layers: LayersOrWindowed = model(
+        "1",
+        "layers with rotary position embedding; windowed: those with SLIDING_WINDOW; or a pattern as in "
+        "WINDOW_PATTERN",
+        costs=False,
+    )
+    window_rotary_base: Rate = model(
+        0.0,
+        "base of a rotary position embedding, without ROPE_SCALING, that layers with SLIDING_WINDOW have "
+        "instead of the other layers'; 0: the same in all layers",
+        costs=False,
+    )
+    window_query_groups: NonNegative = model(
+        0, "key/value heads of layers with SLIDING_WINDOW; 0: NUM_QUERY_GROUPS (MiMo-V2-Flash)"
+    )
+    value_head_dim: OptionalWidth = model(
+        0,
+        "channels per value head, if fewer than per query and key head (MiMo-V2-Flash); the others are "
+        "computed with weights of zero; 0: as many",
+        costs=False,
+    )
+    value_scale: float = model(1.0, "factor on values (MiMo-V2-Flash)", gt=0, costs=False)
+    attention_sinks: Literal["none", "all", "windowed"] = model(
+        "none",
+        "layers with a learned sink per attention head, a logit that takes part in softmax without a value "
+        "(gpt-oss); windowed: those with SLIDING_WINDOW",
+    )
+    attention_softcap: Rate = model(
+        0.0, "soft cap c of attention logits, c * tanh(logit / c) (Gemma 2); 0: none", costs=False
+    )
+    attention_gate: bool = model(
+        False,
+        "multiply the result of attention by the sigmoid of a projection of its input, before the output "
+        "projection (Qwen3-Next, Afmoe)",
+    )
+    attention_backend: Literal["auto", "sdpa", "flash-attn", "flex", "blocks"] = model(
+        "auto",
+        "implementation of attention; sdpa: torch's scaled_dot_product_attention; flex: torch's "
+        "FlexAttention, on GPUs; blocks: plain torch, by blocks of queries; auto: the fastest that supports "
+        "the model",
+        compared=False,
+    )
+
+    @property
+    def window_layers(self) -> list[bool]:
+        """Flag per layer, true if the layer has a window. A list in WINDOW_PATTERN sets the length."""
+        if not self.sliding_window:
+            return [False] * self.num_layers
+        return list(layers_of_pattern(self.window_pattern, self.num_layers, 0))
+
+    @property
+    def layers_without_rotary(self) -> list[bool]:
+        """Flag per layer, true if it has no rotary position embedding."""
+        if self.rotary_layers == "windowed":
+            return [not has_window for has_window in self.window_layers]
+        return [not is_in for is_in in layers_of_pattern(self.rotary_layers, self.num_layers, 0)]
+
+    @property
+    def sink_layers(self) -> list[bool]:
+        """Flag per layer, true if its attention has sinks."""
+        windowed, which = self.window_layers, self.attention_sinks
+        return windowed if which == "windowed" else [which == "all"] * len(windowed)
+
+    @property
+    def layer_query_groups(self) -> list[int]:
+        """Number of key/value heads of each layer."""
+        groups = (self.num_query_groups, self.window_query_groups or self.num_query_groups)
+        return [groups[has_window] for has_window in self.window_layers]
+
+    @property
+    def has_equal_attention(self) -> bool:
+        """Whether all layers have attention parameters of the same shapes."""
+        return len({*zip(self.layer_query_groups, self.sink_layers, strict=True)}) == 1
+
+    @property
+    def needs_own_attention(self) -> bool:
+        """Whether Transformer Engine's attention core cannot be used."""
+        beyond = self.attention_sinks != "none" or self.attention_softcap or self.attention_backend != "auto"
+        return bool(self.sliding_window or beyond or self.value_scale != 1)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.sliding_window:
+            fix = "set SLIDING_WINDOW"
+            names = ("window_pattern", "window_rotary_base", "window_query_groups")
+            yield from self.without_effect(names, "SLIDING_WINDOW=0", fix)
+            for name, usual in (("rotary_layers", "1"), ("attention_sinks", "none")):
+                if getattr(self, name) == "windowed":
+                    rule = "no layer has a window while SLIDING_WINDOW=0"
+                    yield self.problem(name, rule, f"{fix}, or {name.upper()}={usual}")
+        patterns = {"window_pattern": self.window_layers, "rotary_layers": self.layers_without_rotary}
+        for name, layers in patterns.items():
+            if len(layers) != self.num_layers and getattr(self, name) != "windowed":
+                rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
+                fix = f"give a number, n:m, or a pattern of {self.num_layers} zeros and ones"
+                yield self.problem(name, rule, fix)
+        latent, lacks_rotary = self.multi_latent_attention, any(self.layers_without_rotary)
+        name = "rotary_layers" if lacks_rotary else "window_rotary_base"
+        by_blocks = self.sliding_window or self.attention_sinks != "none" or self.attention_softcap
+        backend = self.attention_backend
+        yield from self.broken(
+            ((lacks_rotary or self.window_rotary_base) and latent, name,
+             "with MULTI_LATENT_ATTENTION, all layers have the same rotary embedding",
+             "set ROTARY_LAYERS=1 and WINDOW_ROTARY_BASE=0"),
+            (self.window_query_groups and latent, "window_query_groups",
+             "MULTI_LATENT_ATTENTION has no key/value heads", "set WINDOW_QUERY_GROUPS=0"),
+            (self.window_query_groups and self.num_heads % self.window_query_groups, "window_query_groups",
+             f"must divide NUM_HEADS={self.num_heads}", "set WINDOW_QUERY_GROUPS=0"),
+            (self.value_head_dim and latent, "value_head_dim", "MULTI_LATENT_ATTENTION uses V_HEAD_DIM",
+             "set VALUE_HEAD_DIM=0"),
+            (self.value_head_dim > self.kv_channels, "value_head_dim",
+             f"must be at most the head size {self.kv_channels}", "set VALUE_HEAD_DIM=0"),
+            (self.attention_gate and latent, "attention_gate",
+             "Megatron's MULTI_LATENT_ATTENTION has no output gate", "set ATTENTION_GATE=false"),
+            (by_blocks and self.attention_dropout, "attention_dropout",
+             "cannot be combined with SLIDING_WINDOW, ATTENTION_SINKS or ATTENTION_SOFTCAP",
+             "set ATTENTION_DROPOUT=0"),
+            (backend in ("flex", "blocks") and self.attention_dropout, "attention_dropout",
+             f"cannot be combined with ATTENTION_BACKEND={backend}", "set ATTENTION_DROPOUT=0"),
+            (backend in ("sdpa", "flash-attn") and (self.attention_sinks != "none" or self.attention_softcap),
+             "attention_backend", "supports neither ATTENTION_SINKS nor ATTENTION_SOFTCAP",
+             "set ATTENTION_BACKEND=auto"),
+            (bool(self.mtp_num_layers) and (self.sliding_window or lacks_rotary), "mtp_num_layers",
+             "cannot be combined with SLIDING_WINDOW or ROTARY_LAYERS, whose patterns do not contain these "
+             "layers", "set MTP_NUM_LAYERS=0"),
+        )  # fmt: skip

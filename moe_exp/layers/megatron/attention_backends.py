@@ -1,0 +1,359 @@
+"""Backends of causal attention: softmax(cap(q k^T * scale)) v over the keys that a query sees.
+
+In every function the last query sees the last key. Shapes: Q queries, K keys, B batch, H query heads, G
+key/value heads, d head size of queries and keys, v head size of values.
+"""
+
+import importlib.util
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_exp.layers.megatron.documents import Documents
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """Which keys a query sees, and its logits.
+
+    Args:
+        scale: factor on q k^T.
+        window: number of keys that a query sees, its own included; 0: all earlier ones.
+        softcap: c in logit = c * tanh(scale * q k^T / c); 0: no cap.
+        has_sinks: a learned logit per head takes part in softmax, without a value.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but the causal mask."""
+        return not (self.window or self.softcap or self.has_sinks)
+
+
+def choose_attention(
+    device_type: str, dtype: torch.dtype, rule: AttentionRule, *, requested: str = "auto",
+    by_document: bool = False, other_value_size: bool = False, dropout: float = 0.0,
+) -> tuple[str, str]:  # fmt: skip
+    """Chooses the backend of a layer; returns its name and the reason.
+
+    Args:
+        requested: ATTENTION_BACKEND.
+        by_document: whether micro-batches may be split into documents.
+        other_value_size: v differs from d.
+
+    Raises:
+        ValueError: if `requested` cannot compute the layer on this device.
+    """
+    reason = "flash-attn is not installed"
+    if device_type == "cpu":
+        reason = "flash-attn and FlexAttention require a GPU"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        reason = f"flash-attn does not support {str(dtype).removeprefix('torch.')}"
+    elif other_value_size:
+        reason = "flash-attn requires the same head size for queries, keys and values"
+    elif rule.has_sinks or rule.softcap:
+        reason = "flash-attn supports neither sinks nor a soft cap here"
+    elif importlib.util.find_spec("flash_attn") is not None:
+        reason = ""
+    if requested != "auto":
+        if (requested == "flash-attn" and reason) or (requested == "flex" and device_type == "cpu"):
+            raise ValueError(f"attention_backend={requested}: {reason}. Fix: set ATTENTION_BACKEND=auto.")
+        return requested, f"ATTENTION_BACKEND={requested}"
+    if device_type == "cpu":
+        return ("sdpa" if rule.is_plain else "blocks"), reason
+    if not reason:
+        return "flash-attn", "installed"
+    if dropout or (rule.is_plain and not by_document):
+        return "sdpa", reason
+    return "flex", reason
+
+
+def attend_by_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+    """Result [Q, B, H, v] of plain causal attention; query [Q, B, H, d], key [K, B, G, d]."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    if q.size(2) == 1 and dropout == 0.0:
+        # A single query sees all keys, so a group's heads can be its rows, without repeating the keys.
+        rows = nn.functional.scaled_dot_product_attention(
+            q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, scale=scale
+        )
+        return rows.reshape(q.size(0), 1, q.size(1), v.size(3)).transpose(0, 1)
+    if q.size(1) != k.size(1) and not takes_groups(q):
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
+    square = q.size(2) == k.size(2)
+    mask = None
+    if not square:
+        # Imported here because it loads torch.compile, which takes longer than importing Megatron.
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask = causal_lower_right(q.size(2), k.size(2))
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": square, "dropout_p": dropout}
+    options["scale"], options["enable_gqa"] = scale, q.size(1) != k.size(1)
+    return nn.functional.scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
+
+
+def takes_groups(query: Tensor) -> bool:
+    """Whether SDPA supports fewer key heads than query heads without storing all scores."""
+    # On GPUs only the flash attention of SDPA does, which requires 16-bit values and sm_80.
+    has_two_bytes = query.dtype in (torch.bfloat16, torch.float16)
+    return not query.is_cuda or (has_two_bytes and torch.cuda.get_device_capability(query.device) >= (8, 0))
+
+
+def attend_by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
+) -> Tensor:
+    """Result [Q, B, H, v] of attention by blocks of queries, each with the keys that the block sees.
+
+    Time and memory grow with the window, not with the sequence; backward computes the logits again.
+
+    Args:
+        query, key, value: [Q, B, H, d], [K, B, G, d] and [K, B, G, v].
+        sinks: [H], if `rule.has_sinks`.
+    """
+    return _Blocks.apply(query, key, value, sinks, rule)
+
+
+class _Block(NamedTuple):
+    """Successive blocks of queries that are computed at once."""
+
+    number: int
+    queries: slice
+    keys: slice
+    mask: Tensor  # additive, [rows, keys] of one of them; a row: a query of one of a group's heads
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """View [B, number, G, queries, H/G, ...] of x [B, G, Q, H/G, ...]."""
+        return x[:, :, self.queries].unflatten(2, (self.number, -1)).transpose(1, 2)
+
+    def stacked(self, x: Tensor) -> Tensor:
+        """Rows [B * number, G, rows, ...] of x [B, G, Q, H/G, ...]."""
+        return self.rows_of(x).flatten(3, 4).flatten(0, 1)
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """View [B * number, G, keys, channels] of x [B, G, K, channels]; the blocks' keys overlap."""
+        step, num_keys = (self.queries.stop - self.queries.start) // self.number, self.mask.size(1)
+        return x[:, :, self.keys].unfold(2, num_keys, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+    def add(self, x: Tensor, found: Tensor) -> None:
+        """Adds `found`, of the shape of `keys_of`, to x [B, G, K, channels]."""
+        step, num_keys = (self.queries.stop - self.queries.start) // self.number, self.mask.size(1)
+        for index, part in enumerate(found.unflatten(0, (-1, self.number)).unbind(1)):
+            first = self.keys.start + index * step
+            x[:, :, first : first + num_keys] += part
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rule: AttentionRule
+    ) -> Tensor:
+        num_queries, batch, num_heads, _ = query.shape
+        k, v = (x.permute(1, 2, 0, 3) for x in (key, value))
+        result = value.new_empty(num_queries, batch, num_heads, value.size(3))
+        q, out = (_by_group(x, key.size(2)) for x in (query, result))
+        log_sum = torch.empty(out.shape[:-1], dtype=_wide(query), device=query.device)
+        for block in _blocks_of(query, key, rule):
+            found = _attended(block.stacked(q), block.keys_of(k), block.keys_of(v), block.mask, rule)
+            for whole, part in zip((out, log_sum), found, strict=True):
+                rows = block.rows_of(whole)
+                rows.copy_(part.reshape(rows.shape))
+        if sinks is not None:
+            with_sink = torch.logaddexp(log_sum, _of_groups(sinks, log_sum))
+            out.mul_((log_sum - with_sink).exp_().unsqueeze(-1))
+            log_sum = with_sink
+        ctx.save_for_backward(query, key, value, sinks, result, log_sum)
+        ctx.rule = rule
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, result, log_sum = ctx.saved_tensors
+        k, v = (x.permute(1, 2, 0, 3) for x in (key, value))
+        of_queries, of_keys, of_values = torch.empty_like(query), torch.zeros_like(k), torch.zeros_like(v)
+        grad, q, out, grad_q = (_by_group(x, key.size(2)) for x in (grads[0], query, result, of_queries))
+        for block in _blocks_of(query, key, ctx.rule):
+            of_rows = [block.stacked(x) for x in (grad, q, out, log_sum)]
+            found = _gradients(of_rows, block.keys_of(k), block.keys_of(v), block.mask, ctx.rule)
+            rows = block.rows_of(grad_q)
+            rows.copy_(found[0].reshape(rows.shape))
+            block.add(of_keys, found[1])
+            block.add(of_values, found[2])
+        of_sinks = None
+        if sinks is not None:  # p of a sink times (0 - sum of p * its gradient)
+            weights = (_of_groups(sinks, log_sum) - log_sum).exp()
+            of_sinks = -(weights * (grad * out).sum(-1)).sum((0, 2)).flatten().to(sinks.dtype)
+        return of_queries, *(x.permute(2, 0, 1, 3) for x in (of_keys, of_values)), of_sinks, None
+
+
+def _by_group(x: Tensor, num_groups: int) -> Tensor:
+    """View [B, G, Q, H/G, channels] of [Q, B, H, channels]."""
+    return x.unflatten(2, (num_groups, -1)).permute(1, 2, 0, 3, 4)
+
+
+def _of_groups(sinks: Tensor, log_sum: Tensor) -> Tensor:
+    return sinks.to(log_sum.dtype).view(log_sum.size(1), 1, -1)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _blocks_of(query: Tensor, key: Tensor, rule: AttentionRule) -> Iterator[_Block]:
+    num_queries, num_keys, num_heads = query.size(0), key.size(0), query.size(2) // key.size(2)
+    # 192 rows, which torch's flash attention on CPUs computes in whole tiles
+    size = max(64, 192 // num_heads)
+    before, window = num_keys - num_queries, rule.window or num_keys
+    # row i, from the end, does not see the last i keys, nor those before its window
+    most = min(num_keys, window + size - 1)
+    ages = torch.arange(size - 1, -1, -1, device=query.device).repeat_interleave(num_heads)[:, None]
+    places = torch.arange(most - 1, -1, -1, device=query.device)
+    hidden = (places < ages) | (places >= ages + window)
+    mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+    start = 0
+    while start < num_queries:
+        first, end = before + start - window + 1, min(start + size, num_queries)
+        # blocks with as many keys; several samples could not be stacked without a copy
+        alike = min(6, (num_queries - start) // size) if query.size(1) == 1 and first >= 0 else 1
+        number = max(1, alike)
+        part = mask[(start - end) * num_heads :, max(0, first) - before - end :]
+        end = start + number * (end - start)
+        yield _Block(number, slice(start, end), slice(max(0, first), before + end), part)
+        start = end
+
+
+def _has_fused(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
+    """Whether the CPU's flash attention computes a block."""
+    return q.device.type == "cpu" and q.size(-1) == v.size(-1) and not rule.softcap
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor]:
+    """Result [B, G, rows, v] and logarithm of the sum of exp(logit) [B, G, rows], in at least fp32."""
+    if _has_fused(q, v, rule):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, attn_mask=mask, scale=rule.scale)
+    logits, _ = _logits(q, k, mask, rule)
+    log_sum = logits.logsumexp(-1)
+    weights = logits.sub_(log_sum.unsqueeze(-1)).exp_()
+    return (weights @ v.to(weights.dtype)).to(v.dtype), log_sum
+
+
+def _gradients(
+    of_rows: list[Tensor], k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, from the rows' gradient, queries, results and log sums."""
+    grad, q, out, log_sum = of_rows
+    if _has_fused(q, v, rule):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        operands = grad, q, k, v, out, log_sum
+        return flash(*operands, 0.0, False, attn_mask=mask, scale=rule.scale)
+    logits, slope = _logits(q, k, mask, rule)
+    weights = logits.sub_(log_sum.unsqueeze(-1)).exp_()
+    grad, q, k, v, out = (x.to(weights.dtype) for x in (grad, q, k, v, out))
+    of_logits = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * rule.scale
+    if slope is not None:
+        of_logits *= slope
+    return of_logits @ k, of_logits.mT @ q, weights.mT @ grad
+
+
+def _logits(q: Tensor, k: Tensor, mask: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor | None]:
+    """Masked logits, and the slope of the soft cap."""
+    wide = _wide(q)
+    logits, slope = (q.to(wide) * rule.scale) @ k.to(wide).mT, None
+    if rule.softcap:
+        capped = (logits / rule.softcap).tanh()
+        logits, slope = capped * rule.softcap, 1 - capped.square()
+    return logits.add_(mask), slope
+
+
+def attend_by_flex(
+    query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None,
+    documents: Documents | None = None,
+) -> Tensor:  # fmt: skip
+    """Result [Q, B, H, v] of torch's FlexAttention, compiled on a GPU; arguments as in `attend_by_blocks`.
+
+    With `documents`, keys are whole samples, and queries are this rank's part of the samples.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    attend: Any = _compiled(flex_attention) if query.is_cuda else flex_attention
+    cap = rule.softcap
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    mask = _block_mask(rule.window, query.size(0), key.size(0), query.device, documents)
+    options: dict[str, Any] = {"scale": rule.scale, "block_mask": mask}
+    options |= {"enable_gqa": query.size(2) != key.size(2), "score_mod": capped if cap else None}
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    if sinks is None:
+        return attend(q, k, v, **options).permute(2, 0, 1, 3)
+    out, aux = attend(q, k, v, return_aux=AuxRequest(lse=True), **options)
+    share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(1, -1, 1))
+    return (out * share.unsqueeze(-1)).to(out.dtype).permute(2, 0, 1, 3)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=False)
+
+
+@lru_cache(maxsize=8)  # all layers of a micro-batch use the same; without documents, all micro-batches
+def _block_mask(
+    window: int, num_queries: int, num_keys: int, device: torch.device, documents: Documents | None
+) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    places = torch.arange(num_keys, device=device)
+    batch, ids = None, places.new_zeros(1, num_keys)
+    own = places[num_keys - num_queries :]  # place of each query among the keys
+    if documents is not None:
+        batch, ids = len(documents.lengths), documents.ids.to(device)
+        if documents.ranges:
+            own = torch.cat([places[first:end] for first, end in documents.ranges])
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        place = own[i]
+        seen = (j <= place) & (ids[b if batch else 0, j] == ids[b if batch else 0, place])
+        return seen & (j > place - window) if window else seen
+
+    create: Any = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+    return create(sees, batch, None, num_queries, num_keys, device=device)
+
+
+@torch.no_grad()
+def largest_logits(
+    query: Tensor, key: Tensor, scale: float, *, window: int = 0, max_values: int = 1 << 24
+) -> Tensor:
+    """Largest logit (q k * scale) of each head over all pairs of a query and a key that it sees, fp32 [H].
+
+    Args:
+        query: [Q, B, H, d].
+        key: [K, B, G, d].
+        scale: factor on the logits.
+        window: see AttentionRule.
+        max_values: limit on the number of logits in memory, but at least the logits of one query.
+    """
+    (num_queries, batch, heads, size), groups = query.shape, key.size(2)
+    keys, before = key.permute(1, 2, 3, 0), key.size(0) - num_queries
+    num_rows = max(1, max_values // (batch * heads * key.size(0)))
+    found = query.new_full((groups, heads // groups), -math.inf, dtype=torch.float32)
+    for start in range(0, num_queries, num_rows):
+        # Scaled before the product, which could overflow in fp16.
+        rows = query[start : start + num_rows] * scale
+        end = before + start + len(rows)
+        grouped = rows.reshape(len(rows), batch, groups, -1, size).permute(1, 2, 3, 0, 4)
+        products = grouped.reshape(batch, groups, -1, size) @ keys[..., :end]
+        products = products.view(batch, groups, -1, len(rows), end)
+        seen = products.new_ones(len(rows), end, dtype=torch.bool).tril(before + start)
+        hidden = ~(seen.triu(before + start - window + 1) if window else seen)
+        largest = products.masked_fill_(hidden, -math.inf).amax((0, 3, 4))
+        found = torch.maximum(found, largest.float())
+    return found.flatten()
