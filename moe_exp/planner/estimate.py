@@ -128,9 +128,7 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
 
 
 def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:
-    """Returns up to four changes of one setting that save memory: first those that suffice alone, and among
-    equals the fastest.
-    """
+    """Returns up to four changes of one setting that save memory: sufficient ones first, then by speed."""
     found = [lever for lever in levers(config, hardware, load_constants(), prediction) if not lever.problem]
     # a change below the error of the prediction is no help
     found = [lever for lever in found if lever.needed_bytes > 0.01 * prediction.memory_bytes]

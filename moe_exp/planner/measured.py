@@ -33,7 +33,6 @@ _REQUIRED = ("row_id", "gpu", "layers", "hidden", "heads", "seq", "vocab", "tp",
 _SIZES = (*_REQUIRED[2:], "gpus_per_node", "nodes", "n_gpus", "ffn", "kv_groups", "dp", "mbs", "gbs")
 _NUMBERS = (
     "swiglu", "experts", "topk", "ep", "pp_balanced_embedding", "mem_gb", "sec_per_it", "num_mtp_layers",
-    "sliding_window",
 )  # fmt: skip
 _MEASURED = ("mem_gb", "sec_per_it")
 _LARGEST = 10**7  # larger numbers are typos, and lists of that many stages or layers would not fit in memory
@@ -58,9 +57,7 @@ _WORDS = {
     "precision": ("fp32", "fp16", "bf16", "bf16_fp32grad", *FP8),
     "zero_stage": ("0", "1", *_OF_MEGATRON.values()),
 }
-_OTHERS_OF_ENGINE = (
-    "num_mtp_layers", "sliding_window", "cuda_graph", "optimizer_dtypes", "pipeline_layout",
-)  # fmt: skip
+_OTHERS_OF_ENGINE = ("num_mtp_layers", "cuda_graph", "optimizer_dtypes", "pipeline_layout")
 # RECOMPUTE by recomputed module, in descending order of recomputation.
 _RECOMPUTE = {"full": "full", "moe": "selective", "selective": "selective", "moe_act": "moe_act"}
 _MODULES = {"layernorm", "mla_up_proj", "core_attn", "mlp"}
@@ -381,6 +378,5 @@ def _engine_of(row: Mapping[str, str]) -> Engine:
         gradient_bytes=gradient, reduced_bytes=_BYTES.get(types.get("grad_reduce", ""), gradient),
         gathered_bytes=1.0 if row.get("fp8_param_gather") == "1" else None,
         state_bytes=4.0 + sum(moments) if types else None, num_mtp_layers=_number(row, "num_mtp_layers"),
-        clamped_swiglu=row.get("clamped_swiglu") == "1", window=_number(row, "sliding_window"),
-        balanced=row.get("balance") == "forced",
+        clamped_swiglu=row.get("clamped_swiglu") == "1", balanced=row.get("balance") == "forced",
     )  # fmt: skip

@@ -111,22 +111,23 @@ class _Account:
             mask = self._tokens * self._hidden * (width if self._on_cpu else 1)
         saved = self._saved()
         # the MLP's norm, of which the results are the input of MLP or router
-        of_norms = saved.get("norm", saved.get("layernorm", 0.0))
-        of_norm = min(of_norms, self._tokens * self._input * self._hidden)
+        layer_input = self._tokens * self._input * self._hidden
+        of_norm = min(saved.get("norm", saved.get("layernorm", 0.0)), layer_input)
         attention = self._attention() - sum(size for name, size in saved.items() if name != "mlp") + of_norm
-        common = {"attention": attention, "norms, dropout": 2 * norm + 2 * mask}
+        is_parallel = config.norm_placement == "parallel"
+        of_norm = layer_input if is_parallel else of_norm  # attention keeps the input of MLP or router
+        num_norms = {"around": (4, 4), "around_moe": (2, 3), "parallel": (1, 1)}
+        in_dense, in_moe = num_norms.get(config.norm_placement, (2, 2))
+        common = {"attention": attention, "norms, dropout": in_dense * norm + 2 * mask}
         dense, experts = {}, self._experts() if self._has_moe else {}
         saved_in_moe = self._saved_in_moe(experts)
         for name, size in saved_in_moe.items():
             experts[name.replace("_", " ")] -= size
-        if experts:
-            experts["router"] -= of_norm
+        experts |= {"router": experts["router"] - of_norm} if experts else {}
         if self._has_dense:
-            mlp = self._tokens * self._input * self._hidden
-            mlp += self._all_tokens * self._mlp(config.ffn_hidden_size / self._tp)
+            mlp = layer_input + self._all_tokens * self._mlp(config.ffn_hidden_size / self._tp)
             dense = common | {"dense MLP": mlp - saved.get("mlp", 0.0) - of_norm}
-        num_norms = 3 if config.norm_placement == "around_moe" else 2
-        of_moe = common | {"norms, dropout": num_norms * norm + 2 * mask}
+        of_moe = common | {"norms, dropout": in_moe * norm + 2 * mask}
         moe = of_moe | experts if self._has_moe else {}
         moved_dense, moved_moe = self._moved(dense), self._moved(moe)
         # backward recomputes one module after another, and one of a layer's two norms
@@ -137,8 +138,9 @@ class _Account:
             recomputed = max(sum(dense.values()), sum(moe.values())) - shared
             dense, moe = ({"layer inputs": hidden} if kept else {} for kept in (dense, moe))
         elif config.recompute == "selective" and self._has_moe:
-            recomputed += sum(experts.values()) - hidden
-            moe = of_moe | {"layer inputs": hidden}
+            of_layer = 0.0 if is_parallel else hidden
+            recomputed += sum(experts.values()) - of_layer
+            moe = of_moe | {"layer inputs": of_layer}
         # The cross entropy keeps targets, and either probabilities and a mask or logits and log-sums. During
         # its forward and backward pass, it also holds the gradient; on a CPU, PyTorch holds logits and
         # probabilities in fp32.
@@ -150,8 +152,7 @@ class _Account:
             loss_work = width * logits if width < 4 else 0.0
         elif self._loss_kind == "linear":
             # instead of the input, its gradient in all ranks' parts of the sequence
-            words = config.padded_vocab_size / self._tp
-            weight_gradient = 4 * words * self._hidden
+            weight_gradient = 4 * config.padded_vocab_size / self._tp * self._hidden
             loss = width * self._hidden * self._all_tokens - hidden + 4 * self._all_tokens + weight_gradient
             loss_work *= min(1.0, LOSS_CHUNK_TOKENS / self._all_tokens)
             loss_work += weight_gradient if width < 4 else 0.0  # a chunk's product, before it is added
@@ -241,12 +242,14 @@ class _Account:
             norms = self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
             if config.qk_norm_scope == "all":  # always an RMSNorm
                 norms = (8 if self._on_cpu else self._width) * (query + key) + 8
-        kept = self._tokens * per_token + self._all_tokens * (self._core() + norms) / self._tp
+        # the gate, a part of the first projection's result, its sigmoid in fp32, and the gated result
+        gate = (2 * self._width + 4) * query if config.attention_gate else 0.0
+        kept = self._tokens * per_token + self._all_tokens * (self._core() + norms + gate) / self._tp
         masks = 0.0
         if self._on_cpu and config.cp > 1 and not self._writes_scores:
             # masks of a rank's two blocks of queries against all earlier keys
             block, ends = config.seq_len / (2 * config.cp), config.seq_len * (1 + 1 / (2 * config.cp))
-            masks = self._width * block * ends
+            masks = self._width * block * ends * (1 - self._windowed)
         # Cosines and sines of all positions. Megatron's rotary embedding keeps them for queries and keys of
         # each layer; `layers.megatron.rotary.rotate` shares them among layers that are not recomputed.
         positions = 0.0
@@ -260,13 +263,14 @@ class _Account:
         return kept + positions + masks
 
     @cached_property
-    def _channels(self) -> tuple[int, int, int, int]:
+    def _channels(self) -> tuple[float, float, float, float]:
+        """Channels of queries, keys, values and results, the mean of all layers."""
         config = self._config
         query = config.num_heads * config.kv_channels
         if config.multi_latent_attention:
             value = config.num_heads * config.v_head_dim
             return query, query, value, value
-        key = config.num_query_groups * config.kv_channels
+        key = sum(config.layer_query_groups) / config.num_layers * config.kv_channels
         return query, key, key, query
 
     def _core(self) -> float:
@@ -285,19 +289,33 @@ class _Account:
         # Our attention gathers keys and values of the whole sequence and joins the results of two blocks.
         # Transformer Engine's passes them from rank to rank and keeps only those of its own rank.
         if config.cp > 1 and (not self._is_fused or config.document_mask or config.qk_clip):
-            kept = width * (query + config.cp * (key + value) + result)
-            return kept + self._input * result + log_sums
+            # with a window, each block's own and those of the window before it
+            before = 2 * config.cp * (config.sliding_window - 1) / config.seq_len
+            gathered = config.cp + self._windowed * (1 + before - config.cp)
+            per_token = width * (query + gathered * (key + value) + result)
+            return per_token + self._input * result + log_sums
         if self._is_fused or config.multi_latent_attention:
-            return width * (query + key + value + result) + self._input * result + log_sums
-        # The values are a view of the projection's result, which is therefore kept as a whole.
+            projected = 0 if self._on_cpu else self._input * result
+            return width * (query + key + value + result) + projected + log_sums
+        # Unless scaled, the values are a view of the projection's result, which is therefore kept as a whole.
+        values = value if config.value_scale != 1 else query + key + value
         results = result if self._on_cpu else 2 * result
-        return width * (query + key + (query + key + value) + results) + log_sums
+        return width * (query + key + values + results) + log_sums
+
+    @cached_property
+    def _windowed(self) -> float:
+        """Share of the layers that gather only the ends of blocks."""
+        config = self._config
+        fits = config.sliding_window <= config.seq_len / (2 * config.cp) + 1 and not config.document_mask
+        return fits * sum(config.window_layers) / config.num_layers
 
     @cached_property
     def _writes_scores(self) -> bool:
         """Whether attention scores are kept. Fused CPU attention lacks dropout and latent attention."""
-        by_torch = bool(self._config.multi_latent_attention or self._config.attention_dropout)
-        return not self._job.fused_attention or (self._on_cpu and by_torch)
+        config = self._config
+        by_blocks = config.sliding_window or config.attention_softcap or config.attention_sinks != "none"
+        by_torch = (config.multi_latent_attention and not by_blocks) or config.attention_dropout
+        return not self._job.fused_attention or bool(self._on_cpu and by_torch)
 
     # MLP and experts
 

@@ -19,10 +19,10 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     A multiply-add is two operations and the backward pass takes twice the forward pass: 6 FLOPs per weight
     that a token uses. Of the S^2 scores, only the half below the causal mask counts; until late 2024,
     Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in the bracket is
-    DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn is multiplied by l/h, and the two projections of an MoE
-    layer add 4*h*l in forward. A layer of MTP_NUM_LAYERS is a layer, 4*h^2 in forward for its projection, and
-    an output layer. Norms, softmax, router and recompute are not counted; Megatron-LM counts the
-    norms of latent attention.
+    DOCUMENT_TOKENS; with SLIDING_WINDOW, `attended_tokens`. With MOE_LATENT_SIZE=l, topk*ffn is multiplied by
+    l/h, and the two projections of an MoE layer add 4*h*l in forward. ATTENTION_GATE adds 2*h*n*d. A layer of
+    MTP_NUM_LAYERS is a layer, 4*h^2 in forward for its projection, and an output layer. Norms, softmax,
+    router and recompute are not counted; Megatron-LM counts the norms of latent attention.
 
     Args:
         batch_size: samples of SEQ_LEN in the iteration (default: GBSZ).
@@ -34,23 +34,30 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
         tokens = tokens // config.seq_len * config.seq_len
     # a token's chosen experts, as a width
     routed, one = round(config.experts_per_token * config.expert_ffn_size), config.expert_ffn_size
-    weights = []  # that a token uses in the products of a dense layer and of an MoE layer
-    for sizes in layer_sizes(config):
+    # that a token uses in the products of a dense layer, an MoE layer, and a dense layer with a window
+    weights = []
+    for sizes in (*layer_sizes(config), layer_sizes(config, has_window=True)[0]):
         used = {name: size for name, size in sizes.items() if _PRODUCT.search(name)}
         experts = sum(size for name, size in used.items() if ".experts." in name)
         weights.append(sum(used.values()) - experts + experts // (config.num_experts * one) * routed)
     is_moe, num_mtp = config.all_moe_layers, config.mtp_num_layers
     num_layers, num_moe = len(is_moe), sum(is_moe)
     layers = 2 * ((num_layers - num_moe) * weights[0] + num_moe * weights[1])
+    layers += 2 * sum(config.window_layers) * (weights[2] - weights[0])
     layers += 2 * num_mtp * 2 * config.hidden_size**2  # the projection before the layer
     value_channels = config.v_head_dim if config.multi_latent_attention else config.kv_channels
     channels = config.num_heads * (config.kv_channels + value_channels)
-    layers += num_layers * attended_tokens(config) * channels
+    layers += round(num_layers * attended_tokens(config) * channels)
     # 3 times: the backward pass computes the gradients of both inputs and weights
     return 3 * tokens * (layers + (1 + num_mtp) * 2 * config.hidden_size * config.padded_vocab_size)
 
 
-def attended_tokens(config: Config) -> int:
-    """Returns keys per query before causal masking: sample length, or document length with DOCUMENT_MASK."""
+def attended_tokens(config: Config) -> float:
+    """Returns keys per query before causal masking, twice those that a query sees: sample length, or document
+    length with DOCUMENT_MASK; mean over the layers with and without SLIDING_WINDOW.
+    """
     in_document = config.document_mask and config.document_tokens
-    return min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len
+    length = min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len
+    window = min(config.sliding_window or length, length)
+    windowed = sum(config.window_layers) / config.num_layers
+    return length - windowed * (length - 2 * window + window**2 / length)

@@ -41,7 +41,6 @@ class Engine:
     state_bytes: float | None = None  # per parameter in the optimizer; None: by OPTIMIZER
     num_mtp_layers: int = 0  # final multi-token prediction layers, each with an output layer
     clamped_swiglu: bool = False  # GPT-OSS's activation in unfused kernels
-    window: int = 0  # sliding window of every second attention layer (tokens); 0: none
     balanced: bool = False  # distributes tokens evenly over the experts, ignoring the router
 
 

@@ -191,9 +191,6 @@ def _core(job: PlannedJob, device: Device) -> Pass:
     softmax = 0.0  # the same in the backward pass, which recomputes it
     if rate := device.hardware.exponentials_per_second:
         softmax = _FLASH_FORWARD * batch * queries * keys / rate * constants.exponentials
-    if engine.window:
-        share = (1 + min(1.0, 2 * engine.window / keys)) / 2
-        once, softmax = once * share, softmax * share
     if engine.fp8_attention:
         once *= constants.fp8_attention
     return Pass(once * _FLASH_FORWARD + softmax, once * _FLASH_BACKWARD + softmax)

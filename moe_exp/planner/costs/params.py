@@ -44,8 +44,9 @@ class RankParameters:
 
 
 def count_parameters(config: Config) -> ParameterCount:
-    num_moe, (dense, moe, mtp) = sum(config.moe_layers), _layers(config)
+    num_moe, (dense, moe, mtp, windowed) = sum(config.moe_layers), _layers(config)
     layers = (config.num_layers - num_moe) * dense.total + num_moe * moe.total + _final_norm(config)
+    layers += sum(config.window_layers) * (windowed.total - dense.total)
     layers += config.mtp_num_layers * mtp.total
     embedding = config.padded_vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     one = moe.expert // config.num_experts
@@ -67,7 +68,7 @@ def parameters_of_stages(
     config. `learned_positions`: the embedding has a row per position, replicated over tensor-parallel ranks.
     """
     num_moe_before = list(accumulate(config.moe_layers, initial=0))
-    dense_layer, moe_layer, mtp = _layers(config, config.tp, config.etp)
+    dense_layer, moe_layer, mtp, windowed = _layers(config, config.tp, config.etp)
     experts = moe_layer.expert // config.ep
     # Outside the layers: embedding on the first stage, final norm and output layer on the last.
     ends = tables_of_stages(config, len(stage_layers))
@@ -84,6 +85,8 @@ def parameters_of_stages(
     for chunk, (first, end) in enumerate(pairwise(bounds)):
         num_layers[chunk % len(stage_layers)] += end - first
         num_moe[chunk % len(stage_layers)] += num_moe_before[end] - num_moe_before[first]
+        num_windows = sum(config.window_layers[first:end])
+        ends[chunk % len(stage_layers)] += num_windows * (windowed.dense - dense_layer.dense)
     stages = [
         RankParameters(at_ends + (layers - moe) * dense_layer.dense + moe * moe_layer.dense, moe * experts)
         for at_ends, layers, moe in zip(ends, num_layers, num_moe, strict=True)
@@ -179,24 +182,26 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def _final_norm(config: Config) -> int:
-    return config.hidden_size * priced(config, "normalization", {"RMSNorm": 1, "LayerNorm": 2})
+    with_bias = 2 if config.norm_bias else 1
+    return config.hidden_size * priced(config, "normalization", {"RMSNorm": 1, "LayerNorm": with_bias})
 
 
 # Parameters that tensor-parallel ranks split. They share norms, router, gates, down projections of latent
 # attention, and biases of products that sum over the ranks.
 _SPLIT = (
-    r"(linear_((qkv|q_proj|q_up_proj|kv_up_proj|fc1)\.(weight|bias)|(proj|fc2)\.weight)|eh_proj\.weight)$"
+    r"(linear_((qkv|q_proj|q_up_proj|kv_up_proj|fc1)\.(weight|bias)|(proj|fc2)\.weight)|eh_proj\.weight"
+    r"|softmax_offset)$"
 )
 
 
 def _layers(config: Config, tp: int = 1, etp: int = 1) -> list[RankParameters]:
-    """Parameters of a dense layer, an MoE layer, and a layer for multi-token prediction on a rank, with all
-    routed experts.
+    """Parameters of a dense layer, an MoE layer, a layer for multi-token prediction, and a dense layer with
+    SLIDING_WINDOW on a rank, with all routed experts.
     """
     # norms over all heads are split like the heads
     scopes = {"head": _SPLIT, "rotated": _SPLIT, "all": rf"{_SPLIT}|[qk]_layernorm\.weight$"}
     split, found = re.compile(priced(config, "qk_norm_scope", scopes)), []
-    for sizes in (*layer_sizes(config), mtp_sizes(config)):
+    for sizes in (*layer_sizes(config), mtp_sizes(config), layer_sizes(config, has_window=True)[0]):
         counts = {"dense": 0, "expert": 0}
         for name, size in sizes.items():
             kind, ways = ("expert", etp) if ".experts." in name else ("dense", tp)

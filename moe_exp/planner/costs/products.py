@@ -57,11 +57,8 @@ def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) 
 def planned_loss(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
     """Returns CROSS_ENTROPY or, for `auto`, the choice of `cross_entropy.choose_cross_entropy`."""
     by_device = "triton" if runs_kernels and not on_cpu else "megatron"
-    return priced(
-        config,
-        "cross_entropy",
-        {"auto": by_device} | {kind: kind for kind in ("megatron", "triton", "linear")},
-    )
+    kinds = {kind: kind for kind in ("megatron", "triton", "linear")}
+    return priced(config, "cross_entropy", kinds | {"auto": by_device})
 
 
 def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:

@@ -19,18 +19,9 @@ from moe_exp.planner.costs.params import count_parameters, split_layers, stages_
 # Settings that a search chooses; world size, batch and sequence length are given.
 SPLIT_SETTINGS = ("first_stage_layers", "last_stage_layers", "pipeline_layers")
 LAYOUT_SETTINGS = (
-    "tp",
-    "pp",
-    *SPLIT_SETTINGS,
-    "vpp",
-    "ep",
-    "etp",
-    "cp",
-    "mbsz",
-    "recompute",
-    "recompute_modules",
+    "tp", "pp", *SPLIT_SETTINGS, "vpp", "ep", "etp", "cp", "mbsz", "recompute", "recompute_modules",
     "offload_modules",
-)
+)  # fmt: skip
 RECOMPUTE = ("none", "moe_act", "selective", "full")  # fastest to smallest
 _ONE: dict[str, Any] = {
     **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "mbsz"), 1),
@@ -188,9 +179,7 @@ def _over_nodes(config: Config) -> Iterator[str]:
 
 
 def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Yields valid layouts in `space` and counts others in `rejected`; `config` must have no
-    `model_problems`.
-    """
+    """Yields valid layouts in `space`, counts others in `rejected`; `config` has no `model_problems`."""
     for tp, cp in product(space.tp, space.cp):
         leaves = len(space.ep) * len(space.etps(tp)) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
         splits = {pp: space.stages or stage_splits(config, pp) for pp in space.pp}
