@@ -221,9 +221,7 @@ class CheckpointWriter:
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
 
     def finish(self) -> Saved | None:
-        """Waits for all ranks, then publishes the checkpoint; returns None if no save was started. Failures
-        do not raise.
-        """
+        """Waits for all ranks, then publishes; returns None if no save was started. Failures do not raise."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None

@@ -97,9 +97,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
-    """Weights (odd numbers) for `size` positions on an axis, the first at position `start`. The last axis has
-    axis number 1.
-    """
+    """Weights (odd numbers) for `size` positions, the first at `start`, on an axis; the last axis is 1."""
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     # SplitMix64 with its constants as signed numbers, as PyTorch has no arithmetic for unsigned ones
     z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)

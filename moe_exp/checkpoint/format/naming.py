@@ -43,9 +43,7 @@ _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box (an index range in each dimension) of a stored tensor. The box has size 1 on its first
-    `num_leading` axes (layer, expert).
-    """
+    """A box (index ranges) of a stored tensor, of size 1 on its first `num_leading` axes (layer, expert)."""
 
     stored: StoredTensor
     offsets: tuple[int, ...]

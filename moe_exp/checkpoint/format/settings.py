@@ -55,9 +55,7 @@ def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, A
 
 
 def saved_start(common: Mapping[str, Any]) -> Start:
-    """Iteration and consumed samples in the result of `read_common`; requires a checkpoint with training
-    progress.
-    """
+    """Iteration and consumed samples in the result of `read_common`, if the checkpoint has progress."""
     progress = common["progress"]
     consumed = progress["consumed_samples"]
     return Start(progress["iteration"], consumed, consumed - common["scheduler"]["num_steps"])

@@ -19,7 +19,8 @@ from moe_exp.checkpoint.format.naming import is_optimizer, single_styles
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor, read_common
 from moe_exp.checkpoint.hf import model_folder
-from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
+from moe_exp.checkpoint.hf.families import Architecture
+from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES
 from moe_exp.checkpoint.hf.fields import LATENT_EPSILON, UnsupportedModel, group_ranking
 from moe_exp.checkpoint.hf.tensor_rules import MappedPiece, Theirs, misfits, pieces, taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
@@ -274,8 +275,29 @@ def _shared(c: Config) -> str:
     return "of another width" if c.shared_expert_size % c.expert_ffn_size else "of whole experts"
 
 
+def _windows(c: Config) -> str:
+    windowed, rotated = c.window_layers, [not lacks_it for lacks_it in c.layers_without_rotary]
+    with_dense = [has_window or not moe for has_window, moe in zip(windowed, c.moe_layers, strict=True)]
+    if all(rotated):
+        some = "some, others dense" if all(with_dense) else "some"
+        return "all" if all(windowed) else some if any(windowed) else "none"
+    return "rotated" if rotated == windowed else "rotated, and dense" if rotated == with_dense else "mixed"
+
+
+def _multipliers(c: Config) -> str:
+    others = (c.residual_multiplier, c.attention_multiplier)
+    if others != (1, 0) or 1 not in (c.embedding_multiplier, c.logits_scaling):
+        return "any"
+    if c.embedding_multiplier == 1:
+        return "none" if c.logits_scaling == 1 else "of logits"
+    return "of embeddings" if math.isclose(c.embedding_multiplier**2, c.hidden_size) else "any"
+
+
 TRAITS: Mapping[str, Trait] = {
-    "normalization": Trait(lambda c: c.normalization, "RMSNorm", ("normalization",)),
+    "normalization": Trait(
+        lambda c: c.normalization + ", biases" * (c.normalization == "LayerNorm" and c.norm_bias),
+        "RMSNorm", ("normalization", "norm_bias"),
+    ),
     "activation": Trait(lambda c: c.activation, "swiglu", ("activation",)),
     "biases": Trait(lambda c: c.add_bias_linear, False, ("add_bias_linear",)),
     # With a capacity of all tokens in a micro-batch, an expert can never overflow.
@@ -283,9 +305,7 @@ TRAITS: Mapping[str, Trait] = {
         lambda c: c.use_moe and (c.expert_capacity_factor or math.inf) * c.topk < c.num_experts, False,
         ("moe_type", "capacity_factor"), ", which may drop tokens,",
     ),
-    "attention": Trait(
-        _attention, "grouped", ("multi_latent_attention", "qk_norm", "q_lora_rank")
-    ),
+    "attention": Trait(_attention, "grouped", ("multi_latent_attention", "qk_norm", "q_lora_rank")),
     "qk_norm": Trait(
         lambda c: c.qk_norm_scope if c.qk_norm and not c.multi_latent_attention else "none", "none",
         ("qk_norm", "qk_norm_scope"),
@@ -295,6 +315,26 @@ TRAITS: Mapping[str, Trait] = {
         lambda c: c.multi_latent_attention or c.kv_channels * c.num_heads == c.hidden_size, True,
         ("head_dim", "hidden_size", "num_heads"),
     ),
+    # `rotated`: layers with a window, and no others, have a rotary embedding
+    "windows": Trait(_windows, "none", ("sliding_window", "window_pattern", "rotary_layers")),
+    "window_base": Trait(
+        lambda c: (
+            "none" if not c.window_rotary_base else "plain" if c.rope_scaling == "none" else "beside scaling"
+        ),
+        "none", ("window_rotary_base", "rope_scaling"),
+    ),
+    "sinks": Trait(
+        lambda c: "all" if all(c.sink_layers) else "some" if any(c.sink_layers) else "none", "none",
+        ("attention_sinks", "window_pattern"),
+    ),
+    "value_heads": Trait(lambda c: c.value_head_dim > 0, False, ("value_head_dim",)),
+    "value_scale": Trait(lambda c: c.value_scale != 1, False, ("value_scale",)),
+    "window_groups": Trait(
+        lambda c: (c.window_query_groups or c.num_query_groups) / c.num_query_groups, 1,
+        ("num_query_groups", "window_query_groups"),
+    ),
+    "softcap": Trait(lambda c: bool(c.attention_softcap), False, ("attention_softcap",)),
+    "gate": Trait(lambda c: c.attention_gate, False, ("attention_gate",)),
     "rotates_whole_heads": Trait(lambda c: c.rotary_fraction == 1, True, ("rotary_fraction",)),
     # YaRN needs both mscale factors or neither
     "rope": Trait(
@@ -307,13 +347,10 @@ TRAITS: Mapping[str, Trait] = {
         == (LATENT_EPSILON if c.multi_latent_attention else c.norm_epsilon),
         True, ("norm_epsilon", "qk_norm_epsilon"),
     ),
-    "norm_placement": Trait(
-        lambda c: shape_facts(c)["norm_placement"], "pre", ("norm_placement",)
-    ),
+    "norm_placement": Trait(lambda c: shape_facts(c)["norm_placement"], "pre", ("norm_placement",)),
     "multipliers": Trait(
-        lambda c: (c.embedding_multiplier, c.residual_multiplier, c.attention_multiplier, c.logits_scaling)
-        != (1, 1, 0, 1),
-        False, ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+        _multipliers, "none",
+        ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
     ),
     "moe_layers": Trait(_moe_layers, "all", ("use_moe", "moe_layer_freq", "first_k_dense")),
     "mtp": Trait(

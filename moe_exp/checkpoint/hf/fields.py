@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_exp.config import Config
+from moe_exp.config.setting_types import pattern_of
 
 Fields = Mapping[str, Any]
 Settings = dict[str, Any]
@@ -94,25 +95,64 @@ def _read_head_dim(fields: Fields) -> Settings:
 HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_channels})
 
 
-def no_sliding_window(*, switched: bool = True, by_layer: bool = False) -> FieldRule:
-    """Rule against sliding windows. use_sliding_window=false disables them if `switched` (not Mixtral). If
-    `by_layer` (dots.llm1), only the layers from max_window_layers on have a window.
+FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
+
+
+def windows(
+    has_window: Callable[[int, Fields], bool] | None = None, *names: str, switched: bool = False,
+    rotated: bool = False, also_rotated: Callable[[int, Fields], bool] = lambda i, fields: False,
+    unused: int | None = None,
+) -> FieldRule:  # fmt: skip
+    """Rule for sliding windows.
+
+    Args:
+        has_window: whether a layer (index) has a window, if `sliding_window` is not null and `layer_types` is
+            missing. None: the class does not read `layer_types`; all layers have a window or none.
+        names: further fields that `has_window` reads.
+        switched: `use_sliding_window=false` switches windows off.
+        rotated: if `sliding_window` is not null, only layers with a window have a rotary embedding, and those
+            of which `also_rotated` is true.
+        unused: value of `sliding_window` in a model without windows, if it must not be null.
     """
-    names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:
-        used = given(fields, "use_sliding_window") if switched else True
-        if by_layer:
-            is_listed = fields.get("layer_types") is not None  # checked below
-            used = not is_listed and given(fields, "num_hidden_layers") > given(fields, "max_window_layers")
-        window = given(fields, "sliding_window", 0) if used else 0
-        if window and window < given(fields, "max_position_embeddings"):
-            raise refuse("sliding_window", window, "sliding-window attention is not supported")
-        if others := sorted({kind for kind in given(fields, "layer_types", []) if kind != "full_attention"}):
-            raise refuse("layer_types", ",".join(others), "only full_attention is supported")
-        return {}
+        is_off = switched and not given(fields, "use_sliding_window")
+        window = None if is_off else fields.get("sliding_window")
+        layers, listed = range(given(fields, "num_hidden_layers")), fields.get("layer_types")
+        if listed is None or has_window is None:
+            windowed = [window is not None and (not has_window or has_window(i, fields)) for i in layers]
+            kinds = [WINDOWED if is_windowed else FULL for is_windowed in windowed]
+            if listed not in (None, kinds):
+                rule = f"must be {kinds[0]} in all layers, as transformers' class ignores this field"
+                raise refuse("layer_types", listed, rule, "correct the config.json")
+            listed = kinds
+        if len(listed) != len(layers) or set(listed) - {FULL, WINDOWED}:
+            rule = f"must be {FULL} or {WINDOWED} for each of the {len(layers)} layers"
+            raise refuse("layer_types", listed, rule)
+        has_windows, pattern = WINDOWED in listed, pattern_of([kind == WINDOWED for kind in listed])
+        if has_windows and (not window or window < 0):
+            raise refuse("sliding_window", window, "must be above 0 in layers with a window")
+        settings: Settings = {"sliding_window": 0, "window_pattern": "1"}
+        if has_windows:
+            settings = {"sliding_window": window, "window_pattern": pattern}
+        if rotated and window is not None:
+            embedded = [kind == WINDOWED or also_rotated(i, fields) for i, kind in enumerate(listed)]
+            is_same = has_windows and pattern == pattern_of(embedded)
+            settings["rotary_layers"] = "windowed" if is_same else pattern_of(embedded)
+        return settings
 
-    return FieldRule(names, read, lambda c: {} if switched else {"sliding_window": None})
+    def write(config: Config) -> dict[str, Any]:
+        kinds = [WINDOWED if windowed else FULL for windowed in config.window_layers]
+        window = config.sliding_window if WINDOWED in kinds else unused
+        if rotated and not any(config.layers_without_rotary) and WINDOWED not in kinds:
+            window = None
+        if switched and window is None:
+            return {}
+        fields = {"sliding_window": window} | ({"use_sliding_window": True} if switched else {})
+        return fields | ({"layer_types": kinds} if has_window else {})
+
+    known = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *names)
+    return FieldRule(known, read, write)
 
 
 def _read_attention_multiplier(fields: Fields) -> Settings:
@@ -168,7 +208,7 @@ def _layer_settings(is_moe: list[bool]) -> Settings:
     first = is_moe.index(True)
     if all(is_moe[first:]):
         return {"moe_layer_freq": "1", "first_k_dense": first}
-    return {"moe_layer_freq": ",".join(str(int(bit)) for bit in is_moe), "first_k_dense": 0}
+    return {"moe_layer_freq": pattern_of(is_moe), "first_k_dense": 0}
 
 
 # DeepSeek family and its descendants, up to SIGMOID_ROUTING
@@ -343,9 +383,8 @@ def _read_latent_attention(fields: Fields) -> Settings:
         rule = f"must be equal to num_attention_heads={heads} in latent attention"
         raise refuse("num_key_value_heads", found, rule, "correct the config.json")
     settings: Settings = {setting: given(fields, name) for name, setting in _LATENT_SIZES.items()}
-    if (found := given(fields, "head_dim", settings["qk_pos_emb_head_dim"])) != settings[
-        "qk_pos_emb_head_dim"
-    ]:
+    rotated = settings["qk_pos_emb_head_dim"]
+    if (found := given(fields, "head_dim", rotated)) != rotated:
         raise refuse("head_dim", found, "must be equal to qk_rope_head_dim", "correct the config.json")
     epsilon = 0.0 if given(fields, "rms_norm_eps") == LATENT_EPSILON else LATENT_EPSILON
     settings |= {"q_lora_rank": given(fields, "q_lora_rank", 0), "num_query_groups": heads}
@@ -360,118 +399,3 @@ LATENT_ATTENTION = FieldRule(  # `qk_head_dim` follows from the others
         | {"q_lora_rank": c.q_lora_rank or None, "num_key_value_heads": c.num_heads}
     ),
 )
-
-
-# Rotary embedding: transformers 4 has `rope_theta` and the dictionary `rope_scaling`, transformers 5 has the
-# dictionary `rope_parameters` for both. Serving software may read either form, so both are read and written.
-_LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fixed in Megatron, like the length 8192
-_SCALED = {"factor", "original_max_position_embeddings"}
-_YARN = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
-_KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn": _SCALED | _YARN}
-
-
-def rope(theta: float, *, fraction: float | None = None, stretches: bool = False) -> FieldRule:
-    """Rule for the rotary embedding. Defaults: `theta` (base), `fraction` (rotated part; None: must be 1).
-    `stretches`: `alpha` of kind `dynamic` multiplies the base (Hunyuan).
-    """
-    whole = fraction is None
-
-    def read(fields: Fields) -> Settings:
-        merged: dict[str, Any] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            values = given(fields, name, {})
-            if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-                raise refuse(name, values, "all layers must have the same rotary embedding")
-            merged = merged or dict(values)  # transformers uses one of the two, not both
-        for name in ("rope_theta", "partial_rotary_factor"):
-            if fields.get(name) is not None:
-                merged.setdefault(name, fields[name])
-        partial = "partial_rotary_factor"
-        if not whole and (merged if partial in merged else fields).get(partial, fraction) is None:
-            raise refuse(partial, "null", "must be a number", f"omit it to use {fraction}")
-        if merged.get("truncate", True) is None:  # transformers: false
-            merged["truncate"] = False
-        # older config.json files use `type`
-        kind = merged.pop("rope_type", None) or merged.get("type", "default")
-        merged.pop("type", None)
-        if stretches and kind == "dynamic" and merged.get("alpha"):
-            size, kind = given(fields, "head_dim"), "default"
-            merged = {"rope_theta": merged.get("rope_theta", theta) * merged["alpha"] ** (size / (size - 2))}
-        merged = {name: value for name, value in merged.items() if value is not None} | {"rope_type": kind}
-        settings = {"rotary_base": float(merged.pop("rope_theta", theta))}
-        found = merged.pop("partial_rotary_factor", fraction or 1.0)
-        if found != 1 and whole:
-            rule = "must be 1.0, as transformers rotates whole heads in this architecture"
-            raise refuse("partial_rotary_factor", found, rule, "set this field to 1.0")
-        return settings | {"rotary_fraction": found} | _read_scaling(merged, fields)
-
-    def write(config: Config) -> dict[str, Any]:
-        scaling: dict[str, Any] = {}
-        if config.rope_scaling not in ("none", "llama3", "yarn"):
-            rule = "config.json cannot express this scaling. Fix: set none, llama3 or yarn"
-            raise UnsupportedModel(f"ROPE_SCALING={config.rope_scaling}: {rule}.")
-        if config.rope_scaling != "none":
-            scaling["factor"] = config.rope_scaling_factor
-            scaling["original_max_position_embeddings"] = config.rope_seq_len
-        if config.rope_scaling == "llama3":
-            scaling |= _LLAMA3_FACTORS
-        if config.rope_scaling == "yarn":
-            scaling |= {"beta_fast": config.yarn_beta_fast, "beta_slow": config.yarn_beta_slow}
-            if config.yarn_mscale_all_dim:
-                scaling |= {"mscale": config.yarn_mscale, "mscale_all_dim": config.yarn_mscale_all_dim}
-        kind = {"rope_type": config.rope_scaling if scaling else "default"}
-        turned = {} if whole else {"partial_rotary_factor": config.rotary_fraction}
-        return {
-            "rope_theta": config.rotary_base,
-            "rope_scaling": (kind | {"type": config.rope_scaling} | scaling) if scaling else None,
-            "rope_parameters": kind | {"rope_theta": config.rotary_base} | scaling | turned,
-            **turned,
-        }
-
-    names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
-    return FieldRule(names, read, write)
-
-
-def _read_rotated_channels(fields: Fields) -> Settings:
-    ropes = [given(fields, name, {}) for name in ("rope_scaling", "rope_parameters")]
-    if (rotated := given(fields, "rotary_dim", 0)) and not any(
-        one.get("partial_rotary_factor") is not None for one in (fields, *ropes)
-    ):
-        return {"rotary_fraction": rotated / given(fields, "head_dim")}
-    return {}
-
-
-# MiniMax: another field for the rotated part of a head, without effect beside partial_rotary_factor
-ROTATED_CHANNELS = FieldRule(
-    ("rotary_dim",),
-    _read_rotated_channels,
-    lambda c: {"rotary_dim": int(c.kv_channels * c.rotary_fraction)},
-)
-
-
-def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
-    kind = merged.pop("rope_type")
-    if kind not in _KNOWN:
-        raise refuse("rope_type", kind, f"must be one of {', '.join(_KNOWN)}")
-    if unknown := sorted(set(merged) - _KNOWN[kind] - {"original_max_position_embeddings"}):
-        raise refuse(unknown[0], merged[unknown[0]], f"is unknown for rope_type={kind}")
-    if kind == "default":
-        return {"rope_scaling": "none"}
-    original = merged.get("original_max_position_embeddings", given(fields, "max_position_embeddings"))
-    if kind == "llama3":
-        for name, value in (*_LLAMA3_FACTORS.items(), ("original_max_position_embeddings", 8192)):
-            if (found := merged.get(name, original)) != value:
-                raise refuse(name, found, f"must be {value}, as in Megatron's Llama 3 scaling")
-        return {"rope_scaling": "llama3", "rope_scaling_factor": given(merged, "factor")}
-    factor = {"rope_scaling_factor": given(merged, "factor"), "rope_original_seq_len": original}
-    betas = {name: merged.get(f"beta_{name}", usual) for name, usual in (("fast", 32.0), ("slow", 1.0))}
-    settings = {f"yarn_beta_{name}": value for name, value in betas.items()}
-    for name, usual in (("attention_factor", None), ("truncate", True)):
-        if merged.get(name, usual) != usual:
-            raise refuse(name, merged[name], "Megatron's YaRN does not have this setting")
-    mscale, all_dim = merged.get("mscale", 0), merged.get("mscale_all_dim", 0)
-    if all_dim and not mscale:
-        raise refuse("mscale", mscale, f"is required with mscale_all_dim={all_dim} in Megatron's YaRN")
-    # transformers ignores the two unless both are set.
-    scales = {"yarn_mscale": mscale if all_dim else 1.0, "yarn_mscale_all_dim": all_dim or 0.0}
-    return {"rope_scaling": "yarn"} | factor | settings | scales

@@ -17,10 +17,20 @@ from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.format.settings import config_of
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.hf import model_folder
-from moe_exp.checkpoint.hf.families import ARCHITECTURES, OTHER_TYPES, Architecture
+from moe_exp.checkpoint.hf.families import Architecture
+from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES, OTHER_TYPES
 from moe_exp.checkpoint.hf.fields import Settings, UnsupportedModel, refuse
 from moe_exp.checkpoint.hf.model_folder import DTYPES, TORCH_DTYPES, Advance, ModelFolder
-from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, MappedPiece, joined, joined_shape, misfits, pieces
+from moe_exp.checkpoint.hf.mxfp4 import is_mxfp4
+from moe_exp.checkpoint.hf.tensor_rules import (
+    CONDITIONS,
+    MappedPiece,
+    by_expert,
+    joined,
+    joined_shape,
+    misfits,
+    pieces,
+)
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.setting_types import as_given
@@ -49,14 +59,13 @@ _WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "bos_token_id", "dtype",
     "eod_token_id", "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type",
     "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
-    "return_dict",
-    "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "seq_aux", "torch_dtype",
-    "transformers_version", "transformers_weights",
-    "unsloth_fixed", "use_cache", "chunk_size_feed_forward", "problem_type", "num_nextn_predict_layers",
-    "num_mtp_layers", "resid_pdrop", "embd_pdrop", "initializer_cutoff_factor", "sep_token_id",
-    "tokenizer_class", "finetuning_task", "task_specific_params", "tie_encoder_decoder", "torchscript",
-    "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "prefix", "_commit_hash",
-    "_attn_implementation_autoset", "attn_implementation", "_from_model_config", "moe_router_activation_func",
+    "return_dict", "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "seq_aux",
+    "torch_dtype", "transformers_version", "transformers_weights", "unsloth_fixed", "use_cache",
+    "chunk_size_feed_forward", "problem_type", "num_nextn_predict_layers", "num_mtp_layers", "resid_pdrop",
+    "embd_pdrop", "initializer_cutoff_factor", "sep_token_id", "tokenizer_class", "finetuning_task",
+    "task_specific_params", "tie_encoder_decoder", "torchscript", "is_decoder", "add_cross_attention",
+    "cross_attention_hidden_size", "prefix", "_commit_hash", "_attn_implementation_autoset",
+    "attn_implementation", "_from_model_config", "moe_router_activation_func",
 }  # fmt: skip
 
 # Plainest value of every setting that affects the computation, before the rules; presets are not used.
@@ -69,7 +78,10 @@ _PLAIN: Settings = {
     "activation": "swiglu", "normalization": "RMSNorm", "add_bias_linear": False, "qk_norm": False,
     "qk_norm_scope": "head", "qk_norm_epsilon": 0.0, "qkv_bias": False, "multi_latent_attention": False,
     "head_dim": 0, "norm_placement": "pre", "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
-    "attention_multiplier": 0.0, "logits_scaling": 1.0,
+    "attention_multiplier": 0.0, "logits_scaling": 1.0, "sliding_window": 0, "window_pattern": "1",
+    "rotary_layers": "1", "window_rotary_base": 0.0, "attention_sinks": "none", "attention_softcap": 0.0,
+    "attention_gate": False, "norm_bias": True, "window_query_groups": 0, "value_head_dim": 0,
+    "value_scale": 1.0,
 }  # fmt: skip
 
 
@@ -177,7 +189,8 @@ def settings_of(
     fields: Mapping[str, Any], architecture: Architecture, *, ignore: Collection[str] = ()
 ) -> Settings:
     """All settings of the model; UnsupportedModel for the first unsupported field that is not in `ignore`."""
-    if fields.get("quantization_config") and "quantization_config" not in ignore:
+    is_read = architecture.name == "GptOssForCausalLM" and is_mxfp4(fields)
+    if fields.get("quantization_config") and "quantization_config" not in ignore and not is_read:
         how = fields["quantization_config"]
         method = how.get("quant_method", "some method") if isinstance(how, dict) else how
         fix = "convert weights in bf16, fp16 or fp32"
@@ -196,7 +209,7 @@ def settings_of(
     for name, value in fields.items():
         if name in ignore:
             continue
-        if value is None and name in architecture.defaults and name not in architecture.null:
+        if value is None and architecture.defaults.get(name) is not None and name not in architecture.null:
             rule = f"must not be null for {architecture.name}"
             raise refuse(name, "null", rule, f"omit it to use {json.dumps(architecture.defaults[name])}")
         completed[name] = architecture.null.get(name) if value is None else value
@@ -246,7 +259,8 @@ def _match(
             planned.append((piece, [(piece.alias, piece.expert)]))
         elif piece.key:
             needed |= {part.name: part.shape for part in piece.theirs}
-            planned.append((piece, [(part.name, None) for part in piece.theirs]))
+            for one, index in by_expert(piece):
+                planned.append((one, [(part.name, index) for part in piece.theirs]))
     # All remaining tensors must be without effect or explicitly dropped by the caller.
     unused = []
     for name in sorted(set(folder.weights) - set(needed)):

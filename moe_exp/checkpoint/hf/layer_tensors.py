@@ -1,5 +1,7 @@
 """Tensors of a layer as transformers names them, and their places in a checkpoint: parts of families.py."""
 
+from dataclasses import replace
+
 from moe_exp.checkpoint.hf.tensor_rules import TensorRule
 
 MODEL = (
@@ -25,17 +27,22 @@ PREDICTION = (
         )
     ),
 )  # fmt: skip
-QKV = {"self_attn.q_proj.weight": "Q D", "self_attn.k_proj.weight": "K D", "self_attn.v_proj.weight": "K D"}
+QKV = {"self_attn.q_proj.weight": "Q D", "self_attn.k_proj.weight": "K D", "self_attn.v_proj.weight": "W D"}
 ATTENTION = (
     TensorRule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "D"}),
     TensorRule("self_attention.linear_qkv.weight", QKV, "heads"),
-    TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D Q"}),
+    TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D O"}, "outputs"),
 )
-_QKV_BIAS_NAMES = {"self_attn.q_proj.bias": "Q", "self_attn.k_proj.bias": "K", "self_attn.v_proj.bias": "K"}
+_QKV_BIAS_NAMES = {"self_attn.q_proj.bias": "Q", "self_attn.k_proj.bias": "K", "self_attn.v_proj.bias": "W"}
 QKV_BIAS = (
     TensorRule("self_attention.linear_qkv.bias", _QKV_BIAS_NAMES, "heads", when="qkv_bias"),
     TensorRule("", _QKV_BIAS_NAMES, "zeros", when="no_qkv_bias"),
 )
+# Afmoe
+_WITH_GATE = dict.fromkeys(("self_attn.q_proj.weight", "self_attn.gate_proj.weight"), "Q D") | QKV
+GATED_ATTENTION = (ATTENTION[0], replace(ATTENTION[1], theirs=_WITH_GATE), ATTENTION[2])
+# Cohere, ERNIE
+ADJACENT_ATTENTION = (ATTENTION[0], replace(ATTENTION[1], join="adjacent heads"), ATTENTION[2])
 HEAD_NORMS = (
     TensorRule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "H"}, when="qk_norm"),
     TensorRule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "H"}, when="qk_norm"),
@@ -107,6 +114,13 @@ JOINED_EXPERTS = (
         alias=f"{_BLOCK}experts.down_proj", weighted=True,
     ),
 )  # fmt: skip
+# GraniteMoeSWA: published with the names that are aliases above
+JOINED_EXPERTS_OF_SWA = tuple(
+    replace(
+        rule, theirs=dict.fromkeys([rule.alias or next(iter(rule.theirs))], *rule.theirs.values()), alias=""
+    )
+    for rule in JOINED_EXPERTS
+)
 JOINED_SHARED = tuple(
     TensorRule(f"mlp.shared_experts.linear_fc{n}.weight", {name: size}, layers="moe", when="shared")
     for n, name, size in (
@@ -140,6 +154,44 @@ def shared(name: str) -> tuple[TensorRule, ...]:
     )
 
 
+def sinks(name: str, alias: str = "", layers: str = "all") -> TensorRule:
+    """Logits of the attention sinks."""
+    return TensorRule("self_attention.core_attention.softmax_offset", {name: "h"}, "plain", layers, "", alias)
+
+
+# gpt-oss: transposed, gate and up alternating, with biases
+GPT_OSS_EXPERTS = (
+    EXPERTS[0],
+    *(
+        TensorRule(ours, {f"mlp.{theirs}": sizes}, join, "moe", weighted="fc2" in ours)
+        for ours, theirs, sizes, join in (
+            ("mlp.router.weight", "router.weight", "E D", "plain"),
+            ("mlp.router.bias", "router.bias", "E", "plain"),
+            (f"{_OURS}1.weight", "experts.gate_up_proj", "E D G", "pairs of columns"),
+            (f"{_OURS}1.bias", "experts.gate_up_proj_bias", "E G", "pairs"),
+            (f"{_OURS}2.weight", "experts.down_proj", "E f D", "columns"),
+            (f"{_OURS}2.bias", "experts.down_proj_bias", "E D", "plain"),
+        )
+    ),
+)
+ATTENTION_BIAS = (
+    replace(QKV_BIAS[0], when=""),
+    TensorRule("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": "D"}),
+)
+# Norms before and after attention and MLP
+SANDWICH_NORMS = (
+    TensorRule("post_self_attn_layernorm.weight", {"post_attention_layernorm.weight": "D"}),
+    TensorRule(_AFTER_MLP, {_AFTER_MLP: "D"}),
+    TensorRule("mlp.linear_fc1.layer_norm_weight", {"pre_mlp_layernorm.weight": "D"}, layers="dense"),
+    TensorRule("pre_mlp_layernorm.weight", {"pre_mlp_layernorm.weight": "D"}, layers="moe"),
+)
+_SHARED = shared("shared_experts")
+# Cohere2Moe: the mean or the sum of routed and shared experts; without their norm
+AVERAGED_EXPERTS = (
+    *EXPERTS[1:3], replace(EXPERTS[3], weighted=False, when="average"),
+    replace(EXPERTS[3], when="no_average"), _SHARED[0],
+    replace(_SHARED[1], join="halved", when="average"), replace(_SHARED[1], when="shared, no_average"),
+)  # fmt: skip
 DEEPSEEK_EXPERTS = (*EXPERTS, *EXPERT_BIAS, *shared("shared_experts"))  # from DeepSeek-V3 on
 _GATE_NAME = {"mlp.shared_expert_gate.weight": "1 D"}
 SHARED_GATE = (

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import first_few, unusable
+from moe_exp.checkpoint.hf.mxfp4 import BLOCKS, SCALES, is_mxfp4, unpacked
 from moe_exp.data.download.sources import LEGAL_FILES
 from moe_exp.data.tokens import tokenizer as tokenizers
 from moe_exp.data.tokens.manifests import DocumentTokens
@@ -90,6 +91,7 @@ class ModelFolder:
             said, is_in = (where.get(differing[0], "no file") for where in (index, there))
             more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
             raise _damaged(path / INDEX, f"names {said} for {differing[0]}, which is in {is_in}{more}")
+        self._packed = self._take_packed() if is_mxfp4(self.config) else {}
 
     def _index(self) -> dict[str, str] | None:
         """Maps each tensor to its file; None if all tensors are in SINGLE."""
@@ -128,10 +130,29 @@ class ModelFolder:
                 entry = opened.get_slice(name)
                 self.weights[name] = StoredWeight(file, tuple(entry.get_shape()), entry.get_dtype())
 
+    def _take_packed(self) -> dict[str, StoredWeight]:
+        """Moves blocks and scales of MXFP4 out of `weights`, which then has the weights that they encode."""
+        packed: dict[str, StoredWeight] = {}
+        for name in [name.removesuffix(BLOCKS) for name in self.weights if name.endswith(BLOCKS)]:
+            blocks, scales = (self.weights.pop(name + end, None) for end in (BLOCKS, SCALES))
+            if (
+                not blocks or not scales or {blocks.dtype, scales.dtype} != {"U8"}
+                or len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16)
+            ):  # fmt: skip
+                rule = f"{name + BLOCKS}: must be U8 [..., 16] and have {name + SCALES} of type U8"
+                raise unusable(self.path, rule, "download the published weights")
+            packed |= {name + BLOCKS: blocks, name + SCALES: scales}
+            experts, rows, num_blocks = scales.shape
+            self.weights[name] = StoredWeight(blocks.file, (experts, 32 * num_blocks, rows), "BF16")
+        return packed
+
     def read(self, name: str, index: int | None = None) -> Tensor:
         """Reads a tensor, or the slice at `index` on the first axis; ValueError if damaged."""
-        with self._explained(self.weights[name].file):
-            opened = self._opened(self.weights[name].file)
+        if name + BLOCKS in self._packed:
+            return unpacked(self.read(name + BLOCKS, index), self.read(name + SCALES, index))
+        file = (self._packed.get(name) or self.weights[name]).file
+        with self._explained(file):
+            opened = self._opened(file)
             return opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
 
     def _opened(self, file: str) -> Any:

@@ -1,10 +1,10 @@
 """Rules that map a Hugging Face folder's tensors to a checkpoint's, and functions that join and split them.
 
-Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense
-MLP, f one expert, S the shared expert, E experts; G is 2f and T is 2S, gate and up together. With multi-head
-latent attention: A is the rank of the compressed queries; B is the rank of the compressed keys; R is B plus
-the rotary part of a key; N is all queries; M is all values plus all keys without the rotary part; O is all
-values.
+Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key heads, W all value heads, O all
+results of value heads (one per query head), H one head, h number of query heads, F dense MLP, f one expert, S
+the shared expert, E experts; G is 2f and T is 2S, gate and up together. With multi-head latent attention: A
+is the rank of the compressed queries; B is the rank of the compressed keys; R is B plus the rotary part of a
+key; N is all queries; M is all values plus all keys without the rotary part; O is all values.
 
 Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
 
@@ -12,14 +12,19 @@ Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours")
 - padded  zero rows pad our vocabulary to a multiple of 128. Added tokens without a row in the Hugging Face
           tensor get the mean of its rows, so that no added token is more probable than the average token.
 - rows    concatenated rows, for example of the gate and the up projection, gate first.
-- heads   Megatron's order: for each query group, the query heads, the key head and the value head.
+- heads   Megatron's order: for each query group, the query heads, their gates if any, the key head and the
+          value head. Zero rows pad value heads to the size of key heads (VALUE_HEAD_DIM).
+- outputs   zero columns of the output projection, for such value heads.
 - adjacent heads   like heads; theirs rotate adjacent channels of a query or key, ours channels H/2 apart.
 - flat    theirs has an additional first axis of size 1.
+- columns, pairs, pairs of columns   all experts of a layer (gpt-oss): theirs has the last two axes of ours
+          swapped; rows of theirs alternate between gate and up projection; both.
+- halved  ours is half of theirs.
 - zeros   a tensor of zeros only in the Hugging Face folder: it has no effect, but other software requires it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +40,8 @@ class TensorRule:
     ours: str  # key; in layers without `decoder.layers.<layer>.`
     theirs: Mapping[str, str]  # names to sizes; in layers without `model.layers.<layer>.`; `{expert}`: index
     join: str = "plain"  # see above
-    # `model` (once), or the layers that have it: `all`, `moe`, `dense`, `mtp` (multi-token prediction)
+    # `model` (once), or the layers that have it: `all`, `moe`, `dense`, `windowed`, `mtp` (multi-token
+    # prediction)
     layers: str = "all"
     when: str = ""  # key of CONDITIONS
     # name in folders that transformers 5 writes with `save_original_format=False`; there, one tensor contains
@@ -44,6 +50,11 @@ class TensorRule:
     weighted: bool = False  # its output is multiplied by the router weights
     # in each layer a copy of this Hugging Face tensor; then `ours` is the key of the original
     copy_of: str = ""
+
+
+def averages(config: Config) -> bool:
+    """Whether an MoE layer computes the mean of routed and shared experts, as Cohere2Moe."""
+    return config.shared_expert_size > 0 and config.router_scaling_factor == 0.5
 
 
 CONDITIONS: Mapping[str, Callable[[Config], bool]] = {
@@ -60,23 +71,30 @@ CONDITIONS: Mapping[str, Callable[[Config], bool]] = {
     "shared_gate": lambda c: c.shared_expert_size > 0 and c.shared_expert_gate,
     "q_lora": lambda c: c.q_lora_rank > 0,
     "no_q_lora": lambda c: not c.q_lora_rank,
+    "average": averages,
+    "no_average": lambda c: not averages(c),
+    "shared, no_average": lambda c: c.shared_expert_size > 0 and not averages(c),
 }
 
 
+_OF_EXPERTS = ("columns", "pairs", "pairs of columns")
 # Width of the all-zero shared expert in exports whose architecture requires one; divisible by usual TP sizes.
 ZERO_EXPERT_SIZE = 64
 
 
-def sizes_of(config: Config) -> dict[str, int]:
-    """Sizes by letter, as listed at the top of this file."""
+def sizes_of(config: Config, *, has_window: bool = False) -> dict[str, int]:
+    """Sizes by letter, as listed at the top of this file, in layers with or without SLIDING_WINDOW."""
+    groups = (has_window and config.window_query_groups) or config.num_query_groups
+    value_head = config.value_head_dim or config.kv_channels
+    value_head = config.v_head_dim if config.multi_latent_attention else value_head
     heads, rank = config.num_heads, config.kv_lora_rank
     nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
     shared = config.shared_expert_size or ZERO_EXPERT_SIZE
-    value, queries = heads * config.v_head_dim, heads * config.kv_channels
+    value, queries = heads * value_head, heads * config.kv_channels
     return {
         "1": 1, "D": config.hidden_size, "V": config.vocab_size, "H": config.kv_channels, "Q": queries,
-        "2D": 2 * config.hidden_size,
-        "K": config.num_query_groups * config.kv_channels, "F": config.ffn_hidden_size,
+        "h": heads, "2D": 2 * config.hidden_size, "K": groups * config.kv_channels, "W": groups * value_head,
+        "F": config.ffn_hidden_size,
         "f": config.expert_ffn_size, "S": shared, "E": config.num_experts,
         "G": 2 * config.expert_ffn_size, "T": 2 * shared,
         "A": config.q_lora_rank, "B": rank, "R": rank + rope, "N": heads * (nope + rope),
@@ -90,6 +108,13 @@ def joined_shape(join: str, parts: list[tuple[int, ...]], config: Config) -> tup
         return (config.padded_vocab_size, *parts[0][1:])
     if join == "flat":
         return parts[0][1:]
+    if join.endswith("columns"):
+        experts, columns, rows = parts[0]
+        return (experts, rows, columns)
+    if join == "outputs":
+        return (parts[0][0], config.num_heads * config.kv_channels)
+    if join.endswith("heads"):
+        parts = [*parts[:-1], parts[-2]]
     return (sum(shape[0] for shape in parts), *parts[0][1:])
 
 
@@ -107,12 +132,21 @@ def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
         return torch.cat([table, new_rows])
     if join == "flat":
         return parts[0][0]
+    if join in _OF_EXPERTS:  # of one expert, see `by_expert`
+        ours = parts[0].t() if join.endswith("columns") else parts[0]
+        return (_reordered(ours, (len(ours) // 2, 2)) if join.startswith("pairs") else ours).contiguous()
+    if join == "halved":
+        return parts[0] / 2
+    if join == "outputs":
+        (output,) = parts
+        return _padded(output.reshape(-1, output.size(1) // config.num_heads), config).view(len(output), -1)
     if join == "adjacent heads":
         query, key, value = parts
         parts = [*(_reordered(part, (config.kv_channels // 2, 2)) for part in (query, key)), value]
     if join.endswith("heads"):
-        grouped = [part.view(config.num_query_groups, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(grouped, dim=1).flatten(0, 1)
+        groups = parts[-2].size(0) // config.kv_channels
+        *others, value = (part.view(groups, -1, *part.shape[1:]) for part in parts)
+        return torch.cat([*others, _padded(value, config)], dim=1).flatten(0, 1)
     return torch.cat(parts)
 
 
@@ -122,19 +156,42 @@ def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: 
         return [ours[: shapes[0][0]]]
     if join == "flat":
         return [ours.unsqueeze(0)]
+    if join in _OF_EXPERTS:
+        if join.startswith("pairs"):
+            ours = _reordered(ours.flatten(0, 1), (2, ours.size(1) // 2)).view_as(ours)
+        return [ours.transpose(1, 2) if join.endswith("columns") else ours]
+    if join == "halved":
+        return [ours * 2]
+    if join == "outputs":
+        return [_unpadded(ours.reshape(-1, config.kv_channels), config).reshape(shapes[0])]
     if join.endswith("heads"):
-        groups = config.num_query_groups
-        rows = [shape[0] // groups for shape in shapes]
-        grouped = ours.view(groups, -1, *ours.shape[1:]).split(rows, dim=1)
-        query, key, value = (part.flatten(0, 1) for part in grouped)
+        groups = shapes[-2][0] // config.kv_channels
+        rows = [*(shape[0] // groups for shape in shapes[:-1]), config.kv_channels]
+        *others, value = ours.view(groups, -1, *ours.shape[1:]).split(rows, dim=1)
+        parts = [part.flatten(0, 1) for part in (*others, _unpadded(value, config))]
         if join == "adjacent heads":
-            query, key = (_reordered(part, (2, config.kv_channels // 2)) for part in (query, key))
-        return [query, key, value]
+            parts[:2] = (_reordered(part, (2, config.kv_channels // 2)) for part in parts[:2])
+        return parts
     return list(ours.split([shape[0] for shape in shapes]))
 
 
+def _padded(values: Tensor, config: Config) -> Tensor:
+    """Adds zeros to the channels of `values` [heads, channels, ...] up to the size of key heads."""
+    if not (missing := config.kv_channels - values.size(1)):
+        return values
+    return torch.cat([values, values.new_zeros(len(values), missing, *values.shape[2:])], dim=1)
+
+
+def _unpadded(values: Tensor, config: Config) -> Tensor:
+    size = config.value_head_dim or config.kv_channels
+    if values[:, size:].any():
+        rule = "the weights of further channels are not zero. Fix: train with this setting from the start"
+        raise ValueError(f"VALUE_HEAD_DIM={size}: {rule}.")
+    return values[:, :size]
+
+
 def _reordered(part: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """Swaps the axes of these sizes within every head's channels."""
+    """Swaps the axes of these sizes within every head's channels, or every expert's rows."""
     return part.unflatten(0, (-1, *sizes)).transpose(1, 2).flatten(0, 2)
 
 
@@ -164,17 +221,20 @@ class MappedPiece:
 
 def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[MappedPiece]:
     """Yields all pieces, the embedding first. `scales`: config.json has routed_scaling_factor."""
-    sizes, rules = sizes_of(config), [rule for rule in rules if CONDITIONS[rule.when](config)]
+    rules = [rule for rule in rules if CONDITIONS[rule.when](config)]
+    of_layers = [sizes_of(config, has_window=has_window) for has_window in (False, True)]
+    has_windows = [*config.window_layers, *[False] * config.mtp_num_layers]
     embedding, *others = [rule for rule in rules if rule.layers == "model"]
-    yield from _pieces_of(embedding, config, sizes)
-    for layer, is_moe in enumerate(config.all_moe_layers):
-        kinds = ("all", "moe" if is_moe else "dense", *(["mtp"] if layer >= config.num_layers else []))
+    yield from _pieces_of(embedding, config, of_layers[0])
+    for layer, (is_moe, has_window) in enumerate(zip(config.all_moe_layers, has_windows, strict=True)):
+        kinds = ["all", "moe" if is_moe else "dense", *["windowed"] * has_window]
+        kinds += ["mtp"] * (layer >= config.num_layers)
         for rule in rules:
             if rule.layers in kinds:
                 factor = config.router_scaling_factor if rule.weighted and not scales else 1.0
-                yield from _pieces_of(rule, config, sizes, layer, factor)
+                yield from _pieces_of(rule, config, of_layers[has_window], layer, factor)
     for rule in others:
-        yield from _pieces_of(rule, config, sizes)
+        yield from _pieces_of(rule, config, of_layers[0])
 
 
 def _pieces_of(
@@ -186,7 +246,8 @@ def _pieces_of(
         before, in_model = f"model.layers.{layer}.", "decoder.layers."
         if (number := layer - config.num_layers) >= 0:
             in_model = f"mtp.layers.{number}." + ("" if rule.layers == "mtp" else "transformer_layer.")
-        elif len(set(config.moe_layers)) == 1:  # Megatron's condition for stacking all layers in one tensor
+        elif len(set(config.moe_layers)) == 1 and config.has_equal_attention:
+            # All layers are stacked in one tensor, as in Megatron.
             of_layer = [(layer, config.num_layers)]
         else:
             in_model += f"{layer}."
@@ -203,6 +264,20 @@ def _pieces_of(
         offsets = tuple(index for index, _ in axes) + (0,) * len(shape)
         box, alias = (1,) * len(axes) + shape, before + rule.alias if rule.alias else ""
         yield MappedPiece(key, whole, offsets, box, theirs, rule.join, expert, alias, factor, rule.copy_of)
+
+
+def by_expert(piece: MappedPiece) -> Iterator[tuple[MappedPiece, int | None]]:
+    """Yields a box per expert and the expert's index in theirs if the experts' values are reordered, which
+    takes a copy; else the piece and None.
+    """
+    if piece.join not in _OF_EXPERTS:
+        yield piece, None
+        return
+    axis = len(piece.box) - len(piece.theirs[0].shape)
+    for expert in range(piece.box[axis]):
+        offsets, box = list(piece.offsets), list(piece.box)
+        offsets[axis], box[axis] = expert, 1
+        yield replace(piece, offsets=tuple(offsets), box=tuple(box)), expert
 
 
 Shapes = Mapping[str, tuple[int, ...]]

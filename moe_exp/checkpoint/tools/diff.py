@@ -37,9 +37,7 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """Result of `compare`. `settings` and `progress` contain the names that differ, each with its values in A
-    and B.
-    """
+    """Result of `compare`; `settings` and `progress`: names that differ, with their values in A and B."""
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
