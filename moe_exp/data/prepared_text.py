@@ -196,9 +196,7 @@ def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> P
 
 
 def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
-    """Finds or creates a text's token files. If several processes of any node call it at once, one of them
-    creates the files.
-    """
+    """Finds or creates a text's token files; of several processes of any node, one creates them."""
     if found := matching(source, data_dir):
         logger.info("%s: already prepared, %s", source.name, _summary(found))
         return found

@@ -176,9 +176,7 @@ class Store:
             self._asked(name, lambda fs, place: fs.rm_file(place))
 
     def upload(self, path: Path, name: str) -> None:
-        """Copies a file to the store; FileNotFoundError if it does not exist, ConnectionError if sizes
-        differ.
-        """
+        """Copies a file to the store; FileNotFoundError if missing, ConnectionError if sizes differ."""
         num_bytes = path.stat().st_size
         # by default, s3fs holds ten parts of each file in memory
         options = {"max_concurrency": 2} if self.protocol == "s3" else {}
@@ -189,9 +187,7 @@ class Store:
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: try again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Downloads a file in parts, or resumes; ConnectionError if the file is not the `known` version any
-        more.
-        """
+        """Downloads a file in parts, or resumes; ConnectionError if it is no longer the `known` version."""
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,12 +14,7 @@ from moe_exp.checkpoint.format.folders import REPLACED, usable
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.learning_rate import BEGIN, Start
 from moe_exp.config.setting_types import names_text
-from moe_exp.data.own_text import (
-    already_prepared,
-    needs_preparation,
-    validation_overlaps,
-    validation_setting,
-)
+from moe_exp.data.own_text import already_prepared, needs_preparation, validation_overlaps, validation_setting
 from moe_exp.data.tokens.manifests import tokenizer_problems
 from moe_exp.data.tokens.tokens import Share, TokenFiles, parse_blend, parse_split, part_tokens, share_range
 from moe_exp.host.files import is_url, read_json

@@ -196,8 +196,7 @@ def has_length(document: Any, min_chars: int, max_chars: int | None) -> bool:
 
 
 def word_tokenizer(
-    words: Callable[[str], list[str]] = str.split,
-    sentences: Callable[[str], list[str]] = lambda text: [text],
+    words: Callable[[str], list[str]] = str.split, sentences: Callable[[str], list[str]] = lambda text: [text]
 ) -> Any:
     """Builds a datatrove WordTokenizer from functions; datatrove's tokenizer for English requires spaCy."""
     from datatrove.utils.word_tokenizers import WordTokenizer

@@ -16,14 +16,7 @@ from typing import Any
 
 from moe_exp.data.download.sources import Source, check_names, chosen_files
 from moe_exp.data.kinds import input_error, total_bytes
-from moe_exp.data.stage import (
-    RUNNING,
-    CorpusStage,
-    check_free_disk,
-    check_outputs,
-    locked,
-    read_json,
-)
+from moe_exp.data.stage import RUNNING, CorpusStage, check_free_disk, check_outputs, locked, read_json
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.host import files as host_files
 from moe_exp.host.files import ending, has_hash, write_atomically, write_json

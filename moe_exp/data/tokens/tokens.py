@@ -361,9 +361,7 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:
-    """Manifest next to the token files, or that of their folder; {} if both are missing, ValueError if
-    damaged.
-    """
+    """Manifest next to the token files, or of their folder; {} if both are missing, ValueError if damaged."""
     if is_url(prefix):
         return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):

@@ -56,9 +56,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or `pipe` (requests the
-    latter).
-    """
+    """Path of a rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or `pipe` (requests it)."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 
