@@ -252,6 +252,7 @@ PRESET_TEXTS = {
     "olmoe-1b-7b": "OLMoE, as published",
     "mixtral-8x7b": "Mixtral 8x7B, as published",
     "qwen3-30b-a3b": "Qwen3-30B-A3B, as published",
+    "gpt-oss-20b": "gpt-oss-20b, as published",
     "deepseek-v3-like": "DeepSeek-V3",
 }
 
