@@ -1,16 +1,18 @@
-"""Attention inside documents (DOCUMENT_MASK) against causal attention over whole samples, forward and
-backward, turn by turn: ours, torch's with a mask of all pairs, and on a GPU FlexAttention, compiled (on a CPU
-it has no backward pass).
+"""Attention inside documents (DOCUMENT_MASK), windows and sinks against causal attention over whole samples,
+forward and backward, turn by turn: ours, torch's with a mask of all pairs, and on a GPU each backend
+(FlexAttention has no backward pass on a CPU). Gradients are compared with the mask's first.
 
     # four documents a sample on average, by sequence length; 3 min on 2 cores
     python bench/bench_documents.py
     python bench/bench_documents.py --documents 16 --lengths 4096
     python bench/bench_documents.py --documents 1.1 --lengths 256    # a border in some samples
+    python bench/bench_documents.py --lengths 4096 --window 128      # 512 is the default
 
 Documents are drawn: their ends are uniform, so that some are long. Ratios are medians over alternating pairs.
 """
 
 import argparse
+import importlib.util
 import platform
 import statistics
 import time
@@ -19,7 +21,6 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from moe_exp.layers.megatron.attention import CausalAttention
 from moe_exp.layers.megatron.documents import Documents, Lengths, document_positions
@@ -39,11 +40,24 @@ def drawn_lengths(batch: int, seq_len: int, mean: float, generator: torch.Genera
     return tuple(found)
 
 
-def steps(lengths: Lengths, seq_len: int, device: torch.device) -> dict[str, Callable[[], None]]:
-    """Name to one forward and backward pass."""
+def core(
+    dtype: torch.dtype, *, window: int = 0, sinks: bool = False, backend: str = "auto"
+) -> CausalAttention:
+    """One layer's attention."""
+    config = SimpleNamespace(
+        kv_channels=HEAD_SIZE, attention_dropout=0.0, params_dtype=dtype, num_attention_heads=HEADS,
+        window_size=(window - 1, 0) if window else None, window_attn_skip_freq=None,
+        softmax_type="learnable" if sinks else "vanilla",
+    )  # fmt: skip
+    groups = SimpleNamespace(cp=ONE_RANK, tp=ONE_RANK)
+    return CausalAttention(config, 1, None, "self", pg_collection=groups, backend=backend)
+
+
+def steps(
+    lengths: Lengths, seq_len: int, window: int, device: torch.device
+) -> dict[str, Callable[[], Tensor]]:
+    """Name to one forward and backward pass, which returns the result."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = SimpleNamespace(kv_channels=HEAD_SIZE, attention_dropout=0.0, params_dtype=dtype)
-    ours = CausalAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=ONE_RANK))
     batch = len(lengths)
     query, key, value = (
         torch.randn(seq_len, batch, heads, HEAD_SIZE, device=device, dtype=dtype, requires_grad=True)
@@ -51,44 +65,63 @@ def steps(lengths: Lengths, seq_len: int, device: torch.device) -> dict[str, Cal
     )
     grad = torch.randn(seq_len, batch, HEADS * HEAD_SIZE, device=device, dtype=dtype)
     positions = document_positions(lengths).to(device)
-    documents = Documents(lengths, positions)
-    ids = torch.stack([torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in lengths]).to(
-        device
-    )
+    documents = {"packed_seq_params": Documents(lengths, positions)}
+    ids = Documents(lengths, positions).ids.to(device)
     places = torch.arange(seq_len, device=device)
-    dense = (ids[:, None, :, None] == ids[:, None, None, :]) & (places[:, None] >= places)
+    causal = places[:, None] >= places
+    in_window = causal & (places[:, None] - places < window)
+    in_document = ids[:, None, :, None] == ids[:, None, None, :]
 
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (ids[b, q] == ids[b, k])
-
-    blocks = create_block_mask(visible, batch, None, seq_len, seq_len, device=device.type)
-    flex = torch.compile(flex_attention, dynamic=False)
-
-    def over(attend: Callable[..., Tensor]) -> Callable[[], None]:
-        def step() -> None:
-            out = attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
-            out.permute(2, 0, 1, 3).flatten(2).backward(grad)
+    def ours(module: CausalAttention, **options: object) -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            query.grad = key.grad = value.grad = None
+            out = module(query, key, value, None, **options)
+            out.backward(grad)
+            return out.detach()
 
         return step
 
-    def by(**options: object) -> Callable[[], None]:
-        return lambda: ours(query, key, value, None, **options).backward(grad)
+    def masked(mask: Tensor) -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            query.grad = key.grad = value.grad = None
+            attend = torch.nn.functional.scaled_dot_product_attention
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            out = attend(q, k, v, attn_mask=mask, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+            out.backward(grad)
+            return out.detach()
+
+        return step
 
     named = {
-        "whole samples": by(),
-        "by document": by(packed_seq_params=documents),
-        "mask of all pairs": over(
-            lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=dense, enable_gqa=True
-            )
-        ),
+        "whole samples": ours(core(dtype)),
+        "by document": ours(core(dtype), **documents),
+        "documents, mask of all pairs": masked(in_document & causal),
+        f"window {window}": ours(core(dtype, window=window)),
+        f"window {window}, mask of all pairs": masked(in_window),
+        f"window {window} by document": ours(core(dtype, window=window), **documents),
+        f"window {window}, sinks": ours(core(dtype, window=window, sinks=True)),
+        "sinks": ours(core(dtype, sinks=True)),
     }
     if device.type == "cuda":
-        named["FlexAttention"] = over(lambda q, k, v: flex(q, k, v, block_mask=blocks, enable_gqa=True))
+        for name in ("flash-attn", "flex", "sdpa"):
+            if name != "flash-attn" or importlib.util.find_spec("flash_attn"):
+                named[f"{name}, whole samples"] = ours(core(dtype, backend=name))
+                named[f"{name} by document"] = ours(core(dtype, backend=name), **documents)
+            if name == "flex" or (name == "flash-attn" and importlib.util.find_spec("flash_attn")):
+                named[f"{name}, window {window}"] = ours(core(dtype, window=window, backend=name))
+    pairs = (("by document", "documents, mask of all pairs"),)
+    pairs += ((f"window {window}", f"window {window}, mask of all pairs"),)
+    for one, other in pairs:
+        found = []
+        for name in (one, other):
+            out = named[name]()
+            found.append([out, *(x.grad for x in (query, key, value))])
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
+        print(f"  {one}: relative error of result and gradients {max(errors):.1e}")
     return named
 
 
-def seconds_of(step: Callable[[], None], device: torch.device) -> float:
+def seconds_of(step: Callable[[], Tensor], device: torch.device) -> float:
     """One call."""
     started = time.perf_counter()
     step()
@@ -104,6 +137,7 @@ def main() -> None:
     )
     parser.add_argument("--documents", type=float, default=4, help="in a sample, on average (default: 4)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="SEQ_LENs")
+    parser.add_argument("--window", type=int, default=512, help="SLIDING_WINDOW (default: 512)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of all (default: 15)")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -115,7 +149,7 @@ def main() -> None:
         generator = torch.Generator().manual_seed(1)
         lengths = drawn_lengths(max(1, TOKENS // seq_len), seq_len, arguments.documents, generator)
         share = sum(length**2 for one in lengths for length in one) / (len(lengths) * seq_len**2)
-        named = steps(lengths, seq_len, device)
+        named = steps(lengths, seq_len, min(arguments.window, seq_len), device)
         for step in named.values():
             for _ in range(2):
                 seconds_of(step, device)
