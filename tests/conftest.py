@@ -25,6 +25,7 @@ from helpers.whole_runs import Runs
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+NUM_THREADS = torch.get_num_threads()
 COMPARED = ("torch", "megatron-core", "transformers")
 
 
@@ -60,6 +61,11 @@ def pytest_collection_finish() -> None:
         interpreter.speed_up()
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The code under test may change this number, which is one for the whole process."""
+    torch.set_num_threads(NUM_THREADS)
 
 
 def _file(nodeid: str) -> str:

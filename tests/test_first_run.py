@@ -100,6 +100,7 @@ def test_start_says_the_true_counts_and_nothing_follows_the_end(first_run):
     assert "leaked" not in first_run.text
 
 
+@pytest.mark.slow  # a ramp goes on in tests/checkpoint/test_ramp_resume.py
 def test_bf16_with_ramped_up_batch(runs):
     ramp = {"MBSZ": 1, "RAMPUP_BATCH_SIZE": "4 2 24", "TRAIN_ITERS": 8}
     run = runs.succeed("ramp", GPUS_PER_NODE=2, EP=2, DTYPE="bf16", **ramp)

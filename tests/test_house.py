@@ -10,9 +10,10 @@ MOST = {
     # 63,000, and a training step for GPUs: CUDA graphs, AdamW in one pass, MAIN_PARAMS, late results,
     # kernels for rotary embedding and losses, CROSS_ENTROPY=linear, PRESET=gpu; OFFLOAD_OPTIMIZER,
     # OFFLOAD_MODULES; MTP_NUM_LAYERS and its conversion, sixteen Hugging Face classes and the settings that
-    # they need, `convert from-hf --verify` and of models of the Hub
-    "lines of Python": 66_240,
-    "files": 332,
+    # they need, `convert from-hf --verify` and of models of the Hub; windows, sinks, soft cap, output gate,
+    # FlexAttention, twelve classes with them, MXFP4
+    "lines of Python": 67_737,
+    "files": 333,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,
     "private functions of at most 6 lines with one caller": 0,

@@ -71,7 +71,7 @@ TOLERANCES = {"lm_loss": 1e-5, "load_balancing_loss": 1e-5, "z_loss": 1e-5, "gra
 
 # The rest is slow; what else there is, tests/checkpoint/test_any_to_any.py and
 # tests/layers/megatron/test_attention_layouts.py try in fewer processes.
-SHORT_LIST = [("dmoe", 2, Layout(tp=2)), ("dmoe", 4, Layout(ep=2)), ("moe", 2, Layout(ep=2))]
+SHORT_LIST = [("dmoe", 2, Layout(tp=2)), ("moe", 2, Layout(ep=2))]
 ALL = [(kind, n, layout) for kind in KINDS for n in (2, 4) for layout in LAYOUTS if layout.fits(n)]
 
 
@@ -194,9 +194,10 @@ def test_one_process_trains_what_it_says(kind, reference):
     assert all(list(losses) == kinds for losses in run.curve("aux_losses"))
 
 
+@pytest.mark.slow  # in tests/engine/test_model_loss.py it is fast
 @pytest.mark.parametrize(
     ("ep", "backend"),
-    [*(pytest.param(1, name, marks=pytest.mark.slow) for name in ("auto", "triton")), (2, "auto")],
+    [(1, "auto"), (1, "triton"), (2, "auto")],
 )
 def test_overlapped_communication_changes_nothing(runs, script_runs, reference, ep, backend):
     """The default with GPUs."""

@@ -26,7 +26,8 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("parts", [["correct"], pytest.param([], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [["correct"], []])
 def test_parts_append_their_lines(parts, tmp_path):
     path = tmp_path / "lines.jsonl"
     command = [sys.executable, str(ROOT / "bench/gpu/one_call.py"), "--tiny", "--json", str(path)]

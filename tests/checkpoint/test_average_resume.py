@@ -148,6 +148,7 @@ def test_every_optimizer(name, tmp_path):
     assert deviation(read(moved, end), expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_newly_set_and_dropped(tmp_path):
     """A new average starts with the loaded weights; EMA_DECAY=0 drops it; another optimizer keeps it."""
     settings = settings_of(tmp_path, "one", gbsz=2)

@@ -281,6 +281,7 @@ def test_no_code_of_a_file_is_run(kind, checkpoints, tmp_path):
     assert (tmp_path / "mark").exists()
 
 
+@pytest.mark.slow
 def test_whole_run_goes_on_from_the_one_before(tmp_path):
     """Reported, `latest` set back, records after it removed, and in the end the same numbers."""
     write_tokens(tmp_path)

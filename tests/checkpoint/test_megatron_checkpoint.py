@@ -151,8 +151,7 @@ def both_ways(settings: dict[str, Any], port: int, folder: str, singleton: bool)
 
 
 SHORT = [
-    ("gated", "singleton", 1), ("deepseek", "singleton", 2), ("deepseek", "stacked", 2),
-    ("first_dense", "stacked", 1),
+    ("gated", "singleton", 1), ("deepseek", "stacked", 2),
 ]  # fmt: skip
 CASES = [
     pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.slow])
@@ -285,7 +284,11 @@ def program_with_our_spec(settings: dict[str, Any], port: int, folder: str, sing
 
 @pytest.mark.parametrize(
     ("variant", "style", "ep"),
-    [("gated", "stacked", 2), ("first_dense", "singleton", 1), ("biases", "singleton", 1)],
+    [
+        ("gated", "stacked", 2),
+        pytest.param("first_dense", "singleton", 1, marks=pytest.mark.slow),
+        pytest.param("biases", "singleton", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_megatron_program_exchanges_checkpoints(variant, style, ep, tmp_path):
     for name in ("theirs", "ours"):

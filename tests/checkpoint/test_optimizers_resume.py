@@ -60,7 +60,7 @@ def interrupted(name: str, saved_at: str, loaded_at: list[str], folder: Path) ->
         pytest.param("sgd", "TP2", ["PP2"], marks=SLOW),
         pytest.param("sgd", "DP2 whole", ["one", "DP2", "EP2", "TP2"], marks=SLOW),
         pytest.param("sgd without momentum", "DP2", ["TP2"], marks=SLOW),
-        ("bf16 moments", "DP2", ["TP2"]),
+        pytest.param("bf16 moments", "DP2", ["TP2"], marks=SLOW),
         ("muon", "DP2 whole", ["DP2 whole", "TP2_ETP2 whole"]),
         pytest.param("muon", "TP2 whole", ["EP2 whole", "PP2 whole"], marks=SLOW),
         pytest.param("bf16 moments", "DP2 whole", ["one", "PP2"], marks=SLOW),

@@ -135,6 +135,7 @@ def test_in_the_background_as_at_once(distributed, tmp_path):
     assert latest_iteration(tmp_path / "async" / "checkpoints") == 4
 
 
+@pytest.mark.slow
 def test_whole_run_in_the_background(tmp_path):
     """Training under way, two saves and the end wait for the one before."""
     write_tokens(tmp_path)

@@ -220,7 +220,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2_ep2_etp2": {"gpus_per_node": 4, "tp": 2, "ep": 2, "etp": 2},
     "tp2_pp2_ep2": {"gpus_per_node": 4, "tp": 2, "pp": 2, "ep": 2},
 }
-SHORT = [("granular", "one"), ("granular", "ep2"), ("granular", "pp2_vpp2"), ("plain", "tp2_ep2_etp2")]
+SHORT = [("granular", "one"), ("granular", "ep2"), ("granular", "pp2_vpp2"), ("plain", "etp2")]
 KINDS = {"plain": {}, "granular": OF_2, "granular_sigmoid_first_dense": OF_2 | SIGMOID | {"first_k_dense": 1}}
 CASES = [
     pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.slow])

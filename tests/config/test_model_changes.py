@@ -33,6 +33,8 @@ LATENT = {
     "qk_pos_emb_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
 YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 2.0, "rope_original_seq_len": 32}
+WINDOW = {"sliding_window": 8, "window_pattern": "1,0,1,0"}
+WINDOWED_SINKS = WINDOW | {"attention_sinks": "windowed"}
 SHAPES = [
     ({}, "hidden_size", 64, 32), ({}, "num_layers", 2, 4), ({}, "num_heads", 8, 4),
     ({}, "num_query_groups", 4, 2), ({}, "head_dim", 16, 8), ({}, "vocab_size", 100, 128),
@@ -43,7 +45,12 @@ SHAPES = [
     ({}, "normalization", "LayerNorm", "RMSNorm"), ({}, "use_moe", False, True),
     ({"first_k_dense": 1}, "ffn_hidden_size", 64, 48), ({}, "qkv_bias", True, False),
     ({}, "norm_placement", "post", "pre"), ({"qk_norm": True}, "qk_norm_scope", "all", "head"),
-    ({}, "multi_latent_attention", True, False),
+    ({}, "multi_latent_attention", True, False), ({}, "value_head_dim", 4, 0),
+    ({}, "attention_gate", True, False), ({}, "attention_sinks", "all", "none"),
+    (WINDOW, "attention_sinks", "windowed", "none"),
+    (WINDOWED_SINKS, "window_pattern", "1,1,0,0", "1,0,1,0"),
+    ({"normalization": "LayerNorm"}, "norm_bias", False, True),
+    ({"sliding_window": 8}, "window_query_groups", 4, 2),
     *((LATENT, name, 24, LATENT[name]) for name in LATENT if name != "multi_latent_attention"),
 ]  # fmt: skip
 FUNCTIONS = [
@@ -57,11 +64,14 @@ FUNCTIONS = [
     ({}, "activation", "geglu", "swiglu"), ({}, "force_routing", "balanced", "none"),
     ({"qk_norm": True}, "qk_norm_epsilon", 1e-6, 0.0), ({}, "embedding_multiplier", 12.0, 1.0),
     ({}, "residual_multiplier", 0.5, 1.0), ({}, "attention_multiplier", 0.1, 0.0),
-    ({}, "logits_scaling", 6.0, 1.0),
+    ({}, "logits_scaling", 6.0, 1.0), ({}, "value_scale", 0.5, 1.0),
     ({}, "rotary_fraction", 0.5, 1.0), ({}, "rope_scaling", "llama3", "none"),
     (YARN, "rope_scaling_factor", 4.0, 2.0), (YARN, "rope_original_seq_len", 64, 32),
     (YARN, "yarn_beta_fast", 16.0, 32.0), (YARN, "yarn_beta_slow", 2.0, 1.0), (YARN, "yarn_mscale", 0.5, 1.0),
-    (YARN, "yarn_mscale_all_dim", 0.5, 0.0),
+    (YARN, "yarn_mscale_all_dim", 0.5, 0.0), (YARN, "yarn_truncate", False, True),
+    ({}, "sliding_window", 8, 0), (WINDOW, "window_pattern", "1,1,0,0", "1,0,1,0"),
+    (WINDOW, "window_rotary_base", 5000.0, 0.0), ({}, "attention_softcap", 30.0, 0.0),
+    ({}, "rotary_layers", "1,1,1,0", "1"),
 ]  # fmt: skip
 
 

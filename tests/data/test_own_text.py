@@ -146,7 +146,12 @@ def test_one_file_with_split_or_valid_data(place):
     assert with_prepared_text(settings(train_data=used.train_data, split="9,1")).train_data == used.train_data
 
 
-@pytest.mark.parametrize("name", ["./text", "text/", "text/../text", "link", "ABSOLUTE", "text/**/*"])
+SLOW_NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("./text", "text/", "ABSOLUTE", "text/**/*")
+]
+
+
+@pytest.mark.parametrize("name", ["text/../text", "link", *SLOW_NAMES])
 def test_a_stage_may_spell_a_text_otherwise(name, place):
     """Documents of TRAIN_DATA that are held out are held out of it, whatever it calls them."""
     (place / "link").symlink_to(place / "text")

@@ -243,7 +243,8 @@ def test_slurm_from_the_command_to_the_shards(tmp_path, monkeypatch, cluster):
     assert len(cluster.jobs()) == 3
 
 
-@pytest.mark.parametrize("flags", [[], pytest.param(["--min-chars", "30"], marks=pytest.mark.slow)])
+@pytest.mark.slow  # above they start
+@pytest.mark.parametrize("flags", [[], ["--min-chars", "30"]])
 def test_slurm_starts_over_what_is_there(tmp_path, monkeypatch, cluster, flags):
     folder = local_folder(tmp_path, num_files=1)
     command = [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL]

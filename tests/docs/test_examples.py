@@ -21,7 +21,8 @@ CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     [
         (1, "own_loop.py", ("--steps", "40")),
         (2, "fsdp_ep.py", ("--steps", "20")),
-        (2, "megatron_gpt.py", ("--steps", "20", "--ep", "2")),
+        # fast below
+        pytest.param(2, "megatron_gpt.py", ("--steps", "20", "--ep", "2"), marks=pytest.mark.slow),
     ],
 )
 def test_a_script_learns(num_ranks, name, arguments):
@@ -45,7 +46,13 @@ def with_adam_of_apex(path: str, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("ep", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(("run", "flags"), [(program, ()), (with_adam_of_apex, ("--distributed-optimizer",))])
+@pytest.mark.parametrize(
+    ("run", "flags"),
+    [
+        (program, ()),
+        pytest.param(with_adam_of_apex, ("--distributed-optimizer",), marks=pytest.mark.slow),
+    ],
+)
 def test_a_megatron_program_continues_from_a_strict_load(ep, run, flags, tmp_path):
     def losses(steps: int, *more: str) -> dict[str, str]:
         arguments = (*flags, "--ep", str(ep), "--steps", str(steps), *more)

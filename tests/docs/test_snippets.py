@@ -43,7 +43,10 @@ def run_block(block: str, folder: Path) -> None:
     exec(compile(block, "block", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS)
+SLOW = [pytest.param(page, marks=pytest.mark.slow) for page in WITH_BLOCKS if page != "README.md"]
+
+
+@pytest.mark.parametrize("page", ["README.md", *SLOW])
 def test_examples_run(page, tmp_path):
     write_tokens(tmp_path)
     tokenizer = train_bpe(["def main():\n    import os\n"] * 9, 384)

@@ -109,7 +109,10 @@ def built() -> Callable[[str, int, str], list[dict[str, Any]]]:
     return lambda variant, num_ranks, layout: all_of(num_ranks)[variant, layout]
 
 
-@pytest.mark.parametrize(("variant", "num_ranks", "layout"), [case for case in CASES if case[1] > 1])
+@pytest.mark.parametrize(
+    ("variant", "num_ranks", "layout"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] > 2)) for case in CASES if case[1] > 1],
+)
 def test_same_initial_weights(variant, num_ranks, layout, built):
     one, whole = assembled(built(variant, 1, "one")), assembled(built(variant, num_ranks, layout))
     if "output_layer.weight" not in one:  # tied: the last stage has a copy

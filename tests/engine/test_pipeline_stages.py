@@ -42,7 +42,7 @@ SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "VPP of PP4": ("deep", 4, {"pp": 4, "vpp": 2, "pipeline_layers": "2,4,2*2"}),
 }
 # The rest is slow.
-FAST = ["first 2 of PP2", "only the embedding", "VPP of PP2", "any of PP4", "ends without layers"]
+FAST = ["first 2 of PP2", "only the embedding", "VPP of PP2"]
 BATCH = {"gbsz": 4}
 
 
@@ -99,6 +99,7 @@ def test_splits_pass_the_checks(name):
     assert list(load_config(stated, {}).problems()) == []
 
 
+@pytest.mark.slow
 def test_stages_without_layers_in_a_checkpoint(folder, one_rank):
     """Saved by them, and loaded under other splits: the second iteration is that of a run on one rank."""
     alone = one_rank("moe")

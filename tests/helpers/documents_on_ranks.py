@@ -6,12 +6,14 @@ assert_equal_to(1e-10, packed[0].gradients, alone[0].gradients)
 """
 
 import os
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from helpers.layers.naive_attention import naive
 from helpers.model_on_ranks import (
     EOD,
     TINY,
@@ -52,7 +54,9 @@ def packed_models(
 
 
 def documents_alone(jobs: list[dict[str, Any]], *, timeout: float = 240.0) -> list[Found]:
-    """The same batches on one process, by a model without DOCUMENT_MASK that gets one document at a time."""
+    """The same batches on one process, by a model without DOCUMENT_MASK that gets one document at a time. Its
+    attention has a mask of all pairs.
+    """
     given = [(settings,) for settings in jobs]
     return [assembled_job(ranks) for ranks in run_jobs(1, _alone, given, timeout=timeout)]
 
@@ -117,12 +121,15 @@ def _packed(settings: dict[str, Any], without_mask: bool, port: int) -> dict[str
 
 def _alone(settings: dict[str, Any], port: int) -> dict[str, Any]:
     from moe_exp.engine import runtime
+    from moe_exp.engine.qk_clip import attention_cores
     from moe_exp.layers.megatron.documents import document_lengths
 
     from megatron.core.distributed import finalize_model_grads
 
     job = built(settings | {"document_mask": False}, port)
     config, (model,) = job.config, job.trained.model
+    for core in attention_cores([model]):
+        core._attend = partial(_naive, core)
     stream, losses = DocumentTokens(config.seq_len, 200), {}
     for number in range(config.gbsz // config.mbsz):
         tokens = stream.batch(number * config.mbsz, config.mbsz)
@@ -142,6 +149,10 @@ def _alone(settings: dict[str, Any], port: int) -> dict[str, Any]:
     found = _found(job) | {"losses": losses}
     runtime.stop()
     return found
+
+
+def _naive(core: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return naive(query, key, value, core.rule, core.softmax_offset)
 
 
 def _found(job: Any) -> dict[str, Any]:

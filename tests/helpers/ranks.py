@@ -140,7 +140,8 @@ class _SharedGroups:
         self._runtime: Any = None
 
     def start(self, config: Any) -> Any:
-        layout = (config.tp, config.pp, config.vpp, config.cp, config.ep, config.etp, config.use_moe)
+        experts = (config.ep, config.etp) if config.use_moe else (1, 1)
+        layout = (config.tp, config.pp, config.vpp, config.cp, *experts)
         if self._layout == layout:
             self._seed(config)
             return self._runtime

@@ -257,6 +257,7 @@ def on_ranks(requests: list[EvalRequest], ports: list[int]) -> list[dict]:
     return results
 
 
+@pytest.mark.slow  # in test_generate.py several ranks are one model
 def test_the_same_numbers_on_two_ranks(checkpoint, prefixes):
     """Losses, bytes and the counts of the experts, with padded rows and batches uneven over two replicas."""
     one = EvalRequest(str(checkpoint), tuple(prefixes.values()), experts=4, batch_size=2, by_document=True)

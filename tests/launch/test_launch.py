@@ -331,7 +331,11 @@ def test_ctrl_c_lets_the_ranks_save(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "passed_on"),
-    [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", "SIGUSR1"), ("SIGHUP", "SIGTERM")],
+    [
+        ("SIGHUP", "SIGTERM"),
+        ("SIGUSR1", "SIGUSR1"),
+        *(pytest.param(name, name, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGINT")),
+    ],
 )
 def test_first_signal_is_passed_on(tmp_path, number, passed_on):
     source = rank_source(tmp_path)

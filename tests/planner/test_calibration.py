@@ -60,7 +60,8 @@ def test_the_other_half(seed):
     assert fmean(time) < 0.05
 
 
-@pytest.mark.parametrize("run", [TIMED[4], pytest.param(TIMED[40], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [TIMED[4], TIMED[40]])
 def test_left_out_errors_are_those_of_a_fit_without_the_row(run):
     found = fitted().time
     others = [other for other in TIMED if other is not run]

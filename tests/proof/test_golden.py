@@ -10,7 +10,10 @@ from proof import golden
 RECORD = json.loads(golden.RECORD.read_text())
 
 
-@pytest.mark.parametrize("part", golden.PARTS)
+# `run` and `old_run` also train.
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.slow] * (part == "train")) for part in golden.PARTS]
+)
 def test_golden_record(part):
     if why := golden.other_versions(RECORD):
         pytest.skip(why)

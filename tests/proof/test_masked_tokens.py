@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DP4, EP2": (4, {"ep": 2}),
     "TP2, PP2, recompute": (4, {"tp": 2, "pp": 2, "recompute": "selective"}),
 }
-FAST = ("one", "TP2", "DP4, EP2")
+FAST = ("one", "TP2")
 LAYOUT = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in LAYOUTS]
 )

@@ -134,7 +134,13 @@ def on_ranks(ep: int) -> dict[str, list[Comparison]] | RankError:
 CASES = [(name, ep) for name, pair in PAIRS.items() for ep in (1, 2) if pair.only_ep in (None, ep)]
 
 
-@pytest.mark.parametrize(("name", "ep"), CASES, ids=[f"{name}, EP={ep}" for name, ep in CASES])
+@pytest.mark.parametrize(
+    ("name", "ep"),
+    [
+        pytest.param(name, ep, id=f"{name}, EP={ep}", marks=[pytest.mark.slow] * (ep == 2))
+        for name, ep in CASES
+    ],
+)
 def test_layer(name, ep):
     found = on_ranks(ep)
     if isinstance(found, RankError):

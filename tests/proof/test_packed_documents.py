@@ -29,6 +29,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "latent": LATENT | {"eod_mask_loss": True},
     "latent, one sample": LATENT | YARN | {"mbsz": 1},
     "recompute": {"recompute": "full", "rotary_fraction": 0.5, "qkv_bias": True},
+    "windows": {
+        "moe_type": "dmoe",
+        "sliding_window": 4,
+        "window_pattern": "1:1",
+        "attention_sinks": "all",
+        "attention_softcap": 2.0,
+        "rotary_layers": "windowed",
+        "attention_gate": True,
+    },
+    "windows, latent": LATENT | {"sliding_window": 3, "attention_sinks": "windowed", "eod_mask_loss": True},
     "yarn": YARN | {"normalization": "LayerNorm", "qk_norm": True},
 }
 TP2_CP2 = Layout(2, 1, "none", 1, 1, 2)
@@ -42,9 +52,11 @@ CASES = [  # of one layout after each other, see `in_turn`
 
 
 def is_fast(kind: str, ranks: int, layout: Layout) -> bool:
+    if kind.startswith("windows"):
+        return kind == "windows" and (ranks == 1 or ranks == layout.pp * layout.cp == 2)
     if ranks == 2:
         return kind == "dmoe" or (kind == "latent" and 2 in (layout.tp, layout.cp))
-    return ranks == 1 or (kind == "dmoe" and layout.tp == layout.pp == 2)
+    return ranks == 1 and kind not in ("latent, one sample", "recompute", "yarn")
 
 
 FAST = [case for case in CASES if is_fast(*case)]
@@ -96,28 +108,31 @@ def test_as_documents_one_by_one(kind, num_ranks, layout, alone, packed):
     print(f"largest relative error {assert_equal_to(LIMIT, ours.gradients, right.gradients):.1e}")
 
 
-def leaks(without_mask: bool) -> tuple[int, str]:
-    """On a rank: exit code and output of `moe-exp doctor --leak-test`."""
+def leaks(without: str) -> tuple[int, str]:
+    """On a rank: exit code and output of `moe-exp doctor --leak-test`, where attention ignores something."""
     from moe_exp.cli import main
+    from moe_exp.layers.megatron import attention
     from moe_exp.layers.megatron.documents import Documents
 
-    if without_mask:
+    if without == "windows":
+        attention.is_layer_window_attention = lambda *args: False
+    elif without == "documents":
         Documents.are_whole_samples = property(lambda self: True)  # type: ignore[assignment,method-assign]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = main(["doctor", "--leak-test"])
     return code, printed.getvalue()
 
 
-@pytest.mark.parametrize("without_mask", [False, True])
-def test_doctor_finds_what_leaks(without_mask):
-    ((code, printed),) = run_on_ranks(1, leaks, without_mask, join=False)
-    assert code == int(without_mask), printed
-    assert printed.count("documents attend to each other") == (4 if without_mask else 0)
+@pytest.mark.parametrize(("without", "num_leaks"), [("", 0), ("documents", 10), ("windows", 2)])
+def test_doctor_finds_what_leaks(without, num_leaks):
+    ((code, printed),) = run_on_ranks(1, leaks, without, join=False)
+    assert code == int(num_leaks > 0), printed
+    assert printed.count("tokens attend beyond their document or window") == num_leaks
     rows = [line.split()[-2] for line in printed.splitlines() if line.rstrip(" │|").endswith(("ok", "leaks"))]
-    assert len(rows) == 4, printed
+    assert len(rows) == 10, printed
 
 
-@pytest.mark.parametrize("policy", ["position", "probs"])
+@pytest.mark.parametrize("policy", ["position", pytest.param("probs", marks=pytest.mark.slow)])
 def test_dropped_tokens_are_the_same_where_ranks_share_stripes(policy):
     """Each context parallel rank has several pieces of a sequence; the queue of an expert is in its order."""
     settings = {"moe_type": "moe", "capacity_factor": 0.6, "drop_policy": policy}

@@ -138,7 +138,13 @@ def our_gradients(layer: MoELayer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["loop", "torch"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(shape, id=name, marks=[pytest.mark.slow] * (name in ("three tokens", "many")))
+        for name, shape in SHAPES.items()
+    ],
+)
 @pytest.mark.parametrize(("block", "router"), CASES.values(), ids=CASES)
 def test_block(block, router, shape, backend):
     block = with_weights(block())

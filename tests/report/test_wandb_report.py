@@ -236,7 +236,7 @@ def test_a_bad_key_is_one_line_without_it(environ, line, needs_wandb: None, tmp_
     assert done.stderr.splitlines()[-1].startswith(f"moe-exp report: {line}")
 
 
-@pytest.mark.parametrize("forbidden", [False, True])
+@pytest.mark.parametrize("forbidden", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_saving_through_wandbs_own_client(needs_wandb: None, tmp_path: Path, server, forbidden) -> None:
     handler = server.RequestHandlerClass
     handler.forbidden = forbidden

@@ -154,6 +154,7 @@ def test_stop_rules(tmp_path, monkeypatch):
     assert set(faults.STOP_REASONS) >= rules | {number.name for number in STOP_SIGNALS}
 
 
+@pytest.mark.slow
 def test_a_stop_between_two_log_lines_is_logged(session_runs):
     settings = {"TRAIN_ITERS": 6, "WARMUP_ITERS": 0, "LOG_INTERVAL": 4, "EVAL_INTERVAL": 0}
     stopped = session_runs.stopped("between", EXIT_INTERVAL=3, **settings)

@@ -106,8 +106,9 @@ def trained(settings: dict[str, Any], port: int, with_graphs: bool) -> list[Step
     if with_graphs:
         job = replace(job, graphs=build_graphs(job.trained.model, StandIn))
     interval, progress, steps = Interval(job.config, job.runtime, job.trained.model), Progress(), []
-    for step in range(6):
-        if step == 3:  # without graphs, and with averaged weights if there are any
+    num_steps = 6 if job.config.data_stages else 4  # each shape is first trained without a graph
+    for step in range(num_steps):
+        if step == num_steps // 2:  # without graphs, and with averaged weights if there are any
             loop.validate(job, progress, None)
         done = loop.train_step(job, progress, interval, count_zeros=False).done
         average_weights(job, progress, interval)
@@ -145,15 +146,24 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_steps_with_graphs_are_those_without(num_ranks, tmp_path):
+VARIED = [MODELS["dmoe"] | changes for changes in VARIANTS.values()]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "models"),
+    [
+        (1, [*MODELS.values(), *VARIED[:2], VARIED[5]]),
+        pytest.param(1, VARIED[2:5] + VARIED[6:], marks=pytest.mark.slow),
+        # capacity with padding has static rows
+        (2, [MODELS["dense"], MODELS["dmoe"], MODELS["moe"] | {"ep": 2}]),
+    ],
+    ids=["1", "1, others", "2"],
+)
+def test_steps_with_graphs_are_those_without(num_ranks, models, tmp_path):
     sizes = {"gpus_per_node": num_ranks, "overlap": "false", "cross_entropy": "triton", "eval_iters": 1}
     # two layers, and two micro-batches per rank and iteration
     sizes |= {"num_layers": 2, "mbsz": 2 // num_ranks, "gbsz": 4}
     data = sizes | {"train_data": str(write_data(tmp_path)), "run_dir": str(tmp_path / "run")}
-    models = [*MODELS.values(), *(MODELS["dmoe"] | changes for changes in VARIANTS.values())]
-    if num_ranks == 2:  # capacity with padding has static rows
-        models = [MODELS["dense"], MODELS["dmoe"], MODELS["moe"] | {"ep": 2}]
     jobs = [(data | one, free_port(), graphs) for one in models for graphs in (False, True)]
     for found in run_on_ranks(num_ranks, on_rank, jobs, join=False, timeout=300):
         for eager, graphed in zip(found[::2], found[1::2], strict=True):

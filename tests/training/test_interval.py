@@ -45,6 +45,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 # With the number of micro-batches of a rank.
 CASES = [(layout, kind, 2) for layout in LAYOUTS for kind in KINDS] + [("(2,1,1,1)", "dropless", 1)]
+OF_CASE = pytest.mark.parametrize(
+    ("layout", "kind", "accumulation"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (LAYOUTS[case[0]][0] == 4)) for case in CASES],
+)
 PER_LAYER = (
     "max_over_mean", "max_vio", "dead_fraction", "dropped_fraction", "router_entropy", "top1_weight",
     "load_balancing_loss", "z_loss",
@@ -141,7 +145,7 @@ def on_one_rank(kind: str) -> dict[int, dict[str, Any]]:
     return {size: record for size, ((record, _),) in zip(sizes, found, strict=True)}
 
 
-@pytest.mark.parametrize(("layout", "kind", "accumulation"), CASES)
+@OF_CASE
 def test_every_slot_is_counted_once(layout, kind, accumulation):
     settings = job_settings(layout, kind, accumulation)
     record, rows = found(LAYOUTS[layout][0])[layout, kind, accumulation]
@@ -156,7 +160,7 @@ def test_every_slot_is_counted_once(layout, kind, accumulation):
     assert rows + dropped == len(record["experts"]) * slots
 
 
-@pytest.mark.parametrize(("layout", "kind", "accumulation"), CASES)
+@OF_CASE
 def test_the_numbers_are_those_of_one_rank(layout, kind, accumulation):
     settings = job_settings(layout, kind, accumulation)
     record, _ = found(LAYOUTS[layout][0])[layout, kind, accumulation]

@@ -234,7 +234,7 @@ SGD = {"optimizer": "sgd", "allow_other_optimizer": True}
     ("before", "after", "left_out"),
     [
         pytest.param({"dtype": "bf16"}, {"dtype": "fp32"}, WEIGHTS, id="other dtype"),
-        pytest.param({}, SGD, r".*\.exp_avg", id="other optimizer"),
+        pytest.param({}, SGD, r".*\.exp_avg", marks=pytest.mark.slow, id="other optimizer"),
         pytest.param({}, BF16_MOMENTS, NONE, marks=pytest.mark.slow, id="other moments"),
         pytest.param(MUON, {"gpus_per_node": 2, "ep": 2}, NONE, marks=pytest.mark.slow, id="muon"),
         pytest.param({"fingerprints": False}, {}, ALL, id="none"),

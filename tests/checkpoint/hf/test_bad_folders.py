@@ -81,13 +81,17 @@ NEW_LLAMA3 = NEW_ROPE | {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+ALL_WINDOWS = {"layer_types": ["sliding_attention"] * 3}
 FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "another class": ("mixtral", {"architectures": ["GptOssForCausalLM"]}, r"architectures=GptOss"),
+    "another class": ("mixtral", {"architectures": ["Llama4ForCausalLM"]}, r"architectures=Llama4"),
     "no class": ("mixtral", {"architectures": None, "model_type": "x"}, r"architectures=\(missing\): "),
     "clip": ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv=8\.0: "),
-    "window": ("mixtral", {"sliding_window": 32}, r"sliding_window=32: sliding-window attention"),
-    "used window": ("qwen3", {"use_sliding_window": True, "sliding_window": 16}, r"sliding_window=16: "),
-    "layer types": ("qwen3", {"layer_types": ["full_attention", "x"]}, r"layer_types=x: "),
+    "window": ("mixtral", {"sliding_window": 0}, r"sliding_window=0: must be above 0"),
+    "switched off": (
+        "qwen3", {"use_sliding_window": False} | ALL_WINDOWS, "sliding_window=None: "
+    ),
+    "layer types": ("qwen3", {"layer_types": ["full_attention"] * 2 + ["x"]}, r"layer_types=.*'x'"),
+    "some layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=.* for each of the 3 layers"),
     "attention bias": ("llama", {"attention_bias": True}, r"attention_bias=True: biases in the attention"),
     "mlp bias": ("llama", {"mlp_bias": True}, r"mlp_bias=True: biases in the MLP"),
     "activation": ("qwen3_moe", {"hidden_act": "gelu"}, r"hidden_act=gelu: activations other than SwiGLU"),
@@ -110,11 +114,6 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
         "partial_rotary_factor=null: must be a number",
     ),
     "no attention": ("granite", {"attention_multiplier": 0.0}, "attention_multiplier=0.0: must be above 0"),
-    "truncate is null": (
-        "qwen3", {"rope_parameters": NEW_ROPE | {
-            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": None,
-        }}, "truncate=False: Megatron's YaRN",
-    ),
     "float": ("llama", {"num_hidden_layers": 3.0}, "num_hidden_layers=3.0: must be a whole number"),
     "prediction": ("deepseek_v3", {"num_nextn_predict_layers": 10**20}, "is more than the folder's tensors"),
     "no widths": ("hunyuan_v1_moe", {"moe_topk": []}, r"moe_topk=\[\]: must be the same in all layers"),
@@ -125,6 +124,14 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "other width": ("hunyuan_v1_moe", {"moe_intermediate_size": 12}, "moe_intermediate_size=12: must be 24"),
     "part of heads": (
         "qwen3", {"rope_parameters": NEW_ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: "
+    ),
+    "ignored scaling": ("cohere2_moe", {"rope_scaling": NEW_YARN}, "rope_scaling=.*: transformers ignores"),
+    "score": ("cohere2_moe", {"expert_selection_fn": "tanh"}, "expert_selection_fn=tanh: must be softmax or"),
+    "larger values": ("mimo_v2_flash", {"v_head_dim": 16}, "VALUE_HEAD_DIM=16: must be at most the head"),
+    "parts by kind": (
+        "mimo_v2_flash", {"rope_parameters": {
+            "full_attention": NEW_ROPE, "sliding_attention": NEW_ROPE | {"partial_rotary_factor": 1.0}
+        }}, r"partial_rotary_factor of sliding_attention=1\.0: must be that of full_attention",
     ),
     "scoring": ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func=softmax: DeepSeek-V3"),
     "not interleaved": ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave=False: "),
@@ -141,10 +148,10 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts that no tensor holds": ("mixtral", {"num_local_experts": 10**12}, "num_local_experts=10{12}: "),
     "tied, but different": ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head"),
     "window by layer": (
-        "dots1", {"sliding_window": 32, "max_window_layers": 2, "layer_types": None}, "sliding_window=32: "
+        "dots1", {"sliding_window": 32, "max_window_layers": None, "layer_types": None}, "max_window_layers="
     ),
-    "by type": ("dots1", {"layer_types": ["sliding_attention"] * 3}, "layer_types=sliding_attention: "),
-    "Mistral": ("mistral", {"sliding_window": 16, "use_sliding_window": False}, "sliding_window=16"),
+    "by type": ("dots1", ALL_WINDOWS, "sliding_window=None: must be above 0"),
+    "Mistral": ("mistral", ALL_WINDOWS, "layer_types=.*: must be full_attention"),
     "norms of Solar": ("solar_open", {"use_qk_norm": True}, "use_qk_norm=True: is unknown"),
     "part of heads, Solar": ("solar_open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: "),
     "norms of MiniMax": ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False: "),
@@ -161,6 +168,23 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "last layer": ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index=1: all layers"),
     "biases everywhere": ("ernie4_5_moe", {"use_bias": True}, "use_bias=True: biases in all projections"),
     "least sum": ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5: "),
+    "some biases": ("gpt_oss", {"attention_bias": False}, "attention_bias=False: all projections must"),
+    "another limit": ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: the activation"),
+    "no window": ("gpt_oss", {"sliding_window": None}, "sliding_window=null: must not be null"),
+    "MXFP4": ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config=mxfp4: "),
+    "fp8, gpt-oss": ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=fp8"),
+    "rope of all layers": ("mellum", {"rope_parameters": NEW_ROPE}, "only reads full_attention"),
+    "old rope": ("mellum", {"rope_theta": 1e4}, "rope_theta=10000.0: is unknown for Mellum"),
+    "two forms": ("olmo3", {"rope_theta": 1e4}, "rope_parameters=.*: transformers only reads"),
+    "scaled windows": (
+        "olmo3", {"rope_parameters": {"full_attention": NEW_ROPE, "sliding_attention": NEW_YARN}},
+        "rope_type of sliding_attention=yarn: must be default",
+    ),
+    "truncate by kind": (
+        "olmo3", {"rope_parameters": {"full_attention": NEW_YARN | {"truncate": False}}}, "truncate=False: "
+    ),
+    "bases": ("granitemoe_swa", {"layer_rope_theta": [0, 1e4, 2e4]}, "layer_rope_theta=.*: must be one base"),
+    "too few bases": ("granitemoe_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta: cannot be read"),
     # what no run could train
     "YaRN turns whole heads": ("glm4_moe", {"rope_parameters": NEW_YARN}, r"in ROTARY_FRACTION=0\.5: "),
     "top-1, normalized": (
@@ -209,6 +233,13 @@ def test_tensors_without_effect_are_left_out(folder, tmp_path, hf_folders):
     from_hf(source, tmp_path / "ours")
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert set(weights_of(tmp_path / "back")) == set(weights_of(source)) - set(extra) - {"lm_head.weight"}
+
+
+def test_layers_for_prediction_that_transformers_ignores_are_left_out(folder, tmp_path, hf_folders):
+    source = rewrite(folder("mellum"), lambda w: w.update({"mtp.fc.weight": torch.ones(32, 64)}))
+    from_hf(source, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    assert set(weights_of(tmp_path / "back")) == set(weights_of(hf_folders["mellum"]))
 
 
 @pytest.fixture

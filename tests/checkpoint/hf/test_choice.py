@@ -22,7 +22,27 @@ HUNYUAN = {
 }  # fmt: skip
 GLM = {name: value for name, value in DEEPSEEK.items() if name not in LATENT}
 DENSE = {"use_moe": False}
+PARALLEL = {
+    "norm_placement": "parallel", "normalization": "LayerNorm", "norm_bias": False, "sliding_window": 8,
+    "window_pattern": "2", "rotary_layers": "windowed",
+}  # fmt: skip
+AVERAGE = {
+    "topk": 2, "router_pre_softmax": False, "shared_expert_size": 256, "moe_ffn_hidden_size": 256,
+    "router_scaling_factor": 0.5,
+}  # fmt: skip
+SIGMOID = {"topk": 2, "router_score": "sigmoid", "router_normalize": "true", "sliding_window": 8}
+AFMOE = SIGMOID | {
+    "norm_placement": "around", "qk_norm": True, "attention_gate": True, "shared_expert_size": 512,
+    "moe_ffn_hidden_size": 256, "rotary_layers": "windowed",
+}  # fmt: skip
+MIMO = SIGMOID | {
+    "attention_sinks": "windowed", "window_pattern": "2", "num_query_groups": 1, "window_query_groups": 2,
+}  # fmt: skip
 OLMO2 = {"qk_norm": True, "qk_norm_scope": "all", "norm_placement": "post"}
+
+WINDOWS = {"sliding_window": 8, "window_pattern": "2"}
+SWA = WINDOWS | {"topk": 2, "router_pre_softmax": False, "attention_sinks": "all"}
+GPT_OSS = SWA | {"add_bias_linear": True, "activation": "clamped_swiglu"}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +67,7 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({"preset": "qwen3-30b-a3b"}, "Qwen3Moe"),
     ({"preset": "olmoe-1b-7b"}, "Olmoe"),
     ({"preset": "deepseek-v3-like"}, "DeepseekV3"),
+    ({"preset": "gpt-oss-20b"}, "GptOss"),
     ({"topk": 2, "router_pre_softmax": False}, "Mixtral"),
     ({"topk": 2, "router_pre_softmax": False, "router_scaling_factor": 2.5}, "Mixtral"),
     ({"topk": 2, "router_normalize": "true"}, "Mixtral"),
@@ -84,15 +105,50 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({"topk": 2, "router_pre_softmax": False, "logits_scaling": 6.0}, "GraniteMoe"),
     ({"topk": 2, "router_pre_softmax": False, "shared_expert_size": 300}, "GraniteMoeShared"),
     (DENSE | {"qk_norm": True, "tie_embeddings": True}, "Qwen3"),
+    (DENSE | PARALLEL | {"logits_scaling": 16.0}, "Cohere2"),
+    (PARALLEL | AVERAGE | {"logits_scaling": 16.0}, "Cohere2Moe"),
+    (PARALLEL | AVERAGE | {"router_scaling_factor": 2.0}, "Cohere2Moe"),
+    (AFMOE | {"embedding_multiplier": SMALL["hidden_size"] ** 0.5}, "Afmoe"),
+    (MIMO | {"value_head_dim": 8, "value_scale": 0.5, "qkv_bias": True}, "MiMoV2Flash"),
+    ({"sliding_window": 8} | DENSE, "Mistral"),
+    (WINDOWS | DENSE | {"qk_norm": True}, "Qwen3"),
+    (WINDOWS, "Qwen2Moe"),
+    (WINDOWS | {"qk_norm": True}, "Mellum"),
+    (WINDOWS | DENSE | OLMO2, "Olmo3"),
+    (WINDOWS | DENSE | {"qk_norm": True, "norm_placement": "post", "rotary_layers": "windowed"}, "Exaone4"),
+    (WINDOWS | DENSE | {"rotary_layers": "3:1"}, "SmolLM3"),
+    (DENSE | {"rotary_layers": "3:1"}, "SmolLM3"),
+    (WINDOWS | GLM | {"qk_norm": True, "rotary_layers": "windowed"}, "ExaoneMoe"),
+    (GPT_OSS, "GptOss"),
+    (SWA, "GraniteMoeSWA"),
+    (SWA | {"rotary_layers": "2", "window_rotary_base": 1e4}, "GraniteMoeSWA"),
+    (
+        WINDOWS
+        | {
+            "router_score": "sigmoid",
+            "qk_norm": True,
+            "shared_expert_size": 300,
+            "attention_sinks": "all",
+            "rotary_layers": "windowed",
+        },
+        "Flint",
+    ),
     # Settings of the MoE do not concern a dense model.
     (DENSE | {"router_score": "sigmoid", "moe_type": "moe"}, "Llama"),
 ]
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"normalization": "LayerNorm"}, "NORMALIZATION=LayerNorm: no supported transformers architecture"),
+    (
+        {"normalization": "LayerNorm"},
+        "NORMALIZATION=LayerNorm NORM_BIAS=True: no supported transformers",
+    ),
+    (PARALLEL | {"norm_bias": True}, "NORMALIZATION=LayerNorm NORM_BIAS=True"),
+    (DENSE | PARALLEL | {"embedding_multiplier": 3.0}, "Cohere2.* not support EMBEDDING_MULTIPLIER=3.0"),
+    (AFMOE | {"embedding_multiplier": 3.0}, "Afmoe.* not support EMBEDDING_MULTIPLIER=3.0"),
+    (MIMO | {"window_query_groups": 4}, "NUM_QUERY_GROUPS=1 WINDOW_QUERY_GROUPS=4: no supported"),
     ({"activation": "geglu"}, "ACTIVATION=geglu: no supported transformers architecture"),
     ({"activation": "squared_relu"}, "ACTIVATION=squared_relu: no supported transformers architecture"),
-    ({"add_bias_linear": True}, "ADD_BIAS_LINEAR=True: no supported transformers architecture"),
+    ({"add_bias_linear": True}, "Qwen2MoeForCausalLM does not support ADD_BIAS_LINEAR=True"),
     (
         {"moe_type": "moe"},
         "MOE_TYPE=moe CAPACITY_FACTOR=0.0, which may drop tokens,: no supported transformers architecture",
@@ -102,6 +158,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router_score": "sqrtsoftplus"}, "ROUTER_SCORE=sqrtsoftplus"),
     ({"aux_loss_type": "sinkhorn"}, "AUX_LOSS_TYPE=sinkhorn"),
     ({"force_routing": "balanced"}, "FORCE_ROUTING=balanced"),
+    ({"attention_softcap": 30.0}, r"ATTENTION_SOFTCAP=30\.0: no supported"),
+    ({"value_scale": 0.7}, "Qwen2Moe.* not support VALUE_SCALE=0.7"),
+    ({"attention_gate": True}, "Qwen2Moe.* not support ATTENTION_GATE"),
+    (WINDOWS | {"qk_norm": True, "qk_norm_scope": "all"}, "Olmoe.* not support SLIDING_WINDOW=8 WINDOW_PAT"),
+    (GPT_OSS | {"attention_sinks": "windowed"}, "ATTENTION_SINKS=windowed"),
+    (GPT_OSS | {"add_bias_linear": False}, "GptOssForCausalLM does not support ADD_BIAS_LINEAR=False"),
+    (
+        GPT_OSS | {"rotary_layers": "windowed"},
+        "GptOss.* not support SLIDING_WINDOW=8 WINDOW_PATTERN=2 ROTARY",
+    ),
+    (
+        SWA | {"window_rotary_base": 1e4, "rope_scaling": "yarn", "rope_scaling_factor": 4},
+        "ROPE_SCALING=yarn",
+    ),
     ({"rotary_fraction": 0.5}, r"Qwen2MoeForCausalLM does not support ROTARY_FRACTION=0\.5"),
     (
         {"shared_expert_size": 300},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_exp.checkpoint.hf.exporting import fields_of
-from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
+from moe_exp.checkpoint.hf.families import Architecture
+from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.checkpoint.hf.importing import architecture_of, settings_of
-from moe_exp.config import Config
+from moe_exp.config import Config, load_config
+from moe_exp.config.model_changes import function_facts, shape_facts
 from moe_exp.config.setting_types import traits
 
 COEF, Z = "router_aux_loss_coef", "router_z_loss_coef"
@@ -55,6 +58,10 @@ OLD_AND_NEW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "yarn": (
         {"rope_theta": 1e4, "rope_scaling": YARN | {"type": "yarn"}},
         {"rope_parameters": YARN | {"rope_type": "yarn", "rope_theta": 1e4}},
+    ),
+    "yarn without rounding": (
+        {"rope_theta": 1e4, "rope_scaling": YARN | {"type": "yarn", "truncate": None}},
+        {"rope_parameters": YARN | {"rope_type": "yarn", "truncate": False, "attention_factor": 1.0}},
     ),
     "yarn with other betas": (
         {"rope_theta": 1e4, "rope_scaling": YARN | BETAS | {"type": "yarn"}},
@@ -234,12 +241,13 @@ NULL_BUILDS_NOTHING |= {"num_experts", "num_shared_experts", "moe_k", "moe_num_e
 NULL_BUILDS_NOTHING |= {"moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index"}
 NULL_BUILDS_NOTHING |= {"moe_layer_interval", "embedding_multiplier", "residual_multiplier"}
 NULL_BUILDS_NOTHING |= {"attention_multiplier", "logits_scaling", "num_local_experts", "head_dim", "moe_topk"}
+NULL_BUILDS_NOTHING |= {"sliding_window", "num_dense_layers", "route_scale", "global_attn_every_n_layers"}
 # Values for fields without a usable default.
 USABLE: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 12},
-    "MistralForCausalLM": {"sliding_window": None},
+    "Exaone4ForCausalLM": {"layer_types": ["full_attention"] * 32},  # which allow `sliding_window: null`
 }
 
 
@@ -269,6 +277,7 @@ def test_a_missing_field_is_what_transformers_makes_of_it(architecture):
                 settings_of(part, architecture)
     assert architecture.defaults.keys() <= defaults.keys()
     rope = of_class().rope_parameters
+    rope = rope.get("full_attention", rope)
     assert expected["rotary_base"] == rope["rope_theta"]
     assert expected["rotary_fraction"] == rope.get("partial_rotary_factor", 1.0)
 
@@ -276,7 +285,8 @@ def test_a_missing_field_is_what_transformers_makes_of_it(architecture):
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
 def test_null_is_what_transformers_makes_of_it(architecture):
     of_class, defaults, whole = fields_of_class(architecture)
-    accepted = set()
+    accepted, may_be_null = set(), set(architecture.null)
+    may_be_null |= {name for name, default in architecture.defaults.items() if default is None}
     for name in defaults:
         fields = whole | {name: None}
         try:
@@ -285,7 +295,7 @@ def test_null_is_what_transformers_makes_of_it(architecture):
             with pytest.raises(UnsupportedModel, match=f"{name}="):
                 settings_of(fields, architecture)
             continue
-        if name in NULL_BUILDS_NOTHING and found is None and name not in architecture.null:
+        if name in NULL_BUILDS_NOTHING and found is None and name not in may_be_null:
             with pytest.raises(UnsupportedModel, match=f"{name}="):
                 settings_of(fields, architecture)
             continue
@@ -297,19 +307,131 @@ def test_null_is_what_transformers_makes_of_it(architecture):
                 settings_of(fields, architecture)
         else:
             assert settings_of(fields, architecture) == settings_of(meant, architecture), name
-    assert accepted == architecture.null.keys()
+    assert accepted == may_be_null
 
 
-def test_a_window_is_switched_off_by_fields_of_the_class_alone():
-    window = {"sliding_window": 1024, "max_position_embeddings": 4096}
-    mixtral, qwen = (
-        fields_of_class(ARCHITECTURES[f"{name}ForCausalLM"])[2] | window for name in ("Mixtral", "Qwen3Moe")
+F, W = "full_attention", "sliding_attention"
+# Class, fields, and layers with a window of 5 tokens in transformers.
+WINDOWS: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("Mixtral", {}, [W, W, W, W]),
+    ("Mixtral", {"use_sliding_window": False, "max_window_layers": 0}, [W, W, W, W]),  # not its fields
+    ("Mixtral", {"sliding_window": None}, [F, F, F, F]),
+    ("Mistral", {}, [W, W, W, W]),
+    ("Qwen3Moe", {}, [F, F, F, F]),
+    ("Qwen3Moe", {"use_sliding_window": True}, [W, W, W, W]),
+    ("Qwen3", {"use_sliding_window": False, "max_window_layers": 1}, [F, F, F, F]),
+    ("Qwen3", {"use_sliding_window": True, "max_window_layers": 1}, [F, W, W, W]),
+    ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1}, [F, W, W, W]),
+    ("Qwen2", {"use_sliding_window": True, "layer_types": [W, F, F, W]}, [W, F, F, W]),
+    ("Qwen2Moe", {"use_sliding_window": True}, [W, F, W, F]),
+    ("Qwen2Moe", {"use_sliding_window": True, "max_window_layers": 2}, [W, F, F, F]),
+    ("Dots1", {"max_window_layers": 3}, [F, F, F, W]),
+    ("Dots1", {"layer_types": [W, F, F, F], "max_window_layers": 3}, [W, F, F, F]),
+    ("GptOss", {}, [W, F, W, F]),
+    ("GptOss", {"layer_types": [F, F, F, F]}, [F, F, F, F]),
+    ("Exaone4", {"sliding_window_pattern": 2}, [W, F, W, F]),
+    ("Exaone4", {"sliding_window": None, "layer_types": [F, F, F, F]}, [F, F, F, F]),
+    ("Exaone4", {"layer_types": [F, F, F, F]}, [F, F, F, F]),
+    ("ExaoneMoe", {"sliding_window_pattern": 3}, [W, W, F, W]),
+    ("Flint", {}, [F, F, W, F]),
+    ("SmolLM3", {"use_sliding_window": True}, [F, F, F, W]),
+    ("SmolLM3", {"sliding_window": None}, [F, F, F, F]),
+    ("GraniteMoeSWA", {}, [F, W, W, W]),
+    ("Mellum", {}, [F, F, F, F]),
+    ("Mellum", {"layer_types": [W, W, F, F]}, [W, W, F, F]),
+    ("Olmo3", {}, [W, W, W, F]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fields", "kinds"), WINDOWS, ids=lambda value: str(value)[:50])
+def test_windows(name, fields, kinds):
+    architecture = ARCHITECTURES[f"{name}ForCausalLM"]
+    sizes = {"num_hidden_layers": 4, "sliding_window": 5}
+    whole = fields_of_class(architecture)[2]
+    lists = {key for key, value in whole.items() if isinstance(value, list)} - {"architectures"}
+    whole = {key: value for key, value in whole.items() if key not in lists} | sizes | fields
+    model = Config(**settings(whole))
+    assert model.window_layers == [kind == W for kind in kinds]
+    assert model.sliding_window == (5 if W in kinds else 0)
+    back = fields_of(model, architecture)
+    of_class = CONFIG_MAPPING[architecture.model_type]
+    for one in (whole, back):
+        read = of_class.from_dict(dict(one))
+        default = [W if read.sliding_window is not None else F] * 4
+        listed = getattr(read, "layer_types", None) or default
+        assert listed == kinds
+        assert W not in kinds or read.sliding_window == 5
+    assert settings(back) == settings(whole)
+
+
+# The config.json of openai/gpt-oss-20b.
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "initial_context_length": 4096, "initializer_range": 0.02,
+    "intermediate_size": 2880, "layer_types": [W, F] * 12, "max_position_embeddings": 131072,
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05, "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    }, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True,
+    "vocab_size": 201088,
+}  # fmt: skip
+
+
+def test_the_preset_of_gpt_oss_is_the_published_model():
+    found, preset = Config(**settings(GPT_OSS)), load_config({"preset": "gpt-oss-20b"}, {})
+    assert shape_facts(found) == shape_facts(preset)
+    assert function_facts(found) == function_facts(preset)
+    assert list(found.model_copy(update={"train_data": "d", "valid_data": "d"}).problems()) == []
+
+
+PLAIN_ROPE, OTHER_ROPE = ({"rope_type": "default", "rope_theta": base} for base in (5e5, 1e4))
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
+MIXED = {"layer_types": [W, F, F, W]}
+BY_KIND = {"rope_parameters": {F: PLAIN_ROPE, W: OTHER_ROPE}}
+# Class, fields, ROTARY_LAYERS, ROTARY_BASE, WINDOW_ROTARY_BASE, ROPE_SCALING.
+ROTARY: list[tuple[str, dict[str, Any], tuple[str, float, float, str]]] = [
+    ("GptOss", {}, ("1", 150000.0, 0.0, "yarn")),
+    ("GptOss", {"rope_theta": 1e4}, ("1", 1e4, 0.0, "yarn")),
+    ("GptOss", {"rope_parameters": PLAIN_ROPE}, ("1", 5e5, 0.0, "none")),
+    ("Exaone4", MIXED, ("windowed", 1e4, 0.0, "none")),
+    ("Exaone4", {"layer_types": [F, F, F, F]}, ("0,0,0,0", 1e4, 0.0, "none")),
+    ("Exaone4", {"sliding_window": None, "layer_types": [F, F, F, F]}, ("1", 1e4, 0.0, "none")),
+    ("Flint", {"layer_types": [W, W, W, W]}, ("windowed", 1e4, 0.0, "none")),
+    ("SmolLM3", {}, ("1,1,1,0", 2e6, 0.0, "none")),
+    ("SmolLM3", {"no_rope_layers": [0, 1, 1, 1, 0]}, ("0,1,1,1", 2e6, 0.0, "none")),
+    ("GraniteMoeSWA", {"layer_rope_theta": [5e5, 0, 2e4, 2e4]}, ("1,0,1,1", 5e5, 2e4, "none")),
+    ("GraniteMoeSWA", {"layer_rope_theta": [0, 2e4, 2e4, 2e4]}, ("0,1,1,1", 2e4, 0.0, "none")),
+    ("GraniteMoeSWA", {"rope_parameters": YARN_ROPE}, ("1", 5e5, 0.0, "yarn")),
+    ("Mellum", MIXED | BY_KIND, ("1", 5e5, 1e4, "none")),
+    ("Mellum", BY_KIND, ("1", 5e5, 0.0, "none")),
+    ("Mellum", {"layer_types": [W, W, W, W]} | BY_KIND, ("1", 1e4, 0.0, "none")),
+    ("Olmo3", {}, ("1", 5e5, 0.0, "none")),
+    ("Olmo3", {"rope_parameters": {F: YARN_ROPE, W: YARN_ROPE}}, ("1", 5e5, 0.0, "yarn")),
+    ("Olmo3", {"rope_theta": 1e6}, ("1", 1e6, 5e5, "none")),  # only that of the layers without a window
+    (
+        "Olmo3", {"rope_theta": 5e5, "rope_scaling": YARN_ROPE | {"attention_factor": 1.2079441541679836}},
+        ("1", 5e5, 5e5, "yarn"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fields", "expected"), ROTARY, ids=lambda value: str(value)[:50])
+def test_rotary_embedding_by_layer(name, fields, expected):
+    architecture = ARCHITECTURES[f"{name}ForCausalLM"]
+    whole = fields_of_class(architecture)[2]
+    lists = {key for key, value in whole.items() if isinstance(value, list)} - {"architectures"}
+    whole = (
+        {key: value for key, value in whole.items() if key not in lists} | {"num_hidden_layers": 4} | fields
     )
-    settings(qwen)  # whose class has the switch, and it is off
-    foreign = {"use_sliding_window": False, "max_window_layers": 0}
-    for fields in (mixtral, mixtral | foreign, qwen | {"use_sliding_window": True}):
-        with pytest.raises(UnsupportedModel, match="sliding_window=1024: sliding-window attention"):
-            settings(fields)
+    found = settings(deepcopy(whole))
+    names = ("rotary_layers", "rotary_base", "window_rotary_base", "rope_scaling")
+    assert tuple(found[key] for key in names) == expected
+    assert settings(fields_of(Config(**found), architecture)) == found
 
 
 # Settings of the model that an import leaves at their defaults, which are the plainest values.
@@ -317,7 +439,7 @@ LEFT_AT_DEFAULTS = {
     "dropout", "init_distribution", "parametrization", "mup_base_hidden_size",
     "mup_base_moe_ffn_hidden_size", "mup_base_topk", "mup_rule", "null_experts", "pad_to_capacity",
     "drop_policy", "token_rounding", "router_top_p", "router_dtype", "router_jitter", "router_bias_rule",
-    "expert_backend", "routing_kernels", "moe_sm_margin", "dispatcher", "upcycle_from",
+    "attention_backend", "expert_backend", "routing_kernels", "moe_sm_margin", "dispatcher", "upcycle_from",
     "upcycle_granularity", "cross_entropy", "impl", "fp8", "fp8_recipe", "ep", "etp",
     "mtp_loss_coeff",
 }  # fmt: skip

@@ -10,16 +10,19 @@ import torch
 
 from helpers.hf.tiny_models import MODELS, save_tokenizer, tiny_folder, weights_of
 from moe_exp.checkpoint.format.folders import Manifest, damages, one_checkpoint
+from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.importing import from_hf
+from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.config import Config
 
 # What a checkpoint has no place for, and what vLLM's DeepSeek-V3 asks for and transformers does not write.
 _NOT_KEPT = {
     "num_nextn_predict_layers", "num_mtp_layers", "transformers_version", "use_cache", "dtype",
     "ep_size", "moe_layer_freq", "scoring_func", "topk_method",
+    "sliding_window_pattern", "no_rope_layer_interval",  # the layers are listed
 }  # fmt: skip
 
 
@@ -42,9 +45,10 @@ def understood(folder: Path) -> dict[str, Any]:
     if read.get("head_dim", 0) is None:  # which stands for this
         read["head_dim"] = read["hidden_size"] // read["num_attention_heads"]
     rope = read["rope_parameters"]
-    rope.pop("type", None)
-    if rope["rope_type"] == "yarn":
-        read["rope_parameters"] = {"beta_fast": 32, "beta_slow": 1} | rope
+    for one in [rope] if "rope_type" in rope else rope.values():
+        one.pop("type", None)
+        if one["rope_type"] == "yarn":
+            one |= {"beta_fast": 32, "beta_slow": 1} | one
     return {name: read[name] for name in read.keys() - _NOT_KEPT if not name.startswith("_")}
 
 
@@ -71,6 +75,19 @@ def test_the_length_is_the_longer_of_source_and_run(seq_len, length, checkpoints
     assert fields(tmp_path / "back")["max_position_embeddings"] == length
 
 
+def test_value_channels_that_are_not_zero_are_not_dropped(checkpoints):
+    config = saved_config(one_checkpoint(checkpoints["mimo_v2_flash"]))
+    rows, columns = config.num_query_groups * 8, config.num_heads * 8
+    for join, ours, theirs in (
+        ("outputs", torch.ones(32, config.num_heads * 12), [(32, columns)]),
+        ("heads", torch.ones(8 * 12, 32), [(4 * 12, 32), (2 * 12, 32), (rows, 32)]),
+    ):
+        with pytest.raises(
+            ValueError, match="VALUE_HEAD_DIM=8: the weights of further channels are not zero"
+        ):
+            taken_apart(join, ours, theirs, config)
+
+
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
 def test_keeps_the_type(dtype, name, tmp_path):
     source = tiny_folder(tmp_path / "hf", "deepseek_v3", dtype=dtype)
@@ -94,7 +111,7 @@ def test_reads_and_writes_many_files(tmp_path):
     assert all(path.stat().st_size < 30_000 + 4000 for path in others) and first.stat().st_size > 30_000
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "ernie4_5_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "ernie4_5_moe", "flint", "exaone_moe"])
 def test_reads_what_transformers_5_writes_in_its_own_format(name, tmp_path, hf_folders):
     """All experts in one tensor; written back as it is published, which is what serves models reads."""
     fused = tiny_folder(tmp_path / "hf", name, save_original_format=False)

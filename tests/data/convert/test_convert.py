@@ -114,7 +114,10 @@ def undisturbed(tmp_path_factory):
     return contents(folder / "x")
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
+COMPRESSED = [pytest.param(f"jsonl.{kind}", marks=pytest.mark.slow) for kind in ("gz", "zst")]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", *COMPRESSED])
 def test_lines_are_those_of_plain_datatrove(tmp_path, kind):
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader, ParquetReader
@@ -563,7 +566,9 @@ def _convert_and_die(inputs: list[Path], output: Path, point: str) -> None:
     convert(inputs, output, ConvertSettings(), ONE)
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, point in enumerate(POINTS)]
+)
 def test_killed_and_called_again(tmp_path, point, undisturbed):
     inputs = three_files(tmp_path / "in")
     process = start_process(_convert_and_die, inputs, tmp_path / "x", point)

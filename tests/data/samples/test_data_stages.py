@@ -295,6 +295,7 @@ def test_a_past_stage_is_kept_and_a_future_one_may_change(prefixes, whole, setti
     assert other.curve("lm_loss")[7] != whole.curve("lm_loss")[7]
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(runs, tmp_path, monkeypatch):
     """Of docs/corpus.md, on texts of the names that it has, with a thousandth of its tokens."""
     monkeypatch.chdir(tmp_path)

@@ -199,10 +199,12 @@ ends[how]()
 """
 
 slow = pytest.mark.slow
-SLOW_ENDS = [pytest.param(*case, marks=slow) for case in (("kill", -9), ("raise", 1), ("os._exit", 2))]
+SLOW_ENDS = [
+    pytest.param(*case, marks=slow) for case in (("end", 0), ("kill", -9), ("raise", 1), ("os._exit", 2))
+]
 
 
-@pytest.mark.parametrize(("how", "code"), [("at once", 3), ("end", 0), *SLOW_ENDS])
+@pytest.mark.parametrize(("how", "code"), [("at once", 3), *SLOW_ENDS])
 def test_no_process_outlives_its_rank(how, code, prefix):
     """A rank that ends, is killed, fails, or ends as `faults` ends it, also before its workers have begun."""
     command, environ = [sys.executable, "-c", PROGRAM, prefix, how], {**os.environ, "PYTHONPATH": str(ROOT)}

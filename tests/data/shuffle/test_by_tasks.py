@@ -59,7 +59,9 @@ def small(monkeypatch):
     monkeypatch.setattr(Memory, "of", lambda _: Memory(2**24, 2**20, 20_000))
 
 
-@pytest.mark.parametrize("num_tasks", [1, 2, 7])
+@pytest.mark.parametrize(
+    "num_tasks", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 7))]
+)
 def test_any_number_of_tasks_gives_the_same_bytes(tmp_path, small, num_tasks):
     inputs = some_inputs(tmp_path / "in")
     one = shuffle(inputs, tmp_path / "one", **SETTINGS)

@@ -362,8 +362,8 @@ SHORT, LONG = "{number}", "{number} " + "x" * 20_000
     [
         (LONG, 3000, 24, 1),
         pytest.param(SHORT, 700_000, 16, 1, marks=pytest.mark.slow),
-        (LONG, 3000, 24, 2),
-        (SHORT, 250_000, 24, 2),
+        pytest.param(LONG, 3000, 24, 2, marks=pytest.mark.slow),
+        pytest.param(SHORT, 250_000, 24, 2, marks=pytest.mark.slow),
     ],
     ids=["long texts", "short texts", "long texts by tasks", "short texts by tasks"],
 )

@@ -70,10 +70,10 @@ def iteration(run: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "bos"),
     [
-        (("--eod-token", "<end>"), False),
+        pytest.param(("--eod-token", "<end>"), False, marks=pytest.mark.slow),
         (("--eod-token", "ÿ"), False),  # of the vocabulary, not an added token
         ((), True),
-        (("--prepend-bos", "--eod-token", "<end>"), True),
+        pytest.param(("--prepend-bos", "--eod-token", "<end>"), True, marks=pytest.mark.slow),
         (("--prepend-bos",), False),  # the tokenizer adds none itself
     ],
 )

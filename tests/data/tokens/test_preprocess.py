@@ -398,13 +398,21 @@ def kill(*arguments):
 @pytest.mark.parametrize(
     ("owner", "name", "needle", "countdown"),
     [
-        ("Path", "replace", "part.000000", 1),  # the tokens of the first part are written
+        pytest.param(
+            "Path", "replace", "part.000000", 1, marks=pytest.mark.slow
+        ),  # the tokens of the first part are written
         ("token_parts", "write_json", "part.000002", 1),  # its tokens have their name, its counts not
-        ("token_parts", "write_json", "joined.json", 3),  # it is in the joined file, which nobody knows yet
-        ("token_parts", "write_index", "", 1),  # all parts are joined
+        pytest.param(
+            "token_parts", "write_json", "joined.json", 3, marks=pytest.mark.slow
+        ),  # it is in the joined file, which nobody knows yet
+        pytest.param("token_parts", "write_index", "", 1, marks=pytest.mark.slow),  # all parts are joined
         ("Path", "replace", "out.partial/out.idx", 1),  # the .bin has its place, the .idx not
-        ("stage", "write_json", "out.manifest.json", 1),  # both have, the manifest is missing
-        ("stage", "sync_folder", "", 1),  # the manifest is there, the working folder too
+        pytest.param(
+            "stage", "write_json", "out.manifest.json", 1, marks=pytest.mark.slow
+        ),  # both have, the manifest is missing
+        pytest.param(
+            "stage", "sync_folder", "", 1, marks=pytest.mark.slow
+        ),  # the manifest is there, the working folder too
     ],
 )
 def test_killed_and_called_again(owner, name, needle, countdown, folder, how, undisturbed, tmp_path):

@@ -53,7 +53,10 @@ def facts_of(manifest):
     return {name: value for name, value in manifest.items() if name not in ("id", "made_at", "seconds")}
 
 
-@pytest.mark.parametrize(("tasks", "block_bytes"), [(1, 2**30), (2, 100), (3, 700), (9, 1)])
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2**30), (2, 100), (9, 1))]
+
+
+@pytest.mark.parametrize(("tasks", "block_bytes"), [(3, 700), *SLOW])
 def test_bytes_are_those_of_one_process(tasks, block_bytes, how, inputs, tmp_path, monkeypatch):
     for module in (by_tasks, token_parts):
         monkeypatch.setattr(module, "CHECKED_BYTES", 77)
@@ -260,6 +263,7 @@ def test_lengths_that_do_not_agree(how, inputs, tmp_path, monkeypatch):
     assert not (tmp_path / "x.bin").exists()
 
 
+@pytest.mark.slow  # tests/data/test_prepare.py has jobs that are fast
 def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch, capsys, cluster):
     flags = ["--input", *map(str, inputs), "--output-prefix", str(tmp_path / "x"), "--append-eod"]
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]

@@ -18,7 +18,7 @@ from moe_exp.training.interval import Interval
 
 
 def trained(settings: dict[str, Any], port: int, kernel: bool) -> list[Step]:
-    """Four steps, of which the third has a gradient that is not finite."""
+    """Three steps, of which the second has a gradient that is not finite."""
     launch.INTERPRETED = False  # the plain-torch reference, which is much faster
     job = start_job(settings, port)
     optimizer, model = job.trained.optimizer, job.trained.model
@@ -30,20 +30,20 @@ def trained(settings: dict[str, Any], port: int, kernel: bool) -> list[Step]:
 
     def schedule(*args, **kwargs):
         found = finalize(*args, **kwargs)
-        if progress.iteration == 2:
+        if progress.iteration == 1:
             next(model[0].parameters()).main_grad.view(-1)[0] = math.nan
         return found
 
     one_iteration.run_schedule = schedule
     try:
-        for _ in range(4):
+        for _ in range(3):
             step = loop.train_step(job, progress, interval, count_zeros=True)
             loop.settle(job, progress, interval, step)
             steps.append(_step(job, progress, interval, step.done.grad_norm))
     finally:
         one_iteration.run_schedule = finalize
     groups = [group for part in optimizer.chained_optimizers for group in part.optimizer.param_groups]
-    assert {group["step"] for group in groups if group["params"]} == {3}
+    assert {group["step"] for group in groups if group["params"]} == {2}
     runtime.stop()
     return steps
 
@@ -67,7 +67,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "layout", [{"gpus_per_node": 1}, {"gpus_per_node": 2, "ep": 2}, {"gpus_per_node": 2, "tp": 2}]
+    "layout",
+    [
+        {"gpus_per_node": 1},
+        {"gpus_per_node": 2, "ep": 2},
+        pytest.param({"gpus_per_node": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_steps_are_those_of_torch(layout, tmp_path):
     base = layout | {

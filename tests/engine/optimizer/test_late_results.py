@@ -68,7 +68,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*[*CASES][:-1], pytest.param([*CASES][-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "whole, DP 2")) for case in CASES]
+)
 def test_late_results_change_no_bit(case, tmp_path):
     step, changes = CASES[case]
     write_tokens(tmp_path)

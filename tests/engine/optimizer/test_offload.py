@@ -78,7 +78,7 @@ def test_copies_may_be_late_and_buckets_small(kinds, device, monkeypatch):
     assert device.log == order
 
 
-LONG, SAVED = 8, 4
+LONG, SAVED = 5, 3
 ON: dict[str, Any] = {"dtype": "bf16", "optimizer": "adam", "offload_optimizer": True}
 RUN: dict[str, Any] = {"dtype": "bf16", "lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0, "clip_grad": 0.5}
 RUN |= {"num_layers": 2, "mbsz": 1, "gbsz": 2, "lr_groups": "*.router.*:lr=0.5,wd=0", "expert_lr_mult": 0.5}
@@ -92,8 +92,8 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at", "more"),
     [
-        ("DP2", "EP2", {"ema_decay": 0.9, "average_every": 3}),
-        ("TP2 whole", "one", {"optimizer_state_dtype": "bf16"}),
+        ("DP2", "EP2", {"ema_decay": 0.9, "average_every": 2}),
+        pytest.param("TP2 whole", "one", {"optimizer_state_dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param("PP2", "PP2", {"grad_dtype": "bf16"}, marks=pytest.mark.slow),
     ],
 )

@@ -80,9 +80,9 @@ def test_a_step_is_that_of_fp32(factors, moments, function):
     assert all(torch.equal(bits(x), bits(y)) for x, y in pairs) == math.isnan(factors[0])
 
 
-LONG, SAVED = 8, 4
+LONG, SAVED = 5, 3
 RUN: dict[str, Any] = {"dtype": "bf16", "lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0, "clip_grad": 0.5}
-RUN |= {"num_layers": 2, "mbsz": 1, "gbsz": 2, "ema_decay": 0.9, "average_every": 3}
+RUN |= {"num_layers": 2, "mbsz": 1, "gbsz": 2, "ema_decay": 0.9, "average_every": 2}
 RUN |= {"lr_groups": "*.router.*:lr=0.5,wd=0", "expert_lr_mult": 0.5}
 
 
@@ -97,7 +97,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved_at", "loaded_at"),
     [
-        ("one", "DP2"), ("DP2", "DP2"), ("DP2 whole", "EP2"),
+        pytest.param("one", "DP2", marks=SLOW), pytest.param("DP2", "DP2", marks=SLOW), ("DP2 whole", "EP2"),
         pytest.param("EP2", "one whole", marks=SLOW), pytest.param("TP2", "PP2", marks=SLOW),
     ],
 )  # fmt: skip
@@ -131,7 +131,7 @@ def looked_into(settings: dict[str, Any], port: int) -> None:
     job = start_job(settings, port)
     optimizer, model = job.trained.optimizer, job.trained.model
     progress, interval = Progress(), Interval(job.config, job.runtime, model)
-    for _ in range(4):  # the average is that of step 3
+    for _ in range(3):  # the average is that of step 2
         loop.train_step(job, progress, interval, count_zeros=True)
     parts = [part.optimizer for part in optimizer.chained_optimizers]
     pairs = [(part, p) for part in parts for p in part.stored]

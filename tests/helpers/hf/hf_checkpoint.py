@@ -14,7 +14,7 @@ from moe_exp.checkpoint.hf.importing import from_hf
 from moe_exp.config import Config
 
 VOCAB, LAYERS, EXPERTS, SEQ_LEN = 257, 2, 4, 48
-KINDS = ("mixtral", "qwen3_moe", "llama", "deepseek_v3", "hunyuan_v1_moe")
+KINDS = ("mixtral", "qwen3_moe", "llama", "deepseek_v3", "hunyuan_v1_moe", "mimo_v2_flash")
 # Of the run that wrote it.
 _RUN: dict[str, Any] = {
     "seq_len": SEQ_LEN, "mbsz": 1, "gbsz": 1, "warmup_iters": 0, "train_data": "none", "eval_interval": 0,

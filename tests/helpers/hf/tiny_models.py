@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
-_YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}  # fmt: skip
+_PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_YARN = _PLAIN_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 _GROUPED = {"intermediate_size": 48, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
 
+_BY_KIND = {
+    "full_attention": _PLAIN_YARN | {"rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_WINDOW = {"sliding_window": 9}
 _GRANITE = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.15,
     "logits_scaling": 6.0,
@@ -99,6 +103,49 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"intermediate_size": 48, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"intermediate_size": 48, "head_dim": 12, "sliding_window": None}),
     "qwen3": ("Qwen3", {"intermediate_size": 48, "head_dim": 12, "tie_word_embeddings": True}),
+    "gpt_oss": ("GptOss", _WINDOW | {
+        "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
+        "rope_parameters": _PLAIN_YARN | {"rope_theta": 1.5e5, "truncate": False},
+    }),
+    "exaone4": ("Exaone4", _WINDOW | {"intermediate_size": 48, "sliding_window_pattern": 3}),
+    "exaone_moe": ("ExaoneMoe", _QWEN | _WINDOW | {
+        "num_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "num_shared_experts": 2,
+        "sliding_window_pattern": 2,
+    }),
+    "flint": ("Flint", _QWEN | _WINDOW | {
+        "head_dim": 12, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }),
+    "smollm3": ("SmolLM3", _WINDOW | {
+        "intermediate_size": 48, "use_sliding_window": True, "no_rope_layer_interval": 2,
+    }),
+    "granitemoe_swa": ("GraniteMoeSWA", _GRANITE | _WINDOW | {
+        "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 20, "layer_rope_theta": [0, 1e4, 1e4],
+    }),
+    "mellum": ("Mellum", _QWEN | _WINDOW | {
+        "head_dim": 12, "rope_parameters": _BY_KIND, "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    "olmo3": ("Olmo3", _WINDOW | {
+        "intermediate_size": 48, "rope_parameters": _BY_KIND,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }),
+    "afmoe": ("Afmoe", _QWEN | _WINDOW | {
+        "head_dim": 12, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 1.5,
+        "mup_enabled": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }),
+    "cohere2": ("Cohere2", _WINDOW | {
+        "intermediate_size": 48, "sliding_window_pattern": 2, "logit_scale": 0.3,
+    }),
+    "cohere2_moe": ("Cohere2Moe", _WINDOW | {
+        "intermediate_size": 16, "prefix_dense_intermediate_size": 48, "num_experts": 4, "head_dim": 12,
+        "first_k_dense_replace": 1, "num_shared_experts": 2, "sliding_window_pattern": 2, "logit_scale": 0.3,
+    }),
+    "mimo_v2_flash": ("MiMoV2Flash", _WINDOW | {
+        "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 4,
+        "n_group": 4, "topk_group": 2, "head_dim": 12, "v_head_dim": 8, "attention_bias": True,
+    }),
 }  # fmt: skip
 # What runs with PRESET=reference are: top-1 without normalization, no biases, no shared expert.
 REFERENCE = _QWEN | {"shared_expert_intermediate_size": 0, "qkv_bias": False, "num_experts_per_tok": 1}
@@ -111,7 +158,7 @@ def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any)
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     cls, differing = MODELS[name]
-    settings = _SIZES | differing | changes
+    settings = deepcopy(_SIZES | differing | changes)  # transformers changes dictionaries
     config = getattr(transformers, f"{cls}Config")(**settings, attn_implementation="eager")
     with warnings.catch_warnings():
         # a shared expert of size 0

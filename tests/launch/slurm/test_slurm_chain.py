@@ -84,8 +84,10 @@ def test_failures_of_another_chain_or_before_a_checkpoint_do_not_count(chain):
     [
         (1, {"NUM_JOBS": 2}, ["PENDING", "PENDING"], True),
         (1, {"NUM_JOBS": 2, "REQUEUE": False}, ["FAILED", "PENDING"], True),
-        (1, {"NUM_JOBS": 2, "EXCLUDE_FILE": "bad.txt"}, ["FAILED", "PENDING"], True),
-        (1, {"NUM_JOBS": 1, "REQUEUE": False}, ["FAILED"], False),
+        pytest.param(
+            1, {"NUM_JOBS": 2, "EXCLUDE_FILE": "bad.txt"}, ["FAILED", "PENDING"], True, marks=pytest.mark.slow
+        ),
+        pytest.param(1, {"NUM_JOBS": 1, "REQUEUE": False}, ["FAILED"], False, marks=pytest.mark.slow),
         (1, {"NUM_JOBS": 2, "MAX_FAILURES": 1}, ["FAILED", "CANCELLED"], False),
         (2, {"NUM_JOBS": 3}, ["FAILED", "CANCELLED", "CANCELLED"], False),
     ],

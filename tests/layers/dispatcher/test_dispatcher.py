@@ -14,7 +14,7 @@ from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.collectives import AllToAll, GatherRows, ScatterSumRows
 
 OVER_RANKS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
-LAYOUTS = [(2, 1), (4, 1), (1, 2), (2, 2)]
+LAYOUTS = [(2, 1), (1, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 1), (2, 2)))]
 
 
 # Identity experts: y_t = x_t * sum of the weights of its kept slots, whatever the layout.
@@ -220,7 +220,7 @@ def under_way(events: list[str], name: str) -> int:
     return before.count("launch") - before.count("wait")
 
 
-@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "forward"), [("alltoall", 2), ("allgather", 3)])
 def test_the_shared_expert_overlaps_with_both_ways(name, forward, ep, etp):
     """Rows and weights (and experts, of the all-gather) forward, their gradients backward."""
@@ -331,7 +331,7 @@ def padded_on_rank(experts: list[list[int]], spread: bool) -> tuple[int, torch.T
 
 
 @pytest.mark.parametrize("spread", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_padding_is_to_the_capacity_of_the_rank_s_tokens(ranks, spread):
     whole_rows, y_TD, (router, *weights) = padded_on_rank(ROUND_ROBIN, False)
     assert whole_rows == 8  # 16 tokens of 2 experts over 4

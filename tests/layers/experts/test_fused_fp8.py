@@ -81,6 +81,7 @@ def test_every_product_is_in_fp8(twins, monkeypatch):
     assert Counter(calls) == dict.fromkeys(calls, 4) | {"block_weight_grad": 2}
 
 
+@pytest.mark.slow  # not in FP8 it is fast, in test_fused_experts.py
 def test_compiled_in_one_graph(twins):
     leaves, dy_TD = leaves_of(), random(13, 24, seed=7)
     function = in_fp8(chosen(13, 2, 5), "swiglu")

@@ -38,7 +38,9 @@ def failed(part="experts", sizes=SMALL):
     return [check for check in check_kernels(part, sizes, CPU) if check.problem]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu", "squared_relu"])
 @pytest.mark.parametrize("gathers", [True, False])
 def test_right_kernels_pass(dtype, activation, gathers):

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
-from moe_exp.layers.megatron import attention as attention_module
-from moe_exp.layers.megatron.attention import CausalAttention, choose_attention, largest_logits
+from moe_exp.layers.megatron import attention_backends
+from moe_exp.layers.megatron.attention import CausalAttention
+from moe_exp.layers.megatron.attention_backends import AttentionRule, choose_attention, largest_logits
 from moe_exp.layers.megatron.documents import Documents, document_positions
 from moe_exp.layers.microbatch import context_ranges, sequence_blocks
 
@@ -63,7 +64,7 @@ def test_flash_attention_gets_the_scale_and_the_dropout(softmax_scale, monkeypat
     query, key, value, _ = inputs(5, 1, 4, 2, 8)
     plain = attention(8, softmax_scale=softmax_scale, dropout=0.25)
     flash = attention(8, softmax_scale=softmax_scale, dropout=0.25)
-    flash.use_flash = True
+    flash.backend = "flash-attn"
     for module in (plain, flash):
         module.eval()
     expected, found = (module(query, key, value, None) for module in (plain, flash))
@@ -77,7 +78,7 @@ def test_flash_attention_gets_the_scale_and_the_dropout(softmax_scale, monkeypat
 @pytest.mark.parametrize("softmax_scale", [None, 0.3])
 @pytest.mark.parametrize("takes_groups", [True, False])
 def test_against_an_explicit_softmax(shape, softmax_scale, takes_groups, monkeypatch):
-    monkeypatch.setattr(attention_module, "takes_groups", lambda query: takes_groups)
+    monkeypatch.setattr(attention_backends, "takes_groups", lambda query: takes_groups)
     query, key, value, grad = inputs(*shape)
     scale = 1 / math.sqrt(shape[-1]) if softmax_scale is None else softmax_scale
     expected = explicit(query, key, value, scale)
@@ -140,7 +141,7 @@ def attend_to_documents(shape, use_flash=False, stripes=1):
     module = attention(shape[-1], cp=group)
     with pytest.MonkeyPatch.context() as patched:
         if use_flash:
-            module.use_flash = True
+            module.backend = "flash-attn"
             patched.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
         out = module(*leaves, None, packed_seq_params=documents)
         out.backward(grad)
@@ -233,20 +234,52 @@ def test_masks_are_refused(arguments):
         attention(4)(query, key, value, **arguments)
 
 
+PLAIN, WINDOW, SINKS, CAP = (
+    AttentionRule(1.0, **rest) for rest in ({}, {"window": 4}, {"has_sinks": True}, {"softcap": 20.0})
+)
+
+
 @pytest.mark.parametrize(
-    ("device", "dtype", "installed", "others", "expected"),
+    ("device", "dtype", "rule", "options", "expected"),
     [
-        ("cpu", torch.bfloat16, True, False, ("sdpa", "flash-attn requires a GPU")),
-        ("cuda", torch.float32, True, False, ("sdpa", "flash-attn does not support float32")),
-        ("cuda", torch.bfloat16, False, False, ("sdpa", "flash-attn is not installed")),
-        ("cuda", torch.float16, True, False, ("flash-attn", "installed")),
-        ("cuda", torch.float16, True, True, ("sdpa", "flash-attn requires the same head size")),
+        ("cpu", torch.bfloat16, PLAIN, {}, ("sdpa", "flash-attn and FlexAttention require a GPU")),
+        ("cpu", torch.bfloat16, SINKS, {}, ("blocks", "flash-attn and FlexAttention require a GPU")),
+        ("cuda", torch.float32, PLAIN, {}, ("sdpa", "flash-attn does not support float32")),
+        ("cuda", torch.float32, WINDOW, {}, ("flex", "flash-attn does not support float32")),
+        ("cuda", torch.bfloat16, PLAIN, {"installed": False}, ("sdpa", "flash-attn is not installed")),
+        ("cuda", torch.bfloat16, PLAIN, {"installed": False, "by_document": True}, ("flex", "flash-attn is")),
+        (
+            "cuda", torch.bfloat16, PLAIN, {"installed": False, "by_document": True, "dropout": 0.1},
+            ("sdpa", "flash-attn is not installed"),
+        ),
+        ("cuda", torch.float16, PLAIN, {}, ("flash-attn", "installed")),
+        ("cuda", torch.float16, WINDOW, {"by_document": True}, ("flash-attn", "installed")),
+        ("cuda", torch.float16, CAP, {}, ("flex", "flash-attn supports neither sinks nor a soft cap")),
+        (
+            "cuda", torch.float16, PLAIN, {"other_value_size": True},
+            ("sdpa", "flash-attn requires the same head size"),
+        ),
+        ("cuda", torch.float16, SINKS, {"requested": "blocks"}, ("blocks", "ATTENTION_BACKEND=blocks")),
+    ],
+)  # fmt: skip
+def test_choose_attention(monkeypatch, device, dtype, rule, options, expected):
+    installed = options.pop("installed", True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
+    name, reason = choose_attention(device, dtype, rule, **options)
+    assert name == expected[0] and reason.startswith(expected[1])
+
+
+@pytest.mark.parametrize(
+    ("device", "rule", "requested", "error"),
+    [
+        ("cpu", PLAIN, "flex", "attention_backend=flex: flash-attn and FlexAttention require a GPU. Fix: "),
+        ("cpu", PLAIN, "flash-attn", "attention_backend=flash-attn: .* require a GPU. Fix: "),
+        ("cuda", SINKS, "flash-attn", "flash-attn supports neither sinks nor a soft cap here. Fix: "),
     ],
 )
-def test_choose_attention(monkeypatch, device, dtype, installed, others, expected):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
-    name, reason = choose_attention(device, dtype, other_value_size=others)
-    assert name == expected[0] and reason.startswith(expected[1])
+def test_requested_attention_that_cannot_compute_a_layer(device, rule, requested, error):
+    with pytest.raises(ValueError, match=error):
+        choose_attention(device, torch.bfloat16, rule, requested=requested)
 
 
 @pytest.mark.parametrize("max_values", [1, 50, 1 << 24])

@@ -36,16 +36,33 @@ KINDS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 3.0, "dropout": 0.0,
     },
     "rotated heads normalized": {"qk_norm": True, "qk_norm_scope": "rotated", "qk_norm_epsilon": 1e-2},
+    "windows, sinks": {
+        "sliding_window": 5, "window_pattern": "1:1", "attention_sinks": "windowed",
+        "attention_softcap": 4.0, "rotary_layers": "windowed",
+    },
+    "gate, two rotary embeddings": {
+        "attention_gate": True, "sliding_window": 9, "window_pattern": "0,1", "window_rotary_base": 300.0,
+        "attention_sinks": "all", "yarn_truncate": False, **YARN,
+    },
+    "norms around, LayerNorm": {
+        "norm_placement": "around", "normalization": "LayerNorm", "first_k_dense": 1, "norm_bias": False,
+    },
+    "parallel": {
+        "norm_placement": "parallel", "normalization": "LayerNorm", "norm_bias": False, "first_k_dense": 1,
+        "shared_expert_size": 16,
+    },
+    "groups of windows": {
+        "sliding_window": 6, "window_pattern": "0,1", "window_query_groups": 4, "attention_sinks": "windowed",
+        "value_head_dim": 6, "value_scale": 0.7, "qk_norm": True, "qk_norm_scope": "all",
+    },
     "latent experts": {
         "moe_latent_size": 12, "add_bias_linear": True, "activation": "clamped_swiglu", "topk": 4,
     },
 }  # fmt: skip
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "cp2": {"cp": 2}}
 # Where a kind does something of its own; the rest is slow.
-FAST = [("norm over all heads", "tp2"), ("norm over all heads", "pp2"), ("bias, half turned", "tp2")]
-FAST += [("yarn", "cp2"), ("latent experts", "tp2"), *(("latent", layout) for layout in LAYOUTS)]
-FAST += [("norms after, factors", "tp2"), ("rotated heads normalized", "tp2")]
-FAST += [("latent, yarn", "tp2"), ("latent, yarn", "cp2")]
+FAST = [(kind, "tp2") for kind in KINDS if kind != "latent, yarn" and kind != "yarn"]
+FAST += [("yarn", "cp2"), ("latent, yarn", "cp2"), ("latent", "pp2"), ("groups of windows", "pp2")]
 SLOW = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) not in FAST]
 
 # All that DeepSeek-V3 has, in 4 layers of which the first is dense.
@@ -156,14 +173,39 @@ def test_keys_are_those_of_megatron(folder, one_rank):
     }  # fmt: skip
 
 
-def test_router_biases_have_one_gradient_on_1_2_and_4_ranks():
+def test_parallel_layers_are_recomputed():
+    kind = KINDS["parallel"]
+    plain, *others = run_models(1, [kind, kind | {"recompute": "full"}, kind | {"recompute": "selective"}])
+    for again in others:
+        assert torch.equal(again.losses, plain.losses) and again.grad_norms == plain.grad_norms
+        assert assert_equal_to(1e-6, again.gradients, plain.gradients) == 0
+
+
+def test_missing_channels_of_values_have_no_gradients(one_rank):
+    gradients = one_rank("groups of windows").gradients
+    for layer, groups in enumerate((2, 4)):
+        prefix = f"decoder.layers.{layer}.self_attention."
+        value = gradients[f"{prefix}linear_qkv.weight"].view(groups, -1, 8, 32)[:, -1]
+        output = gradients[f"{prefix}linear_proj.weight"].view(32, 4, 8)
+        assert not value[:, 6:].any() and value[:, :6].all()
+        assert not output[..., 6:].any() and output[..., :6].all()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"),
+    [
+        (2, [{"tp": 2}]),
+        pytest.param(4, [{"tp": 4}, {"tp": 2, "ep": 2}, {"tp": 2, "cp": 2}], marks=pytest.mark.slow),
+    ],
+    ids=["2", "4"],
+)
+def test_router_biases_have_the_gradient_of_one_rank(num_ranks, layouts):
     """With sequence parallelism every rank routes a part of the sequence."""
     kind = {"add_bias_linear": True, "num_query_groups": 4, "z_loss_coeff": 0.1}
-    (one,), (two,) = run_models(1, [kind]), run_models(2, [kind | {"tp": 2}])
-    four = run_models(4, [kind | layout for layout in ({"tp": 4}, {"tp": 2, "ep": 2}, {"tp": 2, "cp": 2})])
+    (one,) = run_models(1, [kind])
     expected = {name: value for name, value in one.gradients.items() if ".router." in name}
     assert len(expected) == 4
-    for found in (two, *four):
+    for found in run_models(num_ranks, [kind | layout for layout in layouts]):
         torch.testing.assert_close(found.losses, one.losses, rtol=LIMIT, atol=0)
         assert found.grad_norms == pytest.approx(one.grad_norms, rel=LIMIT)
         assert_equal_to(LIMIT, {name: found.gradients[name] for name in expected}, expected)

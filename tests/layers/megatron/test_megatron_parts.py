@@ -19,7 +19,7 @@ from moe_exp.layers.activations import quick_gelu, squared_relu
 from moe_exp.layers.experts import SharedExpert
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron import moe_parts
-from moe_exp.layers.megatron.attention import Norm
+from moe_exp.layers.megatron.attention import CausalAttention, Norm
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
 from moe_exp.layers.megatron.moe_parts import Linear, MegatronMoELayer, MegatronRouter
 from moe_exp.layers.router import RouterConfig
@@ -31,7 +31,7 @@ from megatron.core.fusions import fused_bias_geglu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer as MoELayerOfMegatron
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Fields whose names do not begin with moe_ and that change an MoE layer of Megatron's.
@@ -256,9 +256,9 @@ def test_every_moe_field_of_megatron_is_followed_refused_or_irrelevant():
         ("calculate_per_token_loss", True, "leave it at False"),
         ("fp4", "e2m1", "leave it at None, or use fp8"),
         ("overlap_moe_expert_parallel_comm", True, "leave it at False"),
-        ("window_size", (128, 0), "leave it at None, or set use_te=True"),
-        ("softmax_type", "learnable", "leave it at vanilla, or set use_te=True"),
-        ("layernorm_zero_centered_gamma", True, "leave it at False, or set use_te=True"),
+        ("window_size", (128, 1), r"set it to None or \(128, 0\), or set use_te=True"),
+        ("softmax_type", "off-by-one", "set it to vanilla or learnable, or set use_te=True"),
+        ("layernorm_zero_centered_gamma", True, "set it to False, or set use_te=True"),
     ],
 )
 def test_fields_that_the_layer_does_not_follow_are_refused(name, value, text):
@@ -305,13 +305,16 @@ def test_a_field_of_a_newer_megatron_is_refused_unless_at_its_default():
         check_fields(Newer(**SETTINGS, moe_new_rule=0.7))
 
 
+CORE = ModuleSpec(module=CausalAttention)
+
+
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True), (2, False)])
 def test_latent_attention_has_whole_projections_down(ranks, sequence_parallel):
     config = SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel)
     if ranks == 2 and not sequence_parallel:
         with pytest.raises(ValueError, match=r"sequence_parallel=False: .* Fix: set sequence_parallel=True"):
-            latent_attention_spec(config, norm=Norm)
+            latent_attention_spec(config, norm=Norm, core=CORE)
         return
-    parts = latent_attention_spec(config, norm=Norm).submodules
+    parts = latent_attention_spec(config, norm=Norm, core=CORE).submodules
     assert parts.linear_q_down_proj is parts.linear_kv_down_proj is not parts.linear_q_up_proj
     assert parts.q_layernorm is parts.kv_layernorm is Norm

@@ -124,7 +124,11 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, 
     return on_layout
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "ranks{}_ep{}_etp{}".format(*layout))
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[pytest.mark.slow] * (layout[1:] == (1, 1))) for layout in LAYOUTS],
+    ids=lambda layout: "ranks{}_ep{}_etp{}".format(*layout),
+)
 @pytest.mark.parametrize(("gated", "bias", "singleton"), CASES)
 def test_megatrons_experts_and_ours_read_each_other(gated, bias, singleton, layout, exchanged):
     num_matrices = (1 + bias) * (2 + (gated and singleton))  # whose halves are apart if experts are

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from helpers.checkpoint.legs import start_job, write_data
-from helpers.model_on_ranks import EOD, TINY, RandomTokens, draw_vectors, run_models
-from helpers.ranks import RankError, free_port, in_turn, run_on_ranks
+from helpers.model_on_ranks import EOD, TINY, RandomTokens, _run, assembled_job, draw_vectors, run_models
+from helpers.ranks import RankError, free_port, in_turn, run_jobs, run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.checkpoint.state import Progress
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model, moe_layers
+from moe_exp.layers.kernels import launch
 from moe_exp.training import loop
 from moe_exp.training.console import console_line
 from moe_exp.training.interval import Interval
@@ -37,15 +38,33 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_layout_computes_the_same(num_ranks):
+def in_torch(settings, port):
+    """On a rank: a job of `run_models`, without kernels; test_model_loss.py has that of the loss."""
+    launch.INTERPRETED = False
+    return _run(settings, port)
+
+
+def run_in_torch(num_ranks, jobs):
+    return [assembled_job(ranks) for ranks in run_jobs(num_ranks, in_torch, [(job,) for job in jobs])]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "chosen"),
+    [
+        (2, slice(1, None, 2)),
+        pytest.param(2, slice(0, None, 2), marks=pytest.mark.slow),
+        pytest.param(4, slice(None), marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_computes_the_same(num_ranks, chosen):
     of_model = ("document_mask", "eod_mask_loss")
-    layouts = LAYOUTS[num_ranks]
-    kinds = [MTP | {name: layout[name] for name in of_model if name in layout} for layout in layouts]
-    alone = run_models(1, kinds)
-    for layout, found, one in zip(
-        layouts, run_models(num_ranks, [MTP | layout for layout in layouts]), alone, strict=True
-    ):
+    layouts = LAYOUTS[num_ranks][chosen]
+    kinds = [{name: layout[name] for name in of_model if name in layout} for layout in layouts]
+    distinct = [kind for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+    alone = run_in_torch(1, [MTP | kind for kind in distinct])
+    ours = run_in_torch(num_ranks, [MTP | layout for layout in layouts])
+    for layout, kind, found in zip(layouts, kinds, ours, strict=True):
+        one = alone[distinct.index(kind)]
         assert found.losses.shape == (8, 3)
         assert relative_error(found.losses, one.losses) < 1e-6, layout
         assert found.grad_norms == pytest.approx(one.grad_norms, rel=1e-5), layout
@@ -54,34 +73,44 @@ def test_every_layout_computes_the_same(num_ranks):
             assert relative_error(found.gradients[name], gradient) < 1e-5, (layout, name)
 
 
+SHORT, WITHOUT = MTP | {"num_layers": 2, "seq_len": 16}, {"mtp_num_layers": 0}
 SAVED = [{"ep": 2}, {"pp": 2}, {"tp": 2, "distributed_optimizer": True}]
 
 
+def test_resume_under_another_layout(tmp_path):
+    run_models(2, [SHORT | SAVED[1] | {"save": str(tmp_path), "save_after": 1}])
+    (whole,) = run_models(1, [SHORT])
+    (found,) = run_models(2, [SHORT | SAVED[0] | {"load": str(tmp_path), "iterations": 1}])
+    assert relative_error(found.losses, whole.losses[4:]) < 1e-6
+    assert found.grad_norms == pytest.approx(whole.grad_norms[1:], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_resume_under_any_layout(tmp_path):
     folders = [tmp_path / str(index) for index in range(len(SAVED))]
     saves = [
-        MTP | layout | {"save": str(folder), "save_after": 1}
+        SHORT | layout | {"save": str(folder), "save_after": 1}
         for layout, folder in zip(SAVED, folders, strict=True)
     ]
     run_models(2, saves)
     single, (source,) = tmp_path / "single", folders[0].glob("iter_*")
     reshape(source, single, Reshaping(layers="single", experts="single"))
-    (whole,) = run_models(1, [MTP])
+    (whole,) = run_models(1, [SHORT])
     layouts = SAVED[1:] + SAVED[:1] + SAVED[:1]
     loads = [
-        MTP | layout | {"load": str(folder), "iterations": 1}
+        SHORT | layout | {"load": str(folder), "iterations": 1}
         for layout, folder in zip(layouts, [*folders, single], strict=True)
     ]
     for found in run_models(2, loads):
         assert relative_error(found.losses, whole.losses[4:]) < 1e-6
         assert found.grad_norms == pytest.approx(whole.grad_norms[1:], rel=1e-5)
-    run_models(1, [BASE | {"save": str(tmp_path / "without")}])
+    run_models(1, [SHORT | WITHOUT | {"save": str(tmp_path / "without")}])
     for changes, folder, rule in (
         ({}, folders[1], "MTP_NUM_LAYERS=0: .* has MTP_NUM_LAYERS=2. Fix: set MTP_NUM_LAYERS=2"),
         ({"mtp_num_layers": 1}, tmp_path / "without", "MTP_NUM_LAYERS=1: .* Fix: set MTP_NUM_LAYERS=0"),
     ):
         with pytest.raises(RankError, match=rule):
-            run_models(1, [BASE | changes | {"load": str(folder)}])
+            run_models(1, [SHORT | WITHOUT | changes | {"load": str(folder)}])
 
 
 def rms_norm(x, weight):

@@ -57,6 +57,7 @@ def test_startup_report_of_the_reference():
 # From the shapes in their checkpoints.
 PUBLISHED = {"olmoe-1b-7b": 6_919_161_856, "mixtral-8x7b": 46_702_792_704, "qwen3-30b-a3b": 30_532_122_624}
 # 671.0 billion, and one layer for multi-token prediction, without its copies of embedding and output layer
+PUBLISHED |= {"gpt-oss-20b": 20_914_757_184}
 PUBLISHED |= {"deepseek-v3-like": 671_026_404_352 + 11_610_067_968}
 
 

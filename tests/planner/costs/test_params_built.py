@@ -110,9 +110,13 @@ def drawn(draw: st.DrawFn, *, use_moe: bool) -> dict[str, Any]:
         "num_heads": 4 * draw(sizes), "tie_embeddings": draw(st.booleans()),
         "add_bias_linear": draw(st.booleans()), "activation": draw(st.sampled_from(activations)),
         "normalization": draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
-        "norm_placement": draw(st.sampled_from(["pre", "post", "around_moe"])),
+        "norm_placement": draw(st.sampled_from(["pre", "post", "around", "around_moe", "parallel"])),
+        "norm_bias": draw(st.booleans()),
         "vocab_size": draw(st.integers(1, 600)),
     }  # fmt: skip
+    values["norm_bias"] |= values["normalization"] == "RMSNorm"
+    if draw(st.booleans()):
+        values |= {"sliding_window": 8, "window_pattern": draw(st.sampled_from(["2", "1:2"]))}
     values |= draw(draw(st.sampled_from([drawn_heads, drawn_latent]))(values["num_heads"]))
     values |= draw(drawn_experts(values["num_layers"])) if use_moe else {"use_moe": False}
     # Neither shared experts nor split ones have biases.
@@ -145,7 +149,8 @@ def drawn_heads(draw: st.DrawFn, num_heads: int) -> dict[str, Any]:
     return (
         values
         | draw(st.sampled_from([{}, {"qk_norm": True}, over_all, rotated]))
-        | {"num_query_groups": groups}
+        | {"num_query_groups": groups, "value_head_dim": draw(st.sampled_from([0, 2]))}
+        | {"attention_sinks": draw(st.sampled_from(["none", "all"]))}
     )
 
 

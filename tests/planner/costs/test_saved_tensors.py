@@ -62,6 +62,20 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"attention_multiplier": 0.2, "logits_scaling": 3.0},
     "norms around experts": {"norm_placement": "around_moe"},
     "norms around experts, experts again": {"norm_placement": "around_moe", "recompute": "selective"},
+    "norms around, first layer dense": {"norm_placement": "around", "first_k_dense": 1},
+    "parallel, first layer dense, bf16": BF16 | {"norm_placement": "parallel", "first_k_dense": 1},
+    "key/value heads of windows, values with a factor": DENSE
+    | {"sliding_window": 32, "window_pattern": "2", "window_query_groups": 4, "value_scale": 0.5},
+    "parallel, experts again": {"norm_placement": "parallel", "recompute": "selective"},
+    "windows and sinks": DENSE | {"sliding_window": 40, "attention_sinks": "all"},
+    "windows in every second layer, soft cap, bf16": DENSE
+    | BF16
+    | {"sliding_window": 40, "window_pattern": "2", "attention_softcap": 9.0},
+    "output gate": DENSE | {"attention_gate": True},
+    "output gate, windows, bf16": DENSE | BF16 | {"attention_gate": True, "sliding_window": 40},
+    "two rotary embeddings": DENSE
+    | {"sliding_window": 40, "window_pattern": "2", "window_rotary_base": 500.0},
+    "latent, windows": LATENT | {"q_lora_rank": 48, "sliding_window": 40},
     "latent": LATENT | {"q_lora_rank": 48},
     "latent, whole queries, bf16": LATENT | BF16,
     "dmoe": {},
@@ -100,6 +114,7 @@ RECOMPUTED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "dense": (DENSE, ["norm", "core_attn"]),
     "dense, bf16": (DENSE | BF16, ["norm", "core_attn"]),
     "LayerNorm, bf16": (DENSE | BF16 | {"normalization": "LayerNorm"}, ["norm", "core_attn"]),
+    "parallel": ({"norm_placement": "parallel", "first_k_dense": 1}, ["norm"]),
     "latent": (LATENT | {"q_lora_rank": 48}, ["norm", "core_attn", "mla_up_proj"]),
     "latent, bf16": (LATENT | BF16, ["norm", "core_attn", "mla_up_proj"]),
     "dmoe": ({}, ["norm", "router", "experts"]),
@@ -159,6 +174,13 @@ SLOW = {
     "norm of every head after its rotation, bf16", "norms after, factors, bf16",
     "norms around experts, experts again",
 }  # fmt: skip
+# Kinds of which others are in both tables: in fp32, with the same backend, or with a shared expert.
+OTHERS = ("dense, bf16, ", "latent, bf16, ", "LayerNorm, bf16, ", "grouped GEMM, bf16, ", "latent experts, ")
+SLOW |= {name for name in MODELS if name.startswith(OTHERS)}
+SLOW |= {
+    "tp2, dense, bf16", "tp2, dense, bf16, loss kernel", "cp2, dmoe, bf16", "tp2, norm and experts",
+    "cp2, norm", "1F1B, dense, full", "interleaved, few",
+}  # fmt: skip
 # The same over two ranks: the first of them is looked at.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -176,6 +198,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2, shared expert": {"tp": 2, "recompute_modules": "norm,shared_expert", "shared_expert_size": 96},
     "tp2, latent, all": LATENT | {"tp": 2, "recompute_modules": "norm,mla_up_proj,core_attn"},
     "ep2, experts": {"ep": 2, "gbsz": 4, "force_routing": "balanced", "recompute_modules": "experts,norm"},
+    "cp2, windows": {"cp": 2, **DENSE, "sliding_window": 20, "window_pattern": "2"},
     "cp2, norm": {"cp": 2, **DENSE, "recompute_modules": "norm"},
 }
 
@@ -252,7 +275,7 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
 
     config = of_settings(settings, num_ranks=int(os.environ["WORLD_SIZE"]))
     os.environ["MASTER_PORT"] = str(port)
-    rank = runtime.start(config) if config.world_size > 1 else runtime.start_alone(config)
+    rank = runtime.start(config)
     model = build_model(config, rank)
     loop.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
     ledger, saved = Ledger(model), offload._Saved
@@ -307,19 +330,24 @@ def saved(num_ranks: int, is_slow: bool) -> list[dict[str, tuple[int, int]]]:
     """By rank, of all jobs for so many that are slow or are not."""
     jobs = MODELS if num_ranks == 1 else LAYOUTS | PIPELINES
     jobs = {name: settings for name, settings in jobs.items() if (name in SLOW) == is_slow}
+    # those of one layout after each other, see `in_turn`
+    sizes = ("tp", "pp", "vpp", "cp", "ep", "etp")
+    jobs = dict(sorted(jobs.items(), key=lambda job: [job[1].get(size, 1) for size in sizes]))
     ports = [free_port() for _ in jobs]
     ranks = run_on_ranks(num_ranks, saved_on_rank, list(jobs.values()), ports, join=False, timeout=400)
     return [dict(zip(jobs, rank, strict=True)) for rank in ranks]
 
 
+CASES = [
+    *((settings, name, 1, 0) for name, settings in MODELS.items()),
+    *((settings, name, 2, 0) for name, settings in LAYOUTS.items()),
+    *((settings, name, 2, rank) for rank in (0, 1) for name, settings in PIPELINES.items()),
+]
+
+
 @pytest.mark.parametrize(
     ("settings", "name", "num_ranks", "rank"),
-    [
-        *((settings, name, 1, 0) for name, settings in MODELS.items() if name not in SLOW),
-        *(pytest.param(MODELS[name], name, 1, 0, marks=pytest.mark.slow) for name in sorted(SLOW)),
-        *((settings, name, 2, 0) for name, settings in LAYOUTS.items()),
-        *((settings, name, 2, rank) for rank in (0, 1) for name, settings in PIPELINES.items()),
-    ],
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] in SLOW)) for case in CASES],
 )
 def test_saved_bytes(settings, name, num_ranks, rank):
     """Rank 1 is that of the second stage."""

@@ -37,7 +37,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = {"small", "local dispatcher", "grouped rows", "mixtral", "long sequences"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS]
+)
 def test_training_accepts_whatever_a_search_proposes_and_the_rest_is_counted_once(name):
     base, settings = MODELS[name]
     config = model(base, **settings)

@@ -50,6 +50,11 @@ for iteration in range(1, 100000):
 """
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr("moe_exp.watch.hangs.monitor._LOOK_SECONDS", 0.2)
+
+
 class Ranks:
     """Two processes and the watch of their launcher; `still` is the file that lets them stand still."""
 
@@ -128,7 +133,7 @@ def test_stopped_rank_is_found_named_and_all_are_ended(tmp_path, capfd):
         assert event["why"][0].startswith("is stopped (by a signal such as SIGSTOP)")
         where = rf"iteration {event['iteration'] + 1}, (data|forward_backward): no progress on any rank for "
         assert re.match(where, event["reason"])
-        ranks.poll_for(2.5)  # processes that are gone do not hang again
+        ranks.poll_for(1.6)  # processes that are gone do not hang again
     assert len(ranks.events()) == 1
     folder = ranks.run.path / event["folder"]
     printed = capfd.readouterr().err.splitlines()
@@ -143,7 +148,7 @@ def test_stopped_rank_is_found_named_and_all_are_ended(tmp_path, capfd):
 
 
 def test_ranks_that_hang_when_the_job_is_asked_to_stop_are_not_waited_for(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("moe_exp.watch.hangs.monitor._STOP_SECONDS", 2.0)
+    monkeypatch.setattr("moe_exp.watch.hangs.monitor._STOP_SECONDS", 1.0)
     with two_ranks(tmp_path, hang_timeout=1000) as ranks:
 
         def stop_for(seconds: float) -> bool:
@@ -153,9 +158,9 @@ def test_ranks_that_hang_when_the_job_is_asked_to_stop_are_not_waited_for(tmp_pa
                 time.sleep(0.05)
             return has_ended
 
-        assert not stop_for(5)  # they continue, and may take their time to save
+        assert not stop_for(2.5)  # they continue, and may take their time to save
         ranks.still.touch()
-        ranks.poll_for(5)
+        ranks.poll_for(2.5)
         assert ranks.are_running()
         assert stop_for(8)
         assert [process.wait() for process in ranks.processes] == [-signal.SIGKILL] * 2
@@ -196,7 +201,7 @@ def test_no_hang_while_somebody_looks_at_a_rank_or_far_from_the_limit(how, timeo
             traced = ranks.processes[1].pid
             monkeypatch.setattr("moe_exp.watch.hangs.monitor.is_traced", lambda pid: pid == traced)
         ranks.still.write_text(how)
-        ranks.poll_for(3)
+        ranks.poll_for(2)
         ranks.still.unlink()
         ranks.poll_for(0.2)
         assert ranks.are_running()
@@ -231,7 +236,7 @@ def test_another_nodes_rank_that_may_be_where_it_is_speaks_against_a_hang(tmp_pa
         write_answer(folder, Answer(1, 2, 4, "other", [2, 3], [busy], True))
         ranks.watch.wait(60)
         assert ranks.are_running()
-        ranks.poll_for(2.5)
+        ranks.poll_for(1.6)
         assert len(list(ranks.run.path.glob("hang/*/"))) == 1  # not asked for again while nothing moves
     assert ranks.events() == []
     assert f"suspected a hang, but {busy}" in capfd.readouterr().err
