@@ -167,26 +167,23 @@ class CausalAttention(nn.Module):
         if not in_place:
             num_stripes = len(documents.ranges) // 2
             key, value = (self._gather_sequence(x, num_stripes) for x in (key, value))
-        by_flash, by_flex = self.backend == "flash-attn", self.backend == "flex"
-        if by_flash and in_place and self.max_logits_H is None:
-            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-            return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
-        if by_flex and self.max_logits_H is None:
-            return attend_by_flex(query, key, value, self.rule, self.softmax_offset, documents)
-        queries, keys, values = documents.queries_of(query), documents.keys_of(key), documents.keys_of(value)
-        if by_flash or by_flex:
-            for q, k in zip(queries, keys, strict=True):
+        if self.backend not in ("flash-attn", "flex"):
+            segments = zip(
+                documents.queries_of(query), documents.keys_of(key), documents.keys_of(value), strict=True
+            )
+            parts = [self._attend(*(part.unsqueeze(1) for part in one)).squeeze(1) for one in segments]
+            return documents.joined(parts, query.size(1))
+        if self.max_logits_H is not None:
+            for q, k in zip(documents.queries_of(query), documents.keys_of(key), strict=True):
                 self._measure(q.unsqueeze(1), k.unsqueeze(1))
-        if by_flex:
+        if self.backend == "flex":
             return attend_by_flex(query, key, value, self.rule, self.softmax_offset, documents)
-        if by_flash:
-            parts = [self._attend_by_flash(torch.cat(queries), torch.cat(keys), torch.cat(values), documents)]
+        if in_place:
+            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         else:
-            parts = [
-                self._attend(*(part.unsqueeze(1) for part in segment)).squeeze(1)
-                for segment in zip(queries, keys, values, strict=True)
-            ]
-        return documents.joined(parts, query.size(1))
+            q = torch.cat(documents.queries_of(query))
+            k, v = (torch.cat(documents.keys_of(x)) for x in (key, value))
+        return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
 
     def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
         """Attends in all segments, concatenated: [queries, H, d] and [keys, G, d] to [queries, H, d]."""
