@@ -52,12 +52,15 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     return 3 * tokens * (layers + (1 + num_mtp) * 2 * config.hidden_size * config.padded_vocab_size)
 
 
-def attended_tokens(config: Config) -> float:
+def attended_tokens(config: Config, tile: int = 0) -> float:
     """Returns keys per query before causal masking, twice those that a query sees: sample length, or document
     length with DOCUMENT_MASK; mean over the layers with and without SLIDING_WINDOW.
+
+    Args:
+        tile: queries that a kernel computes at once; all of them take the keys of each one's window.
     """
     in_document = config.document_mask and config.document_tokens
     length = min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len
-    window = min(config.sliding_window or length, length)
+    window = min(config.sliding_window + tile, length)
     windowed = sum(config.window_layers) / config.num_layers
     return length - windowed * (length - 2 * window + window**2 / length)

@@ -27,6 +27,7 @@ _FUSED_LOGIT_BYTES = (4, 6)  # the same for one kernel, which overwrites the log
 _ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
 # Flash attention skips the masked half and recomputes the scores for gradients: 5 instead of 4 products.
 _FLASH_FORWARD, _FLASH_BACKWARD = 0.5, 0.5 * 2.5
+_WINDOW_TILE = 128  # queries of a tile in FlexAttention and flash-attn; about those of our blocks on CPUs
 # Share of a layer part's host time that a CUDA graph of each scope saves, estimated from kernel counts.
 _GRAPHED = {"attn": 1.0, "mlp": 1.0, "moe_router": 0.3, "moe_preprocess": 0.2}
 _ATTENTION_SHARE = 0.7  # of host_dense, estimated from kernel counts
@@ -181,7 +182,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
     """Returns the time of attention scores and weighted values for all queries of a rank."""
     config, engine, constants = job.config, job.engine, device.constants
     batch, queries = config.mbsz * config.num_heads / config.tp, config.seq_len / config.cp
-    keys, channels = attended_tokens(config), float(config.kv_channels)
+    keys, channels = attended_tokens(config, tile=_WINDOW_TILE), float(config.kv_channels)
     if not job.fused_attention:
         scores = device.linear(queries, keys, channels, batch) + device.linear(queries, channels, keys, batch)
         return scores + device.moved(batch * queries * keys, _SCORE_BYTES)
