@@ -12,8 +12,8 @@ MOST = {
     # OFFLOAD_MODULES; MTP_NUM_LAYERS and its conversion, sixteen Hugging Face classes and the settings that
     # they need, `convert from-hf --verify` and of models of the Hub; windows, sinks, soft cap, output gate,
     # FlexAttention, twelve classes with them, MXFP4
-    "lines of Python": 67_737,
-    "files": 333,
+    "lines of Python": 68_637,
+    "files": 336,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,
     "private functions of at most 6 lines with one caller": 0,

@@ -129,6 +129,29 @@ def run_blame(arguments: argparse.Namespace) -> None:
         print(f"{host} should get no jobs: {reason}{where}")
 
 
+@command(
+    "watch diagnose", "decide whether a failed job should restart: restart, exclude a node, wait or stop"
+)
+@takes(
+    arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
+    arg("--iterations N", "iterations that the failed start trained (default: from the logs)", int),
+    flag("--trained-before", "an earlier start with the same settings trained"),
+    JSON,
+)
+def run_diagnose(arguments: argparse.Namespace) -> None:
+    """Decides as the launcher does after a failure, which knows the iterations from the run's events."""
+    from moe_exp.watch.blame import log_files
+    from moe_exp.watch.diagnosis import diagnose_logs
+
+    found = diagnose_logs(
+        log_files(arguments.logs), iterations=arguments.iterations, trained_before=arguments.trained_before
+    )
+    if arguments.json:
+        print_json(asdict(found))
+        return
+    print(found.text, *filter(None, [found.line]), sep="\n    ")
+
+
 @command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
 @takes(
     arg("run_dirs RUN_DIR", "run folders; with --slurm-name, a folder may not exist yet", Path, nargs="+"),

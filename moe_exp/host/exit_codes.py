@@ -6,8 +6,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-# Exit codes of a job: TRAIN_ITERS reached; failed; invalid settings; stopped, and the same command resumes.
-FINISHED, FAILED, BAD_INPUT, TO_BE_CONTINUED = 0, 1, 2, 75
+# Exit codes of a job: TRAIN_ITERS reached; failed; invalid settings; failed, and a restart would fail in the
+# same way; stopped, and the same command resumes.
+FINISHED, FAILED, BAD_INPUT, WOULD_REPEAT, TO_BE_CONTINUED = 0, 1, 2, 3, 75
 
 # From ranks to their launcher: restart the ranks, without counting a failure.
 START_AGAIN = 76
@@ -16,6 +17,7 @@ START_AGAIN = 76
 EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"  # where ranks write the exit code of the job
 HEARTBEATS = "MOE_EXP_HEARTBEATS"  # this node's folder for the ranks' heartbeats
 METRICS_FILE = "MOE_EXP_METRICS_FILE"  # the run's metrics.jsonl
+EXCLUDE_FILE = "MOE_EXP_EXCLUDE_FILE"  # list of nodes that the next jobs must avoid
 LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"  # from `time.monotonic`
 PREPARED_TEXT = "MOE_EXP_PREPARED_TEXT"  # token files and tokenizer prepared from TRAIN_DATA's text, as JSON
 RENDEZVOUS_KEY = "MOE_EXP_RENDEZVOUS_KEY"  # prefix of names in the job's stores, see launch/rendezvous.py

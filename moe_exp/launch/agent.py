@@ -37,6 +37,7 @@ from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
     CAUSED_BY_ANOTHER,
+    EXCLUDE_FILE,
     EXIT_CODE_FILE,
     FAILED,
     FINISHED,
@@ -45,6 +46,7 @@ from moe_exp.host.exit_codes import (
     RENDEZVOUS_KEY,
     START_AGAIN,
     TO_BE_CONTINUED,
+    WOULD_REPEAT,
     complain,
     report_exit_code,
     reported_exit_code,
@@ -61,6 +63,8 @@ _END_SECONDS = 5
 _SAVE_SECONDS = 600.0
 # Delay before a restart if no rank has trained since the last one; doubles each time, up to the longest.
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 300.0
+_STORAGE_DELAY_SECONDS = 60.0  # at least, after a storage fault
+_CLOSING_SECONDS = 0.5  # a few times the interval at which other nodes read the store
 _HUNG = "killed by its launcher because the run hung"
 
 
@@ -180,6 +184,7 @@ class Agent(LocalElasticAgent):
         self._stop_workers(self.get_worker_group())
         delay = self._report(ended) if self.get_worker_group().group_rank == 0 else 0.0
         if self._rounds.is_over:
+            time.sleep(_CLOSING_SECONDS)  # node 0 serves the store in which the others read that
             return False
         deadline = time.monotonic() + delay
         while time.monotonic() < deadline and not self._received and not self._rounds.is_over:
@@ -209,9 +214,10 @@ class Agent(LocalElasticAgent):
         for failure in failures:
             where = f"rank {failure['rank']} on {failure['host']} ({failure['device']})"
             complain(f"{where} has failed after iteration {iteration}: {failure['cause']}")
+        action = self._diagnosed(records, iteration, failures) if failures and not self._received else ""
         num_failures, most = self._rounds.num_failures, self._spec.max_restarts
         if self._rounds.is_over:
-            if num_failures > most > 0 and not self._received:
+            if action not in ("stop", "exclude") and num_failures > most > 0 and not self._received:
                 complain(f"the ranks are not restarted: failure {num_failures} exceeds MAX_RESTARTS={most}")
             return 0.0
         starts = ("start", "resume", "restart")
@@ -219,17 +225,41 @@ class Agent(LocalElasticAgent):
             r.get("kind") for r in reversed(records) if r.get("kind") == "train" or r.get("event") in starts
         )
         self._num_idle = 0 if next(since, "") == "train" else self._num_idle + 1
-        delay = 0.0
+        delay = _STORAGE_DELAY_SECONDS if action == "wait" else 0.0
         if self._num_idle:
             # no rank has trained since the last start: the next one may fail too, so avoid a tight loop
-            delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS)
+            delay = max(delay, min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS))
         reason = "failure" if self._rounds.has_failed(ended) else "asked"
         details = {"number": ended + 1, "reason": reason, "failures": num_failures, "delay_seconds": delay}
         self._event("restart", iteration, **details)
         why = f"failure {num_failures} of at most {most}" if reason == "failure" else "requested by a rank"
-        when = f", in {delay:.0f} s because no rank has trained since the last start" if delay else ""
+        why_late = "because no rank has trained since the last start"
+        why_late = "for the storage to recover" if action == "wait" else why_late
+        when = f", in {delay:.0f} s {why_late}" if delay else ""
         complain(f"the ranks are restarting ({why}){when}")
         return delay
+
+    def _diagnosed(
+        self, records: Sequence[Record], iteration: int, failures: Sequence[dict[str, Any]]
+    ) -> str:
+        """Decides whether the ranks may restart, and excludes a bad node; returns the action."""
+        # imported here, because only failures need the tables and their packages
+        from moe_exp.watch.diagnosis import diagnose_failures
+        from moe_exp.watch.excluded_nodes import exclude
+
+        found = diagnose_failures(records, failures)
+        self._event("diagnosis", iteration, **vars(found))
+        complain(f"diagnosis: {found.text}")
+        if found.action == "stop":
+            report_exit_code(WOULD_REPEAT, by_any_rank=True)
+            self._rounds.set_closed()
+        elif found.action == "exclude" and found.host:
+            if EXCLUDE_FILE in os.environ:
+                with suppress(OSError):  # the file system may be unavailable
+                    exclude(Path(os.environ[EXCLUDE_FILE]), found.host, f"diagnosis: {found.reason}")
+            if "SLURM_JOB_ID" in os.environ and (self.get_worker_group().group_world_size or 1) > 1:
+                self._rounds.set_closed()  # only another job has other nodes
+        return found.action
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
         """Writes an event, or if the disk is full, keeps it for the next event; the ranks restart anyway."""

@@ -21,6 +21,7 @@ from moe_exp.data.own_text import facts_for_ranks, plan_text, with_prepared_text
 from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
+    EXCLUDE_FILE,
     FAILED,
     FINISHED,
     LAUNCH_TIME,
@@ -44,6 +45,7 @@ from moe_exp.launch.torchrun_job import child_environment, run_job, shared_key, 
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text, run_folder_problems
 from moe_exp.runs.summary import Caller, finish_run
+from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
 from moe_exp.watch.hangs.monitor import HangWatch
 
 
@@ -52,7 +54,8 @@ def train(
     command: str = "",
 ) -> int:  # fmt: skip
     """Checks the settings and runs this node's ranks, or with `dry_run` prints what would run. Exit codes:
-    0: finished; 75: stopped, and the same command resumes the run; 2: invalid settings; others: failed.
+    0: finished; 75: stopped, and the same command resumes the run; 2: invalid settings; 3: failed, and a
+    restart would fail in the same way; others: failed.
 
     Args:
         flags: settings by field name, and `config`, the path of a settings file; None counts as not set.
@@ -157,6 +160,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     except (OSError, ValueError) as error:
         raise ConfigError([str(error)]) from None
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
+    environ[EXCLUDE_FILE] = str(expanded(config.run_dir).absolute() / EXCLUDE_NODES)
     environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     agent = torchrun_command(config, rank_arguments(config, flags))
     # the ranks' port, as in `rank_arguments`

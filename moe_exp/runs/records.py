@@ -111,6 +111,7 @@ EVENTS = {
     "stop": "the run stops before TRAIN_ITERS: reason (faults.STOP_REASONS)",
     "end": "the ranks ended on their own: status, wall_seconds",
     "rank_failed": "a rank died: rank, host, device, cause (its error, or the signal)",
+    "diagnosis": "what to do after failed ranks: action, category, reason, advice, host, line",
     "restart": "the ranks restart: number, reason (failure or asked), failures so far, delay_seconds",
 }
 

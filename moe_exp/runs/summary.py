@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from moe_exp.config import Config
 from moe_exp.config.setting_types import as_given
-from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED
+from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED, WOULD_REPEAT
 from moe_exp.host.files import write_json
 from moe_exp.runs.curves import draw_loss_curve
 from moe_exp.runs.records import Record, iter_metrics
@@ -274,7 +274,9 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
         often = f"SAVE_INTERVAL below {config.save_interval}" if config.save_interval else "SAVE_INTERVAL"
         return [f"set SAVE_AT_END=true, or {often}   # {why}", f"the same command {again}"]
     lines = [f"the same command {again}"]
-    if ended_by.get("event") in ("hang", "rank_failed") and not config.max_restarts:
+    if summary["exit_code"] == WOULD_REPEAT:
+        lines[0] = f"correct the cause first, see diagnosis above; then {lines[0]}"
+    elif ended_by.get("event") in ("hang", "rank_failed") and not config.max_restarts:
         lines[0] += "; MAX_RESTARTS=3 restarts the ranks automatically"
     if ended_by.get("event") == "hang":
         lines.insert(0, f"{folder}/{ended_by['folder']}/summary.txt   # position of every rank")

@@ -21,11 +21,12 @@ from helpers import wait_for
 from helpers.ranks import free_port, start_process
 from helpers.warm_runs import become_program
 from helpers.whole_runs import ROOT, clean_environ
-from moe_exp.host.exit_codes import HEARTBEATS
+from moe_exp.host.exit_codes import EXCLUDE_FILE, HEARTBEATS, WOULD_REPEAT
 from moe_exp.launch import agent as launch_agent
 from moe_exp.launch.agent import Agent
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import append_event, read_metrics
+from moe_exp.watch.excluded_nodes import read_excluded, slurm_name
 from moe_exp.watch.hangs.heartbeat import failures_file
 
 
@@ -121,7 +122,7 @@ if act.startswith("error"):
             leave_error(error)
         faults._leave_error = on_full_disk
     with named_by_rank(StopSignal()):
-        raise ValueError(act)
+        raise ValueError(act) if "Fix" in act or "code" in act else RuntimeError(act)
 time.sleep(60)
 """
 
@@ -129,7 +130,7 @@ time.sleep(60)
 def run_agent(arguments: list[str], environ: dict[str, str], errors: Path, first_delay: float) -> None:
     """In a process of its own, as `python -m moe_exp.launch.agent` does."""
     become_program(environ, errors)
-    launch_agent._FIRST_DELAY_SECONDS = first_delay
+    launch_agent._FIRST_DELAY_SECONDS = launch_agent._STORAGE_DELAY_SECONDS = first_delay
     code = launch_agent.main(arguments)
     with suppress(OSError):  # as at the end of a program, but not of a fork: the disk may be full
         sys.stderr.flush()
@@ -185,10 +186,14 @@ class Nodes:
         return (self.folder / f"code{node}").read_text()
 
 
+def train_until(folder: Path, iteration: int) -> None:
+    append_event(folder / "metrics.jsonl", "start", 0)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "train", "iteration": iteration}) + "\n")
+
+
 def test_two_nodes_start_again_together(tmp_path):
-    append_event(tmp_path / "metrics.jsonl", "start", 0)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "train", "iteration": 7}) + "\n")
+    train_until(tmp_path, 7)
     nodes = Nodes(tmp_path, {"0.3": "die", "1": "76", "2": "75"}, num_nodes=2, max_restarts=1)
     assert nodes.end() == [0, 0], nodes.errors()
     assert [nodes.told(node) for node in (0, 1)] == ["75", "75"]
@@ -277,6 +282,8 @@ def test_node_0_is_gone(tmp_path):
 def test_full_disk_is_no_reason_not_to_start_again(what, tmp_path):
     if what == "metrics":
         (tmp_path / "metrics.jsonl").mkdir()  # can neither be read nor written
+    else:
+        train_until(tmp_path, 7)
     plan = {"0.1": "error, full" if what == "errors of a rank" else "die", "1": "0"}
     nodes = Nodes(tmp_path, plan, max_restarts=1, is_full=what == "errors of the agent")
     assert nodes.end() == [0], nodes.errors()
@@ -302,10 +309,44 @@ def test_ranks_that_lost_a_peer_are_not_blamed(tmp_path):
     # one is killed.
     plan = {"0.0": "error: Connection closed by peer", "0.2": "deaf", "0.3": "error, late, of its own"}
     plan["1"] = "0"
+    train_until(tmp_path, 7)
     nodes = Nodes(tmp_path, plan, num_nodes=2, max_restarts=1)
     assert nodes.end() == [0, 0], nodes.errors()
     failed = [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")]
-    assert failed == [(3, "ValueError: error, late, of its own")]
+    assert failed == [(3, "RuntimeError: error, late, of its own")]
+
+
+def test_an_error_of_the_code_ends_all_nodes_although_they_may_restart(tmp_path):
+    train_until(tmp_path, 7)
+    nodes = Nodes(tmp_path, {"0.3": "error in the code"}, num_nodes=2, max_restarts=5)
+    assert nodes.end() == [1, 1], nodes.errors()
+    assert nodes.told() == str(WOULD_REPEAT)
+    assert not (tmp_path / "round1_rank0").exists() and not nodes.events("restart")
+    (found,) = nodes.events("diagnosis")
+    host = socket.gethostname()
+    assert (found["action"], found["category"], found["host"]) == ("stop", "code", host)
+    assert "diagnosis: stop: exception" in nodes.errors() and "lost node 0" not in nodes.errors()
+
+
+@pytest.mark.parametrize("in_slurm", [False, True])
+def test_broken_node_is_excluded(in_slurm, tmp_path, monkeypatch):
+    """Only a job of SLURM ends, whose successor has other nodes."""
+    monkeypatch.setenv(EXCLUDE_FILE, str(tmp_path / "exclude_nodes.txt"))
+    if in_slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    train_until(tmp_path, 7)
+    plan = {"0.1": "error: CUDA error: uncorrectable ECC error encountered", "1": "0"}
+    nodes = Nodes(tmp_path, plan, num_nodes=2, num_ranks=1, max_restarts=1)
+    assert nodes.end() == ([1, 1] if in_slurm else [0, 0]), nodes.errors()
+    assert read_excluded(tmp_path / "exclude_nodes.txt") == [slurm_name(socket.gethostname())]
+    assert [event["action"] for event in nodes.events("diagnosis")] == ["exclude"]
+
+
+def test_full_disk_delays_the_restart(tmp_path):
+    plan = {"0.1": "error: OSError: [Errno 28] No space left on device", "1": "0"}
+    nodes = Nodes(tmp_path, plan, max_restarts=1)
+    assert nodes.end() == [0], nodes.errors()
+    assert "for the storage to recover" in nodes.errors()
 
 
 def test_ranks_that_hang_are_ended_by_the_launcher_and_not_blamed(tmp_path, monkeypatch):

@@ -9,18 +9,8 @@ import pytest
 
 from moe_exp.cli import main
 from moe_exp.runs.records import append_event
-from moe_exp.watch.blame import (
-    CAUSES,
-    XIDS,
-    Fault,
-    Origin,
-    blame,
-    hosts_to_exclude,
-    log_files,
-    origin,
-    origin_of_file,
-    recognised,
-)
+from moe_exp.watch.blame import Origin, blame, hosts_to_exclude, log_files, origin, origin_of_file
+from moe_exp.watch.known_errors import CAUSES, XIDS, Fault, recognised
 
 WATCHDOG = "[rank4]:[E321 02:07:08.41 ProcessGroupNCCL.cpp:607] Watchdog caught collective operation timeout"
 
@@ -31,7 +21,7 @@ Nov  3 02:06:59 gpu-b07 kernel: [1843.308145] NVRM: Xid (PCI:0000:c1:00): 79, pi
 [Mon Nov  3 02:06:59 2026] NVRM: Xid (PCI:0000:9b:00): 94, pid=1234, name=python3, Contained ECC error
     Xid 94: memory error contained to one program (ECC)|hardware|||0000:9b:00|11-03 02:06:59
 [24128.834365] NVRM: Xid (PCI:0000:01:00): 31, Ch 00000003, engmask 00000101, intr 10000000
-    Xid 31: kernel accessed an unmapped address|program|||0000:01:00|24128.8 s
+    Xid 31: kernel accessed an unmapped address|kernel|||0000:01:00|24128.8 s
 2026-11-03T02:06:59+01:00 gpu-b07 kernel: NVRM: Xid (PCI:0000:dc:00): 45, pid=1818990, name=python3
     Xid 45: program's channels were cleaned up|consequence|gpu-b07||0000:dc:00|11-03 02:06:59
 NVRM: Xid (PCI:0000:00:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 00
@@ -43,21 +33,21 @@ Nov 22 03:00:01 gpu-b07 kernel: NVRM: The NVIDIA GPU 0000:b3:00.0 (PCI ID: 10de:
 moe-exp: rank 11 on gpu-b07 (cuda:3) failed: AcceleratorError: CUDA error: uncorrectable ECC error encountered
     uncorrectable memory error (ECC)|hardware|gpu-b07|11|cuda:3|
 moe-exp: rank 1 on laptop (cpu) failed: RuntimeError: the disk is on fire
-    rank failed|program|laptop|1|cpu|
+    exception of an unknown kind|crash|laptop|1|cpu|
 [2026-11-03 02:07:08] WARNING gpu-b07 rank 9 cuda:1 moe_exp.training: CUDA error: unspecified launch failure
-    kernel failed|program|gpu-b07|9|cuda:1|11-03 02:07:08
+    kernel failed|kernel|gpu-b07|9|cuda:1|11-03 02:07:08
 RuntimeError: CUDA error: device-side assert triggered
     assertion failed in a kernel|program||||
 [rank0]: torch.AcceleratorError: CUDA error: an illegal memory access was encountered
-    kernel accessed an invalid address|program||0||
+    kernel accessed an invalid address|kernel||0||
 RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`
-    CUDA error|program||||
+    CUDA error|kernel||||
 torch.OutOfMemoryError: CUDA out of memory. GPU 5 has a total capacity of 79.11 GiB
     GPU memory is full|memory|||cuda:5|
 {WATCHDOG}
     NCCL timed out waiting for another rank|consequence||4||03-21 02:07:08
 node201:127799:127863 [2] transport/net_ib.cc:101 NCCL WARN NET/IB : mlx5_0:1 Got async event : port error
-    network card lost its link|network|node201||cuda:2|
+    network card failed|network|node201||cuda:2|
 kp-worker-0:3468:3905 [4] NCCL WARN NET/IB : Got completion from peer 10.2.0.6<54862> with status=12
     InfiniBand transfer failed at either end or in between|network|kp-worker-0||cuda:4|
 [2026-11-09 07:39:30] h100-28:238:1219 [0] net_ib.cc NCCL WARN NET/IB : mlx5_ib0:1 async fatal event on QP
@@ -75,9 +65,9 @@ srun: error: nid001277: tasks 1-3: Out Of Memory
 May 15 23:09:27 worker-3 kernel: [  514.682838] Memory cgroup out of memory: Killed process 15617 (python3)
     out of memory: the operating system killed a process|memory|worker-3|||05-15 23:09:27
 srun: error: Orion-18-69: task 289: Bus error
-    bus error (usually /dev/shm is full)|memory|Orion-18-69|||
+    bus error (usually /dev/shm is full)|limit|Orion-18-69|||
 OSError: [Errno 28] No space left on device: '/scratch/runs/a/checkpoints/.tmp'
-    disk is full|disk||||
+    disk is full|storage||||
 [rank2]: RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4218
     another rank disconnected|consequence||2||
 gpu-a02: RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution
@@ -87,7 +77,7 @@ gpu-a02: RuntimeError: CUDA error: uncorrectable NVLink error detected during th
 ERROR: CUDA error: uncorrectable ECC error encountered
     uncorrectable memory error (ECC)|hardware||||
 moe-exp: rank 5 on gpu-b07 (cuda:1) has failed after iteration 700: SIGSEGV
-    rank crashed|program|gpu-b07|5|cuda:1|
+    rank crashed|crash|gpu-b07|5|cuda:1|
 moe-exp: rank 5 on gpu-b07 (cuda:1) has failed after iteration 700: SIGKILL
     rank was terminated by a signal|consequence|gpu-b07|5|cuda:1|
 nvidia-nvswitch2: SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 30 LTSSM Fault Up

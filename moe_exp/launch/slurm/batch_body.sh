@@ -185,6 +185,11 @@ conclude() {
             record "bad settings"
             cancel_rest
             ;;
+        3)
+            say "the failure would repeat: ending the job chain, see $slurm_folder/job$SLURM_JOB_ID.*.log"
+            record "failed, would repeat"
+            cancel_rest
+            ;;
         *)
             record "failed with $code"
             exclude_for_rest

@@ -218,7 +218,7 @@ def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dic
         is_new -= {id(event) for event in view.failure[1]}
     for event in causes:
         is_bad = event["event"] not in QUIET_EVENTS or "failed" in (event.get("status"), event.get("grade"))
-        if is_bad and id(event) in is_new:
+        if is_bad and event.get("action") != "restart" and id(event) in is_new:
             memory.untold_events[event["event"]] = memory.untold_events.get(event["event"], 0) + 1
     latest = {event["event"]: event for event in causes}
     known = {name: count for name, count in memory.untold_events.items() if name in latest}

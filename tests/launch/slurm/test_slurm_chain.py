@@ -90,8 +90,12 @@ def test_failures_of_another_chain_or_before_a_checkpoint_do_not_count(chain):
         pytest.param(1, {"NUM_JOBS": 1, "REQUEUE": False}, ["FAILED"], False, marks=pytest.mark.slow),
         (1, {"NUM_JOBS": 2, "MAX_FAILURES": 1}, ["FAILED", "CANCELLED"], False),
         (2, {"NUM_JOBS": 3}, ["FAILED", "CANCELLED", "CANCELLED"], False),
+        (3, {"NUM_JOBS": 2}, ["FAILED", "CANCELLED"], False),
     ],
-    ids=["queued again", "next job", "excluded node", "no job", "too many failures", "bad settings"],
+    ids=[
+        "queued again", "next job", "excluded node", "no job", "too many failures", "bad settings",
+        "would repeat",
+    ],
 )
 def test_a_failure_waits_before_the_next_job_and_only_then(code, settings, states, waits, chain, tmp_path):
     given = {"NNODES": 1, "RETRY_SECONDS": 1} | settings

@@ -1,0 +1,162 @@
+"""Decides from the logs of a failed job whether it should restart. No torch.
+
+The agent asks after each failed round with the errors of all ranks, `moe-exp watch diagnose` for logs.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from moe_exp.runs.records import Record
+from moe_exp.watch.blame import Blame, Origin, Seen, gathered, origin_of_file, recognised_lines
+from moe_exp.watch.known_errors import RECOVERIES
+
+Action = Literal["exclude", "wait", "stop", "restart"]
+
+# Category and action of each cause of known_errors.py. The first category whose cause is found decides:
+# evidence against a node or a file system explains errors of the program, and these explain lost connections.
+DECISIONS: dict[str, tuple[str, Action]] = {
+    "node": ("node", "exclude"),  # any cause, if the message is evidence against the host
+    "storage": ("storage", "wait"),
+    "quota": ("storage", "wait"),
+    "memory": ("memory", "stop"),
+    "data": ("data", "stop"),
+    "settings": ("settings", "stop"),
+    "program": ("code", "stop"),
+    "kernel": ("code", "stop"),
+    "limit": ("settings", "stop"),
+    "hardware": ("transient", "restart"),
+    "driver": ("transient", "restart"),
+    "network": ("transient", "restart"),
+    "service": ("transient", "restart"),
+    "crash": ("unknown", "restart"),
+    "consequence": ("transient", "restart"),
+}
+# After so many iterations with the same settings, memory was enough: a rare long sample or fragmentation.
+PROVED_ITERATIONS = 1000
+# Events that begin or end a start of the ranks.
+_MARKS = ("start", "resume", "restart", "rank_failed", "hang", "end")
+_ITERATION = re.compile(r"\biteration +(\d+) ?/ *\d")  # in our log lines and in Megatron-LM's
+# Number of failures after the same iteration with the same message that are not taken for chance.
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Situation:
+    """How the failed start went.
+
+    Args:
+        iterations: iterations that it trained.
+        trained_before: whether an earlier start with the same settings trained.
+        repeats: earlier failures after the same iteration with the same message.
+    """
+
+    iterations: int = 0
+    trained_before: bool = False
+    repeats: int = 0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What to do after a failure; `line`: the line that decided, `host`: where it appeared, if known."""
+
+    action: Action
+    category: str
+    reason: str
+    advice: str
+    host: str = ""
+    line: str = ""
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        where = f" on {self.host}" if self.host else ""
+        return f"{self.action}: {self.reason}{where}; {self.advice}"
+
+
+def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
+    """Decides by the faults of all logs, as `blame.gathered` returns them."""
+    kinds = {one: _kind(one, found, situation) for one in found}
+    order = list(DECISIONS)
+    action: Action
+    first = min(found, key=lambda one: order.index(kinds[one]), default=None)
+    is_new = not (situation.iterations or situation.trained_before)
+    if first is None:
+        category, action, reason, advice = "unknown", "restart", "no known error", "read the logs"
+        host = line = ""
+    else:
+        category, action = DECISIONS[kinds[first]]
+        reason, advice, host, line = first.fault.name, first.fault.advice, first.where.host, first.line
+    has_trained = situation.iterations >= PROVED_ITERATIONS or situation.trained_before
+    if category == "unknown" and is_new:
+        action, reason = "stop", f"{reason}, and these settings have never trained"
+    elif category == "memory" and has_trained:
+        action, reason = "restart", f"{reason}, although these settings have trained"
+    elif first and kinds[first] in ("kernel", "limit", "quota") and situation.iterations >= PROVED_ITERATIONS:
+        category, action = "unknown", "restart"
+    elif action == "restart" and category != "transient" and situation.repeats + 1 >= REPEATS:
+        action, reason = "stop", f"{reason}, {situation.repeats + 1} times after the same iteration"
+    return Diagnosis(action, category, reason, advice, host, line)
+
+
+def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
+    """Key of DECISIONS: the fault's cause, or `node` if only one of the hosts has it."""
+    fault, is_new = one.fault, not (situation.iterations or situation.trained_before)
+    hosts = {other.where.host for other in found}
+    affected = {other.where.host for other in found if other.fault == fault}
+    if is_new and (fault.cause in ("driver", "network") or (fault.excludes and len(affected) > 1)):
+        return "settings"  # what no host has ever had is missing in the image or the job's request
+    if fault.excludes and fault.cause == "network" and len(affected) > 1:
+        return "network"  # a switch
+    # what has trained is on all hosts, unless one has lost it
+    has_lost = fault.cause == "driver" or (fault.cause == "settings" and affected < hosts)
+    return "node" if fault.excludes or (has_lost and not is_new and len(affected) == 1) else fault.cause
+
+
+def diagnose_logs(
+    files: Iterable[Path], *, iterations: int | None = None, trained_before: bool = False
+) -> Diagnosis:
+    """Decides by log files; `iterations` as in Situation, None: from the logs."""
+    logs, seen = [], [0]
+    for path in files:
+        faults: list[Seen] = []
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                back = {name for name, pattern in RECOVERIES.items() if pattern.search(line)}
+                faults = [one for one in faults if not (one[0] and one[0].name in back)] if back else faults
+                faults += recognised_lines([line])
+                seen += [int(number) for number in _ITERATION.findall(line)]
+        logs.append((origin_of_file(path), faults))
+    trained = max(seen) - min(seen[1:], default=0) if iterations is None else iterations
+    return diagnose(gathered(logs), Situation(trained, trained_before))
+
+
+def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str, Any]]) -> Diagnosis:
+    """Decides by the fields of `rank_failed` events; `records`: those of metrics.jsonl before them."""
+    logs = []
+    for one in failures:
+        line = f"moe-exp: rank {one['rank']} on {one['host']} ({one['device']}) has failed: {one['cause']}"
+        logs.append((Origin(), list(recognised_lines([line]))))
+    return diagnose(gathered(logs), situation_of(records, failures))
+
+
+def situation_of(records: Sequence[Record], failures: Sequence[Mapping[str, Any]] = ()) -> Situation:
+    """Reads from the records of a run how the start went in which `failures` ended it."""
+    marks = [(index, one.get("event")) for index, one in enumerate(records) if one.get("event") in _MARKS]
+    start, mark = marks[-1] if marks else (0, "start")
+    # without the event of a start, the failed one did not get as far as training
+    since = records[start:] if mark in ("start", "resume") else []
+    first = since[0].get("iteration", 0) if since else 0
+    last = max((one["iteration"] for one in since if one.get("kind") == "train"), default=first)
+    changed = max((i for i, one in enumerate(records) if one.get("event") == "changed_settings"), default=0)
+    before = Counter(
+        one["cause"] for one in records if one.get("event") == "rank_failed" and one["iteration"] == last
+    )
+    return Situation(
+        iterations=last - first,
+        trained_before=any(one.get("kind") == "train" for one in records[changed:start]),
+        repeats=max((before[one["cause"]] for one in failures), default=0),
+    )

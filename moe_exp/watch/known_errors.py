@@ -1,0 +1,351 @@
+"""Messages of driver, CUDA, NCCL, network cards, kernel, SLURM, file systems and Python, and their causes.
+
+Xid numbers are from NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026).
+An Xid alone proves nothing: a broken GPU can cause any Xid, and so can a program that writes to invalid
+addresses.
+"""
+
+import re
+from dataclasses import dataclass
+
+# In display order: a cause may lead to those after it.
+CAUSES = (
+    "hardware", "driver", "network", "memory", "storage", "quota", "service", "data", "settings", "program",
+    "kernel", "limit", "crash", "consequence",
+)  # fmt: skip
+
+DRAIN = "take the node out of service and have it inspected"
+RESET = "reset the GPU or reboot the node; take the node out of service if the error recurs"
+NETWORK = "check link, cable and switch of the node; take the node out of service if the error recurs"
+PROGRAM = "check the program (CUDA_LAUNCH_BLOCKING=1 shows the line); if only one GPU fails, suspect that GPU"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A known kind of error; `cause`: one of CAUSES; `excludes`: whether jobs should avoid the host."""
+
+    name: str
+    cause: str
+    advice: str
+    excludes: bool = False
+
+
+_ENDED = "none: caused by another error or a terminated process"
+_LATER = "reset the GPU after the job has ended"
+# Description, cause and advice by Xid number
+_XIDS = {
+    8: ("GPU stopped processing", "driver", RESET),
+    13: ("exception in a kernel", "kernel", PROGRAM),
+    31: ("kernel accessed an unmapped address", "kernel", PROGRAM),
+    32: ("corrupted command stream", "driver", RESET),
+    38: ("driver firmware error", "driver", RESET),
+    43: ("GPU stopped processing a program", "kernel", PROGRAM),
+    45: ("program's channels were cleaned up", "consequence", _ENDED),
+    46: ("GPU stopped processing", "driver", RESET),
+    48: ("double-bit memory error (ECC)", "hardware", DRAIN),
+    61: ("internal micro-controller halted", "driver", RESET),
+    62: ("internal micro-controller halted", "hardware", RESET),
+    63: ("memory row was retired or remapped", "hardware", _LATER),
+    64: ("memory row could not be retired or remapped", "hardware", DRAIN),
+    68: ("video engine exception", "driver", RESET),
+    69: ("exception in a graphics class", "program", PROGRAM),
+    74: ("NVLink error", "hardware", DRAIN),
+    79: ("GPU has fallen off the bus", "hardware", DRAIN),
+    92: ("many single-bit memory errors", "hardware", "monitor the GPU: its memory may be about to fail"),
+    94: ("memory error contained to one program (ECC)", "hardware", RESET),
+    95: ("uncontained memory error (ECC)", "hardware", DRAIN),
+    109: ("context switch timed out", "driver", RESET),
+    110: ("security fault", "hardware", RESET),
+    119: ("GPU system processor does not respond (GSP)", "driver", RESET),
+    120: ("GPU system processor failed (GSP)", "driver", RESET),
+    121: ("corrected error on the link between chips (C2C)", "hardware", "monitor the GPU"),
+    122: ("driver cannot read the GPU's flash memory", "hardware", RESET),
+    136: ("link training failed", "hardware", DRAIN),
+    140: ("unrecovered memory error (ECC)", "hardware", DRAIN),
+    143: ("GPU initialization failed", "hardware", DRAIN),
+    154: ("driver requests a reset or a reboot", "hardware", RESET),
+    **dict.fromkeys(range(144, 151), ("NVLink 5 error", "hardware", DRAIN)),
+}
+_BAD_XIDS = {46, 48, 61, 62, 64, 74, 79, 94, 95, 110, 119, 120, 136, 140, 143, *range(144, 151), 154}
+XIDS = {
+    number: Fault(f"Xid {number}: {what}", cause, advice, number in _BAD_XIDS)
+    for number, (what, cause, advice) in _XIDS.items()
+}
+
+
+_MORE_MEMORY = "request more memory for the job, or lower NUM_WORKERS or GPUS_PER_NODE"
+_VOCABULARY = "check tokenizer and VOCAB_SIZE of the data"
+_FILE = "replace the damaged file, or read an older checkpoint"
+_MISSING = "check path and permissions"
+_INSTALL = "install versions that fit each other"
+_SERVICE = "none if the service is back"
+_TRACEBACK = "read its traceback"
+_SHM = "enlarge /dev/shm (docker --shm-size), or set NUM_WORKERS=0"
+_NO_GPU = (
+    "check that the job requested GPUs and no other process uses them; if only one host is affected, run"
+    f" the preflight, or {RESET}"
+)
+_SIGNALLED = "find the earlier cause: a hang (SIGKILL to all ranks), the kernel's oom_kill, NCCL (SIGABRT)"
+
+# What stands before an exception at the end of a traceback: ranks, task numbers, times.
+_BEFORE = r"^(\S*\[?rank ?\d+\]?:\s*|\d+: |\[[^\]]*\]:?\s*|\S+: (?=\[rank))*"
+
+# Name, cause, advice and `excludes` of each fault, and its pattern. The first match counts, so specific
+# patterns come before general ones.
+_MESSAGES = (
+    ("uncorrectable memory error (ECC)", "hardware", DRAIN, True,
+     r"uncorrectable ECC error|CUDA_ERROR_ECC_UNCORRECTABLE|cudaErrorECCUncorrectable"
+     r"|(GPU|amdgpu).*uncorrectable (hardware )?errors? (detected|count: [1-9])"),
+    ("uncorrectable NVLink error", "hardware", DRAIN, True,
+     r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable"),
+    ("GPU has fallen off the bus", "hardware", DRAIN, True,
+     r"fallen off the bus|GPU is lost|GPU-\S+ .*disconnected|PCI reads still not working"),
+    ("GPU is unusable", "driver", RESET, True,
+     r"rm_init_adapter failed|RmInitAdapter failed|Unable to determine the device handle|GPU requires reset"
+     r"|couldn't communicate with the NVIDIA driver|HW (Thermal|Power Brake) Slowdown|thermal shutdown"
+     r"|amdgpu.*(GPU reset|ring \w+ timeout)|HW Exception by GPU node"),
+    ("NVLink fabric is not ready", "hardware", RESET, True,
+     r"system not yet initialized|SYSTEM_NOT_READY|Fabric ?Manager.*(fail|error|not running|inactive)"
+     r"|Failed to bind NVLink|Fabric State.*(Failure|In Progress)|transport/nvls.*(error|fail)"),
+    ("GPU is unusable", "driver", _NO_GPU, False,
+     r"No CUDA GPUs are available|cudaErrorDevicesUnavailable|all CUDA-capable devices are busy"
+     r"|CUDA driver initialization failed|Failed to initialize NVML|No devices were found"
+     r"|nvidia-container-cli: initialization error|driver not loaded|no CUDA-capable device is detected"
+     r"|CUDA unknown error"),
+    ("hardware stack error", "hardware", DRAIN, True, r"hardware stack error|cudaErrorHardwareStackError"),
+    # Each error has three lines; healthy switches print dozens of Non-fatal ones at start-up.
+    ("NVSwitch error (SXid)", "hardware", DRAIN, True, r"SXid .*: \d+, Fatal"),
+    # "Machine check events logged" and "CPU 3: Machine Check: 0" also appear for corrected errors.
+    ("uncorrectable CPU or memory error", "hardware", DRAIN, True,
+     r"CPU \d+: Machine Check Exception|EDAC \S+ \d+ UE\b|Uncorrected (hardware )?(memory )?error"
+     r"|\[Hardware Error\]: Uncorrected|\[Hardware Error\]: event severity: (fatal|recoverable)"),
+    ("node failed", "hardware", DRAIN, True,
+     r"DUE TO NODE FAILURE|\bNODE_FAIL\b|Node failure on|error: Nodes? \S+ (is |are )?(not responding|DOWN)"
+     r"|Kill task failed|JOB NOT ENDING WITH SIGNALS|Kernel panic|BUG: soft lockup|hard LOCKUP"
+     r"|node was expelled|Node (is )?unreachable|drained by|set to DRAIN"),
+    ("node refuses jobs", "hardware", DRAIN, True,
+     r"Munge decode failed|Invalid job credential|Protocol authentication error"
+     r"|prolog.*(failed|error|exit)|Couldn't find the specified plugin"),
+    ("device computes wrong results", "hardware", DRAIN, True,
+     r"different results for the same computation|Possible (transient|persistent) error: unexpected"
+     r"|silent data corruption"),
+    ("clock is wrong", "hardware", "synchronize the clock (chrony, ntp)", True,
+     r"RequestTimeTooSkewed|[Cc]lock skew|credential.*(expired|rewound)|Rewound credential"
+     r"|Expired credential"),
+    ("local disk failed", "hardware", DRAIN, True,
+     r"nvme\S*: (I/O .*timeout|.*(controller is down|Disabling|Removing after probe failure))"
+     r"|I/O error,? .*dev (nvme|sd)|Buffer I/O error on dev|critical (medium|target) error"
+     r"|EXT4-fs error \(device (nvme|sd|dm|md)|XFS \((nvme|sd|dm|md)\S*: .*(I/O error|[Ss]hut(ting)? ?down)"),
+    ("network card failed", "network", NETWORK, True,
+     r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive"
+     r"|mlx5_core .*(health compromised|fatal|assert|health recovery failed)|infiniband.*(error|failed)"),
+    ("token number outside of the vocabulary", "data", _VOCABULARY, False,
+     r"srcIndex < srcSelectDimSize|index out of range in self|Assertion `t >= 0 && t < n_classes"
+     r"|token.*(>=|exceeds|larger than|outside).*vocab"),
+    ("assertion failed in a kernel", "program", PROGRAM, False, r"device-side assert"),
+    ("kernel accessed an invalid address", "kernel", PROGRAM, False,
+     r"illegal memory access|misaligned address|illegal instruction was encountered"
+     r"|invalid program counter"),
+    ("kernel failed", "kernel", PROGRAM, False,
+     r"unspecified launch failure|launch timed out and was terminated"),
+    ("memory cannot be locked", "settings", "raise the limit of locked memory (ulimit -l)", False,
+     r"ibv_reg_mr\S* failed|RLIMIT_MEMLOCK"),
+    ("limit of the process is reached", "limit", "raise the job's limits (ulimit -n, -u)", False,
+     r"Too many open files|items of ancdata|pthread_create failed|can't start new thread"
+     r"|(fork|clone|thread)\b.*Resource temporarily unavailable"),
+    ("GPU memory is full", "memory", "lower MBSZ, or raise RECOMPUTE, TP or EP; see `moe-exp plan`", False,
+     r"(torch\.|^|\W)(cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory"
+     r"|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA calloc"),
+    ("out of memory: the operating system killed a process", "memory", _MORE_MEMORY, False,
+     r"oom[-_]kill|Out of memory: Killed process|out of memory: Killed|task \d+(-\d+)?: Out Of Memory"
+     r"|tasks [\d,-]+: Out Of Memory|\bOOMKilled\b|Exceeded job memory limit"
+     r"|DefaultCPUAllocator: can't allocate"
+     r"|Cannot allocate memory|\bMemoryError\b|OUT_OF_MEMORY"),
+    ("shared memory is full", "limit", _SHM, False,
+     r"unable to (open|write|mmap|allocate|resize).*shared memory|insufficient shared memory"
+     r"|Error while creating shared memory segment|posix_fallocate failed|No space left.*/dev/shm"
+     r"|/dev/shm.*No space left|unable to write to file </torch_"),
+    ("bus error (usually /dev/shm is full)", "limit", _SHM, False,
+     r"\bBus error\b|SIGBUS|Signal 7\b|exitcode\s*:\s*-7\b"),
+    ("debug information could not be written", "consequence", "none", False, r"FlightRecorder|debug info"),
+    ("a service does not respond", "service", _SERVICE, False,
+     r"host='huggingface\.co'.*(Max retries|timed out)|HfHubHTTPError: 5\d\d|\b5\d\d .*huggingface\.co"
+     r"|huggingface\S* .*timed out"
+     r"|wandb.*(CommError|timed out|5\d\d)"),
+    ("a service limits requests", "quota", _SERVICE, False, r"\b429\b.*(Error|Too Many)|Too Many Requests"),
+    ("disk is full", "storage", "free some space", False,
+     r"No space left on device|[Qq]uota exceeded|\[Errno (28|122)\]|ENOSPC|EDQUOT"),
+    ("file server does not respond", "storage", "check the file system", False,
+     r"Input/output error|Stale (NFS )?file handle|blk_update_request: I/O error|EXT4-fs error"
+     r"|XFS .*I/O error|Transport endpoint|transport endpoint shutdown|Read-only file system"
+     r"|\[Errno (5|30|107|108|116|121)\]|server \S+ not responding|was evicted by"
+     r"|ceph: .*(hung|denied|evicted)"
+     r"|LustreError.*(evicted|failed: rc)|mount\.nfs: Connection timed out|MountVolume.*timed out"
+     r"|PytorchStreamWriter failed|failed writing|unexpected pos \d+ vs|\[Errno (70|110|112)\].*'/"
+     r"|[Rr]emote I/O error"
+     r"|(rpc_wait|nfs4?_|ptlrpc|cl_sync_io|ll_file|ceph_|gpfs|fuse_)\w*\+0x|beegfs.*(failed|[Tt]imed out"
+     r"|unreachable)"
+     r"|Host is down|Communication error on send|Unable to contact slurm controller|code: (5|28|70|107|108"
+     r"|116|122),"),
+    ("object store is unavailable", "storage", _SERVICE, False,
+     r"\bSlowDown\b|reduce your request rate|ServiceUnavailable"
+     r"|InternalError\).*(PutObject|GetObject|UploadPart)"
+     r"|\b50[0234]\b.*(Server Error|Service Unavailable|Bad Gateway|Gateway)|Service Unavailable"
+     r"|EndpointConnectionError|ConnectTimeoutError|(Read|Connect) ?[Tt]imeout.*(s3|storage|blob)"
+     r"|(s3|storage|blob)\S*.*[Rr]ead timed out|RequestTimeout|ServerBusy|UNAVAILABLE.*(gs|s3)://"
+     r"|rateLimitExceeded"
+     r"|botocore\.\S*(ConnectionClosed|Timeout)Error"
+     r"|google\.api_core\.\S*(RetryError|ServiceUnavailable|5\d\d)"),
+    ("access was denied", "settings", "renew the credentials", False,
+     r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|Unauthorized"
+     r"|\b40[13]\b.*(Client|Forbidden)"
+     r"|403 Forbidden|NoCredentialsError|GatedRepo|gated repo|RepositoryNotFound|NoSuchBucket|NoSuchKey"
+     r"|CERTIFICATE_VERIFY_FAILED|API key|AuthenticationError|failed to authenticate|InvalidToken"
+     r"|could not read Username"),
+    ("damaged file", "data", _FILE, False,
+     r"PytorchStreamReader failed|failed finding central directory|SafetensorError|MetadataIncompleteBuffer"
+     r"|HeaderTooLarge|InvalidHeader|UnpicklingError|unpickling|Ran out of input|BadZipFile|JSONDecodeError"
+     r"|UnicodeDecodeError|ArrowInvalid|Parquet|zlib\.error|BadGzipFile|Compressed file ended|LZMAError"
+     r"|unexpected EOF|unexpected end of data|checksum|corrupt(?!ed/incomplete)|truncated"
+     r"|no greater than buffer length|magic number"
+     r"|mmap length is greater|cannot mmap an empty file|buffer size must be a multiple|Unable to open file"
+     r"|StopIteration|ran out of (data|samples)|not enough (samples|documents|data)|[Dd]ataset is empty"
+     r"|num_samples should be a positive|invalid (header|magic|record|utf)|bad (magic|marshal)"
+     r"|Error tokenizing data"),
+    ("checkpoint does not fit the model", "settings", "check model settings and checkpoint", False,
+     r"Missing key|Unexpected key|size mismatch for|loading state_dict|CheckpointingException"
+     r"|CheckpointException|shape mismatch|Shapes? .* (mismatch|do not match)|exit-on-missing-checkpoint"
+     r"|could not (find|load) the (checkpoint|metadata)"
+     r"|WeightsUnpickler|weights_only|doesn't match the size of optimizer|loaded state dict"
+     r"|[Nn]o checkpoint (found|in)"
+     r"|is not a checkpoint|checkpoint .*(was|saved) .*(with|by) .*(parallel|world|ranks)"),
+    # ranks that compile the same kernel at the same time
+    ("file of a shared cache disappeared", "consequence", "give each node a cache of its own", False,
+     r"(No such file|FileNotFound|not empty|File exists|resource busy).*(triton|inductor|torch_extensions"
+     r"|\.cache/)"
+     r"|(torch_extensions|triton|inductor|\.cache/)\S* ?.*(cannot open shared|No such file|not empty"
+     r"|File exists)"),
+    ("port is taken", "crash", "choose another MASTER_PORT", False, r"EADDRINUSE|[Aa]ddress already in use"),
+    ("installed versions do not fit", "settings", _INSTALL, False,
+     r"ModuleNotFoundError|ImportError|undefined symbol|cannot open shared object|GLIBC\w*_[\d.]+' not found"
+     r"|no kernel image is available|driver version is insufficient|not compatible with the current PyTorch"
+     r"|[Pp]lugin.*(mismatch|version)|unsupported (GPU|gpu|compute)|requires? (compute capability|sm_|Ampere)"
+     r"|Function not implemented|does not support|ptxas fatal|nvcc fatal|CUDA_HOME"
+     r"|VersionConflict|DistributionNotFound|binary incompatibility|size changed, may indicate"
+     r"|numpy.* failed to import"
+     r"|Illegal instruction|forward compatibility was attempted|version mismatch|incompatible with"
+     r"|is too old"),
+    ("file is missing or unreadable", "settings", _MISSING, False,
+     r"FileNotFoundError|No such file or directory|PermissionError|Permission denied|NotADirectoryError"
+     r"|IsADirectoryError|does not exist|couldn't find|[Nn]ot a directory"),
+    ("setting was refused", "settings", "correct the setting", False,
+     r"unrecognized arguments|error: (argument|the following arguments)|invalid choice"
+     r"|(must|should) be (divisible|a multiple)|not divisible|is not a multiple|Invalid generic resource"
+     r"|Requested node configuration|ErrImagePull|ImagePullBackOff|invalid partition"
+     r"|Unable to allocate resources"
+     r"|error: .*pyxis|spank: required plugin"
+     r"|Duplicate GPU detected|invalid device ordinal|total limit of containers|exceeded its.*limit"
+     r"|\S+\.py: error: |ncclInvalid(Usage|Argument)|no socket interface found|world[_ ]?size .*(not|must"
+     r"|but|less|greater)"
+     r"|not a valid model identifier|Repo id must|Can't load (the )?(tokenizer|config)|trust_remote_code"
+     r"|LocalEntryNotFound"
+     r"|OfflineModeIsEnabled|sbatch: error|Unable to create step|Unable to confirm allocation"
+     r"|Memory required by task"
+     r"|More processors requested|Batch job submission failed|command not found|bad interpreter"
+     r"|Exec format error"
+     r"|unbound variable|execve\(\)|CreateContainerConfigError|InvalidImageName|FailedScheduling"
+     r"|exceeded quota"
+     r"|Error response from daemon|failed to create (shim )?task|nvidia-container-cli: requirement"
+     r"|OCI runtime|could not select device"
+     r"|error: enroot|is required but|[Uu]nknown (option|argument|key|field)|unexpected keyword"
+     r"|not supported"),
+    ("operands do not fit", "program", _TRACEBACK, False,
+     r"size of tensor|[Ss]izes of tensors must|must match the (size|existing)|cannot be multiplied"
+     r"|not implemented for"
+     r"|Expected (all tensors|object|input|scalar|tensor|to)\b|expected scalar type|invalid for input of size"
+     r"|does not require grad|inplace operation|through the graph a second time|unused parameters"),
+    ("ranks run different collectives", "program", "check the program's branches on all ranks", False,
+     r"collective mismatch|mismatch between collectives|collectives.*do not match"),
+    ("code could not be compiled", "settings", "install the compiler and headers that it names", False,
+     r"[Ff]ailed to compile|make: \*\*\* |error: command .* failed|ninja: build stopped|OutOfResources"
+     r"|Error building extension|CompilationError"),
+    ("loss is not finite", "program", "lower LR or look for bad samples", False,
+     r"loss scale already at minimum|[Ll]oss is (NaN|nan|inf)|(NaN|nan|Inf|inf) (in|loss|detected|found)"
+     r"|found NaN|non-finite|Unexpected result (nan|inf)|[Gg]rad(ient)? norm is (nan|NaN|inf)"
+     r"|[Dd]iverged|loss became"),
+    ("network card's link was down", "network", "none if the node was booting; otherwise " + NETWORK, False,
+     r"mlx\d_core .*Link DOWN\b"),
+    ("InfiniBand transfer failed at either end or in between", "network", NETWORK, False,
+     r"Got completion from peer .* status=\d+|async fatal event on QP|ibv_\w+ failed"
+     r"|Call to ibv_\w+ failed"),
+    ("EFA transfer failed at either end or in between", "network", NETWORK, False,
+     r"NET/OFI .*(error|failed)|libfabric:.*<warn>.*(err:|error)|efa_rdm\w*.*err"
+     r"|fi_addr_efa.*(Unreachable|Invalid)"),
+    ("no connection to another host", "network", NETWORK, False,
+     r"NCCL WARN .*(Connect(ion)? (to|refused)|socketProgress|Net ?: Connection closed"
+     r"|connection (timed out|refused|closed))|No route to host|Network is unreachable"),
+    ("name of a host is unknown", "consequence", "check MASTER_ADDR if it persists", False,
+     r"(Temporary failure in|Could not resolve|unable to resolve).*(name|host)|Name or service not known"),
+    ("NCCL timed out waiting for another rank", "consequence",
+     "find the rank that NCCL waited for: see the first cause above or `moe-exp watch stacks`", False,
+     r"Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out"
+     r"|detected by watchdog|watchdog thread terminated|heartbeat monitor timed out"
+     r"|Timed out (initializing|after)|store.based barrier"),
+    ("NCCL failed", "consequence", "find the preceding NCCL WARN line (NCCL_DEBUG=WARN)", False,
+     r"unhandled system error|unhandled cuda error|ncclSystemError|ncclInternalError|ncclRemoteError"),
+    ("another rank disconnected", "consequence", "find the rank that failed first", False,
+     r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting \d+ms"
+     r"|remote process exited or there was a network error|\b(Dist(Network|Store|Backend)|ChildFailed"
+     r"|Connection|BrokenPipe|ConnectionReset|Timeout|Rendezvous\w*|CalledProcess)Error\b|SignalException"),
+    ("a service does not respond", "service", _SERVICE, False,
+     r"HTTPError|MaxRetryError|ReadTimeout|ConnectTimeout|RemoteDisconnected|\bCommError\b|URLError"),
+    ("CUDA error", "kernel", PROGRAM, False,
+     r"CUDA error: |CUDA driver error|cudaError\w+|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)"
+     r"|CUDNN_STATUS_EXECUTION_FAILED"),
+    ("rank crashed", "crash", "read its log", False,
+     r"\bSIG(SEGV|ILL|FPE)\b|Segmentation fault"
+     r"|Signal 11\b|exitcode\s*: -11|DataLoader worker .* (is killed|exited unexpectedly)|core dumped"),
+    ("rank was terminated by a signal", "consequence", _SIGNALLED, False,
+     r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG|DUE TO (TIME LIMIT|PREEMPTION)"
+     r"|\b[Pp]reempt|SIGTERM|SIGKILL|exit ?code ?:? ?(-9|-15|137|143)\b"),
+    ("exception", "program", _TRACEBACK, False,
+     r"\b(Key|Type|Value|Attribute|Name|Index|Assertion|NotImplemented|UnboundLocal|Syntax|ZeroDivision"
+     r"|Indentation|Recursion|Validation|Schema|Config\w*)Error\b(:|$)"),
+    ("exception of an unknown kind", "crash", _TRACEBACK, False,
+     r"moe-exp: rank \d+ on \S+( \(\S+\))? (has )?failed: [A-Z]\w*"
+     r"|" + _BEFORE + r"([A-Za-z_]\w*\.)*([A-Z]\w*(Error|Exception)|UnsupportedOperation)(: |$)"),
+)  # fmt: skip
+PATTERNS = [
+    (re.compile(pattern, re.IGNORECASE), Fault(name, cause, advice, excludes))
+    for name, cause, advice, excludes, pattern in _MESSAGES
+]
+
+# These Xids state their severity; jobs may survive the ones that match.
+_MILD = {
+    **dict.fromkeys(range(144, 151), (r", \S+ Nonfatal ", "nonfatal NVLink 5 error")),
+    154: (r"to 0x0 \(None\)", "driver no longer requests an action"),
+}
+
+
+# Messages that take a fault back, by its name.
+RECOVERIES = {
+    "file server does not respond": re.compile(r"server \S+ OK\b|Connection restored|reconnect success"),
+    "network card failed": re.compile(r"port_active|Port: \d+ Link (UP|ACTIVE)|event : port active"),
+    "network card's link was down": re.compile(r"Port: \d+ Link (UP|ACTIVE)"),
+}
+# A program that tries again has not failed.
+_RETRIED = re.compile(r"\b(WARN(ING)?|INFO|DEBUG)\b.*([Rr]etry|[Rr]etries|attempt \d)")
+
+
+def recognised(message: str) -> Fault | None:
+    """The fault that a log line reports; None if it is not known to report one."""
+    if _RETRIED.search(message):
+        return None
+    if found := re.search(r"NVRM: Xid \([^)]*\): (\d+)", message):
+        number = int(found[1])
+        pattern, what = _MILD.get(number, (r"(?!)", ""))
+        if re.search(pattern, message):
+            return Fault(f"Xid {number}: {what}", "hardware", "monitor the GPU")
+        unknown = Fault(f"Xid {number}", "driver", "look it up in NVIDIA's Xid error catalog")
+        return XIDS.get(number, unknown)
+    return next((fault for pattern, fault in PATTERNS if pattern.search(message)), None)
