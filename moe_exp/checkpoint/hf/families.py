@@ -37,6 +37,12 @@ class Architecture:
         return bool(names & {"routed_scaling_factor", "router_scaling_factor", "route_scale"})
 
 
+def _read_causal(fields: rules.Fields) -> rules.Settings:
+    if not fields.get("is_causal", True):
+        raise rules.refuse("is_causal", fields["is_causal"], "attention to later tokens is not supported")
+    return {}
+
+
 _LENGTH = "max_position_embeddings"
 _SIZES = (
     same("num_hidden_layers", "num_layers"), same("hidden_size", "hidden_size"),
@@ -44,6 +50,7 @@ _SIZES = (
     FieldRule((_LENGTH,), same(_LENGTH, "seq_len").read, lambda c: {_LENGTH: c.longest_sample}),
     same("initializer_range", "init_std"), same("attention_dropout", "attention_dropout"),
     must_be("hidden_act", "silu", because="activations other than SwiGLU are not supported"),
+    FieldRule(("is_causal",), _read_causal, lambda c: {}),
 )  # fmt: skip
 
 
@@ -57,7 +64,7 @@ def common(
 
 HEADS = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM)
 # vLLM always computes the head size as width / heads, regardless of config.json
-HEADS_BY_WIDTH = (rules.KEY_VALUE_HEADS, FieldRule(("head_dim",), rules.HEAD_DIM.read, lambda c: {}))
+HEADS_BY_WIDTH = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM_BY_WIDTH)
 NO_BIAS = must_be("attention_bias", False, because="biases in the attention projections are not supported")
 NO_MLP_BIAS = must_be("mlp_bias", False, because="biases in the MLP are not supported")
 TOPK = same("num_experts_per_tok", "topk")

@@ -66,8 +66,8 @@ _DEFAULTS_OF_COHERE.pop("rms_norm_eps")
 COHERE2 = Architecture(
     "Cohere2ForCausalLM", "cohere2",
     fields=(
-        *_COHERE, same("layer_norm_eps", "norm_epsilon"), rules.KEY_VALUE_HEADS, f.NO_BIAS, f.DENSE_WIDTH,
-        _LOGIT_SCALE, FieldRule(("head_dim",), lambda fields: {}, lambda c: {}),  # without effect
+        *_COHERE, same("layer_norm_eps", "norm_epsilon"), *f.HEADS_BY_WIDTH, f.NO_BIAS, f.DENSE_WIDTH,
+        _LOGIT_SCALE,
         rules.windows(
             lambda i, fields: (i + 1) % given(fields, "sliding_window_pattern", 4) != 0,
             "sliding_window_pattern", rotated=True, unused=4096,
@@ -107,8 +107,8 @@ def _write_prefix(config: Config) -> dict[str, Any]:
 
 def _read_of_cohere_moe(fields: rules.Fields) -> rules.Settings:
     width, shared, score = (given(fields, name) for name in (_ONE_WIDTH, "num_shared_experts", _SCORE))
-    norms = {"normalization": "RMSNorm", "norm_epsilon": given(fields, "rms_norm_eps", 0.0)}
-    if not norms["norm_epsilon"]:
+    norms = {"normalization": "RMSNorm", "norm_epsilon": fields.get("rms_norm_eps")}
+    if norms["norm_epsilon"] is None:
         norms = {**_NORMS_OF_COHERE, "norm_epsilon": given(fields, "layer_norm_eps")}
     normalizes = score == "softmax" or given(fields, "norm_topk_prob")
     return norms | {
@@ -168,7 +168,10 @@ _BUT_SIXTH = rules.windows(lambda i, fields: i > 0 and (i + 1) % 6 != 0, "slidin
 
 def _read_windows(fields: rules.Fields) -> rules.Settings:
     earlier = given(fields, "sliding_window_size", given(fields, "sliding_window") - 1)
-    return _BUT_SIXTH.read({**fields, "sliding_window": earlier + 1})
+    settings = _BUT_SIXTH.read({**fields, "sliding_window": earlier + 1})
+    if settings["window_pattern"] == "1":
+        raise rules.refuse("layer_types", fields.get("layer_types"), "must have both kinds of layers")
+    return settings
 
 
 _WINDOWS_OF_MIMO = replace(_BUT_SIXTH, read=_read_windows)

@@ -35,13 +35,13 @@ GPT_OSS = Architecture(
     "GptOssForCausalLM", "gpt_oss",
     fields=(
         *f.common(rotary=rotary.rope(150000.0, default=_YARN)), *f.HEADS, f.ONE_WIDTH,
-        same("num_local_experts|num_experts", "num_experts"), rules.balancing(),
-        same("num_experts_per_tok|experts_per_token", "topk"),
+        same("num_local_experts|num_experts", "num_experts"), rules.balancing(), f.TOPK,
         rules.windows(lambda i, fields: i % 2 == 0, unused=128),
         must_be("attention_bias", True, because="all projections must have biases"),
         must_be("swiglu_alpha", 1.702, because="the activation has this constant"),
         must_be("swiglu_limit", 7.0, because="the activation has this constant"),
-        FieldRule(("initial_context_length",), lambda fields: {}, lambda c: {}),  # without effect
+        # without effect
+        FieldRule(("initial_context_length", "experts_per_token"), lambda fields: {}, lambda c: {}),
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.ATTENTION_BIAS, t.sinks("self_attn.sinks"), *t.GPT_OSS_EXPERTS),
     settings=f.SOFTMAX | {

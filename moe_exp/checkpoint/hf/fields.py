@@ -86,13 +86,16 @@ KEY_VALUE_HEADS = FieldRule(
 )
 
 
-def _read_head_dim(fields: Fields) -> Settings:
+def _read_head_dim(fields: Fields, *, is_fixed: bool = False) -> Settings:
     by_width = given(fields, "hidden_size") // given(fields, "num_attention_heads")
     size = given(fields, "head_dim", by_width)
+    if is_fixed and size != by_width:
+        raise refuse("head_dim", size, f"must be hidden_size / num_attention_heads={by_width}, as in vLLM")
     return {"head_dim": 0 if size == by_width else size}
 
 
 HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_channels})
+HEAD_DIM_BY_WIDTH = FieldRule(("head_dim",), lambda f: _read_head_dim(f, is_fixed=True), lambda c: {})
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers

@@ -219,7 +219,7 @@ def settings_of(
             settings |= of_fields.read(completed)
         except UnsupportedModel:
             raise
-        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError, IndexError) as error:
             reason = f"{', '.join(of_fields.names)}: cannot be read ({error})"
             raise UnsupportedModel(f"config.json: {reason}. Fix: correct the config.json.") from None
     return settings if settings["use_moe"] else settings | {"moe_layer_freq": "1"}

@@ -35,12 +35,11 @@ def rope(
 
     def read(fields: Fields) -> Settings:
         merged: dict[str, Any] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            values = given(fields, name, {})
+        for name, usual in (("rope_scaling", {}), ("rope_parameters", default or {})):
+            values = given(fields, name, usual)
             if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
                 raise refuse(name, values, "all layers must have the same rotary embedding")
             merged = merged or dict(values)  # transformers uses one of the two, not both
-        merged = merged or dict(default or {})
         for name in ("rope_theta", "partial_rotary_factor"):
             if fields.get(name) is not None:
                 merged.setdefault(name, fields[name])
@@ -158,7 +157,8 @@ def rope_by_kind(
             rule = f"transformers only reads {FULL} and {WINDOWED}, and nothing beside it"
             raise refuse(name, both, rule, "correct the config.json")
         if old_form:
-            both = {FULL: {**old_form.pop("rope_scaling", {}), **old_form}}
+            scaling = old_form.pop("rope_scaling", {})  # its rope_theta has priority, its `type` no effect
+            both = {FULL: {"rope_type": "default"} | old_form | scaling}
         of_full, of_windowed = (
             flat.read({**fields, **dict.fromkeys(old), name: both.get(kind) or {"rope_theta": base}})
             for kind, base in ((FULL, full), (WINDOWED, windowed))
@@ -196,6 +196,8 @@ def rope_by_layer(windows: FieldRule, theta: float) -> FieldRule:
         settings, of_windows = flat.read(fields), windows.read(fields)
         layers = given(fields, "num_hidden_layers")
         bases = given(fields, name, [settings["rotary_base"]] * layers)
+        if len(bases) != layers:
+            raise refuse(name, bases, f"must have {layers} values, as many as layers")
         has_window = layers_of_pattern(of_windows["window_pattern"], layers, 0)
         kinds: tuple[set[float], set[float]] = set(), set()  # bases without a window, with one
         for base, windowed in zip(bases, has_window, strict=True):

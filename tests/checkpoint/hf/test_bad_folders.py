@@ -94,6 +94,11 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "some layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=.* for each of the 3 layers"),
     "attention bias": ("llama", {"attention_bias": True}, r"attention_bias=True: biases in the attention"),
     "mlp bias": ("llama", {"mlp_bias": True}, r"mlp_bias=True: biases in the MLP"),
+    "both directions": ("llama", {"is_causal": False}, "is_causal=False: attention to later tokens"),
+    "both directions, null": ("gpt_oss", {"is_causal": None}, "is_causal=None: attention to later tokens"),
+    "head size": ("qwen2", {"head_dim": 10}, "head_dim=10: must be hidden_size / num_attention_heads"),
+    "head size, Cohere": ("cohere2", {"head_dim": 12}, "head_dim=12: must be hidden_size / num_attention"),
+    "head size, Granite": ("granitemoe_swa", {"head_dim": 4}, "head_dim=4: must be hidden_size / num_att"),
     "activation": ("qwen3_moe", {"hidden_act": "gelu"}, r"hidden_act=gelu: activations other than SwiGLU"),
     "rope type": ("llama", {"rope_parameters": NEW_ROPE | {"rope_type": "long"}}, r"rope_type=long: "),
     "old rope type": (
@@ -128,6 +133,8 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ignored scaling": ("cohere2_moe", {"rope_scaling": NEW_YARN}, "rope_scaling=.*: transformers ignores"),
     "score": ("cohere2_moe", {"expert_selection_fn": "tanh"}, "expert_selection_fn=tanh: must be softmax or"),
     "larger values": ("mimo_v2_flash", {"v_head_dim": 16}, "VALUE_HEAD_DIM=16: must be at most the head"),
+    "only windows": ("mimo_v2_flash", ALL_WINDOWS, "layer_types=.*: must have both kinds of layers"),
+    "only whole": ("mimo_v2_flash", {"layer_types": ["full_attention"] * 3}, "must have both kinds"),
     "parts by kind": (
         "mimo_v2_flash", {"rope_parameters": {
             "full_attention": NEW_ROPE, "sliding_attention": NEW_ROPE | {"partial_rotary_factor": 1.0}
@@ -169,12 +176,19 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "biases everywhere": ("ernie4_5_moe", {"use_bias": True}, "use_bias=True: biases in all projections"),
     "least sum": ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5: "),
     "some biases": ("gpt_oss", {"attention_bias": False}, "attention_bias=False: all projections must"),
+    "name that transformers ignores": (
+        "gpt_oss", {"num_experts_per_tok": None, "experts_per_token": 2}, r"num_experts_per_tok=\(missing\): "
+    ),
     "another limit": ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: the activation"),
     "no window": ("gpt_oss", {"sliding_window": None}, "sliding_window=null: must not be null"),
     "MXFP4": ("mixtral", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config=mxfp4: "),
     "fp8, gpt-oss": ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config=fp8"),
     "rope of all layers": ("mellum", {"rope_parameters": NEW_ROPE}, "only reads full_attention"),
     "old rope": ("mellum", {"rope_theta": 1e4}, "rope_theta=10000.0: is unknown for Mellum"),
+    "old type": (
+        "olmo3", {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "factor=4.0: is unknown for rope_type=default",
+    ),
     "two forms": ("olmo3", {"rope_theta": 1e4}, "rope_parameters=.*: transformers only reads"),
     "scaled windows": (
         "olmo3", {"rope_parameters": {"full_attention": NEW_ROPE, "sliding_attention": NEW_YARN}},
@@ -184,7 +198,10 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
         "olmo3", {"rope_parameters": {"full_attention": NEW_YARN | {"truncate": False}}}, "truncate=False: "
     ),
     "bases": ("granitemoe_swa", {"layer_rope_theta": [0, 1e4, 2e4]}, "layer_rope_theta=.*: must be one base"),
-    "too few bases": ("granitemoe_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta: cannot be read"),
+    "too few bases": ("granitemoe_swa", {"layer_rope_theta": [1e4]}, "layer_rope_theta=.*: must have 3 v"),
+    "too many bases": ("granitemoe_swa", {"layer_rope_theta": [1e4] * 4}, "must have 3 values, as many"),
+    "too few layers": ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers, .*: cannot be read"),
+    "epsilon of 0": ("cohere2_moe", {"rms_norm_eps": 0.0}, "NORM_EPSILON=0.0: .* greater than 0"),
     # what no run could train
     "YaRN turns whole heads": ("glm4_moe", {"rope_parameters": NEW_YARN}, r"in ROTARY_FRACTION=0\.5: "),
     "top-1, normalized": (

@@ -398,6 +398,7 @@ ROTARY: list[tuple[str, dict[str, Any], tuple[str, float, float, str]]] = [
     ("GptOss", {}, ("1", 150000.0, 0.0, "yarn")),
     ("GptOss", {"rope_theta": 1e4}, ("1", 1e4, 0.0, "yarn")),
     ("GptOss", {"rope_parameters": PLAIN_ROPE}, ("1", 5e5, 0.0, "none")),
+    ("GptOss", {"rope_parameters": {}}, ("1", 150000.0, 0.0, "none")),  # only null is YaRN
     ("Exaone4", MIXED, ("windowed", 1e4, 0.0, "none")),
     ("Exaone4", {"layer_types": [F, F, F, F]}, ("0,0,0,0", 1e4, 0.0, "none")),
     ("Exaone4", {"sliding_window": None, "layer_types": [F, F, F, F]}, ("1", 1e4, 0.0, "none")),
@@ -413,6 +414,7 @@ ROTARY: list[tuple[str, dict[str, Any], tuple[str, float, float, str]]] = [
     ("Olmo3", {}, ("1", 5e5, 0.0, "none")),
     ("Olmo3", {"rope_parameters": {F: YARN_ROPE, W: YARN_ROPE}}, ("1", 5e5, 0.0, "yarn")),
     ("Olmo3", {"rope_theta": 1e6}, ("1", 1e6, 5e5, "none")),  # only that of the layers without a window
+    ("Olmo3", {"rope_theta": 1e6, "rope_scaling": OTHER_ROPE}, ("1", 1e4, 5e5, "none")),
     (
         "Olmo3", {"rope_theta": 5e5, "rope_scaling": YARN_ROPE | {"attention_factor": 1.2079441541679836}},
         ("1", 5e5, 5e5, "yarn"),
