@@ -302,6 +302,7 @@ moe-exp generate --checkpoint runs/NAME --prompt-file prompts.txt --temperature 
 moe-exp watch preflight --nnodes 1 --gpus-per-node 8
 moe-exp watch exclude runs/exclude_nodes.txt --add node17 --reason 'Xid 79'
 moe-exp watch blame runs/NAME
+moe-exp watch diagnose runs/NAME                     # restart, exclude a node, wait or stop
 moe-exp watch run runs/NAME                          # once, as from cron
 moe-exp watch run runs/NAME --every 300 --alert-file alerts.txt
 moe-exp watch stacks runs/NAME
