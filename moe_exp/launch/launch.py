@@ -160,7 +160,8 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     except (OSError, ValueError) as error:
         raise ConfigError([str(error)]) from None
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
-    environ[EXCLUDE_FILE] = str(expanded(config.run_dir).absolute() / EXCLUDE_NODES)
+    listed = os.environ.get("EXCLUDE_FILE") or expanded(config.run_dir) / EXCLUDE_NODES
+    environ[EXCLUDE_FILE] = str(expanded(listed).absolute())
     environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     agent = torchrun_command(config, rank_arguments(config, flags))
     # the ranks' port, as in `rank_arguments`

@@ -140,6 +140,7 @@ def report_html(
         ("settings", "Settings that differ", parts.settings_html(runs, differing_settings(runs)), True),
         ("experts", "Experts", parts.experts_html(runs), True),
         ("training", "Training and speed", speed, False),
+        ("ranks", "Ranks", parts.ranks_html(runs), False),
         ("samples", "Generated text", parts.samples_html(runs), False),
         ("about", "Machine and command", parts.about_html(runs), False),
         ("events", "Events", parts.events_html(runs), False),

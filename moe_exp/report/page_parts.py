@@ -51,7 +51,7 @@ from moe_exp.runs.records import time_of
 
 FAULTS = (
     "checkpoint_failed", "upload_failed", "damaged_checkpoint", "other_data", "hang", "too_many_bad_steps",
-    "bad_step", "replicas_differ", "spike",
+    "bad_step", "replicas_differ", "spike", "slow_rank",
 )  # fmt: skip
 _KEY = (
     (' class="start"', "start, resume"), ("", "checkpoint"),
@@ -365,6 +365,19 @@ def events_html(runs: Sequence[RunRecords]) -> str:
     if left_out:
         title = f"Events: {len(rows)}; not shown: {escape(in_words(left_out))}"
     return f'<div class="timeline">{tracks}</div>{key}<details><summary>{title}</summary>{shown}</details>'
+
+
+def ranks_html(runs: Sequence[RunRecords]) -> str:
+    """A row per rank with its latest milliseconds per iteration in each phase; empty without such times."""
+    tables = ""
+    for run in (run for run in runs if run.ranks):
+        texts = [
+            [digits_text(value, 3) if isinstance(value, float) else str(value) for value in one.values()]
+            for one in run.ranks[:_MOST_ROWS]
+        ]
+        rows = [row_html(name, values) for name, *values in texts]
+        tables += table(list(map(escape, run.ranks[0])), rows, f"Ranks of {run.name}", css="scroll tall")
+    return tables and tables + how("Milliseconds without waits for other ranks: a slow rank waits least.")
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:

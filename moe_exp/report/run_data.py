@@ -167,6 +167,7 @@ class RunRecords:
     load: LoadHistory = field(default_factory=lambda: LoadHistory(1))  # false without expert records
     notes: list[str] = field(default_factory=list)  # problems when reading, one sentence each
     starts: list[dict[str, Any]] = field(default_factory=list)  # from provenance.json, oldest first
+    ranks: list[dict[str, Any]] = field(default_factory=list)  # of ranks.json, latest times of each rank
     text: str = ""  # content of notes.md
     samples: list[tuple[str, str]] = field(default_factory=list)  # prompts and texts in generated.jsonl
     written: datetime | None = None  # modification time of metrics.jsonl, with time zone
@@ -293,6 +294,8 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
     run.ended = follower.status()
     with suppress(OSError, ValueError, LookupError, TypeError):  # the run has not started yet
         run.starts = [one for one in read_json(folder.provenance)["starts"] if isinstance(one, dict)]
+    with suppress(OSError, ValueError, LookupError, TypeError):  # a single rank, or SLOW_RANK_EVERY=0
+        run.ranks = [one for one in read_json(folder.ranks)["ranks"] if isinstance(one, dict)]
     # files that users put into a run folder for the report
     run.text = _text_of(run, "notes.md").strip()
     for line in _text_of(run, "generated.jsonl").splitlines():

@@ -107,6 +107,8 @@ EVENTS = {
     "spike_end": "the spike is over: first_iteration, outcome, highest_loss, highest_grad_norm",
     "rollback": "the run resumes before a spike and skips the spike's batches: back_to, samples, set_aside",
     "no_rollback": "a rollback was not possible: reason",
+    "slow_rank": "a rank is slower than its peers: rank, host, device, phase, factor (own time / peers')",
+    "slow_rank_end": "a rank is no longer slow: rank, host, device",
     "hang": "no rank made progress, so all were terminated: reason, deviating ranks and hosts, why, folder",
     "stop": "the run stops before TRAIN_ITERS: reason (faults.STOP_REASONS)",
     "end": "the ranks ended on their own: status, wall_seconds",

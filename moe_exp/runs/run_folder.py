@@ -12,6 +12,7 @@
     tensorboard/ wandb/
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       result of the latest start
+    ranks.json         phase times of every rank, from the last minute (watch/slow_ranks.py)
     slurm/             from `moe-exp slurm`: sbatch files, logs, and `submitted`, the ids of all jobs
     .rendezvous_key    with several nodes: prefix of names in its stores; only its user can read it
     EXIT               created by the user to make the run save and end
@@ -81,6 +82,7 @@ class RunFolder:
         self.submitted = path / "slurm" / "submitted"
         self.exit_file = path / "EXIT"
         self.summary = path / "summary.json"
+        self.ranks = path / "ranks.json"
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,8 +28,12 @@ from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.estimate import memory_advice
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.prediction import predict
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.watch.slow_ranks import PHASES as RANK_PHASES
+from moe_exp.watch.slow_ranks import SlowRanks
 
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config
 
 _MOST_BATCHES = 32  # global batches per interval whose expert loads are kept separately
 
@@ -48,6 +54,9 @@ class Interval:
         # cumulative slots per expert after each of the last iterations, [layers of this rank, E] each
         self.loads: deque[Tensor] = deque(maxlen=_MOST_BATCHES + 1)
         self.timers = PhaseTimers(runtime.device) if config.log_timers else None
+        is_watched = config.slow_rank_every > 0 and config.world_size > 1
+        self.rank_times = RankTimes(config, runtime, model) if is_watched else None
+        self.own_timers = self.rank_times.timers if self.rank_times else None
         if self.timers is not None:
             for layer in self.layers.values():
                 layer.set_timers(self.timers)
@@ -280,20 +289,21 @@ PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "che
 
 
 class PhaseTimers:
-    """Time between `start` and `stop` of each phase on this rank (LOG_TIMERS)."""
+    """Seconds between `start` and `stop` of each phase on this rank; `clock`: seconds, on a CPU."""
 
     # On a GPU both record events in the current stream and synchronize only in `take`. The time of a phase
     # then includes waits for other ranks and for the host.
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+    def __init__(self, device: torch.device, phases: Sequence[str] = PHASES, clock: Any = time.perf_counter):
+        self._on_gpu, self._phases, self._clock = device.type == "cuda", phases, clock
+        self._seconds = dict.fromkeys(phases, 0.0)
         self._begun: dict[str, Any] = {}  # an event or, on a CPU, seconds
         self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._unused: list[torch.cuda.Event] = []
+        self._num_old = 0  # pairs that the last `take` left
 
     def start(self, phase: str) -> None:
         """Starts `phase`, or restarts it if it was not stopped."""
-        self._begun[phase] = self._event() if self._on_gpu else time.perf_counter()
+        self._begun[phase] = self._event() if self._on_gpu else self._clock()
 
     def stop(self, phase: str) -> None:
         """Stops `phase` if it was started."""
@@ -302,20 +312,24 @@ class PhaseTimers:
         if self._on_gpu:
             self._pairs.append((phase, begun, self._event()))
         else:
-            self._seconds[phase] += time.perf_counter() - begun
+            self._seconds[phase] += self._clock() - begun
 
     def add(self, phase: str, seconds: float) -> None:
         """Adds a time measured elsewhere."""
         self._seconds[phase] += seconds
 
-    def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call; waits for the device."""
-        for phase, begun, ended in self._pairs:
+    def take(self, *, is_late: bool = False) -> dict[str, float]:
+        """Seconds per phase since the last call; waits for the device. With `is_late`, spans on a GPU that
+        were not there at the last call are left to the next one, and there is no wait.
+        """
+        number = self._num_old if is_late else len(self._pairs)
+        for phase, begun, ended in self._pairs[:number]:
             ended.synchronize()
             self._seconds[phase] += begun.elapsed_time(ended) / 1e3
             self._unused += [begun, ended]
-        self._pairs = []
-        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        self._pairs = self._pairs[number:]
+        self._num_old = len(self._pairs)
+        taken, self._seconds = self._seconds, dict.fromkeys(self._phases, 0.0)
         return taken
 
     def _event(self) -> torch.cuda.Event:
@@ -323,6 +337,73 @@ class PhaseTimers:
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+_seconds_waited = 0.0  # by this process for other ranks, from the first call of `measure_waits` on
+
+
+@cache
+def measure_waits() -> None:
+    """Adds the time of each `Work.wait`, where all calls of gloo wait, to `_seconds_waited`."""
+    wait: Any = torch.distributed.Work.wait
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        global _seconds_waited
+        begun = time.perf_counter()
+        result = wait(*args, **kwargs)
+        _seconds_waited += time.perf_counter() - begun
+        return result
+
+    torch.distributed.Work.wait = measured  # type: ignore[method-assign]
+
+
+class RankTimes:
+    """This rank's own seconds in each of RANK_PHASES, exchanged every SLOW_RANK_EVERY iterations.
+
+    Own time leaves out waits for other ranks. On a GPU, where nothing has been measured, the host does not
+    wait: events around the phases are read an iteration later, and include the collectives inside a phase (of
+    tensor and expert parallelism, and the optimizer's). A CUDA graph is one phase, forward.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, model: Sequence[Any]):
+        self._runtime, self._every, groups = runtime, config.slow_rank_every, runtime.groups
+        measure_waits()
+        places: list[dict[str, str]] = [{}] * runtime.world_size
+        work = f"stage {groups.pp.rank()}, experts {groups.ep.rank()}"
+        place = {"host": runtime.host, "device": str(runtime.device), "work": work}
+        torch.distributed.all_gather_object(places, place)
+        self.slow = SlowRanks(places, RunFolder.of(config).ranks)  # for rank 0
+        self.timers = PhaseTimers(runtime.device, RANK_PHASES, lambda: time.perf_counter() - _seconds_waited)
+        start, stop, names = self.timers.start, self.timers.stop, ("forward", "backward")
+        spans = {
+            f"{x}-compute": SimpleNamespace(start=partial(start, x), stop=partial(stop, x)) for x in names
+        }
+        other = SimpleNamespace(start=lambda **_: None, stop=lambda: None)
+        # Megatron's schedules call `timers(name).start()`. Evaluations, without gradients, do not count.
+        get_model_config(model[0]).timers = lambda name, **_: (
+            spans.get(name, other) if torch.is_grad_enabled() else other
+        )
+        self._rows: list[list[float]] = []  # one per iteration since the last exchange
+        self._waited = _seconds_waited
+        self._exchanged: Callable[[], list[list[float]]] | None = None
+
+    def end(self, iteration: int) -> list[list[float]] | None:
+        """Ends an iteration; when due, starts an exchange of mean COLUMNS, which the next call returns."""
+        read, self._exchanged = self._exchanged, None
+        waited, self._waited = _seconds_waited - self._waited, _seconds_waited
+        self._rows.append([*self.timers.take(is_late=True).values(), waited])
+        if iteration % self._every == 0:
+            rows = torch.tensor(self._rows, dtype=torch.float64)
+            own = rows[:, :-1].sum(dim=1)
+            variance = own.var(correction=0) / own.mean().clamp(min=1e-9) ** 2 / max(1, len(own) - 1)
+            # one slot per rank, so that the sum gathers them
+            host = rows.new_zeros(self._runtime.world_size, rows.size(1) + 1)
+            host[self._runtime.rank] = torch.cat([rows.mean(dim=0), variance.view(1)])
+            self._rows, table = [], host.to(self._runtime.device)
+            # On a GPU the host waits in neither case, and gloo's exchange runs in a thread.
+            work = torch.distributed.all_reduce(table, async_op=not table.is_cuda)
+            self._exchanged = start_copy(table) if work is None else lambda: (work.wait(), table.tolist())[1]
+        return read() if read else None
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from moe_exp.engine.optimizer_setup import (
     skip_steps_not_finite,
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
-from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, report_exit_code
+from moe_exp.host.exit_codes import BAD_INPUT, EXCLUDE_FILE, FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
 from moe_exp.runs.summary import finish_run
@@ -58,8 +58,10 @@ from moe_exp.training.recordings import Recorder, dump, is_dumped
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
 from moe_exp.training.step import Job, Step, forward_backward, settle, train_step
+from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
+from moe_exp.watch.slow_ranks import report
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +307,7 @@ def measure(
     job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
     *, is_logged: bool,
 ) -> float | None:  # fmt: skip
-    """Logs, validates, writes dumps, compares replicas, each when due; returns a new validation loss."""
+    """Logs, validates, writes dumps, compares ranks, each when due; returns a new validation loss."""
     config, iteration, valid_loss = job.config, progress.iteration, None
     if metrics is not None and (first_sample := step.first_sample):
         number, seq_len, _ = job.train_stream.stage_at(first_sample)
@@ -315,6 +317,12 @@ def measure(
             logger.info(text, number, first_sample, files, seq_len)
             metrics.event("data_stage", iteration, stage=number, train_data=files, seq_len=seq_len)
 
+    rows = interval.rank_times.end(iteration) if interval.rank_times else None
+    if interval.rank_times and rows and metrics is not None:
+        path = Path(os.environ.get(EXCLUDE_FILE) or Path(config.run_dir).expanduser() / EXCLUDE_NODES)
+        for name, found in interval.rank_times.slow.add(rows):
+            metrics.event(name, iteration, **found)
+            report(name, found, path if config.exclude_slow else None)
     heartbeat.enter("end_of_iteration")
     with heartbeat.during("profile"):
         recorder.end(iteration)

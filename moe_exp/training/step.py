@@ -23,7 +23,7 @@ from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.groups import start_copy
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.interval import Interval, PhaseTimers, timed
+from moe_exp.training.interval import Interval, timed
 from moe_exp.training.loss_guard import Iteration
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
 from moe_exp.watch.hangs import heartbeat
@@ -75,7 +75,7 @@ def train_step(
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
+    losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, interval=interval)
     heartbeat.enter("optimizer")
     if last is not None:
         settle(job, progress, interval, last)
@@ -83,7 +83,7 @@ def train_step(
     # On an fp16 overflow or a non-finite gradient norm nothing is updated. The samples count as consumed, but
     # learning rate schedule and weight average do not advance.
     optimizer.config.log_num_zeros_in_grad = count_zeros  # costs a pass over all gradients
-    with timed(interval.timers, "optimizer"):
+    with timed(interval.timers, "optimizer"), timed(interval.own_timers, "optimizer"):
         updated, grad_norm, num_zeros = optimizer.step()
     flops = flops_per_iteration(job.config, batch_size, seq_len)
     progress.add(job.config, batch_size, flops=flops)
@@ -119,12 +119,13 @@ def complete(
 
 def forward_backward(
     job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
-    timers: PhaseTimers | None = None,
+    interval: Interval | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Reads the micro-batches and runs Megatron's schedule; returns the losses like `run_schedule`."""
     config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
+    timers, own_timers = (interval.timers, interval.own_timers) if interval else (None, None)
     heartbeat.enter("data")
-    with timed(timers, "data"):
+    with timed(timers, "data"), timed(own_timers, "data"):
         microbatches = [
             read_microbatch(
                 config, job.runtime, stream, first_sample, index, eod_id=job.eod_id, forward_only=forward_only

@@ -132,3 +132,15 @@ def test_a_number_that_no_float_holds_is_not_measured(tmp_path, capsys):
     assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
     assert main(["watch", "run", str(folder), "--once"]) in (0, 1, 2, 3)
     assert last_records(folder / "metrics.jsonl")[1]["lm_loss"] is None
+
+
+def test_times_of_ranks_are_a_table_with_a_row_for_each(tmp_path):
+    folder, page = write_run(tmp_path / "a", [train_record(1, lm_loss=3.0)]), tmp_path / "report.html"
+    ranks = [{"rank": rank, "host": "<b>", "own time / peers'": 1.25, "data": 20.123} for rank in (0, 1)]
+    (folder / "ranks.json").write_text(json.dumps({"ranks": ranks}))
+    assert main(["report", str(folder), "--out", str(page)]) == 0
+    text = page.read_text()
+    assert text.count("<td>&lt;b&gt;</td><td>1.25</td><td>20.1</td>") == 2 and '<section id="ranks"' in text
+    (folder / "ranks.json").write_text('{"ranks": 3}')  # written by another program
+    assert main(["report", str(folder), "--out", str(page)]) == 0
+    assert '<section id="ranks"' not in page.read_text()

@@ -84,6 +84,14 @@ class ReliabilitySettings(OutputSettings):
         "time limit (seconds) for each startup phase, each of the first iterations, each evaluation batch "
         "and each save, enforced like HANG_TIMEOUT; none: no limit",
     )
+    slow_rank_every: NonNegative = care(
+        5,
+        "iterations between exchanges of phase times, which tell slow ranks (event slow_rank); 0: off",
+        measured=0,
+    )
+    exclude_slow: bool = care(
+        False, "add the host of a slow rank to the list of excluded nodes, for the next jobs"
+    )
     trace_calls_from: NonNegative = care(
         0,
         "first iteration in which every rank records its latest function calls in hang/calls/ (slows "
@@ -128,6 +136,10 @@ class ReliabilitySettings(OutputSettings):
                 yield self.problem(name, rule, f"list ranks from 0 to {self.world_size - 1}{others}")
         rolls_back = self.spike_action == "rollback"
         yield from self.broken(
+            (0 < self.slow_rank_every < 5, "slow_rank_every",
+             "compares too few iterations", "set SLOW_RANK_EVERY=5 or more, or 0"),
+            (self.exclude_slow and not self.slow_rank_every, "exclude_slow",
+             "has no effect with SLOW_RANK_EVERY=0", "set SLOW_RANK_EVERY=5"),
             (self.dump_ranks and not self.dump_iters, "dump_ranks",
              "has no effect without DUMP_ITERS", "set DUMP_ITERS"),
             (rolls_back and not self.save_interval, "spike_action",

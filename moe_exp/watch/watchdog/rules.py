@@ -22,7 +22,7 @@ from moe_exp.watch.watchdog.run import START_SECONDS, Disk, RunView, event_time,
 # users add to records.EVENTS.
 QUIET_EVENTS = (
     "start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "changed_settings", "spike_end",
-    "preflight",
+    "preflight", "slow_rank_end",
 )  # fmt: skip
 _NAME_IT = "specify a run folder, $RUN_DIR/$RUN_NAME"
 _NO_OTHER = "no other job has started since"

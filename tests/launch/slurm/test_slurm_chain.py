@@ -93,7 +93,12 @@ def test_failures_of_another_chain_or_before_a_checkpoint_do_not_count(chain):
         (3, {"NUM_JOBS": 2}, ["FAILED", "CANCELLED"], False),
     ],
     ids=[
-        "queued again", "next job", "excluded node", "no job", "too many failures", "bad settings",
+        "queued again",
+        "next job",
+        "excluded node",
+        "no job",
+        "too many failures",
+        "bad settings",
         "would repeat",
     ],
 )

@@ -1,0 +1,143 @@
+"""Names slow ranks of a training job from their phase times. No torch.
+
+All others wait for a slow rank: only times without waits tell the cause from its victims. A rank is compared
+with its peers, which do the same work; without peers, with all others and with its own past. It has to be
+slow over several samples, the more of them the more the times vary. Shapes: S samples, R ranks.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import Timeout
+from numpy.typing import NDArray
+
+from moe_exp.host.files import write_json
+from moe_exp.watch.excluded_nodes import exclude
+
+Floats = NDArray[np.float64]
+logger = logging.getLogger(__name__)
+
+PHASES = ("data", "forward", "backward", "optimizer")
+# of a rank in a sample: seconds per iteration, and the squared relative standard error of all phases' sum
+COLUMNS = (*PHASES, "waits", "variance")
+_LENGTHS = (5, 10, 20)  # samples that are tested together
+_LEAST, _OVER = math.log(1.1), math.log(1.05)  # a rank is slow from the first on, until below the second
+_CERTAIN = 4.5  # standard errors
+
+
+def differences(table_RN: Floats, works: Sequence[str]) -> Floats:
+    """Each rank against the median of its peers: COLUMNS minus theirs (variances are added), and then the
+    logarithm of the ratio of own times.
+    """
+    own_R1 = table_RN[:, : len(PHASES)].sum(axis=1, keepdims=True)
+    values_RN = np.concatenate([table_RN, np.log(np.maximum(own_R1, 1e-9))], axis=1)
+    others_RN = median_of_others(values_RN)
+    for work in set(works):
+        ranks = [rank for rank, other in enumerate(works) if other == work]
+        if len(ranks) > 1:
+            others_RN[ranks] = median_of_others(values_RN[ranks])
+    others_RN[:, -2] *= -1
+    return values_RN - others_RN
+
+
+def median_of_others(values_RN: Floats) -> Floats:
+    """For each rank, the median over all other ranks, of which there has to be one."""
+    order, places = np.sort(values_RN, axis=0), values_RN.argsort(axis=0).argsort(axis=0)
+    # without the rank itself, all values behind its place move up
+    low, high = (
+        np.where(middle < places, order[middle], order[middle + 1])
+        for middle in ((len(order) - 2) // 2, (len(order) - 1) // 2)
+    )
+    return (low + high) / 2
+
+
+def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int, dict[str, Any]]:
+    """`phase` with most of the excess and `factor` of each rank that is slow in the last samples. The inputs
+    are from `differences`, for ranks without peers minus their past; `share_R`: variance of that past, as a
+    share of a sample's.
+    """
+    slow: dict[int, dict[str, Any]] = {}
+    is_slow_now_R = np.median(ratios_SR[-_LENGTHS[0] :], axis=0) > _LEAST
+    for number in _LENGTHS:
+        if number > len(ratios_SR) or not is_slow_now_R.any():  # which saves most of the time
+            break
+        last_SR, middle_RN = ratios_SR[-number:], np.median(gaps_SRN[-number:], axis=0)
+        middle_R = np.median(last_SR, axis=0)
+        # The factors are those of normal noise.
+        between_R, long_R = (
+            (1.48 * np.median(np.abs(parts_SR - np.median(parts_SR, axis=0)), axis=0)) ** 2
+            for parts_SR in (last_SR, ratios_SR)
+        )
+        # Many samples may contain changes; noise within samples may be the same on all ranks.
+        other_R = np.full_like(long_R, np.quantile(gaps_SRN[..., -1], 0.75))
+        if len(ratios_SR) >= _LENGTHS[1]:
+            other_R = np.minimum(np.maximum(long_R, np.median(long_R)), other_R)
+        noise_R = np.maximum(np.maximum(between_R, np.median(between_R)), other_R)
+        limit_R = np.maximum(_LEAST, _CERTAIN * 1.25 * np.sqrt(noise_R * (1 / number + share_R)))
+        is_slow_R = is_slow_now_R & (middle_R > limit_R)
+        # in nearly all samples; and the others wait for it, or no waits are measured
+        is_slow_R &= np.quantile(last_SR, 0.25, axis=0) > _OVER
+        is_slow_R &= middle_RN[:, len(PHASES)] <= 0
+        for rank in np.flatnonzero(is_slow_R).tolist():
+            phase = PHASES[np.argmax(middle_RN[rank, : len(PHASES)])]
+            slow.setdefault(rank, {"phase": phase, "factor": round(math.exp(middle_R[rank]), 3)})
+    return slow
+
+
+class SlowRanks:
+    """Follows ranks. `places`: host, device and work (equal for peers) of each; `table`: file of times."""
+
+    def __init__(self, places: Sequence[Mapping[str, str]], table: Path):
+        self._places, self._table, self._written = places, table, -math.inf
+        self._works = [place["work"] for place in places]
+        self._is_alone_R = np.array([self._works.count(work) == 1 for work in self._works])
+        self._recent: deque[Floats] = deque(maxlen=_LENGTHS[-1])  # from `differences`
+        self._past: deque[Floats] = deque(maxlen=60)  # before that, while no rank was slow
+        self._slow = set[int]()
+
+    def add(self, rows: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
+        """Takes a sample, COLUMNS of each rank; returns an event for each rank whose state changes."""
+        if not self._slow and len(self._recent) >= _LENGTHS[0]:
+            self._past.append(self._recent[-_LENGTHS[0]])
+        self._recent.append(differences(np.array(rows), self._works))
+        recent_SRN, num_past = np.stack(self._recent), len(self._past)
+        if self._is_alone_R.any():
+            usual_RN = np.median(self._past, axis=0) if num_past >= _LENGTHS[0] else recent_SRN
+            usual_RN = np.where(self._is_alone_R[:, None], usual_RN, 0.0)
+            usual_RN[..., -2] = 0.0  # variance
+            recent_SRN -= usual_RN
+        found = slow_ranks(recent_SRN[..., :-1], recent_SRN[..., -1], self._is_alone_R / max(1, num_past))
+        is_over_R = np.median(recent_SRN[-_LENGTHS[0] :, :, -1], axis=0) < _OVER
+        changes = [("slow_rank", rank, found[rank]) for rank in found if rank not in self._slow]
+        changes += [("slow_rank_end", rank, {}) for rank in self._slow if is_over_R[rank]]
+        self._slow ^= {rank for _, rank, _ in changes}
+        if changes or time.monotonic() - self._written > 60:
+            self._written, names = time.monotonic(), ("own time / peers'", *COLUMNS[:-1])
+            values_RN = np.column_stack([np.exp(self._recent[-1][:, -1]), 1e3 * np.array(rows)[:, :-1]])
+            numbers = [dict(zip(names, values, strict=True)) for values in values_RN.tolist()]
+            ranks = [{"rank": rank, **self._places[rank], **one} for rank, one in enumerate(numbers)]
+            with suppress(OSError):  # a full disk, which the metrics report
+                write_json(self._table, {"ranks": ranks})
+        return [(name, {"rank": rank, **self._places[rank], **more}) for name, rank, more in changes]
+
+
+def report(name: str, found: Mapping[str, Any], excluded: Path | None) -> None:
+    """Logs an event of `SlowRanks.add`, and adds the host of a slow rank to the list `excluded`, if given."""
+    who = f"rank {found['rank']} ({found['device']})"
+    if name == "slow_rank_end":
+        logger.info("%s: %s is no longer slow", found["host"], who)
+        return
+    why = f"{who} is slow, mainly in {found['phase']}: {found['factor']:.2f} times the time of its peers"
+    logger.warning("%s: %s", found["host"], why)
+    try:
+        if excluded is not None:
+            exclude(excluded, found["host"], why)
+    except (OSError, ValueError, Timeout) as error:  # no reason to end a run
+        logger.warning("cannot add %s to %s: %s", found["host"], excluded, error)
