@@ -43,7 +43,7 @@ def test_run_folder_has_what_the_design_lists(first_run):
     folder = first_run.folder
     assert sorted(path.name for path in folder.path.iterdir()) == [
         ".lock", "checkpoints", "config.yaml", "loss_curve.png", "metrics.jsonl", "provenance.json",
-        "summary.json", "tensorboard", "train.log",
+        "ranks.json", "summary.json", "tensorboard", "train.log",
     ]  # fmt: skip
     checkpoints = sorted(path.name for path in folder.checkpoints.iterdir())
     assert checkpoints == ["iter_0000005", "iter_0000010", "latest_checkpointed_iteration.txt"]

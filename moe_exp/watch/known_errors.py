@@ -130,12 +130,12 @@ _MESSAGES = (
      r"different results for the same computation|Possible (transient|persistent) error: unexpected"
      r"|silent data corruption"),
     ("clock is wrong", "hardware", "synchronize the clock (chrony, ntp)", True,
-     r"RequestTimeTooSkewed|[Cc]lock skew|credential.*(expired|rewound)|Rewound credential"
+     r"RequestTimeTooSkewed|clock skew|credential.*(expired|rewound)|Rewound credential"
      r"|Expired credential"),
     ("local disk failed", "hardware", DRAIN, True,
      r"nvme\S*: (I/O .*timeout|.*(controller is down|Disabling|Removing after probe failure))"
      r"|I/O error,? .*dev (nvme|sd)|Buffer I/O error on dev|critical (medium|target) error"
-     r"|EXT4-fs error \(device (nvme|sd|dm|md)|XFS \((nvme|sd|dm|md)\S*: .*(I/O error|[Ss]hut(ting)? ?down)"),
+     r"|EXT4-fs error \(device (nvme|sd|dm|md)|XFS \((nvme|sd|dm|md)\S*: .*(I/O error|shut(ting)? ?down)"),
     ("network card failed", "network", NETWORK, True,
      r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive"
      r"|mlx5_core .*(health compromised|fatal|assert|health recovery failed)|infiniband.*(error|failed)"),
@@ -174,7 +174,7 @@ _MESSAGES = (
      r"|wandb.*(CommError|timed out|5\d\d)"),
     ("a service limits requests", "quota", _SERVICE, False, r"\b429\b.*(Error|Too Many)|Too Many Requests"),
     ("disk is full", "storage", "free some space", False,
-     r"No space left on device|[Qq]uota exceeded|\[Errno (28|122)\]|ENOSPC|EDQUOT"),
+     r"No space left on device|quota exceeded|\[Errno (28|122)\]|ENOSPC|EDQUOT"),
     ("file server does not respond", "storage", "check the file system", False,
      r"Input/output error|Stale (NFS )?file handle|blk_update_request: I/O error|EXT4-fs error"
      r"|XFS .*I/O error|Transport endpoint|transport endpoint shutdown|Read-only file system"
@@ -182,8 +182,8 @@ _MESSAGES = (
      r"|ceph: .*(hung|denied|evicted)"
      r"|LustreError.*(evicted|failed: rc)|mount\.nfs: Connection timed out|MountVolume.*timed out"
      r"|PytorchStreamWriter failed|failed writing|unexpected pos \d+ vs|\[Errno (70|110|112)\].*'/"
-     r"|[Rr]emote I/O error"
-     r"|(rpc_wait|nfs4?_|ptlrpc|cl_sync_io|ll_file|ceph_|gpfs|fuse_)\w*\+0x|beegfs.*(failed|[Tt]imed out"
+     r"|remote I/O error"
+     r"|(rpc_wait|nfs4?_|ptlrpc|cl_sync_io|ll_file|ceph_|gpfs|fuse_)\w*\+0x|beegfs.*(failed|timed out"
      r"|unreachable)"
      r"|Host is down|Communication error on send|Unable to contact slurm controller|code: (5|28|70|107|108"
      r"|116|122),"),
@@ -191,8 +191,8 @@ _MESSAGES = (
      r"\bSlowDown\b|reduce your request rate|ServiceUnavailable"
      r"|InternalError\).*(PutObject|GetObject|UploadPart)"
      r"|\b50[0234]\b.*(Server Error|Service Unavailable|Bad Gateway|Gateway)|Service Unavailable"
-     r"|EndpointConnectionError|ConnectTimeoutError|(Read|Connect) ?[Tt]imeout.*(s3|storage|blob)"
-     r"|(s3|storage|blob)\S*.*[Rr]ead timed out|RequestTimeout|ServerBusy|UNAVAILABLE.*(gs|s3)://"
+     r"|EndpointConnectionError|ConnectTimeoutError|(Read|Connect) ?timeout.*(s3|storage|blob)"
+     r"|(s3|storage|blob)\S*.*read timed out|RequestTimeout|ServerBusy|UNAVAILABLE.*(gs|s3)://"
      r"|rateLimitExceeded"
      r"|botocore\.\S*(ConnectionClosed|Timeout)Error"
      r"|google\.api_core\.\S*(RetryError|ServiceUnavailable|5\d\d)"),
@@ -209,7 +209,7 @@ _MESSAGES = (
      r"|unexpected EOF|unexpected end of data|checksum|corrupt(?!ed/incomplete)|truncated"
      r"|no greater than buffer length|magic number"
      r"|mmap length is greater|cannot mmap an empty file|buffer size must be a multiple|Unable to open file"
-     r"|StopIteration|ran out of (data|samples)|not enough (samples|documents|data)|[Dd]ataset is empty"
+     r"|StopIteration|ran out of (data|samples)|not enough (samples|documents|data)|dataset is empty"
      r"|num_samples should be a positive|invalid (header|magic|record|utf)|bad (magic|marshal)"
      r"|Error tokenizing data"),
     ("checkpoint does not fit the model", "settings", "check model settings and checkpoint", False,
@@ -217,7 +217,7 @@ _MESSAGES = (
      r"|CheckpointException|shape mismatch|Shapes? .* (mismatch|do not match)|exit-on-missing-checkpoint"
      r"|could not (find|load) the (checkpoint|metadata)"
      r"|WeightsUnpickler|weights_only|doesn't match the size of optimizer|loaded state dict"
-     r"|[Nn]o checkpoint (found|in)"
+     r"|no checkpoint (found|in)"
      r"|is not a checkpoint|checkpoint .*(was|saved) .*(with|by) .*(parallel|world|ranks)"),
     # ranks that compile the same kernel at the same time
     ("file of a shared cache disappeared", "consequence", "give each node a cache of its own", False,
@@ -225,11 +225,11 @@ _MESSAGES = (
      r"|\.cache/)"
      r"|(torch_extensions|triton|inductor|\.cache/)\S* ?.*(cannot open shared|No such file|not empty"
      r"|File exists)"),
-    ("port is taken", "crash", "choose another MASTER_PORT", False, r"EADDRINUSE|[Aa]ddress already in use"),
+    ("port is taken", "crash", "choose another MASTER_PORT", False, r"EADDRINUSE|address already in use"),
     ("installed versions do not fit", "settings", _INSTALL, False,
      r"ModuleNotFoundError|ImportError|undefined symbol|cannot open shared object|GLIBC\w*_[\d.]+' not found"
      r"|no kernel image is available|driver version is insufficient|not compatible with the current PyTorch"
-     r"|[Pp]lugin.*(mismatch|version)|unsupported (GPU|gpu|compute)|requires? (compute capability|sm_|Ampere)"
+     r"|plugin.*(mismatch|version)|unsupported (GPU|gpu|compute)|requires? (compute capability|sm_|Ampere)"
      r"|Function not implemented|does not support|ptxas fatal|nvcc fatal|CUDA_HOME"
      r"|VersionConflict|DistributionNotFound|binary incompatibility|size changed, may indicate"
      r"|numpy.* failed to import"
@@ -237,7 +237,7 @@ _MESSAGES = (
      r"|is too old"),
     ("file is missing or unreadable", "settings", _MISSING, False,
      r"FileNotFoundError|No such file or directory|PermissionError|Permission denied|NotADirectoryError"
-     r"|IsADirectoryError|does not exist|couldn't find|[Nn]ot a directory"),
+     r"|IsADirectoryError|does not exist|couldn't find|not a directory"),
     ("setting was refused", "settings", "correct the setting", False,
      r"unrecognized arguments|error: (argument|the following arguments)|invalid choice"
      r"|(must|should) be (divisible|a multiple)|not divisible|is not a multiple|Invalid generic resource"
@@ -257,22 +257,22 @@ _MESSAGES = (
      r"|exceeded quota"
      r"|Error response from daemon|failed to create (shim )?task|nvidia-container-cli: requirement"
      r"|OCI runtime|could not select device"
-     r"|error: enroot|is required but|[Uu]nknown (option|argument|key|field)|unexpected keyword"
+     r"|error: enroot|is required but|unknown (option|argument|key|field)|unexpected keyword"
      r"|not supported"),
     ("operands do not fit", "program", _TRACEBACK, False,
-     r"size of tensor|[Ss]izes of tensors must|must match the (size|existing)|cannot be multiplied"
+     r"size of tensor|sizes of tensors must|must match the (size|existing)|cannot be multiplied"
      r"|not implemented for"
      r"|Expected (all tensors|object|input|scalar|tensor|to)\b|expected scalar type|invalid for input of size"
      r"|does not require grad|inplace operation|through the graph a second time|unused parameters"),
     ("ranks run different collectives", "program", "check the program's branches on all ranks", False,
      r"collective mismatch|mismatch between collectives|collectives.*do not match"),
     ("code could not be compiled", "settings", "install the compiler and headers that it names", False,
-     r"[Ff]ailed to compile|make: \*\*\* |error: command .* failed|ninja: build stopped|OutOfResources"
+     r"failed to compile|make: \*\*\* |error: command .* failed|ninja: build stopped|OutOfResources"
      r"|Error building extension|CompilationError"),
     ("loss is not finite", "program", "lower LR or look for bad samples", False,
-     r"loss scale already at minimum|[Ll]oss is (NaN|nan|inf)|(NaN|nan|Inf|inf) (in|loss|detected|found)"
-     r"|found NaN|non-finite|Unexpected result (nan|inf)|[Gg]rad(ient)? norm is (nan|NaN|inf)"
-     r"|[Dd]iverged|loss became"),
+     r"loss scale already at minimum|loss is (NaN|nan|inf)|(NaN|nan|Inf|inf) (in|loss|detected|found)"
+     r"|found NaN|non-finite|Unexpected result (nan|inf)|grad(ient)? norm is (nan|NaN|inf)"
+     r"|diverged|loss became"),
     ("network card's link was down", "network", "none if the node was booting; otherwise " + NETWORK, False,
      r"mlx\d_core .*Link DOWN\b"),
     ("InfiniBand transfer failed at either end or in between", "network", NETWORK, False,
@@ -307,7 +307,7 @@ _MESSAGES = (
      r"|Signal 11\b|exitcode\s*: -11|DataLoader worker .* (is killed|exited unexpectedly)|core dumped"),
     ("rank was terminated by a signal", "consequence", _SIGNALLED, False,
      r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG|DUE TO (TIME LIMIT|PREEMPTION)"
-     r"|\b[Pp]reempt|SIGTERM|SIGKILL|exit ?code ?:? ?(-9|-15|137|143)\b"),
+     r"|\bpreempt|SIGTERM|SIGKILL|exit ?code ?:? ?(-9|-15|137|143)\b"),
     ("exception", "program", _TRACEBACK, False,
      r"\b(Key|Type|Value|Attribute|Name|Index|Assertion|NotImplemented|UnboundLocal|Syntax|ZeroDivision"
      r"|Indentation|Recursion|Validation|Schema|Config\w*)Error\b(:|$)"),

@@ -328,7 +328,7 @@ def test_an_error_of_the_code_ends_all_nodes_although_they_may_restart(tmp_path)
     assert "diagnosis: stop: exception" in nodes.errors() and "lost node 0" not in nodes.errors()
 
 
-@pytest.mark.parametrize("in_slurm", [False, True])
+@pytest.mark.parametrize("in_slurm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_broken_node_is_excluded(in_slurm, tmp_path, monkeypatch):
     """Only a job of SLURM ends, whose successor has other nodes."""
     monkeypatch.setenv(EXCLUDE_FILE, str(tmp_path / "exclude_nodes.txt"))
