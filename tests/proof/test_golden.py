@@ -12,7 +12,8 @@ RECORD = json.loads(golden.RECORD.read_text())
 
 # `run` and `old_run` also train.
 @pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=[pytest.mark.slow] * (part == "train")) for part in golden.PARTS]
+    "part",
+    [pytest.param(part, marks=[pytest.mark.slow] * (part in ("train", "studies"))) for part in golden.PARTS],
 )
 def test_golden_record(part):
     if why := golden.other_versions(RECORD):
