@@ -35,7 +35,7 @@ DECISIONS: dict[str, tuple[str, Action]] = {
     "crash": ("unknown", "restart"),
     "consequence": ("transient", "restart"),
 }
-# After so many iterations with the same settings, memory was enough: a rare long sample or fragmentation.
+# Memory that lasted for this many iterations is enough: a long sample or fragmentation is the likely cause.
 PROVED_ITERATIONS = 1000
 # Events that begin or end a start of the ranks.
 _MARKS = ("start", "resume", "restart", "rank_failed", "hang", "end")
@@ -57,6 +57,11 @@ class Situation:
     iterations: int = 0
     trained_before: bool = False
     repeats: int = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether these settings have never trained."""
+        return not (self.iterations or self.trained_before)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,6 @@ def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
     order = list(DECISIONS)
     action: Action
     first = min(found, key=lambda one: order.index(kinds[one]), default=None)
-    is_new = not (situation.iterations or situation.trained_before)
     if first is None:
         category, action, reason, advice = "unknown", "restart", "no known error", "read the logs"
         host = line = ""
@@ -91,7 +95,7 @@ def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
         category, action = DECISIONS[kinds[first]]
         reason, advice, host, line = first.fault.name, first.fault.advice, first.where.host, first.line
     has_trained = situation.iterations >= PROVED_ITERATIONS or situation.trained_before
-    if category == "unknown" and is_new:
+    if category == "unknown" and situation.is_new:
         action, reason = "stop", f"{reason}, and these settings have never trained"
     elif category == "memory" and has_trained:
         action, reason = "restart", f"{reason}, although these settings have trained"
@@ -104,7 +108,7 @@ def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
 
 def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
     """Key of DECISIONS: the fault's cause, or `node` if only one of the hosts has it."""
-    fault, is_new = one.fault, not (situation.iterations or situation.trained_before)
+    fault, is_new = one.fault, situation.is_new
     hosts = {other.where.host for other in found}
     affected = {other.where.host for other in found if other.fault == fault}
     if is_new and (fault.cause in ("driver", "network") or (fault.excludes and len(affected) > 1)):

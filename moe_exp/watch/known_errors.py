@@ -94,16 +94,16 @@ _BEFORE = r"^(\S*\[?rank ?\d+\]?:\s*|\d+: |\[[^\]]*\]:?\s*|\S+: (?=\[rank))*"
 # patterns come before general ones.
 _MESSAGES = (
     ("uncorrectable memory error (ECC)", "hardware", DRAIN, True,
-     r"uncorrectable ECC error|CUDA_ERROR_ECC_UNCORRECTABLE|cudaErrorECCUncorrectable"
-     r"|(GPU|amdgpu).*uncorrectable (hardware )?errors? (detected|count: [1-9])"),
+     r"uncorrectable ECC error|CUDA_ERROR_ECC_UNCORRECTABLE|cudaErrorECCUncorrectable|(GPU"
+     r"|amdgpu).*uncorrectable (hardware )?errors? (detected|count: [1-9])"),
     ("uncorrectable NVLink error", "hardware", DRAIN, True,
      r"uncorrectable NVLink error|cudaErrorNvlinkUncorrectable"),
     ("GPU has fallen off the bus", "hardware", DRAIN, True,
      r"fallen off the bus|GPU is lost|GPU-\S+ .*disconnected|PCI reads still not working"),
     ("GPU is unusable", "driver", RESET, True,
-     r"rm_init_adapter failed|RmInitAdapter failed|Unable to determine the device handle|GPU requires reset"
-     r"|couldn't communicate with the NVIDIA driver|HW (Thermal|Power Brake) Slowdown|thermal shutdown"
-     r"|amdgpu.*(GPU reset|ring \w+ timeout)|HW Exception by GPU node"),
+     r"rm_init_adapter failed|RmInitAdapter failed|Unable to determine the device handle"
+     r"|GPU requires reset|couldn't communicate with the NVIDIA driver|HW (Thermal|Power Brake) Slowdown"
+     r"|thermal shutdown|amdgpu.*(GPU reset|ring \w+ timeout)|HW Exception by GPU node"),
     ("NVLink fabric is not ready", "hardware", RESET, True,
      r"system not yet initialized|SYSTEM_NOT_READY|Fabric ?Manager.*(fail|error|not running|inactive)"
      r"|Failed to bind NVLink|Fabric State.*(Failure|In Progress)|transport/nvls.*(error|fail)"),
@@ -120,12 +120,12 @@ _MESSAGES = (
      r"CPU \d+: Machine Check Exception|EDAC \S+ \d+ UE\b|Uncorrected (hardware )?(memory )?error"
      r"|\[Hardware Error\]: Uncorrected|\[Hardware Error\]: event severity: (fatal|recoverable)"),
     ("node failed", "hardware", DRAIN, True,
-     r"DUE TO NODE FAILURE|\bNODE_FAIL\b|Node failure on|error: Nodes? \S+ (is |are )?(not responding|DOWN)"
-     r"|Kill task failed|JOB NOT ENDING WITH SIGNALS|Kernel panic|BUG: soft lockup|hard LOCKUP"
+     r"DUE TO NODE FAILURE|\bNODE_FAIL\b|Node failure on|error: Nodes? \S+ (is |are )?(not responding"
+     r"|DOWN)|Kill task failed|JOB NOT ENDING WITH SIGNALS|Kernel panic|BUG: soft lockup|hard LOCKUP"
      r"|node was expelled|Node (is )?unreachable|drained by|set to DRAIN"),
     ("node refuses jobs", "hardware", DRAIN, True,
-     r"Munge decode failed|Invalid job credential|Protocol authentication error"
-     r"|prolog.*(failed|error|exit)|Couldn't find the specified plugin"),
+     r"Munge decode failed|Invalid job credential|Protocol authentication error|prolog.*(failed|error"
+     r"|exit)|Couldn't find the specified plugin"),
     ("device computes wrong results", "hardware", DRAIN, True,
      r"different results for the same computation|Possible (transient|persistent) error: unexpected"
      r"|silent data corruption"),
@@ -151,16 +151,15 @@ _MESSAGES = (
     ("memory cannot be locked", "settings", "raise the limit of locked memory (ulimit -l)", False,
      r"ibv_reg_mr\S* failed|RLIMIT_MEMLOCK"),
     ("limit of the process is reached", "limit", "raise the job's limits (ulimit -n, -u)", False,
-     r"Too many open files|items of ancdata|pthread_create failed|can't start new thread"
-     r"|(fork|clone|thread)\b.*Resource temporarily unavailable"),
+     r"Too many open files|items of ancdata|pthread_create failed|can't start new thread|(fork|clone"
+     r"|thread)\b.*Resource temporarily unavailable"),
     ("GPU memory is full", "memory", "lower MBSZ, or raise RECOMPUTE, TP or EP; see `moe-exp plan`", False,
      r"(torch\.|^|\W)(cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory"
      r"|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED|Failed to CUDA calloc"),
     ("out of memory: the operating system killed a process", "memory", _MORE_MEMORY, False,
      r"oom[-_]kill|Out of memory: Killed process|out of memory: Killed|task \d+(-\d+)?: Out Of Memory"
      r"|tasks [\d,-]+: Out Of Memory|\bOOMKilled\b|Exceeded job memory limit"
-     r"|DefaultCPUAllocator: can't allocate"
-     r"|Cannot allocate memory|\bMemoryError\b|OUT_OF_MEMORY"),
+     r"|DefaultCPUAllocator: can't allocate|Cannot allocate memory|\bMemoryError\b|OUT_OF_MEMORY"),
     ("shared memory is full", "limit", _SHM, False,
      r"unable to (open|write|mmap|allocate|resize).*shared memory|insufficient shared memory"
      r"|Error while creating shared memory segment|posix_fallocate failed|No space left.*/dev/shm"
@@ -170,100 +169,84 @@ _MESSAGES = (
     ("debug information could not be written", "consequence", "none", False, r"FlightRecorder|debug info"),
     ("a service does not respond", "service", _SERVICE, False,
      r"host='huggingface\.co'.*(Max retries|timed out)|HfHubHTTPError: 5\d\d|\b5\d\d .*huggingface\.co"
-     r"|huggingface\S* .*timed out"
-     r"|wandb.*(CommError|timed out|5\d\d)"),
+     r"|huggingface\S* .*timed out|wandb.*(CommError|timed out|5\d\d)"),
     ("a service limits requests", "quota", _SERVICE, False, r"\b429\b.*(Error|Too Many)|Too Many Requests"),
     ("disk is full", "storage", "free some space", False,
      r"No space left on device|quota exceeded|\[Errno (28|122)\]|ENOSPC|EDQUOT"),
     ("file server does not respond", "storage", "check the file system", False,
      r"Input/output error|Stale (NFS )?file handle|blk_update_request: I/O error|EXT4-fs error"
-     r"|XFS .*I/O error|Transport endpoint|transport endpoint shutdown|Read-only file system"
-     r"|\[Errno (5|30|107|108|116|121)\]|server \S+ not responding|was evicted by"
-     r"|ceph: .*(hung|denied|evicted)"
+     r"|XFS .*I/O error|Transport endpoint|transport endpoint shutdown|Read-only file system|\[Errno (5"
+     r"|30|107|108|116|121)\]|server \S+ not responding|was evicted by|ceph: .*(hung|denied|evicted)"
      r"|LustreError.*(evicted|failed: rc)|mount\.nfs: Connection timed out|MountVolume.*timed out"
      r"|PytorchStreamWriter failed|failed writing|unexpected pos \d+ vs|\[Errno (70|110|112)\].*'/"
-     r"|remote I/O error"
-     r"|(rpc_wait|nfs4?_|ptlrpc|cl_sync_io|ll_file|ceph_|gpfs|fuse_)\w*\+0x|beegfs.*(failed|timed out"
-     r"|unreachable)"
-     r"|Host is down|Communication error on send|Unable to contact slurm controller|code: (5|28|70|107|108"
-     r"|116|122),"),
+     r"|remote I/O error|(rpc_wait|nfs4?_|ptlrpc|cl_sync_io|ll_file|ceph_|gpfs|fuse_)\w*\+0x"
+     r"|beegfs.*(failed|timed out|unreachable)|Host is down|Communication error on send"
+     r"|Unable to contact slurm controller|code: (5|28|70|107|108|116|122),"),
     ("object store is unavailable", "storage", _SERVICE, False,
-     r"\bSlowDown\b|reduce your request rate|ServiceUnavailable"
-     r"|InternalError\).*(PutObject|GetObject|UploadPart)"
-     r"|\b50[0234]\b.*(Server Error|Service Unavailable|Bad Gateway|Gateway)|Service Unavailable"
-     r"|EndpointConnectionError|ConnectTimeoutError|(Read|Connect) ?timeout.*(s3|storage|blob)"
-     r"|(s3|storage|blob)\S*.*read timed out|RequestTimeout|ServerBusy|UNAVAILABLE.*(gs|s3)://"
-     r"|rateLimitExceeded"
-     r"|botocore\.\S*(ConnectionClosed|Timeout)Error"
+     r"\bSlowDown\b|reduce your request rate|ServiceUnavailable|InternalError\).*(PutObject|GetObject"
+     r"|UploadPart)|\b50[0234]\b.*(Server Error|Service Unavailable|Bad Gateway|Gateway)"
+     r"|Service Unavailable|EndpointConnectionError|ConnectTimeoutError|(Read|Connect) ?timeout.*(s3"
+     r"|storage|blob)|(s3|storage|blob)\S*.*read timed out|RequestTimeout|ServerBusy|UNAVAILABLE.*(gs"
+     r"|s3)://|rateLimitExceeded|botocore\.\S*(ConnectionClosed|Timeout)Error"
      r"|google\.api_core\.\S*(RetryError|ServiceUnavailable|5\d\d)"),
     ("access was denied", "settings", "renew the credentials", False,
      r"AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|Unauthorized"
-     r"|\b40[13]\b.*(Client|Forbidden)"
-     r"|403 Forbidden|NoCredentialsError|GatedRepo|gated repo|RepositoryNotFound|NoSuchBucket|NoSuchKey"
-     r"|CERTIFICATE_VERIFY_FAILED|API key|AuthenticationError|failed to authenticate|InvalidToken"
-     r"|could not read Username"),
+     r"|\b40[13]\b.*(Client|Forbidden)|403 Forbidden|NoCredentialsError|GatedRepo|gated repo"
+     r"|RepositoryNotFound|NoSuchBucket|NoSuchKey|CERTIFICATE_VERIFY_FAILED|API key|AuthenticationError"
+     r"|failed to authenticate|InvalidToken|could not read Username"),
     ("damaged file", "data", _FILE, False,
-     r"PytorchStreamReader failed|failed finding central directory|SafetensorError|MetadataIncompleteBuffer"
-     r"|HeaderTooLarge|InvalidHeader|UnpicklingError|unpickling|Ran out of input|BadZipFile|JSONDecodeError"
-     r"|UnicodeDecodeError|ArrowInvalid|Parquet|zlib\.error|BadGzipFile|Compressed file ended|LZMAError"
-     r"|unexpected EOF|unexpected end of data|checksum|corrupt(?!ed/incomplete)|truncated"
-     r"|no greater than buffer length|magic number"
-     r"|mmap length is greater|cannot mmap an empty file|buffer size must be a multiple|Unable to open file"
-     r"|StopIteration|ran out of (data|samples)|not enough (samples|documents|data)|dataset is empty"
-     r"|num_samples should be a positive|invalid (header|magic|record|utf)|bad (magic|marshal)"
-     r"|Error tokenizing data"),
+     r"PytorchStreamReader failed|failed finding central directory|SafetensorError"
+     r"|MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeader|UnpicklingError|unpickling|Ran out of input"
+     r"|BadZipFile|JSONDecodeError|UnicodeDecodeError|ArrowInvalid|Parquet|zlib\.error|BadGzipFile"
+     r"|Compressed file ended|LZMAError|unexpected EOF|unexpected end of data|checksum"
+     r"|corrupt(?!ed/incomplete)|truncated|no greater than buffer length|magic number"
+     r"|mmap length is greater|cannot mmap an empty file|buffer size must be a multiple"
+     r"|Unable to open file|StopIteration|ran out of (data|samples)|not enough (samples|documents|data)"
+     r"|dataset is empty|num_samples should be a positive|invalid (header|magic|record|utf)|bad (magic"
+     r"|marshal)|Error tokenizing data"),
     ("checkpoint does not fit the model", "settings", "check model settings and checkpoint", False,
      r"Missing key|Unexpected key|size mismatch for|loading state_dict|CheckpointingException"
      r"|CheckpointException|shape mismatch|Shapes? .* (mismatch|do not match)|exit-on-missing-checkpoint"
-     r"|could not (find|load) the (checkpoint|metadata)"
-     r"|WeightsUnpickler|weights_only|doesn't match the size of optimizer|loaded state dict"
-     r"|no checkpoint (found|in)"
+     r"|could not (find|load) the (checkpoint|metadata)|WeightsUnpickler|weights_only"
+     r"|doesn't match the size of optimizer|loaded state dict|no checkpoint (found|in)"
      r"|is not a checkpoint|checkpoint .*(was|saved) .*(with|by) .*(parallel|world|ranks)"),
     # ranks that compile the same kernel at the same time
     ("file of a shared cache disappeared", "consequence", "give each node a cache of its own", False,
      r"(No such file|FileNotFound|not empty|File exists|resource busy).*(triton|inductor|torch_extensions"
-     r"|\.cache/)"
-     r"|(torch_extensions|triton|inductor|\.cache/)\S* ?.*(cannot open shared|No such file|not empty"
-     r"|File exists)"),
+     r"|\.cache/)|(torch_extensions|triton|inductor|\.cache/)\S* ?.*(cannot open shared|No such file"
+     r"|not empty|File exists)"),
     ("port is taken", "crash", "choose another MASTER_PORT", False, r"EADDRINUSE|address already in use"),
     ("installed versions do not fit", "settings", _INSTALL, False,
-     r"ModuleNotFoundError|ImportError|undefined symbol|cannot open shared object|GLIBC\w*_[\d.]+' not found"
-     r"|no kernel image is available|driver version is insufficient|not compatible with the current PyTorch"
-     r"|plugin.*(mismatch|version)|unsupported (GPU|gpu|compute)|requires? (compute capability|sm_|Ampere)"
-     r"|Function not implemented|does not support|ptxas fatal|nvcc fatal|CUDA_HOME"
-     r"|VersionConflict|DistributionNotFound|binary incompatibility|size changed, may indicate"
-     r"|numpy.* failed to import"
-     r"|Illegal instruction|forward compatibility was attempted|version mismatch|incompatible with"
-     r"|is too old"),
+     r"ModuleNotFoundError|ImportError|undefined symbol|cannot open shared object"
+     r"|GLIBC\w*_[\d.]+' not found|no kernel image is available|driver version is insufficient"
+     r"|not compatible with the current PyTorch|plugin.*(mismatch|version)|unsupported (GPU|gpu|compute)"
+     r"|requires? (compute capability|sm_|Ampere)|Function not implemented|does not support|ptxas fatal"
+     r"|nvcc fatal|CUDA_HOME|VersionConflict|DistributionNotFound|binary incompatibility"
+     r"|size changed, may indicate|numpy.* failed to import|Illegal instruction"
+     r"|forward compatibility was attempted|version mismatch|incompatible with|is too old"),
     ("file is missing or unreadable", "settings", _MISSING, False,
      r"FileNotFoundError|No such file or directory|PermissionError|Permission denied|NotADirectoryError"
      r"|IsADirectoryError|does not exist|couldn't find|not a directory"),
     ("setting was refused", "settings", "correct the setting", False,
-     r"unrecognized arguments|error: (argument|the following arguments)|invalid choice"
-     r"|(must|should) be (divisible|a multiple)|not divisible|is not a multiple|Invalid generic resource"
+     r"unrecognized arguments|error: (argument|the following arguments)|invalid choice|(must"
+     r"|should) be (divisible|a multiple)|not divisible|is not a multiple|Invalid generic resource"
      r"|Requested node configuration|ErrImagePull|ImagePullBackOff|invalid partition"
-     r"|Unable to allocate resources"
-     r"|error: .*pyxis|spank: required plugin"
-     r"|Duplicate GPU detected|invalid device ordinal|total limit of containers|exceeded its.*limit"
-     r"|\S+\.py: error: |ncclInvalid(Usage|Argument)|no socket interface found|world[_ ]?size .*(not|must"
-     r"|but|less|greater)"
-     r"|not a valid model identifier|Repo id must|Can't load (the )?(tokenizer|config)|trust_remote_code"
-     r"|LocalEntryNotFound"
-     r"|OfflineModeIsEnabled|sbatch: error|Unable to create step|Unable to confirm allocation"
-     r"|Memory required by task"
-     r"|More processors requested|Batch job submission failed|command not found|bad interpreter"
-     r"|Exec format error"
-     r"|unbound variable|execve\(\)|CreateContainerConfigError|InvalidImageName|FailedScheduling"
-     r"|exceeded quota"
+     r"|Unable to allocate resources|error: .*pyxis|spank: required plugin|Duplicate GPU detected"
+     r"|invalid device ordinal|total limit of containers|exceeded its.*limit|\S+\.py: error: "
+     r"|ncclInvalid(Usage|Argument)|no socket interface found|world[_ ]?size .*(not|must|but|less"
+     r"|greater)|not a valid model identifier|Repo id must|Can't load (the )?(tokenizer|config)"
+     r"|trust_remote_code|LocalEntryNotFound|OfflineModeIsEnabled|sbatch: error|Unable to create step"
+     r"|Unable to confirm allocation|Memory required by task|More processors requested"
+     r"|Batch job submission failed|command not found|bad interpreter|Exec format error|unbound variable"
+     r"|execve\(\)|CreateContainerConfigError|InvalidImageName|FailedScheduling|exceeded quota"
      r"|Error response from daemon|failed to create (shim )?task|nvidia-container-cli: requirement"
-     r"|OCI runtime|could not select device"
-     r"|error: enroot|is required but|unknown (option|argument|key|field)|unexpected keyword"
-     r"|not supported"),
+     r"|OCI runtime|could not select device|error: enroot|is required but|unknown (option|argument|key"
+     r"|field)|unexpected keyword|not supported"),
     ("operands do not fit", "program", _TRACEBACK, False,
      r"size of tensor|sizes of tensors must|must match the (size|existing)|cannot be multiplied"
-     r"|not implemented for"
-     r"|Expected (all tensors|object|input|scalar|tensor|to)\b|expected scalar type|invalid for input of size"
-     r"|does not require grad|inplace operation|through the graph a second time|unused parameters"),
+     r"|not implemented for|Expected (all tensors|object|input|scalar|tensor|to)\b|expected scalar type"
+     r"|invalid for input of size|does not require grad|inplace operation|through the graph a second time"
+     r"|unused parameters"),
     ("ranks run different collectives", "program", "check the program's branches on all ranks", False,
      r"collective mismatch|mismatch between collectives|collectives.*do not match"),
     ("code could not be compiled", "settings", "install the compiler and headers that it names", False,
@@ -271,8 +254,8 @@ _MESSAGES = (
      r"|Error building extension|CompilationError"),
     ("loss is not finite", "program", "lower LR or look for bad samples", False,
      r"loss scale already at minimum|loss is (NaN|nan|inf)|(NaN|nan|Inf|inf) (in|loss|detected|found)"
-     r"|found NaN|non-finite|Unexpected result (nan|inf)|grad(ient)? norm is (nan|NaN|inf)"
-     r"|diverged|loss became"),
+     r"|found NaN|non-finite|Unexpected result (nan|inf)|grad(ient)? norm is (nan|NaN|inf)|diverged"
+     r"|loss became"),
     ("network card's link was down", "network", "none if the node was booting; otherwise " + NETWORK, False,
      r"mlx\d_core .*Link DOWN\b"),
     ("InfiniBand transfer failed at either end or in between", "network", NETWORK, False,
@@ -303,8 +286,8 @@ _MESSAGES = (
      r"CUDA error: |CUDA driver error|cudaError\w+|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)"
      r"|CUDNN_STATUS_EXECUTION_FAILED"),
     ("rank crashed", "crash", "read its log", False,
-     r"\bSIG(SEGV|ILL|FPE)\b|Segmentation fault"
-     r"|Signal 11\b|exitcode\s*: -11|DataLoader worker .* (is killed|exited unexpectedly)|core dumped"),
+     r"\bSIG(SEGV|ILL|FPE)\b|Segmentation fault|Signal 11\b|exitcode\s*: -11"
+     r"|DataLoader worker .* (is killed|exited unexpectedly)|core dumped"),
     ("rank was terminated by a signal", "consequence", _SIGNALLED, False,
      r"moe-exp: rank \d+ on .* has failed after iteration \d+: SIG|DUE TO (TIME LIMIT|PREEMPTION)"
      r"|\bpreempt|SIGTERM|SIGKILL|exit ?code ?:? ?(-9|-15|137|143)\b"),
