@@ -174,20 +174,15 @@ def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]
     start = "_".join(words)
     if near := difflib.get_close_matches(start, known, n=1, cutoff=0.8):
         return near
-    if described := _described(words, known):
-        return described
+    scores = {}  # of settings whose description begins with nearly these words
+    for setting in Config.model_fields.keys() & set(known):
+        text = re.findall("[a-z]+", (Config.model_fields[setting].description or "").lower())
+        first = " ".join(text[: len(words) + 1])
+        scores[setting] = difflib.SequenceMatcher(None, " ".join(words), first).ratio()
+    cutoff = 0.73 if len(words) > 1 else 0.95
+    if described := [one for one in scores if scores[one] >= cutoff]:
+        return sorted(described, key=lambda one: (-scores[one], one))[:2]
     parts = [
         one for one in known if one.startswith(start) or set(words) < set(one.split("_")) or one in words
     ]
     return sorted(parts, key=len)[:2] if len(parts) <= 3 else []
-
-
-def _described(words: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Returns settings whose description begins with nearly these words."""
-    scores = {}
-    for setting in Config.model_fields.keys() & set(known):
-        text = re.findall("[a-z]+", (Config.model_fields[setting].description or "").lower())
-        start = " ".join(text[: len(words) + 1])
-        scores[setting] = difflib.SequenceMatcher(None, " ".join(words), start).ratio()
-    cutoff = 0.73 if len(words) > 1 else 0.95
-    return sorted((one for one in scores if scores[one] >= cutoff), key=lambda one: (-scores[one], one))[:2]

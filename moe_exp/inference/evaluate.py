@@ -5,7 +5,6 @@ are cut into sequences that predict every token exactly once, except the first o
 
 import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -431,11 +430,5 @@ def print_evaluated(plan: EvaluationPlan, rank: Runtime) -> None:
         print_evaluation(result, num_experts=plan.request.experts or 0)
 
 
-def main(request_file: str) -> None:
-    """Runs one rank of a torchrun job."""
-    plan = ranks.planned_quietly(lambda: plan_evaluation(EvalRequest.read(request_file), check_ids=False))
-    ranks.run_rank(plan.config, lambda rank: print_evaluated(plan, rank))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    ranks.run_rank(lambda file: plan_evaluation(EvalRequest.read(file), check_ids=False), print_evaluated)

@@ -247,11 +247,5 @@ def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
             print(json.dumps(asdict(result), ensure_ascii=False) if as_json else "\n" * more, flush=True)
 
 
-def main(request_file: str) -> None:
-    """Runs one rank of a torchrun job."""
-    plan = ranks.planned_quietly(lambda: plan_generation(GenerateRequest.read(request_file)))
-    ranks.run_rank(plan.config, lambda rank: print_generated(plan, rank))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    ranks.run_rank(lambda file: plan_generation(GenerateRequest.read(file)), print_generated)

@@ -152,24 +152,22 @@ def run_alone(config: Config, work: Callable[[Runtime], None]) -> None:
         runtime.stop()
 
 
-def run_rank(config: Config, work: Callable[[Runtime], None]) -> None:
-    """Runs `work` as a rank of a torchrun job. A ValueError is printed in one line, with exit code 1."""
+def run_rank(plan: Callable[[str], Any], work: Callable[[Any, Runtime], None]) -> None:
+    """Runs `work` as a rank of a torchrun job, whose argument is the file that `plan` reads. A ValueError is
+    printed in one line, with exit code 1.
+    """
     logging.basicConfig(format="%(message)s")
+    logging.getLogger("moe_exp").setLevel(logging.ERROR)  # the launcher has logged the plan's messages
+    planned = plan(sys.argv[1])
     logging.getLogger("moe_exp").setLevel(logging.INFO if os.environ.get("RANK") == "0" else logging.WARNING)
     with faults.stop_signal() as stop, faults.named_by_rank(stop):
         try:
-            work(runtime.start(config))
+            work(planned, runtime.start(planned.config))
         except ValueError as error:
             print(f"moe-exp: {error}", file=sys.stderr, flush=True)
             # skips the cleanup of process groups, which would wait for other ranks
             os._exit(1)
         runtime.stop()
-
-
-def planned_quietly(plan: Callable[[], T]) -> T:
-    """Returns the result of `plan` without logging, as the launcher has already logged the same messages."""
-    logging.getLogger("moe_exp").setLevel(logging.ERROR)
-    return plan()
 
 
 def check_files(folder: Path) -> None:

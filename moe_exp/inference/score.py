@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -219,11 +218,5 @@ def _make_file(plan: ScoringPlan) -> None:
         raise
 
 
-def main(request_file: str) -> None:
-    """Runs one rank of a torchrun job."""
-    plan = ranks.planned_quietly(lambda: plan_scoring(ScoreRequest.read(request_file)))
-    ranks.run_rank(plan.config, lambda rank: score(plan, rank))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    ranks.run_rank(lambda file: plan_scoring(ScoreRequest.read(file)), score)

@@ -14,7 +14,8 @@ import platform
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -115,14 +116,24 @@ def library() -> tuple[ctypes.CDLL | None, str]:
     if compiler is None:
         return None, f"no C++ compiler in PATH ({', '.join(command[0] for command in commands)})"
     try:
-        version = _run(*compiler, "--version")
-        facts = (*_FLAGS, *compiler, version, _cpu(), _SOURCE.read_text())
+        version, about = _run(*compiler, "--version"), set[str]()
+        with suppress(OSError):  # identifies the CPU for which -march=native compiles
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            about = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+        cpu = (platform.system(), platform.machine(), platform.processor(), *sorted(about))
+        facts = (*_FLAGS, *compiler, version, "\n".join(cpu), _SOURCE.read_text())
         key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
         # The name contains a hash of everything the binary depends on: machines may share a home folder.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-exp"
         path = folder / f"layer-{key}.so"
         if not path.exists():
-            _compile(compiler, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # one process compiles while others wait for it; the file appears whole
+            with FileLock(f"{path}.lock", timeout=_MOST_SECONDS), TemporaryDirectory(dir=folder) as building:
+                if not path.exists():
+                    made = Path(building) / path.name
+                    _run(*compiler, *_FLAGS, "-o", str(made), str(_SOURCE))
+                    made.replace(path)
         return ctypes.CDLL(str(path)), f"compiled by {version.splitlines()[0]}"
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
@@ -130,35 +141,11 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         return None, reason
 
 
-def _compile(compiler: Sequence[str], path: Path) -> None:
-    """Writes the library atomically; one process compiles while others wait for it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock", timeout=_MOST_SECONDS), TemporaryDirectory(dir=path.parent) as folder:
-        if not path.exists():
-            made = Path(folder) / path.name
-            _run(*compiler, *_FLAGS, "-o", str(made), str(_SOURCE))
-            made.replace(path)
-
-
 def _run(*command: str) -> str:
     done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
         timeout=_MOST_SECONDS,
-    )
+    )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed with exit code {done.returncode}: {done.stderr[-300:]}")
     return done.stdout
-
-
-def _cpu() -> str:
-    """Text that identifies this CPU, for which -march=native compiles."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    about = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
-    return "\n".join([platform.system(), platform.machine(), platform.processor(), *sorted(set(about))])

@@ -146,20 +146,16 @@ def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
         text = f"{best.group.name} is better than {second.group.name} {lead}: {losses}"
     else:
         text = f"{best.group.name} is the best of {number} {lead}, ahead of {second.group.name}: {losses}"
-    left_out = f"Left out: {'; '.join(refused)}." if refused else ""
-    return f"{text}.", " ".join(filter(None, (_seeds(best, second), left_out)))
-
-
-def _seeds(best: Standing, second: Standing) -> str:
-    """Sentences about the ranges of the two groups over their seeds; empty with one seed each."""
-    parts = []
+    parts = []  # the ranges of both groups over their seeds, and what was left out
     if seeded := [one for one in (best, second) if one.has_seeds]:
         ranges = [f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}" for one in seeded]
         verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
         parts.append(f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}.")
     if missing := [run.name for one in (best, second) for run in one.left_out]:
         parts.append(f"Left out because they have no validation: {in_words(missing)}.")
-    return " ".join(parts)
+    if refused:
+        parts.append(f"Left out: {'; '.join(refused)}.")
+    return f"{text}.", " ".join(parts)
 
 
 RANKING_RULE = (

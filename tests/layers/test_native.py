@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import platform
 import shutil
 from pathlib import Path
 
@@ -184,16 +185,16 @@ def test_plain_torch_runs_where_there_is_no_library(tmp_path, compiler, case, ex
     assert abs(total - result_of_a_layer()) <= 1e-5 * abs(total)
 
 
-def test_the_name_of_the_library_depends_on_the_processor(monkeypatch):
+def test_the_name_of_the_library_depends_on_the_processor(monkeypatch, tmp_path):
     """Machines with a common home folder do not run each other's instructions."""
     names: list[str] = []
-    monkeypatch.setattr(native, "_compile", lambda compiler, path: names.append(path.name))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-    for flags in ("avx2", "avx512f"):
-        monkeypatch.setattr(native, "_cpu", lambda flags=flags: flags)
+    monkeypatch.setattr(native, "_run", lambda *command: names.append(Path(command[-2]).name) or "compiler 1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for machine in ("x86_64", "aarch64"):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
         loaded, why = native.library.__wrapped__()
         assert loaded is None and names[-1] in why
-    assert names[0] != names[1]
+    assert names[1] != names[3]  # version, library, version, library
 
 
 def test_a_forked_child_computes_the_same():

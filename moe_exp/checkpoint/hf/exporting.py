@@ -113,7 +113,15 @@ def to_hf(
         iteration = iteration_of(folder, read_common(folder))
         of_run: dict[str, Any] = {"source": folder, "iteration": iteration, "original": original}
         model_folder.write_model_card(partial, target.name, facts, **of_run)
-    return Exported(name, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
+    notes = []
+    if not has_tokenizer:
+        named = config.tokenizer
+        why = f"TOKENIZER={named} not found" if named else "the checkpoint names no tokenizer"
+        fix = "pass --tokenizer, or copy the tokenizer's files into the folder"
+        notes.append(f"no tokenizer was written: {why}; {fix}")
+    if added := config.padded_vocab_size - config.vocab_size:
+        notes.append(f"omitted {added} padding rows of the vocabulary, part of the softmax in training")
+    return Exported(name, weights.num_bytes, tuple(notes))
 
 
 def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
@@ -212,18 +220,6 @@ def _tokenizer_of(config: Config, folder: Path) -> Path | None:
     if not (named or config.train_data):
         paths.append(embedded_folder(Path(config.data_dir)) / "tokenizer.json")
     return next((path for path in (*paths, folder.parent / "tokenizer") if path.exists()), None)
-
-
-def _notes(config: Config, has_tokenizer: bool) -> list[str]:
-    notes = []
-    if not has_tokenizer:
-        named = config.tokenizer
-        why = f"TOKENIZER={named} not found" if named else "the checkpoint names no tokenizer"
-        fix = "pass --tokenizer, or copy the tokenizer's files into the folder"
-        notes.append(f"no tokenizer was written: {why}; {fix}")
-    if added := config.padded_vocab_size - config.vocab_size:
-        notes.append(f"omitted {added} padding rows of the vocabulary, part of the softmax in training")
-    return notes
 
 
 @dataclass(frozen=True)

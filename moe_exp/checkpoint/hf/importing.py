@@ -143,9 +143,7 @@ def from_hf(
             sources[number] = replace(piece, shape=shape, box=shape), reads
     stored = _dtype(folder, sources, dtype)
     config = config.model_copy(update={"dtype": model_folder.DTYPE_NAMES[stored]})
-    num_bytes = source_bytes
-    if dtype is not None:
-        num_bytes = sum(math.prod(piece.box) for piece, _ in sources) * stored.itemsize
+    num_bytes = sum(math.prod(piece.box) for piece, _ in sources) * stored.itemsize if dtype else source_bytes
     with (
         folders.new_folder(target, num_bytes=num_bytes) as partial,
         progress("converting", source_bytes) as advance,
@@ -164,7 +162,12 @@ def from_hf(
         facts = {"converted_from": architecture.name, "world_size": 1, "layout": layout}
         folders.Manifest(0, folders.entries_of(written), facts).write(written)
         write_atomically(partial / LATEST, "0")
-        _write_settings(partial / SETTINGS, settings, config, target)
+        # for the model, its weights and further training; no preset changes these settings
+        values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
+        values |= {"load_dir": str(target.resolve())} | _CONTINUED
+        lines = ["# Settings for further training of this checkpoint: moe-exp train --config THIS_FILE"]
+        lines += [f"{k.upper()}={shlex.quote(as_given(value))}" for k, value in values.items() if value != ""]
+        write_atomically(partial / SETTINGS, "\n".join(lines) + "\n")
     command = shlex.join([*own_command(), "train", "--config", str(target.resolve() / SETTINGS)])
     notes = [] if predicts or not predicting else [_NO_PREDICTION.format(len(predicting))]
     return Imported(config, architecture.name, command, (*notes, *_notes(config, added)))
@@ -318,16 +321,6 @@ def _write_weights(
                 values = values.to(TORCH_DTYPES[dtype])
             writer.add_chunk(piece.key, values.view(piece.box), shape=piece.shape, offsets=piece.offsets)
         writer.finish({"config": config.model_dump(), "layout": layout, "content_metadata": CONTENT})
-
-
-def _write_settings(path: Path, settings: Settings, config: Config, target: Path) -> None:
-    """Writes settings for the model, its weights and further training. No preset changes these settings."""
-    values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
-    values |= {"load_dir": str(target.resolve())} | _CONTINUED
-    texts = {name.upper(): as_given(value) for name, value in values.items() if value != ""}
-    lines = ["# Settings for further training of this checkpoint: moe-exp train --config THIS_FILE"]
-    lines += [f"{name}={shlex.quote(text)}" for name, text in texts.items()]
-    write_atomically(path, "\n".join(lines) + "\n")
 
 
 def _notes(config: Config, added: list[str]) -> list[str]:

@@ -120,10 +120,8 @@ class AttentionSettings(ModelSettings):
                     yield self.problem(name, rule, f"{fix}, or {name.upper()}={usual}")
         patterns = {"window_pattern": self.window_layers, "rotary_layers": self.layers_without_rotary}
         for name, layers in patterns.items():
-            if len(layers) != self.num_layers and getattr(self, name) != "windowed":
-                rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
-                fix = f"give a number, n:m, or a pattern of {self.num_layers} zeros and ones"
-                yield self.problem(name, rule, fix)
+            if getattr(self, name) != "windowed":
+                yield from self.pattern_problems(name, layers)
         latent, lacks_rotary = self.multi_latent_attention, any(self.layers_without_rotary)
         name = "rotary_layers" if lacks_rotary else "window_rotary_base"
         by_blocks = self.sliding_window or self.attention_sinks != "none" or self.attention_softcap

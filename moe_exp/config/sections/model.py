@@ -275,6 +275,13 @@ class ModelSettings(LaunchSettings):
                 usual = as_given(default).removesuffix(".0")
                 yield self.problem(name, f"has no effect while {other}", f"{fix}, or {name.upper()}={usual}")
 
+    def pattern_problems(self, name: str, layers: Sequence[bool]) -> Iterator[str]:
+        """Yields a line if setting `name`, which chooses `layers`, lists more or fewer than the model has."""
+        if len(layers) != self.num_layers:
+            rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
+            fix = f"give a number, n:m, or a pattern of {self.num_layers} zeros and ones"
+            yield self.problem(name, rule, fix)
+
     def _mup_problems(self) -> Iterator[str]:
         """Checks for settings without muP rules."""
         return self.broken(

@@ -107,12 +107,9 @@ class ExpertSettings(RouterSettings):
 
     def _layer_problems(self) -> Iterator[str]:
         """Checks MOE_LAYER_FREQ and FIRST_K_DENSE."""
-        layers = self.moe_layers
-        if len(layers) != self.num_layers:
-            rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
-            fix = f"give a number, or a pattern of {self.num_layers} zeros and ones"
-            yield self.problem("moe_layer_freq", rule, fix)
-        elif not any(layers):
+        problems = list(self.pattern_problems("moe_layer_freq", self.moe_layers))
+        yield from problems
+        if not (problems or any(self.moe_layers)):
             rule = f"leaves no MoE layer among NUM_LAYERS={self.num_layers}"
             if self.first_k_dense:
                 fix = f"set FIRST_K_DENSE to at most {self.num_layers - 1}, or USE_MOE=false"

@@ -159,7 +159,16 @@ def convert(
         rule = f"must be at most the number of input files ({len(inputs)}), because a task reads whole files"
         raise input_error(f"tasks={settings.tasks}", rule, f"give at most {len(inputs)}")
     num_tasks = settings.tasks or min(len(inputs), MAX_DEFAULT_TASKS)
-    _check_limits(output, settings, num_tasks)
+    # requirements of steps that read the output of all tasks
+    if glob.has_magic(str(output.absolute())) and (settings.dedup or settings.decontaminate):
+        rule = "must not contain *, ? or [, which datatrove would interpret as a pattern"
+        raise input_error(f"output={output}", rule, "give another folder")
+    # open files in a finder: for each task a signature file and two of duplicates
+    needed = 3 * num_tasks + 64
+    if (settings.dedup or settings.near_dedup) and needed > (most := allow_open_files()):
+        rule = f"comparing signatures requires {needed} open files, but the limit is {most}"
+        fix = "use fewer tasks, or raise the hard limit of open files (ulimit -Hn)"
+        raise input_error(f"tasks={num_tasks}", rule, fix)
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
     benchmarks = [one.facts() for one in settings.decontaminate]
@@ -203,20 +212,6 @@ def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
         if path == following:
             raise input_error(path, "is given twice", "give it once")
     return ordered
-
-
-def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> None:
-    """Checks the requirements of steps that read the output of all tasks."""
-    if glob.has_magic(str(output.absolute())) and (settings.dedup or settings.decontaminate):
-        rule = "must not contain *, ? or [, which datatrove would interpret as a pattern"
-        raise input_error(f"output={output}", rule, "give another folder")
-    # checked before hours of work, not when the finder runs out of file descriptors
-    # open files in a finder: for each task a signature file and two of duplicates
-    needed = 3 * num_tasks + 64
-    if (settings.dedup or settings.near_dedup) and needed > (most := allow_open_files()):
-        rule = f"comparing signatures requires {needed} open files, but the limit is {most}"
-        fix = "use fewer tasks, or raise the hard limit of open files (ulimit -Hn)"
-        raise input_error(f"tasks={num_tasks}", rule, fix)
 
 
 def _passes(

@@ -26,7 +26,7 @@ import xxhash
 from moe_exp.data.download.sources import Source, check_inside, chosen_files, local_files, model_files
 from moe_exp.data.download.stores import LISTING, Listing, fetch_from_store, kept_listing, list_store
 from moe_exp.data.kinds import input_error
-from moe_exp.data.stage import RUNNING, CorpusStage, check_free_disk, free_disk, read_json, run_stage
+from moe_exp.data.stage import RUNNING, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text
 from moe_exp.host.object_store import StoredFile, first_line, names_of, patiently
 from moe_exp.host.progress import print_summary, progress, progress_of
@@ -88,7 +88,18 @@ def download(
         if source.url:
             fetch_from_store(source, listing, stage)
         elif stage.manifest is None:
-            _finish(stage, source, listing, hub.fetch(listing))
+            hashes = hub.fetch(listing)
+            facts: dict[str, Any] = {
+                "commit": listing.commit, "endpoint": endpoint(), "licence": source.licence,
+                "text_field": source.text_field, "num_files": len(hashes), "num_bytes": listing.num_bytes,
+                "sha256": {name: sha256 for name, (_, sha256) in hashes.items()},
+            }  # fmt: skip
+            places = {stage.folder / name: whole for name, (whole, _) in hashes.items()}
+            manifest = stage.finish_folder(list(places), hashes=places, **facts)
+            rows: dict[str, object] = {source.repo_type: source.repository, "commit": listing.commit}
+            rows |= {"files": len(hashes), "bytes": facts["num_bytes"], "license": source.licence}
+            rows |= {"folder": stage.output, "seconds": manifest["seconds"]}
+            print_summary(f"Downloaded {source.name}", rows)
         elif (missing := listing.missing(stage.folder)).files:
             what = "%s: downloading %d files that are missing or differ in size"
             logger.warning(what, folder, len(missing.files))
@@ -97,18 +108,6 @@ def download(
         shutil.rmtree(stage.output / ".cache", ignore_errors=True)
         (stage.output / LISTING).unlink(missing_ok=True)
     return [folder / name for name in listing.files]
-
-
-def _finish(stage: CorpusStage, source: Source, listing: Listing, hashes: dict[str, _Hashes]) -> None:
-    facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence}
-    facts |= {"text_field": source.text_field, "num_files": len(hashes), "num_bytes": listing.num_bytes}
-    facts |= {"sha256": {name: sha256 for name, (_, sha256) in hashes.items()}}
-    places = {stage.folder / name: whole for name, (whole, _) in hashes.items()}
-    manifest = stage.finish_folder(list(places), hashes=places, **facts)
-    rows: dict[str, object] = {source.repo_type: source.repository, "commit": listing.commit}
-    rows |= {"files": len(hashes), "bytes": facts["num_bytes"], "license": source.licence}
-    rows |= {"folder": stage.output}
-    print_summary(f"Downloaded {source.name}", rows | {"seconds": manifest["seconds"]})
 
 
 def download_model(source: Source, parent: Path, check: Callable[[Path], object]) -> tuple[Path, str]:

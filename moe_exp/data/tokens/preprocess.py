@@ -117,7 +117,14 @@ def tokenize_documents(
     with run_stage("tokenize", output, **what, start_over=start_over) as stage:
         if stage.was_done:
             return stage.manifest or {}
-        _check_same_way(stage, tasks)
+        # a run without tasks cannot be resumed with tasks, or vice versa
+        if tasks is not None and (stage.folder / JOINED).exists():
+            rule, fix = f"{stage.output} was started without --tasks", "omit --tasks, or add --start-over"
+            raise setting_error("tasks", tasks, rule, fix)
+        if tasks is None and (stage.folder / TASKS).exists():
+            before = read_json(stage.folder / TASKS, fix=MAKE_AGAIN)["tasks"]
+            rule = f"{stage.output} was started with {before} tasks"
+            raise setting_error("tasks", "", rule, f"set --tasks {before}, or add --start-over")
         parts = plan_parts(inputs if tasks is None else stage.inputs, part_bytes)
         joined = JoinedParts(stage.folder, output.name, settings)
         workers = usable(num_workers(execution)) if tasks is None else len(parts)
@@ -144,18 +151,6 @@ def tokenize_documents(
 def stage_settings(settings: PartSettings, part_bytes: int) -> dict[str, Any]:
     """Settings that, together with the inputs, determine the files."""
     return settings.facts() | {"part_bytes": part_bytes}
-
-
-def _check_same_way(stage: CorpusStage, tasks: int | None) -> None:
-    """Raises ValueError if a run without tasks would be resumed with tasks, or vice versa."""
-    if tasks is not None and (stage.folder / JOINED).exists():
-        rule, fix = f"{stage.output} was started without --tasks", "omit --tasks, or add --start-over"
-        raise setting_error("tasks", tasks, rule, fix)
-    if tasks is None and (stage.folder / TASKS).exists():
-        before = read_json(stage.folder / TASKS, fix=MAKE_AGAIN)["tasks"]
-        rule = f"{stage.output} was started with {before} tasks"
-        fix = f"set --tasks {before}, or add --start-over"
-        raise setting_error("tasks", "", rule, fix)
 
 
 def _publish(

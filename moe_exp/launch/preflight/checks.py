@@ -93,7 +93,11 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
 
     Returns `wrong` (8-byte words), `bytes` (filled), and `gigabytes_per_second` of the fastest write + read.
     """
-    chunks = _allocated(device, num_bytes)
+    chunk_bytes = _CUDA_CHUNK_BYTES if device.type == "cuda" else _CPU_CHUNK_BYTES
+    chunks: list[Tensor] = []
+    with suppress(torch.OutOfMemoryError, MemoryError, RuntimeError):  # another process needed memory
+        for _ in range(num_bytes // chunk_bytes):
+            chunks.append(torch.empty(chunk_bytes // 8, dtype=torch.int64, device=device))
     wrong, best = 0, math.inf
     for pattern in _WORDS:
         words = [pattern ^ (number * _ODD & 0x7FFFFFFFFFFFFFFF) for number in range(len(chunks))]
@@ -111,15 +115,6 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
     filled = sum(chunk.nbytes for chunk in chunks)
     rate = 2 * filled / best / 1e9 if filled else 0.0
     return {"wrong": wrong, "bytes": filled, "gigabytes_per_second": rate}
-
-
-def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
-    chunk_bytes = _CUDA_CHUNK_BYTES if device.type == "cuda" else _CPU_CHUNK_BYTES
-    chunks: list[Tensor] = []
-    with suppress(torch.OutOfMemoryError, MemoryError, RuntimeError):  # another process needed memory
-        for _ in range(num_bytes // chunk_bytes):
-            chunks.append(torch.empty(chunk_bytes // 8, dtype=torch.int64, device=device))
-    return chunks
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:

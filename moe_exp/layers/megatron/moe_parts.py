@@ -254,9 +254,15 @@ class MegatronMoELayer(MegatronMoE):
         self.moe_layer_recompute = "moe" in recomputed
         if shared is not None and not recomputed.isdisjoint({"shared_expert", "shared_experts"}):
             shared = partial(self._recomputed, shared)
+        settings = MoESettings(
+            capacity_factor=config.moe_expert_capacity_factor, min_capacity=min_capacity,
+            pad_to_capacity=config.moe_pad_expert_input_to_capacity, drop_policy=config.moe_token_drop_policy,
+            token_rounding=token_rounding, losses=(*balancing_losses(config), *losses),
+            z_loss_coeff=config.moe_z_loss_coeff or 0.0, batch_dim=1,
+        )  # fmt: skip
         layer = MoELayer(
             router=self.router, dispatcher=_dispatcher(dispatcher, config, groups), experts=self.experts,
-            settings=_settings(config, losses, min_capacity, token_rounding), shared=shared,
+            settings=settings, shared=shared,
             down=projecting(self.fc1_latent_proj), up=projecting(self.fc2_latent_proj),
             microbatch_group=groups.tp_cp, context_parallel_size=groups.cp.size(),
             context_stripes=getattr(config, "context_stripes", 1), recompute_router="router" in recomputed,
@@ -318,17 +324,6 @@ class MegatronMoELayer(MegatronMoE):
 def recomputed_modules(config: TransformerConfig) -> set[str]:
     """Modules that backward recomputes: Megatron's names, and those of RECOMPUTE_MODULES."""
     return set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
-
-
-def _settings(
-    config: TransformerConfig, losses: tuple[AuxLoss, ...], min_capacity: int, token_rounding: int
-) -> MoESettings:
-    return MoESettings(
-        capacity_factor=config.moe_expert_capacity_factor, min_capacity=min_capacity,
-        pad_to_capacity=config.moe_pad_expert_input_to_capacity, drop_policy=config.moe_token_drop_policy,
-        token_rounding=token_rounding, losses=(*balancing_losses(config), *losses),
-        z_loss_coeff=config.moe_z_loss_coeff or 0.0, batch_dim=1,
-    )  # fmt: skip
 
 
 def ffn_per_rank(ffn_size: int, etp: int) -> int:

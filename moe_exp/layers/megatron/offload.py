@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_exp.layers.megatron.saved_tensors import ChunkHooks
@@ -139,7 +139,12 @@ class ActivationOffload(ChunkHooks):
         self._latest: weakref.ref[_Group] | None = None
         self._seen: dict[int, tuple[StorageWeakRef, _Saved | None]] | None = None  # of one forward pass
         for layer in chunk.decoder.layers:
-            for module in _modules(layer, modules):
+            experts = getattr(layer.mlp, "experts", None)
+            found = {
+                "attention": layer.self_attention, "mlp": layer.mlp if experts is None else None,
+                "experts": experts, "shared_expert": getattr(layer.mlp, "shared_experts", None),
+            }  # fmt: skip
+            for module in filter(None, map(found.get, modules)):
                 module.register_forward_pre_hook(self._start)
                 module.register_forward_hook(self._end)
 
@@ -193,12 +198,3 @@ class ActivationOffload(ChunkHooks):
         storage = saved.saved.on_device.untyped_storage()
         x = torch.empty(0, dtype=saved.dtype, device=storage.device)
         return x.set_(storage, saved.offset, saved.size, saved.stride)
-
-
-def _modules(layer: Any, names: Collection[str]) -> Iterator[nn.Module]:  # of TransformerLayer
-    experts = getattr(layer.mlp, "experts", None)
-    found = {
-        "attention": layer.self_attention, "mlp": layer.mlp if experts is None else None,
-        "experts": experts, "shared_expert": getattr(layer.mlp, "shared_experts", None),
-    }  # fmt: skip
-    return filter(None, (found[name] for name in names))

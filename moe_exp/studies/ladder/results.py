@@ -233,7 +233,16 @@ def _result_rows(ladder: Ladder, results: Results) -> list[list[str]]:
 def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
     """Yields paragraphs on speedup trends, on the laws, on predictions, and on missing or excluded runs."""
     if results.fit:
-        yield "\n".join(f"- {_trend_text(name, one, ladder)}" for name, one in results.speedups.items())
+        trends = []
+        for name, one in results.speedups.items():
+            trend, words = one.trend, "shows no significant change with compute"
+            if trend.has_interval and (trend.low > 0 or trend.high < 0):
+                words = "grows with compute" if trend.low > 0 else "shrinks with compute"
+            rung = max((number for number, x in enumerate(one.rungs) if not math.isnan(x.value)), default=0)
+            last = f"{interval_text(one.rungs[rung], '×')} at rung {rung + 1}"
+            slope = interval_text(trend, digits=3)
+            trends.append(f"- {name} over {ladder.baseline}: {last}; the gain {words} (exponent {slope})")
+        yield "\n".join(trends)
         laws, is_given = [], ladder.definition.asymptote is not None
         for name in ladder.names:
             floor, factor, exponent = results.fit.parameters(name).values()
@@ -261,16 +270,6 @@ def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
         " Brackets are 90% intervals (95% for parameters) from a bootstrap over seeds, without the error of"
         " the law's form."
     )
-
-
-def _trend_text(name: str, speedup: Speedup, ladder: Ladder) -> str:
-    trend, words = speedup.trend, "shows no significant change with compute"
-    if trend.has_interval and (trend.low > 0 or trend.high < 0):
-        words = "grows with compute" if trend.low > 0 else "shrinks with compute"
-    rung = max((number for number, one in enumerate(speedup.rungs) if not math.isnan(one.value)), default=0)
-    last = interval_text(speedup.rungs[rung], "×")
-    slope = interval_text(trend, digits=3)
-    return f"{name} over {ladder.baseline}: {last} at rung {rung + 1}; the gain {words} (exponent {slope})"
 
 
 def interval_text(one: Estimate, unit: str = "", digits: int = 2) -> str:

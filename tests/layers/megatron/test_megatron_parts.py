@@ -174,10 +174,15 @@ def test_losses_of_a_transformer_config(kinds, coeffs, expected):
         moe_parts.balancing_losses(settings(moe_router_load_balancing_type="aux"))
 
 
+def drop_policy_of(policy: str) -> str:
+    start_parallel(tp=1, ep=1, etp=1)
+    config = settings(moe_token_drop_policy=policy, moe_expert_capacity_factor=1.0)
+    return build_module(moe_submodule_spec(), config=config)._token_layer[0].settings.drop_policy
+
+
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_drop_policy_of_a_transformer_config(policy):
-    config = settings(moe_token_drop_policy=policy, moe_expert_capacity_factor=1.0)
-    assert moe_parts._settings(config, (), min_capacity=0, token_rounding=0).drop_policy == policy
+    assert run_on_ranks(1, drop_policy_of, policy) == [policy]
 
 
 def test_activation_of_a_transformer_config():
