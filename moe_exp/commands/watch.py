@@ -139,13 +139,17 @@ def run_blame(arguments: argparse.Namespace) -> None:
     JSON,
 )
 def run_diagnose(arguments: argparse.Namespace) -> None:
-    """Decides as the launcher does after a failure, which knows the iterations from the run's events."""
+    """Decides as the launcher does after a failure, for a run folder also by the run's events."""
+    from moe_exp.runs.records import last_records
+    from moe_exp.runs.run_folder import RunFolder
     from moe_exp.watch.blame import log_files
-    from moe_exp.watch.diagnosis import diagnose_logs
+    from moe_exp.watch.diagnosis import diagnose_logs, situation_of_run
 
-    found = diagnose_logs(
-        log_files(arguments.logs), iterations=arguments.iterations, trained_before=arguments.trained_before
-    )
+    metrics = [path for log in arguments.logs if (path := RunFolder(log).metrics).is_file()]
+    known = vars(situation_of_run(last_records(metrics[0]))) if metrics else {}
+    given = {"iterations": arguments.iterations, "trained_before": arguments.trained_before or None}
+    known |= {name: value for name, value in given.items() if value is not None}
+    found = diagnose_logs(log_files(arguments.logs), **known)
     if arguments.json:
         print_json(asdict(found))
         return

@@ -121,9 +121,9 @@ def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
 
 
 def diagnose_logs(
-    files: Iterable[Path], *, iterations: int | None = None, trained_before: bool = False
+    files: Iterable[Path], *, iterations: int | None = None, trained_before: bool = False, repeats: int = 0
 ) -> Diagnosis:
-    """Decides by log files; `iterations` as in Situation, None: from the logs."""
+    """Decides by log files; other arguments as in Situation, but `iterations` None: from the logs."""
     logs, seen = [], [0]
     for path in files:
         faults: list[Seen] = []
@@ -135,7 +135,7 @@ def diagnose_logs(
                 seen += [int(number) for number in _ITERATION.findall(line)]
         logs.append((origin_of_file(path), faults))
     trained = max(seen) - min(seen[1:], default=0) if iterations is None else iterations
-    return diagnose(gathered(logs), Situation(trained, trained_before))
+    return diagnose(gathered(logs), Situation(trained, trained_before, repeats))
 
 
 def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str, Any]]) -> Diagnosis:
@@ -164,3 +164,11 @@ def situation_of(records: Sequence[Record], failures: Sequence[Mapping[str, Any]
         trained_before=any(one.get("kind") == "train" for one in records[changed:start]),
         repeats=max((before[one["cause"]] for one in failures), default=0),
     )
+
+
+def situation_of_run(records: Sequence[Record]) -> Situation:
+    """Reads from the records of a run how its last failure came about."""
+    failed = [number for number, one in enumerate(records) if one.get("event") == "rank_failed"]
+    end = failed[-1] + 1 if failed else len(records)
+    begin = next((at for at in reversed(range(end)) if records[at].get("event") != "rank_failed"), -1) + 1
+    return situation_of(records[:begin], records[begin:end])

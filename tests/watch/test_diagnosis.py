@@ -169,3 +169,17 @@ def test_command(tmp_path, capsys):
     assert not main(["watch", "diagnose", str(log), "--json", "--trained-before"])
     found = json.loads(capsys.readouterr().out)
     assert (found["action"], found["category"], found["host"]) == ("exclude", "node", "node-a01")
+
+
+def test_command_for_a_run_folder_knows_its_events(tmp_path, capsys):
+    """The same crash after the same iteration is no chance the third time; the log has all three."""
+    failed = ("train", 10), ("rank_failed", 10), ("diagnosis", 10), ("restart", 10), ("resume", 5)
+    line = "moe-exp: rank 3 on node-a01 (cpu) has failed after iteration 10: SIGSEGV\n"
+    for number, action in ((1, "restart"), (REPEATS, "stop")):
+        run = tmp_path / str(number)
+        run.mkdir()
+        names = [("start", 0), *failed * (number - 1), *failed[:3]]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events(*names)))
+        (run / "train.log").write_text(line * number)
+        assert not main(["watch", "diagnose", str(run)])
+        assert capsys.readouterr().out.startswith(f"{action}: ")
