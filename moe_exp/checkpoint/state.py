@@ -43,6 +43,8 @@ class Progress:
     num_averaged: int = 0  # updates of the moving average of the weights (EMA_DECAY); 0: no average yet
     # `SpikeDetector.state`, to detect a spike right after a resume; None: unknown
     spike_windows: dict[str, Any] | None = None
+    # last iteration whose gradients SDC_CHECK_EVERY has checked, or after which it was switched on
+    checked: int | None = None
 
     @property
     def num_steps(self) -> int:
@@ -134,4 +136,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    # a copy, because Megatron changes the given dict with each use
+    tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["tracker"]))

@@ -245,7 +245,7 @@ class Agent(LocalElasticAgent):
         """Decides whether the ranks may restart, and excludes a bad node; returns the action."""
         # imported here, because only failures need the tables and their packages
         from moe_exp.watch.diagnosis import diagnose_failures
-        from moe_exp.watch.excluded_nodes import exclude
+        from moe_exp.watch.excluded_nodes import exclude_if_possible
 
         found = diagnose_failures(records, failures)
         self._event("diagnosis", iteration, **vars(found))
@@ -255,8 +255,8 @@ class Agent(LocalElasticAgent):
             self._rounds.set_closed()
         elif found.action == "exclude" and found.host:
             if EXCLUDE_FILE in os.environ:
-                with suppress(OSError):  # the file system may be unavailable
-                    exclude(Path(os.environ[EXCLUDE_FILE]), found.host, f"diagnosis: {found.reason}")
+                path = Path(os.environ[EXCLUDE_FILE])
+                exclude_if_possible(path, found.host, f"diagnosis: {found.reason}")
             if "SLURM_JOB_ID" in os.environ and (self.get_worker_group().group_world_size or 1) > 1:
                 self._rounds.set_closed()  # only another job has other nodes
         return found.action

@@ -45,7 +45,7 @@ from moe_exp.launch.torchrun_job import child_environment, run_job, shared_key, 
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text, run_folder_problems
 from moe_exp.runs.summary import Caller, finish_run
-from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
+from moe_exp.watch.excluded_nodes import exclude_list
 from moe_exp.watch.hangs.monitor import HangWatch
 
 
@@ -147,7 +147,16 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
             raise ConfigError(problems)
         _warn(data_warnings(prepared))
     if config.remote_dir or is_url(config.load_dir):
-        _fetch_checkpoints(config)
+        from moe_exp.checkpoint.remote import check_writable, fetch_load_dir, fetch_run
+
+        try:
+            if config.remote_dir and config.node_rank == 0:
+                check_writable(config)
+            fetch_run(config)
+            if is_url(config.load_dir) and not RunFolder.of(config).checkpoint_iterations():
+                fetch_load_dir(config)
+        except (ValueError, OSError) as error:
+            raise ConfigError([str(error)]) from None
     # before the ranks, which a broken node would only make hang or fail
     if config.preflight:
         from moe_exp.launch.preflight.node import passes
@@ -160,8 +169,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     except (OSError, ValueError) as error:
         raise ConfigError([str(error)]) from None
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
-    listed = os.environ.get("EXCLUDE_FILE") or expanded(config.run_dir) / EXCLUDE_NODES
-    environ[EXCLUDE_FILE] = str(expanded(listed).absolute())
+    environ[EXCLUDE_FILE] = str(exclude_list(config.run_dir))
     environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     agent = torchrun_command(config, rank_arguments(config, flags))
     # the ranks' port, as in `rank_arguments`
@@ -189,20 +197,6 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
 
 
 _OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
-
-
-def _fetch_checkpoints(config: Config) -> None:
-    """Copies checkpoints from REMOTE_DIR or from a LOAD_DIR URL before the ranks start."""
-    from moe_exp.checkpoint.remote import check_writable, fetch_load_dir, fetch_run
-
-    try:
-        if config.remote_dir and config.node_rank == 0:
-            check_writable(config)
-        fetch_run(config)
-        if is_url(config.load_dir) and not RunFolder.of(config).checkpoint_iterations():
-            fetch_load_dir(config)
-    except (ValueError, OSError) as error:
-        raise ConfigError([str(error)]) from None
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:

@@ -51,7 +51,7 @@ from moe_exp.runs.records import time_of
 
 FAULTS = (
     "checkpoint_failed", "upload_failed", "damaged_checkpoint", "other_data", "hang", "too_many_bad_steps",
-    "bad_step", "replicas_differ", "spike", "slow_rank",
+    "bad_step", "replicas_differ", "spike", "slow_rank", "sdc",
 )  # fmt: skip
 _KEY = (
     (' class="start"', "start, resume"), ("", "checkpoint"),

@@ -109,6 +109,7 @@ EVENTS = {
     "no_rollback": "a rollback was not possible: reason",
     "slow_rank": "a rank is slower than its peers: rank, host, device, phase, factor (own time / peers')",
     "slow_rank_end": "a rank is no longer slow: rank, host, device",
+    "sdc": "silent corruption; the run restarts from before it: problem, ranks, hosts, back_to, set_aside",
     "hang": "no rank made progress, so all were terminated: reason, deviating ranks and hosts, why, folder",
     "stop": "the run stops before TRAIN_ITERS: reason (faults.STOP_REASONS)",
     "end": "the ranks ended on their own: status, wall_seconds",

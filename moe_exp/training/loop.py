@@ -44,7 +44,7 @@ from moe_exp.engine.optimizer_setup import (
     skip_steps_not_finite,
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
-from moe_exp.host.exit_codes import BAD_INPUT, EXCLUDE_FILE, FAILED, FINISHED, report_exit_code
+from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
 from moe_exp.runs.summary import finish_run
@@ -58,7 +58,7 @@ from moe_exp.training.recordings import Recorder, dump, is_dumped
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
 from moe_exp.training.step import Job, Step, forward_backward, settle, train_step
-from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
+from moe_exp.watch.excluded_nodes import exclude_list
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 from moe_exp.watch.slow_ranks import report
@@ -207,6 +207,8 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
     if changes or resumed_from is None:
         progress.spike_windows = None  # the loss differs on other data
+    if not config.sdc_check_every:
+        progress.checked = None  # else a later start would go back to here
     if has_graph:
         graphs, failure = start_graphs(config, rank, model, samples, progress, eod_id)
         job = replace(job, graphs=graphs, graph_failure=failure)
@@ -217,14 +219,13 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:
     """Trains to TRAIN_ITERS or a stop request; returns `finished` or `stopped`, and the exit code."""
     config, rank, folder, trained = job.config, job.runtime, job.folder, job.trained
-    interval = Interval(config, rank, trained.model)
+    interval, recorder = Interval(config, rank, trained.model), Recorder(config, rank, folder)
     saves = CheckpointManager(config, rank, folder, job.source, trained, metrics)
     # Training itself would never notice a rank with other weights, because only gradients are reduced.
     interval.pause(check_replicas(config, rank, trained, progress, metrics))
     guard = LossGuard(config, rank, folder, trained, job.train_stream, progress, metrics, saves.finish)
     limits: dict[str, Any] = {"exit_minutes": config.exit_duration, "exit_interval": config.exit_interval}
     rules = faults.StopRules(stop, folder.exit_file if rank.is_first else None, **limits)
-    recorder = Recorder(config, rank, folder)
     step: Step | None = None
     late: Callable[[], tuple[Iteration, IterationEnd]] | None = None  # results that are not read yet
 
@@ -233,15 +234,16 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         is_logged = _is_multiple(iteration, config.log_interval) or iteration == config.train_iters
         trace_calls(config, folder, rank.rank, iteration)
         recorder.begin(iteration)
-        step = train_step(job, progress, interval, count_zeros=is_logged, last=step)
-
-        # The GPU idles while the host waits for the results of an iteration. If the results are not needed at
-        # once, all ranks read them during the next iteration.
-        ends = [late()] if late else []
-        at_once = is_due(config, iteration) or any(end.stop or not done.updated for done, end in ends)
-        if at_once:
-            settle(job, progress, interval, step)
-        valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
+        with guard.corruption(progress):
+            step = train_step(
+                job, progress, interval, count_zeros=is_logged, last=step, check=guard.gradients
+            )
+            # Read during the next iteration what is not needed at once: the GPU idles while the host waits.
+            ends = [late()] if late else []
+            at_once = is_due(config, iteration) or any(end.stop or not done.updated for done, end in ends)
+            if at_once:
+                settle(job, progress, interval, step)
+            valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
 
         # The only collective of the loop itself: all ranks agree whether to stop.
         late = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saves.writer.is_writing)
@@ -319,10 +321,9 @@ def measure(
 
     rows = interval.rank_times.end(iteration) if interval.rank_times else None
     if interval.rank_times and rows and metrics is not None:
-        path = Path(os.environ.get(EXCLUDE_FILE) or Path(config.run_dir).expanduser() / EXCLUDE_NODES)
         for name, found in interval.rank_times.slow.add(rows):
             metrics.event(name, iteration, **found)
-            report(name, found, path if config.exclude_slow else None)
+            report(name, found, exclude_list(config.run_dir) if config.exclude_slow else None)
     heartbeat.enter("end_of_iteration")
     with heartbeat.during("profile"):
         recorder.end(iteration)
@@ -333,7 +334,8 @@ def measure(
         interval.pause(seconds)
     if is_dumped(config, iteration):
         dump(config, job.runtime, job.folder.path, job.trained, progress)
-    if _is_multiple(iteration, config.check_interval):
+    checks_saves = config.sdc_check_every and _is_multiple(iteration, config.save_interval)
+    if checks_saves or _is_multiple(iteration, config.check_interval):
         interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
     return valid_loss
 

@@ -1,4 +1,5 @@
-"""Reactions to a bad loss: consecutive bad steps end the run; a spike is logged or rolled back.
+"""Reactions to a bad loss or computation: consecutive bad steps end the run; a spike is logged or rolled
+back; silent corruption is rolled back.
 
 Every rank calls the guard with the same numbers after every iteration, so ranks agree without a collective.
 """
@@ -6,8 +7,10 @@ Every rank calls the guard with the same numbers after every iteration, so ranks
 import itertools
 import logging
 import math
+import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -25,10 +28,13 @@ from moe_exp.data.samples.order import is_same_order
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, START_AGAIN, TO_BE_CONTINUED
 from moe_exp.host.files import write_json
+from moe_exp.runs.records import iter_metrics
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks
 from moe_exp.training.interval import IterationEnd
 from moe_exp.training.metrics import Metrics
+from moe_exp.training.replica_checks import GradientCheck, ReplicaError
 from moe_exp.training.spikes import LEVEL_WINDOW, Spike, SpikeDetector, SpikeEnd
+from moe_exp.watch.excluded_nodes import exclude_if_possible, exclude_list
 from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)
@@ -70,6 +76,7 @@ class LossGuard:
         self, config: Config, runtime: Runtime, folder: RunFolder, trained: Trained, samples: Samples,
         progress: Progress, metrics: Metrics | None, finish_save: Callable[[], object],
     ):  # fmt: skip
+        self.gradients = GradientCheck(config, runtime, trained, progress) if config.sdc_check_every else None
         self._config, self._runtime, self._folder, self._trained = config, runtime, folder, trained
         self._samples, self._metrics, self._finish_save = samples, metrics, finish_save
         self._skipped: Sequence[Range] = merged(progress.skipped_samples)
@@ -100,6 +107,43 @@ class LossGuard:
             self._event("spike_end", **asdict(found))
         elif found is not None:
             self._spike(found, progress, end)
+
+    @contextmanager
+    def corruption(self, progress: Progress) -> Iterator[None]:
+        """With SDC_CHECK_EVERY, a ReplicaError in the block restarts the run, see `_before_corruption`."""
+        try:
+            yield
+        except ReplicaError as error:
+            if self.gradients is None:
+                raise
+            raise self._before_corruption(progress, error) from None
+
+    @heartbeat.during("rollback")
+    def _before_corruption(self, progress: Progress, error: ReplicaError) -> GuardEnd:
+        """Goes back to the newest checkpoint not later than the last check, and may exclude a host."""
+        config, folder, hosts = self._config, self._folder, sorted(set(error.hosts.values()))
+        self._finish_save()
+        names = (one.get("event") for one in iter_metrics(folder.metrics))
+        number = from_first_rank(lambda: sum(name == "sdc" for name in names))
+        begin = (progress.checked or 0) + 1
+        done = go_back(config, folder, progress, iteration=begin, samples=None)
+        has_none = from_first_rank(lambda: not iterations(folder.checkpoints))  # begin anew
+        why = "" if has_none or not isinstance(done, str) else f"; {done}"
+        if number >= config.max_rollbacks:
+            why = f"; MAX_ROLLBACKS={config.max_rollbacks} reached"
+        problem = str(error).partition("\n")[0]
+        facts = {"back_to": None} if isinstance(done, str) else done
+        facts |= {"problem": problem, "ranks": list(error.hosts), "hosts": hosts}
+        self._event("sdc", iteration=progress.iteration, **facts)
+        if self._metrics is not None and len(hosts) == 1:
+            exclude_if_possible(exclude_list(config.run_dir), hosts[0], f"silent corruption: {problem}")
+        line = f"silent corruption after iteration {progress.iteration}: {problem}"
+        if why:
+            fix = "check the nodes with PREFLIGHT=1, then repeat the command"
+            return GuardEnd(f"{line}{why}. Fix: {fix}.", FAILED)
+        # only another job has other nodes
+        code = TO_BE_CONTINUED if len(hosts) == 1 and "SLURM_JOB_ID" in os.environ else START_AGAIN
+        return GuardEnd(f"{line}; the same command resumes from before it", code)
 
     def store_history(self, progress: Progress) -> None:
         """Stores the loss history in `progress` before a save."""
@@ -218,6 +262,8 @@ class LossGuard:
             logger.warning(text, *values)
 
     def _event(self, name: str, *, iteration: int, **details: Any) -> None:
+        if self.gradients is not None and name in ("bad_step", "spike"):
+            self.gradients.is_requested = True
         if self._metrics is not None:
             self._metrics.event(name, iteration, **details)
 

@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 def read_microbatch(
     config: Config, runtime: Runtime, stream: Samples, first_sample: int, index: int, *,
-    eod_id: int | None = None, forward_only: bool = False,
+    eod_id: int | None = None, forward_only: bool = False, dp_rank: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Micro-batch `index` of this data-parallel rank in the iteration that starts at `first_sample`.
+    """Micro-batch `index` of a data-parallel rank, by default this one, in the iteration that starts at
+    `first_sample`.
 
     Returns:
         This context parallel rank's part [B, S/C] of the tensors of `split_batch` and of `padding_mask` (True
@@ -46,8 +47,9 @@ def read_microbatch(
     size = config.microbatch_samples(seq_len)
     # The data-parallel size determines which rank gets a micro-batch, but not the samples in it.
     first = microbatch_start(
-        first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
-    )
+        first_sample, index, mbsz=size, dp_rank=groups.dp.rank() if dp_rank is None else dp_rank,
+        dp_size=groups.dp.size(),
+    )  # fmt: skip
     tokens = read_tokens(stream, first, size, vocab_size=config.vocab_size)
     lengths = positions = None
     if config.document_mask and eod_id is not None:

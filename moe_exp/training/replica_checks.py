@@ -1,4 +1,5 @@
-"""Checks that replicated weights are bitwise equal, and that the optimizer's parameter groups are right.
+"""Checks that replicated weights are bitwise equal, that the optimizer's parameter groups are right, and that
+gradients are what another computation finds.
 
 These tensors must be equal on these ranks:
 
@@ -19,21 +20,32 @@ if there are problems do the ranks exchange names and hosts.
 
 import hashlib
 import logging
+import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.fingerprints import multilinear_sum
-from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
+from moe_exp.checkpoint.state import (
+    Progress,
+    Trained,
+    parameters_in_sync,
+    rng_state,
+    set_rng_state,
+    unwrapped,
+)
 from moe_exp.config import Config
 from moe_exp.config.parameter_groups import are_alike, multiples_of
 from moe_exp.config.parameter_names import is_norm_or_bias
 from moe_exp.engine.initial_weights import global_name
+from moe_exp.engine.model import moe_layers
 from moe_exp.engine.optimizer_setup import parameter_names
+from moe_exp.engine.qk_clip import attention_cores
 from moe_exp.engine.runtime import Runtime
 from moe_exp.training.metrics import Metrics
 from moe_exp.watch.hangs import heartbeat
@@ -42,6 +54,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.utils import get_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +70,14 @@ _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Differences between replicas, or wrong parameter groups; one line each."""
+    """Differences between replicas or computations, or wrong parameter groups; one line each.
+
+    `hosts`: host of each rank that has computed or kept wrong values, as far as it is known.
+    """
+
+    def __init__(self, text: str, hosts: Mapping[int, str]):
+        super().__init__(text)
+        self.hosts = hosts
 
 
 @heartbeat.during("check")
@@ -68,25 +88,29 @@ def check_replicas(
     start = time.monotonic()
     if problems := replica_problems(config, runtime, trained):
         if metrics is not None:
-            metrics.event("replicas_differ", progress.iteration, problems=problems)
+            metrics.event("replicas_differ", progress.iteration, problems=list(problems))
         rule = f"the run ends after iteration {progress.iteration} without a save"
         fix = "exclude the named hosts, if any, and repeat the command to resume from the newest checkpoint"
-        raise ReplicaError("\n".join([*problems, f"{rule}. Fix: {fix}."]))
+        hosts = {rank: host for found in problems.values() for rank, host in found.items()}
+        raise ReplicaError("\n".join([*problems, f"{rule}. Fix: {fix}."]), hosts)
     logger.debug("replicas are equal after iteration %d", progress.iteration)
     return time.monotonic() - start
 
 
-def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
-    """Problems, one line each, the same on every rank. If there are none, this takes a single collective."""
+def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[int, str]]:
+    """Problems, one line each, with the hosts of the ranks whose copy is wrong, as far as it is known; the
+    same on every rank. If there are none, this takes a single collective.
+    """
     # Sums detect a problem; only then do the ranks exchange fingerprints by name.
     mine = _held(config, runtime, trained)
     if not _problems(_sums_of_all(runtime, mine), distributed=config.distributed_optimizer):
-        return []
+        return {}
     found: list[Any] = [None] * runtime.world_size
     torch.distributed.all_gather_object(found, mine)
-    lines = _problems(found, distributed=config.distributed_optimizer)
-    more = [f"and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
-    return lines[:_NUM_SHOWN] + more
+    problems = list(_problems(found, distributed=config.distributed_optimizer).items())
+    if len(problems) > _NUM_SHOWN:
+        problems[_NUM_SHOWN:] = [(f"and {len(problems) - _NUM_SHOWN} more", {})]
+    return dict(problems)
 
 
 class _Held(NamedTuple):
@@ -160,9 +184,12 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
     return held
 
 
-def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
-    """One line for each tensor that differs between replicas or is not updated exactly once."""
-    lines: list[str] = []
+def _problems(held: list[_Held], *, distributed: bool) -> dict[str, dict[int, str]]:
+    """One line for each tensor that differs between replicas or is not updated exactly once; see
+    `replica_problems`.
+    """
+    lines: dict[str, dict[int, str]] = {}
+    hosts = [one.host for one in held]
     of_optimizer: dict[str, list[int]] = defaultdict(list)
     for rank, one in enumerate(held):
         for problem in one.problems:
@@ -178,11 +205,11 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
                 (most, count), *_ = Counter(found.values()).most_common()
                 if others := [rank for rank, value in found.items() if value != most]:
                     equal = [rank for rank in ranks if rank not in others]
-                    doubt = "" if count > len(others) else "; it is unknown which copy is right"
-                    lines.append(
-                        f"replicas: {name} on {_ranks(others, held)} differs from {_ranks(equal, held)}:"
-                        f" {KINDS[kind]} must be equal{doubt}"
-                    )
+                    is_known = count > len(others)
+                    doubt = "" if is_known else "; it is unknown which copy is right"
+                    names = f"{name} on {_ranks(others, hosts)} differs from {_ranks(equal, hosts)}"
+                    line = f"replicas: {names}: {KINDS[kind]} must be equal{doubt}"
+                    lines[line] = {rank: hosts[rank] for rank in others if is_known}
             # The distributed optimizer splits the values over the replicas, otherwise each steps on all.
             times = 1 if distributed else len(ranks)
             for name, (_, size, _) in held[ranks[0]].tensors[kind].items():
@@ -190,14 +217,15 @@ def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
                 if (stepped - size * times) & _MASK:
                     problem = f"{name}: the optimizer updates {stepped} values instead of {size * times}"
                     of_optimizer[problem] += ranks
-    optimizer = (f"optimizer: {problem}, on {_ranks(ranks, held)}" for problem, ranks in of_optimizer.items())
-    return [*lines, *optimizer]
+    for problem, ranks in of_optimizer.items():
+        lines[f"optimizer: {problem}, on {_ranks(ranks, hosts)}"] = {}
+    return lines
 
 
-def _ranks(ranks: list[int], held: list[_Held]) -> str:
+def _ranks(ranks: list[int], host_of_rank: Sequence[str]) -> str:
     """Ranks and their hosts, such as `rank 3 (node-b)` or `ranks 0, 1, 2, 3, ..., 9 (node-a, node-b)`."""
     ranks = sorted(set(ranks))
-    hosts = ", ".join(dict.fromkeys(held[rank].host for rank in ranks))
+    hosts = ", ".join(dict.fromkeys(host_of_rank[rank] for rank in ranks))
     shown = list(map(str, ranks)) if len(ranks) <= 8 else [*map(str, ranks[:4]), "...", str(ranks[-1])]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)} ({hosts})"
 
@@ -262,3 +290,181 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str,
         for pair in zip(parameters, tensors, strict=True):
             for parameter, tensor in zip(*pair, strict=True):
                 yield parameter, tensor, groups[id(tensor)]
+
+
+# Check of gradients (SDC_CHECK_EVERY). A chip that computes wrong leaves no difference between replicas: its
+# gradients are added to those of all others.
+#
+# Before a checked iteration each rank computes the iteration's gradients twice without using them, for the
+# batch of its neighbour in data parallelism and for its own, and keeps one number per parameter. They must
+# equal those of the iteration itself, before gradients are summed. A difference from the repetition is a
+# fault of this rank, or of one that exchanges activations with it. If only neighbours differ, a rank computes
+# the same wrong values each time: of three replicas or more, the one that differs from both others.
+
+
+class GradientCheck:
+    """Compares gradients with a repetition and with those of neighbours; raises ReplicaError on all ranks."""
+
+    def __init__(self, config: Config, runtime: Runtime, trained: Trained, progress: Progress):
+        self._config, self._runtime, self._trained, self._progress = config, runtime, trained, progress
+        layers = [layer for _, layer in moe_layers(trained.model)]
+        self._statistics = [layer.statistics for layer in layers]
+        self._buffers = [buffer for layer in layers for buffer in layer.router.buffers()]
+        # Expert parallel groups share a batch: the neighbour is the same place in the next group.
+        groups, size = runtime.groups, config.tp * config.cp
+        self._shift = math.lcm(size, groups.ep.size() * groups.expt_tp.size()) // size
+        self._parameters: dict[str, Any] = dict(named_parameters(trained.model))
+        is_exact = config.deterministic or runtime.device.type == "cpu"
+        self._bound = 0.0 if is_exact else math.nan  # relative; measured in the first iteration
+        self._expected: list[Tensor] = []
+        progress.checked = self._begin = progress.checked or progress.iteration
+        self.is_requested = True  # in the first iteration, and after a suspicious one
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether `iteration` is to be checked."""
+        every, last = self._config.sdc_check_every, self._config.train_iters
+        return self.is_requested or iteration % every == 0 or iteration == last
+
+    def expect(self, compute: Callable[..., object]) -> float:
+        """Compares the weights, and computes the gradients that `compared` expects; returns seconds.
+
+        `compute` runs forward and backward passes of the iteration with the batch of `dp_rank`.
+        """
+        dp, wait = self._runtime.groups.dp, torch.cuda.synchronize if torch.cuda.is_initialized() else float
+        wait()  # for queued work of the iteration before
+        start = time.monotonic()
+        check_replicas(self._config, self._runtime, self._trained, self._progress, None)
+        neighbour, streams = (dp.rank() + self._shift) % dp.size(), [dict[str, Any]()] * dp.size()
+        # dropout of documents may have drawn other numbers there
+        torch.distributed.all_gather_object(streams, rng_state(self._runtime).data[0], group=dp)
+        before, self._expected = [x.clone() for x in self._state()], []
+        for rank in dict.fromkeys((neighbour, dp.rank())):
+            self._zero()
+            set_rng_state(streams[rank])
+            with parameters_in_sync(self._trained.model), self._before_sum(self._keep):
+                compute(dp_rank=rank)
+            for tensor, value in zip(self._state(), before, strict=True):
+                tensor.copy_(value)
+        self._zero()
+        set_rng_state(streams[dp.rank()])
+        wait()
+        seconds, every, number = time.monotonic() - start, self._config.sdc_check_every, len(self._expected)
+        if self._progress.checked == self._begin:
+            text = "SDC_CHECK_EVERY=%d: %d more forward and backward passes (%.1f s), %.1f%% of the time"
+            logger.info(text, every, number, seconds, 100 * number / every)
+        return seconds
+
+    def compared(self) -> AbstractContextManager[None]:
+        """Context of the iteration itself, whose gradients are compared before they are summed."""
+        finalize = get_model_config(self._trained.model[0]).finalize_model_grads_func
+
+        def compare_and_sum(*args: Any, **kwargs: Any) -> None:
+            self._compare()
+            if self._trained.model[0].ddp_config.overlap_grad_reduce:
+                for chunk in self._trained.model:
+                    chunk.start_grad_sync()
+            finalize(*args, **kwargs)
+
+        return self._before_sum(compare_and_sum)
+
+    @contextmanager
+    def _before_sum(self, finalize: Callable[..., None]) -> Iterator[None]:
+        """Lets Megatron's schedule call `finalize` with this rank's own gradients."""
+        settings = get_model_config(self._trained.model[0])
+        kept = settings.finalize_model_grads_func, settings.no_sync_func
+        settings.finalize_model_grads_func, settings.no_sync_func = finalize, None
+        try:
+            with ExitStack() as stack:
+                for chunk in self._trained.model:
+                    stack.enter_context(chunk.no_sync())
+                yield
+        finally:
+            settings.finalize_model_grads_func, settings.no_sync_func = kept
+
+    def _state(self) -> list[Tensor]:
+        """What forward passes change: sums for the log, state of the routers, largest logits of QK-clip."""
+        sums = [x for one in self._statistics for x in (one.tokens_per_expert_E, one.sums)]
+        cores = attention_cores(self._trained.model)
+        return [*sums, *self._buffers, *(c.max_logits_H for c in cores if c.max_logits_H is not None)]
+
+    def _zero(self) -> None:
+        for chunk in self._trained.model:
+            chunk.zero_grad_buffer()
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                buffer.grad_data.zero_()  # also what kernels overwrite, see `leave_to_kernels`
+        self._trained.optimizer.zero_grad()
+
+    def _keep(self, *args: Any, **kwargs: Any) -> None:
+        # a number per parameter: a sum of bits, or where additions have no fixed order, a norm
+        grads = [parameter.main_grad for parameter in self._parameters.values()]
+        if self._bound == 0:
+            bits = {2: torch.int16, 4: torch.int32}
+            sums = [grad.view(bits[grad.element_size()]).sum(dtype=torch.int64) for grad in grads]
+            self._expected.append(torch.stack(sums))
+        else:
+            norms = torch._foreach_norm(grads, dtype=torch.float32)
+            self._expected.append(torch.stack(norms).double())
+
+    def _compare(self) -> None:
+        self._keep()
+        *others, repeated, own = self._expected
+        runtime, dp = self._runtime, self._runtime.groups.dp
+        gaps_P = _gaps(own, repeated)
+        # one slot per rank, so that the sum gathers them
+        found = torch.zeros(runtime.world_size, 3, dtype=torch.float64, device=runtime.device)
+        found[runtime.rank, :2] = torch.stack([gaps_P.new_tensor(dp.rank() // self._shift), gaps_P.max()])
+        if others:
+            table = [torch.empty_like(own) for _ in range(dp.size())]
+            torch.distributed.all_gather(table, others[0], group=dp)
+            by_neighbour_P = _gaps(own, table[(dp.rank() - self._shift) % dp.size()])
+            found[runtime.rank, 2], gaps_P = by_neighbour_P.max(), torch.maximum(gaps_P, by_neighbour_P)
+        torch.distributed.all_reduce(found)
+        replicas, *columns = found.T.tolist()
+        if math.isnan(self._bound):  # a first iteration that differs by more is wrong, too
+            self._bound = min(max(10 * max(map(max, columns)), _LEAST_BOUND), _MOST_BOUND)
+        wrong, how = suspects([*map(int, replicas)], *columns, bound=self._bound)
+        self.is_requested = False
+        if not wrong:
+            self._progress.checked = self._progress.iteration + 1
+            return
+        named = zip(self._parameters, (gaps_P > self._bound).tolist(), strict=True)
+        told: list[Any] = [None] * runtime.world_size
+        mine = runtime.host, [name for name, is_wrong in named if is_wrong]
+        torch.distributed.all_gather_object(told, mine)
+        hosts, (first, *more) = [host for host, _ in told], next(names for _, names in told if names)
+        what = f"{first} and of {len(more)} more parameters" if more else first
+        problem = f"the gradient of {what} differs from {how}: {_ranks(wrong, hosts)}"
+        raise ReplicaError(problem, {rank: hosts[rank] for rank in wrong})
+
+
+# Relative difference of a gradient's norm between equal computations that is never taken for a fault, and one
+# that always is, if additions have no fixed order.
+_LEAST_BOUND, _MOST_BOUND = 1e-3, 0.1
+
+
+def _gaps(own: Tensor, other: Tensor) -> Tensor:
+    """Difference per parameter: relative between norms; 0 or 1 between sums of bits."""
+    if own.dtype == torch.int64:
+        return (own != other).double()
+    # small norms against the root mean square of all
+    scale = torch.maximum(own, other).clamp(min=0.01 * float(own.square().mean().sqrt().nan_to_num()))
+    is_same = (own == other) | ~(own.isfinite() | other.isfinite())
+    return torch.where(is_same, 0.0, ((own - other).abs() / scale).nan_to_num(nan=math.inf))
+
+
+def suspects(
+    replicas: Sequence[int], repeated: Sequence[float], by_neighbour: Sequence[float], *, bound: float
+) -> tuple[list[int], str]:
+    """Ranks that may have computed wrong, and from what their gradients differ.
+
+    Arguments, for each rank: its replica of the model, and how much its gradient differs from the repetition
+    and from that of its neighbour, which is in the replica before.
+    """
+    if found := [rank for rank, gap in enumerate(repeated) if gap > bound]:
+        return found, "that of the same computation, repeated"
+    accused = Counter[int]()
+    for replica in {replicas[rank] for rank, gap in enumerate(by_neighbour) if gap > bound}:
+        accused.update((replica, (replica - 1) % (max(replicas) + 1)))
+    most = max(accused.values(), default=0)
+    found = [rank for rank, replica in enumerate(replicas) if most and accused[replica] == most]
+    return found, "that of the same computation on other ranks"

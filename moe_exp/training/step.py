@@ -5,7 +5,9 @@ the optimizer step was taken; `settle` waits for the gradient norm, at the lates
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config
 from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.order import Change
+from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.engine.averaged_weights import update_average
 from moe_exp.engine.backends import KernelFailure
 from moe_exp.engine.fused_step import count_step
@@ -23,9 +26,10 @@ from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.groups import start_copy
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.interval import Interval, timed
+from moe_exp.training.interval import Interval, PhaseTimers, timed
 from moe_exp.training.loss_guard import Iteration
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
+from moe_exp.training.replica_checks import GradientCheck
 from moe_exp.watch.hangs import heartbeat
 
 
@@ -61,21 +65,31 @@ class Step:
 
 
 def train_step(
-    job: Job, progress: Progress, interval: Interval, *, count_zeros: bool, last: Step | None = None
-) -> Step:
+    job: Job, progress: Progress, interval: Interval, *, count_zeros: bool, last: Step | None = None,
+    check: GradientCheck | None = None,
+) -> Step:  # fmt: skip
     """One iteration: forward and backward over all micro-batches, optimizer, schedule.
 
-    `last`: the previous iteration, which is settled before the optimizer uses the learning rate.
+    `last`: the previous iteration, which is settled before the optimizer uses the learning rate. `check`:
+    compares the gradients of this iteration when due.
     """
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
     # The batch ramp-up and the data stage determine the number and size of micro-batches.
     seq_len = job.train_stream.stage_at(first_sample).seq_len
     num_microbatches, _, batch_size = next_batch(job.config, first_sample, seq_len)
     heartbeat.begin(progress.iteration + 1, num_microbatches)
+    check = check if check and check.is_due(progress.iteration + 1) else None
+    if check is not None:
+        # read again, without the workers, whose order is that of training
+        stream = job.train_stream.samples if isinstance(job.train_stream, ReadAhead) else job.train_stream
+        PhaseTimers.is_on = False
+        interval.pause(check.expect(partial(forward_backward, job, stream, first_sample, num_microbatches)))
+        PhaseTimers.is_on = True
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, interval=interval)
+    with check.compared() if check else nullcontext():
+        losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, interval=interval)
     heartbeat.enter("optimizer")
     if last is not None:
         settle(job, progress, interval, last)
@@ -119,19 +133,20 @@ def complete(
 
 def forward_backward(
     job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
-    interval: Interval | None = None,
+    interval: Interval | None = None, dp_rank: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Reads the micro-batches and runs Megatron's schedule; returns the losses like `run_schedule`."""
+    """Reads the micro-batches (of `dp_rank`, None: of this rank) and runs Megatron's schedule; returns the
+    losses like `run_schedule`.
+    """
     config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
     timers, own_timers = (interval.timers, interval.own_timers) if interval else (None, None)
     heartbeat.enter("data")
     with timed(timers, "data"), timed(own_timers, "data"):
-        microbatches = [
-            read_microbatch(
-                config, job.runtime, stream, first_sample, index, eod_id=job.eod_id, forward_only=forward_only
-            )
-            for index in range(num_microbatches)
-        ]
+        read = partial(
+            read_microbatch, config, job.runtime, stream, first_sample, eod_id=job.eod_id,
+            forward_only=forward_only, dp_rank=dp_rank,
+        )  # fmt: skip
+        microbatches = [read(index) for index in range(num_microbatches)]
     heartbeat.enter("forward_backward")
     if config.eod_mask_loss and not forward_only:
         weigh_microbatches(microbatches, job.runtime.groups.dp)

@@ -6,20 +6,31 @@ The preflight, `moe-exp watch blame` and people add lines; run_slurm.sh and `moe
 --slurm` read them. Manual edits are preserved; empty lines and lines that start with # are ignored.
 """
 
+import logging
+import os
 import re
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from moe_exp.host.files import write_atomically
+from moe_exp.host.exit_codes import EXCLUDE_FILE
+from moe_exp.host.files import expanded, write_atomically
+
+logger = logging.getLogger(__name__)
 
 EXCLUDE_NODES = "exclude_nodes.txt"  # in RUN_DIR
 
 # Characters of a host name (RFC 1123), none of which a shell has to quote.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _LONGEST_SHOWN = 100  # characters
+
+
+def exclude_list(run_dir: str) -> Path:
+    """The list of a job: what its launcher has passed on, else the user's, else that of RUN_DIR."""
+    given = os.environ.get(EXCLUDE_FILE) or os.environ.get("EXCLUDE_FILE")
+    return expanded(given or Path(run_dir) / EXCLUDE_NODES).absolute()
 
 
 def read_excluded(path: Path) -> list[str]:
@@ -57,6 +68,14 @@ def exclude(path: Path, host: str, reason: str) -> bool:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         write_atomically(path, f"{before}{host:<24}  # {now} {' '.join(reason.split())}\n")
     return True
+
+
+def exclude_if_possible(path: Path, host: str, reason: str) -> None:
+    """`exclude` for a run that must not end because of the list: logs a warning if that fails."""
+    try:
+        exclude(path, host, reason)
+    except (OSError, ValueError, Timeout) as error:
+        logger.warning("cannot add %s to %s: %s", host, path, error)
 
 
 def readmit(path: Path, hosts: Iterable[str]) -> list[str]:

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import Timeout
 from numpy.typing import NDArray
 
 from moe_exp.host.files import write_json
-from moe_exp.watch.excluded_nodes import exclude
+from moe_exp.watch.excluded_nodes import exclude_if_possible
 
 Floats = NDArray[np.float64]
 logger = logging.getLogger(__name__)
@@ -136,8 +135,5 @@ def report(name: str, found: Mapping[str, Any], excluded: Path | None) -> None:
         return
     why = f"{who} is slow, mainly in {found['phase']}: {found['factor']:.2f} times the time of its peers"
     logger.warning("%s: %s", found["host"], why)
-    try:
-        if excluded is not None:
-            exclude(excluded, found["host"], why)
-    except (OSError, ValueError, Timeout) as error:  # no reason to end a run
-        logger.warning("cannot add %s to %s: %s", found["host"], excluded, error)
+    if excluded is not None:
+        exclude_if_possible(excluded, found["host"], why)

@@ -20,7 +20,7 @@ from moe_exp.runs.records import Record, iter_metrics, time_of
 from moe_exp.runs.run_folder import RunFolder
 
 # Events that end all ranks. Those within _ONE_FAILURE_SECONDS count as one failure: every rank reports it.
-FAILURES = ("rank_failed", "hang", "replicas_differ")
+FAILURES = ("rank_failed", "hang", "replicas_differ", "sdc")
 _ONE_FAILURE_SECONDS = 120.0
 _NUM_RECORDS = 200
 _FEW_FAILURES, _FEW_HOURS = 2, 10.0  # minimum for an estimate of the time between failures

@@ -219,8 +219,8 @@ INDEPENDENT = {
     "eval_iters", "tensorboard_axes", "prometheus_file", "wandb_mode", "fingerprints", "check_interval",
     "disk_check", "max_bad_steps", "spike_action", "max_rollbacks", "preflight", "preflight_timeout",
     "preflight_slow", "hang_timeout", "hang_timeout_other", "slow_rank_every", "exclude_slow",
-    "trace_calls_from", "trace_calls_mb",
-    "trace_calls_in", "max_restarts", "exit_duration", "profile_iters", "memory_snapshot",
+    "sdc_check_every", "trace_calls_from", "trace_calls_mb", "trace_calls_in",
+    "max_restarts", "exit_duration", "profile_iters", "memory_snapshot",
 }  # fmt: skip
 
 

@@ -166,6 +166,7 @@ def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
 def test_bad_steps_count_in_a_row(tmp_path, monkeypatch):
     told = []
     guard = LossGuard.__new__(LossGuard)
+    guard.gradients = None
     guard._config, guard._metrics, guard._detector = Config(max_bad_steps=3), None, None
     guard._trained = Namespace(optimizer=Namespace(get_loss_scale=lambda: 1.0))
     guard._num_bad, guard._recent, guard._finish_save = 0, [], list
@@ -240,6 +241,7 @@ def roll_back(recent: list[Iteration], go_back: Any, monkeypatch: Any, path: Pat
     monkeypatch.setattr("moe_exp.training.loss_guard.from_first_rank", lambda make: 0)
     monkeypatch.setattr("moe_exp.training.loss_guard.go_back", go_back)
     guard = LossGuard.__new__(LossGuard)
+    guard.gradients = None
     guard._config, guard._folder = Config(**settings), RunFolder(path)
     guard._metrics, guard._skipped, guard._recent = None, (), recent
     guard._roll_back(Namespace(first_iteration=7), Namespace(iteration=7), None)

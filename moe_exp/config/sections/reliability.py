@@ -60,7 +60,16 @@ class ReliabilitySettings(OutputSettings):
         measured="none",
     )
     max_rollbacks: NonNegative = care(
-        5, "maximum number of rollbacks; a further loss spike makes the run fail", compared=True
+        5,
+        "maximum number of rollbacks after loss spikes, and of those after silent corruption; a further one "
+        "makes the run fail",
+        compared=True,
+    )
+    sdc_check_every: NonNegative = care(
+        0,
+        "iterations between checks for silent corruption: gradients are computed twice more, on the same and "
+        "on another rank, and compared; a difference restarts the run from before; 0: off",
+        measured=0,
     )
     preflight: bool = care(
         False,
@@ -142,6 +151,12 @@ class ReliabilitySettings(OutputSettings):
              "has no effect with SLOW_RANK_EVERY=0", "set SLOW_RANK_EVERY=5"),
             (self.dump_ranks and not self.dump_iters, "dump_ranks",
              "has no effect without DUMP_ITERS", "set DUMP_ITERS"),
+            (self.sdc_check_every and self.save_interval % self.sdc_check_every, "save_interval",
+             f"must be a multiple of SDC_CHECK_EVERY={self.sdc_check_every}, so that checkpoints are checked",
+             "change either"),
+            (self.sdc_check_every and self.keep_last == 1, "keep_last",
+             "keeps only the last save, but SDC_CHECK_EVERY may need an earlier checkpoint",
+             "set KEEP_LAST=2 or more, or 0 to keep all"),
             (rolls_back and not self.save_interval, "spike_action",
              "requires checkpoints during the run, but SAVE_INTERVAL=0",
              "set SAVE_INTERVAL, or SPIKE_ACTION=log"),

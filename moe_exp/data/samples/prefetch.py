@@ -65,24 +65,24 @@ class ReadAhead:
         self, samples: Samples, *, starts: Callable[[int], Iterator[tuple[int, int]]], num_workers: int,
         pin_memory: bool = False,
     ):  # fmt: skip
-        self._samples, self._starts = samples, starts
+        self.samples, self._starts = samples, starts
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._batches: Any = None  # DataLoader's iterator
         self._expected: Iterator[tuple[int, int]] = iter(())
         self._next: tuple[int, int] | None = None
 
     def stage_at(self, index: int) -> DataStage:
-        return self._samples.stage_at(index)
+        return self.samples.stage_at(index)
 
     def origin(self, index: int) -> Origin:
-        return self._samples.origin(index)
+        return self.samples.origin(index)
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """See `Samples.batch`; raises RuntimeError if a worker has died."""
         if self._batches is None or (first, count) != self._next:
             # Read batches outside the schedule in the rank itself.
             if next(self._starts(first)) != (first, count):
-                return self._samples.batch(first, count)
+                return self.samples.batch(first, count)
             self._start(first)
         try:
             tokens = next(self._batches)
@@ -102,17 +102,18 @@ class ReadAhead:
         # Compute this epoch's document orders before the fork, so that the workers share them.
         with suppress(ValueError):  # Megatron's order is finite
             for index in range(first, first + _PLACED):
-                self._samples.origin(index)
+                self.samples.origin(index)
         self._expected = self._starts(first)
         next(self._expected)
         loader: DataLoader[torch.Tensor] = DataLoader(
             # With a sampler, the DataLoader only calls __getitem__.
-            _Batches(self._samples),  # type: ignore[arg-type]
+            _Batches(self.samples),  # type: ignore[arg-type]
             sampler=self._starts(first),
             batch_size=None,
             num_workers=self._num_workers,
             prefetch_factor=PREFETCHED_MICROBATCHES,
             pin_memory=self._pin_memory,
+            generator=torch.Generator(),  # so that a start of workers takes nothing from dropout's stream
             multiprocessing_context="fork",
             worker_init_fn=partial(_end_with_rank, os.getpid()),
         )

@@ -1,7 +1,6 @@
 """The preflight of one node, called by its launcher or by `moe-exp watch preflight`. No torch."""
 
 import contextlib
-import os
 import secrets
 import signal
 import socket
@@ -35,7 +34,7 @@ from moe_exp.launch.torchrun_job import child_environment, port_problem, torchru
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.excluded_nodes import EXCLUDE_NODES
+from moe_exp.watch.excluded_nodes import exclude_list
 
 MODULE = "moe_exp.launch.preflight.rank"
 RESULTS_FOLDER = "MOE_EXP_PREFLIGHT_RESULTS"  # environment variable for the ranks
@@ -209,7 +208,7 @@ def passes(config: Config) -> bool:
         return False
     if config.node_rank == 0:
         print_report(verdict, num_ranks=config.world_size)
-        path = Path(os.environ.get("EXCLUDE_FILE") or Path(config.run_dir) / EXCLUDE_NODES).expanduser()
+        path = exclude_list(config.run_dir)
         if added := add_to_list(verdict, path):
             complain(f"{path}: added {', '.join(added)}")
         folder = RunFolder.of(config)

@@ -63,15 +63,27 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.distcp"))}
 
 
-def start_run(settings: dict[str, Any], printed: Path, file_limit: int | None = None) -> list[Any]:
-    """Starts a whole run, a process per rank, which prints into the file `printed`."""
+def start_run(
+    settings: dict[str, Any], printed: Path, file_limit: int | None = None, before: tuple[Any, ...] = ()
+) -> list[Any]:
+    """Starts a whole run, a process per rank, which prints into the file `printed`. `before`: a function and
+    its arguments, which each rank calls first.
+    """
     port, num_ranks = free_port(), settings["gpus_per_node"]
     flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     variables = [rank_variables(rank, num_ranks, port) for rank in range(num_ranks)]
-    return [start_process(_run_rank, one, flags, printed, file_limit, daemon=True) for one in variables]
+    return [
+        start_process(_run_rank, one, flags, printed, file_limit, before, daemon=True) for one in variables
+    ]
 
 
-def _run_rank(variables: dict[str, str], flags: list[str], printed: Path, file_limit: int | None) -> None:
+def _run_rank(
+    variables: dict[str, str],
+    flags: list[str],
+    printed: Path,
+    file_limit: int | None,
+    before: tuple[Any, ...],
+) -> None:
     stream = printed.open("a")
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
@@ -79,6 +91,9 @@ def _run_rank(variables: dict[str, str], flags: list[str], printed: Path, file_l
     torch.set_num_threads(1)
     from moe_exp.training import loop
 
+    if before:
+        function, *given = before
+        function(*given)
     sys.argv = ["train", *flags]
     with no_file_over(file_limit) if file_limit else nullcontext():
         sys.exit(loop.main(flags))
