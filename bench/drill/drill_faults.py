@@ -2,6 +2,7 @@
 what an operator does about it.
 """
 
+import json
 import os
 import random
 import resource
@@ -14,7 +15,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import psutil
-from drill_run import BAD_SAMPLES, GBSZ, SAVE_INTERVAL, Run
+from drill_run import GBSZ, ITERATIONS, SAVE_INTERVAL, Run
+from injected import BAD_SAMPLES, CONTROL
 
 from moe_exp.checkpoint.format.folders import PARTIAL, usable
 
@@ -30,11 +32,13 @@ class Fault(ABC):
     """
 
     name: ClassVar[str]
-    share: ClassVar[int]  # of twenty
+    share: ClassVar[int]  # of all, 25
+    latest: ClassVar[int] = ITERATIONS  # to be caused, as others need iterations, too
+    patience: ClassVar[int] = ITERATIONS  # iterations in which an event has to come
     comes_by_itself: ClassVar[bool] = False  # and may be there already when the drill looks
 
     def __init__(self, draw: random.Random, iteration: int):
-        self.draw, self.iteration = draw, iteration
+        self.draw, self.iteration = draw, min(iteration, self.latest)
 
     @abstractmethod
     def cause(self, run: Run) -> str:
@@ -166,7 +170,7 @@ class Truncated(DamagedCheckpoint):
 
 
 class BitFlip(DamagedCheckpoint):
-    name, share = "a flipped bit", 2
+    name, share = "a flipped bit in a checkpoint", 2
 
     def damage(self, file: Path) -> str:
         content = bytearray(file.read_bytes())
@@ -225,6 +229,72 @@ class BadBatch(Fault):
         )
 
 
+class Injected(Fault):
+    """One process computes or reads otherwise, see injected.py, until an event names it."""
+
+    share, does, what = 1, "", ""
+
+    def cause(self, run: Run) -> str:
+        self.number, process = self.rank(run)
+        new = run.folder / f"{CONTROL}.new"
+        new.write_text(json.dumps({"kind": self.does, "pid": process.pid}))
+        new.rename(run.folder / CONTROL)
+        return self.what.format(self.number)
+
+    def mend(self, run: Run) -> None:
+        (run.folder / CONTROL).unlink()
+
+
+class Slow(Injected):
+    name, does = "a slow rank", "slow"
+    latest, patience = (
+        ITERATIONS // 4,
+        110,
+    )  # 20 samples of SLOW_RANK_EVERY, the most that are tested together
+    what = "rank {} is busy for a quarter of its time after each forward pass"
+
+    def rank(self, run: Run) -> tuple[int, psutil.Process]:
+        events = [event for event in run.events() if event["event"] in ("slow_rank", "slow_rank_end")]
+        is_slow = {event["rank"]: event["event"] == "slow_rank" for event in events}  # not named twice
+        ranks = run.ranks()
+        number = self.draw.choice([rank for rank in sorted(ranks) if not is_slow.get(rank)] or [0])
+        return number, ranks[number]
+
+    def is_named(self, event: Event) -> bool:
+        return event["event"] == "slow_rank" and event["rank"] == self.number
+
+
+class SlowDisk(Slow):
+    name, does = "a slow disk of one rank", "slow disk"
+    what = "rank {} sleeps for a quarter of its time at each read"
+
+    def is_named(self, event: Event) -> bool:
+        return super().is_named(event) and event["phase"] == "data"
+
+
+class Flipped(Injected):
+    """Of two replicas a comparison names both; only a repetition names one rank."""
+
+    def is_named(self, event: Event) -> bool:
+        return event["event"] == "sdc" and self.number in event["ranks"]
+
+
+class FlippedActivation(Flipped):
+    name, does = "a flipped bit in an activation", "activation"
+    what = "rank {}: bit 21 of another activation in each forward pass"
+
+
+class FlippedGradient(Flipped):
+    name, does = "a flipped bit in a gradient", "gradient"
+    what = "rank {}: bit 21 of another gradient in each backward pass"
+
+
+class FlippedWeight(Flipped):
+    name, does = "a flipped bit in a weight", "weight"
+    what = "rank {}: bit 21 of a weight, each time that it is written"
+
+
+FLIPS = (FlippedWeight, FlippedGradient, FlippedActivation)
 KINDS: tuple[type[Any], ...] = (
     Killed,
     Stopped,
@@ -235,18 +305,21 @@ KINDS: tuple[type[Any], ...] = (
     CorruptShard,
     Truncated,
     BadBatch,
+    Slow,
+    *FLIPS,
+    SlowDisk,
 )
 
 
-def wait_for_event(run: Run, num_before: int, is_named: Any, *, seconds: float = 240.0) -> Event | None:
+def wait_for_event(run: Run, num_before: int, fault: Any, *, seconds: float = 240.0) -> Event | None:
     """The first event after `num_before` that names a fault; None if none comes, also because the run is at
     its end.
     """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    deadline, last = time.monotonic() + seconds, run.iteration() + fault.patience
+    while time.monotonic() < deadline and run.iteration() <= last:
         run.tend()
         has_ended = run.exit_code == 0
-        if found := [event for event in run.events()[num_before:] if is_named(event)]:
+        if found := [event for event in run.events()[num_before:] if fault.is_named(event)]:
             return found[0]
         if has_ended:
             return None

@@ -7,7 +7,9 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +28,13 @@ from moe_exp.launch import agent as launch_agent
 from moe_exp.launch.agent import Agent
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import append_event, read_metrics
+from moe_exp.watch.blame import recognised_lines
 from moe_exp.watch.excluded_nodes import read_excluded, slurm_name
 from moe_exp.watch.hangs.heartbeat import failures_file
+from moe_exp.watch.known_errors import CAUSES
+
+sys.path.insert(0, str(Path(ROOT) / "bench"))
+from bench_diagnosis import read_failures
 
 
 def test_the_agents_handlers_stay_where_torch_sets_its_own(monkeypatch):
@@ -143,12 +150,12 @@ class Nodes:
     """
 
     def __init__(
-        self, folder: Path, plan: dict[str, str], *, num_nodes: int = 1, num_ranks: int = 2,
-        max_restarts: int = 0, is_full: bool = False, first_delay: float = 0.5,
+        self, folder: Path, plan: dict[str, str] | list[str], *, num_nodes: int = 1, num_ranks: int = 2,
+        max_restarts: int = 0, is_full: bool = False, first_delay: float = 0.5, script: str = RANK,
     ):  # fmt: skip
         self.folder, self.metrics, self._is_full = folder, folder / "metrics.jsonl", is_full
         self._first_delay = first_delay
-        (folder / "rank.py").write_text(RANK)
+        (folder / "rank.py").write_text(script)
         (folder / "plan.json").write_text(json.dumps(plan))
         self._options = ["--nnodes", num_nodes, "--nproc-per-node", num_ranks, "--max-restarts", max_restarts]
         self._options += ["--master-addr", "localhost", "--master-port", free_port()]
@@ -428,3 +435,59 @@ def test_what_no_agent_says_of_failures_is_left_out():
     for said in (json.dumps(wrong), "no JSON", "5", json.dumps({"rank": 1})):
         rounds._store.set("said/0/0", said)
         assert rounds.said(0) == []
+
+
+# Stands for a rank that fails in each round with the next of the given errors, and ends the job after them.
+FAILING = """
+import json, os, pathlib
+from moe_exp.engine.faults import StopSignal, named_by_rank
+here = pathlib.Path(__file__).parent
+errors = json.loads((here / "plan.json").read_text())
+number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if number == len(errors):
+    pathlib.Path(os.environ["MOE_EXP_EXIT_CODE_FILE"]).write_text("75")
+else:
+    with named_by_rank(StopSignal()):
+        raise RuntimeError(errors[number])
+"""
+
+
+@pytest.mark.slow
+def test_two_hundred_failures_end_as_the_table_says(tmp_path, monkeypatch):
+    """Of every cause and action: errors of the corpus go through ranks, agent, events and exit codes."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv(EXCLUDE_FILE, str(tmp_path / "exclude_nodes.txt"))
+    lines: dict[str, str] = {}
+    for one in read_failures("rules") + read_failures("held_out"):
+        seen = recognised_lines(line for file in one["files"] for line in file["lines"])
+        lines |= {
+            line.strip()[:300]: fault.cause for fault, _, line in seen if fault and ". Fix: " not in line
+        }
+    by_cause: dict[str, list[str]] = {}
+    for line, cause in lines.items():
+        by_cause.setdefault(cause, []).append(line)
+    # in turn, so that there are as many of each cause as possible
+    turns = zip_longest(*by_cause.values())
+    errors = [line for turn in turns for line in turn if line is not None][:200]
+    assert len(errors) == 200 and set(by_cause) == set(CAUSES)
+    actions: Counter[str] = Counter()
+    while errors:
+        folder = tmp_path / str(len(errors))
+        folder.mkdir()
+        train_until(folder, 1500)
+        nodes = Nodes(folder, errors, num_ranks=1, max_restarts=1000, first_delay=0.0, script=FAILING)
+        codes, said = nodes.end(), nodes.events("diagnosis")
+        causes = [event["cause"] for event in nodes.events("rank_failed")]
+        assert causes == [f"RuntimeError: {error}".splitlines()[0] for error in errors[: len(causes)]]
+        assert len(said) == len(causes) >= 1
+        excluded = read_excluded(tmp_path / "exclude_nodes.txt")
+        for event in said:
+            actions[str(event["action"])] += 1
+            assert event["action"] != "exclude" or slurm_name(str(event["host"])) in excluded
+        # all but the last were followed by a restart
+        assert [event["action"] for event in said[:-1]].count("stop") == 0
+        has_stopped = said[-1]["action"] == "stop"
+        assert len(nodes.events("restart")) == len(said) - has_stopped
+        assert (codes, nodes.told()) == (([1], str(WOULD_REPEAT)) if has_stopped else ([0], "75"))
+        errors = errors[len(said) :]
+    assert min(actions[action] for action in ("restart", "stop", "exclude", "wait")) >= 5, actions
