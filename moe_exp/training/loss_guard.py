@@ -127,7 +127,7 @@ class LossGuard:
         number = from_first_rank(lambda: sum(name == "sdc" for name in names))
         begin = (progress.checked or 0) + 1
         done = go_back(config, folder, progress, iteration=begin, samples=None)
-        has_none = from_first_rank(lambda: not iterations(folder.checkpoints))  # begin anew
+        has_none = from_first_rank(lambda: not iterations(folder.checkpoints))  # then from the start
         why = "" if has_none or not isinstance(done, str) else f"; {done}"
         if number >= config.max_rollbacks:
             why = f"; MAX_ROLLBACKS={config.max_rollbacks} reached"

@@ -333,7 +333,9 @@ class GradientCheck:
         dp, wait = self._runtime.groups.dp, torch.cuda.synchronize if torch.cuda.is_initialized() else float
         wait()  # for queued work of the iteration before
         start = time.monotonic()
-        check_replicas(self._config, self._runtime, self._trained, self._progress, None)
+        is_first = self._progress.checked == self._begin
+        if not is_first:  # else the start has just compared them
+            check_replicas(self._config, self._runtime, self._trained, self._progress, None)
         neighbour, streams = (dp.rank() + self._shift) % dp.size(), [dict[str, Any]()] * dp.size()
         # dropout of documents may have drawn other numbers there
         torch.distributed.all_gather_object(streams, rng_state(self._runtime).data[0], group=dp)
@@ -349,7 +351,7 @@ class GradientCheck:
         set_rng_state(streams[dp.rank()])
         wait()
         seconds, every, number = time.monotonic() - start, self._config.sdc_check_every, len(self._expected)
-        if self._progress.checked == self._begin:
+        if is_first:
             text = "SDC_CHECK_EVERY=%d: %d more forward and backward passes (%.1f s), %.1f%% of the time"
             logger.info(text, every, number, seconds, 100 * number / every)
         return seconds
@@ -428,10 +430,10 @@ class GradientCheck:
             self._progress.checked = self._progress.iteration + 1
             return
         named = zip(self._parameters, (gaps_P > self._bound).tolist(), strict=True)
-        told: list[Any] = [None] * runtime.world_size
+        gathered: list[Any] = [None] * runtime.world_size
         mine = runtime.host, [name for name, is_wrong in named if is_wrong]
-        torch.distributed.all_gather_object(told, mine)
-        hosts, (first, *more) = [host for host, _ in told], next(names for _, names in told if names)
+        torch.distributed.all_gather_object(gathered, mine)
+        hosts, (first, *more) = [host for host, _ in gathered], next(names for _, names in gathered if names)
         what = f"{first} and of {len(more)} more parameters" if more else first
         problem = f"the gradient of {what} differs from {how}: {_ranks(wrong, hosts)}"
         raise ReplicaError(problem, {rank: hosts[rank] for rank in wrong})

@@ -217,6 +217,21 @@ def curve(folder: Path) -> list[Any]:
     return [(one["iteration"], one["lm_loss"], one["grad_norm"]) for one in records(folder, "train")]
 
 
+def sdc_event(folder: Path) -> dict[str, Any]:
+    """The only one of a run."""
+    (event,) = (one for one in records(folder, "event") if one["event"] == "sdc")
+    return event
+
+
+def assert_ends_undisturbed(settings: dict[str, Any]) -> None:
+    """Run to its end, the run has the curve of one that nobody disturbs or checks."""
+    again = settings | {"run_name": "again", "sdc_check_every": 0}
+    for one in (settings, again):
+        assert run_to_end(one)[0] == FINISHED
+    folder = Path(settings["run_dir"])
+    assert curve(folder / settings["run_name"]) == curve(folder / "again")
+
+
 CHECKED = {"sdc_check_every": 2, "save_interval": 2, "train_iters": 8, "gbsz": 8}
 
 
@@ -228,15 +243,12 @@ def test_a_run_goes_back_and_has_the_undisturbed_curve(tmp_path):
     assert code == START_AGAIN
     assert "silent corruption after iteration 5: the gradient of embedding.word_embeddings.weight" in printed
     assert "SDC_CHECK_EVERY=2: 2 more forward and backward passes (" in printed and "100.0% of the" in printed
-    (event,) = (one for one in records(tmp_path / "run", "event") if one["event"] == "sdc")
+    event = sdc_event(tmp_path / "run")
     host = os.uname().nodename
     facts = event["iteration"], event["back_to"], event["set_aside"], event["ranks"], event["hosts"]
     assert facts == (5, 4, [], [1], [host])
     assert read_excluded(tmp_path / "exclude_nodes.txt") == [host.partition(".")[0]]
-    assert run_to_end(settings)[0] == FINISHED
-    again = small_settings(tmp_path, "again", **CHECKED | {"sdc_check_every": 0}, gpus_per_node=4)
-    assert run_to_end(again)[0] == FINISHED
-    assert curve(tmp_path / "run") == curve(tmp_path / "again")
+    assert_ends_undisturbed(settings)
 
 
 def test_a_checkpoint_of_a_stop_between_checks_is_set_aside(tmp_path):
@@ -246,12 +258,9 @@ def test_a_checkpoint_of_a_stop_between_checks_is_set_aside(tmp_path):
     run_spoilt(settings | {"exit_interval": 5}, "gradient", 1, 5, 99)
     assert latest_iteration(tmp_path / "run" / "checkpoints") == 5
     assert run_spoilt(settings, "gradient", 1, 5, 99)[0] == START_AGAIN
-    (event,) = (one for one in records(tmp_path / "run", "event") if one["event"] == "sdc")
+    event = sdc_event(tmp_path / "run")
     assert (event["back_to"], event["set_aside"], event["ranks"]) == (4, ["1/iter_0000005"], [0, 1])
-    assert run_to_end(settings)[0] == FINISHED
-    again = small_settings(tmp_path, "again", **CHECKED | {"sdc_check_every": 0}, gpus_per_node=2)
-    assert run_to_end(again)[0] == FINISHED
-    assert curve(tmp_path / "run") == curve(tmp_path / "again")
+    assert_ends_undisturbed(settings)
 
 
 def test_without_a_checkpoint_it_begins_anew_and_not_forever(tmp_path):
