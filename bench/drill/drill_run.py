@@ -169,7 +169,9 @@ class Run:
         if self.launcher is None:
             return
         with suppress(psutil.Error):
-            for process in psutil.Process(self.launcher.pid).children(recursive=True):
+            children = psutil.Process(self.launcher.pid).children(recursive=True)
+            # the oldest last: the others of a rank stand by
+            for process in sorted(children, key=psutil.Process.create_time, reverse=True):
                 with suppress(psutil.Error):
                     if "moe_exp.train" in process.cmdline() and "RANK" in (environ := process.environ()):
                         yield int(environ["RANK"]), process

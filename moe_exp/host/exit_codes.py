@@ -21,6 +21,7 @@ EXCLUDE_FILE = "MOE_EXP_EXCLUDE_FILE"  # list of nodes that the next jobs must a
 LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"  # from `time.monotonic`
 PREPARED_TEXT = "MOE_EXP_PREPARED_TEXT"  # token files and tokenizer prepared from TRAIN_DATA's text, as JSON
 RENDEZVOUS_KEY = "MOE_EXP_RENDEZVOUS_KEY"  # prefix of names in the job's stores, see launch/rendezvous.py
+STANDS_BY = "MOE_EXP_STANDS_BY"  # file descriptor, in a process that takes a rank's place if it restarts
 REASONS_FILE = "MOE_EXP_REASONS_FILE"  # set by `moe_exp.train`: where ranks write their final error lines
 
 # Parts of torch.distributed's errors on healthy ranks after another rank has died.

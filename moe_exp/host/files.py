@@ -111,7 +111,8 @@ def read_yaml(path: Path, *, fix: str = "") -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(shallow(regular(path).read_text(encoding="utf-8")))
+        text = shallow(regular(path).read_text(encoding="utf-8"))
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # C's is ten times faster
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise _damaged(path, error, fix) from None
 

@@ -9,10 +9,12 @@ the run's metrics.jsonl. docs/architecture.md lists the private names of torchru
 """
 
 import gc
+import json
 import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args, parse_args
 
@@ -44,6 +47,7 @@ from moe_exp.host.exit_codes import (
     HEARTBEATS,
     METRICS_FILE,
     RENDEZVOUS_KEY,
+    STANDS_BY,
     START_AGAIN,
     TO_BE_CONTINUED,
     WOULD_REPEAT,
@@ -64,16 +68,59 @@ _SAVE_SECONDS = 600.0
 # Delay before a restart if no rank has trained since the last one; doubles each time, up to the longest.
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 300.0
 _STORAGE_DELAY_SECONDS = 60.0  # at least, after a storage fault
+_STAND_BY_SECONDS = 10.0  # from a start of the ranks, which need the CPUs
 _CLOSING_SECONDS = 0.5  # a few times the interval at which other nodes read the store
 _HUNG = "killed by its launcher because the run hung"
+
+
+class StandBys:
+    """Processes that have imported everything, which takes most of a restart, one per rank of this node. Each
+    waits for the environment of the rank that it becomes, or ends with this process.
+    """
+
+    def __init__(self) -> None:
+        self._commands: dict[str, tuple[Any, dict[str, str]]] = {}  # command, environment, by local rank
+        self._waiting: dict[str, tuple[subprocess.Popen[bytes], int]] = {}  # process, pipe
+
+    def start(self) -> None:
+        """Starts a process for each rank that has none, and imports what a failure needs."""
+        import moe_exp.watch.diagnosis  # noqa: F401
+
+        for local_rank, (command, environ) in self._commands.items():
+            if local_rank not in self._waiting:
+                reader, writer = os.pipe()
+                environ = environ | {STANDS_BY: str(reader)}
+                process = subprocess.Popen(command, env=environ, pass_fds=(reader,), start_new_session=True)
+                os.close(reader)
+                self._waiting[local_rank] = process, writer
+
+    def start_rank(self, command: Any, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Starts a rank, in the process that waits for it if there is one."""
+        self._commands[environ["LOCAL_RANK"]] = command, environ
+        process, writer = self._waiting.pop(environ["LOCAL_RANK"], (None, -1))
+        if process is None or process.poll() is not None:
+            return subprocess.Popen(command, env=environ, start_new_session=True)
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(json.dumps(environ).encode())
+        return process
+
+    def end(self) -> None:
+        for process, _ in self._waiting.values():
+            process.kill()
 
 
 class Agent(LocalElasticAgent):
     """Runs the ranks of one node in rounds; the caller appends each signal it receives to `received`."""
 
-    def __init__(self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], **options: Any):
+    def __init__(
+        self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], standbys: StandBys,
+        **options: Any,
+    ):  # fmt: skip
         super().__init__(spec, **options)
-        self._spec, self._rounds, self._received = spec, rounds, received
+        self._spec, self._rounds, self._received, self._standbys = spec, rounds, received, standbys
+        self._started = 0.0  # when the ranks were
+        # other programs would not wait
+        self._has_standbys = spec.max_restarts > 0 and "moe_exp.train" in spec.args
         self._signalled: set[tuple[int, int]] = set()  # pid and signal
         self._num_idle = 0  # consecutive rounds without a train record
         self._is_parted = False  # whether the connection to node 0 is lost
@@ -90,6 +137,9 @@ class Agent(LocalElasticAgent):
                 time.sleep(self._spec.monitor_interval)
                 show_alive()
                 self._pass_signals_on()
+                if self._has_standbys and time.monotonic() > self._started + _STAND_BY_SECONDS:
+                    with signals_blocked():
+                        self._standbys.start()
                 result = self._check()
                 if result is not None and (
                     result.state is WorkerState.SUCCEEDED or not self._may_start_again(result)
@@ -293,6 +343,7 @@ class Agent(LocalElasticAgent):
     # Overrides of torchrun's agent
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._started = time.monotonic()
         # torchrun derives TORCHELASTIC_RESTART_COUNT from this: make it the round
         self._remaining_restarts = self._spec.max_restarts - self._rounds.round
         if os.environ.get(EXIT_CODE_FILE):
@@ -371,7 +422,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     assert config.logs_specs is not None
     options = {"logs_specs": config.logs_specs, "start_method": config.start_method}
-    result = Agent(spec, rounds, received, **options).run()
+    standbys = StandBys()
+    SubprocessHandler._popen = lambda _, *args: standbys.start_rank(*args)  # type: ignore[method-assign]
+    result = Agent(spec, rounds, received, standbys, **options).run()
+    standbys.end()
     if not result.is_failed():
         return FINISHED
     if result.failures and reported_exit_code() is None and not _has_hung():

@@ -186,9 +186,10 @@ def clean_environ(**settings: Any) -> dict[str, str]:
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of the ranks of a run by rank, from their environment."""
+    """Process ids of the ranks of a run by rank, from their environment; not of those that stand by."""
     found = {}
-    for child in psutil.Process(launcher.pid).children(recursive=True):
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    for child in sorted(children, key=psutil.Process.create_time, reverse=True):
         with contextlib.suppress(psutil.Error):  # it ended meanwhile
             environ = child.environ()
             if "LOCAL_RANK" in environ:

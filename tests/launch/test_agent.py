@@ -25,7 +25,7 @@ from helpers.warm_runs import become_program
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp.host.exit_codes import EXCLUDE_FILE, HEARTBEATS, WOULD_REPEAT
 from moe_exp.launch import agent as launch_agent
-from moe_exp.launch.agent import Agent
+from moe_exp.launch.agent import Agent, StandBys
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import append_event, read_metrics
 from moe_exp.watch.blame import recognised_lines
@@ -197,6 +197,50 @@ def train_until(folder: Path, iteration: int) -> None:
     append_event(folder / "metrics.jsonl", "start", 0)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "train", "iteration": iteration}) + "\n")
+
+
+RANK_THAT_STANDS_BY = """
+import os, sys
+from moe_exp.host.exit_codes import STANDS_BY
+from moe_exp.train import stand_by
+if STANDS_BY in os.environ:
+    stand_by()
+with open(f"{sys.argv[1]}/round{os.environ['ROUND']}", "w") as file:
+    print(os.getpid(), STANDS_BY in os.environ, file=file)
+"""
+
+
+def test_a_restarted_rank_is_the_process_that_stood_by(tmp_path):
+    """With the environment of its round; a process that has died is replaced, others end with the agent."""
+    command = [sys.executable, "-c", RANK_THAT_STANDS_BY, str(tmp_path)]
+    environ = clean_environ(PYTHONPATH=ROOT, OMP_NUM_THREADS=1, LOCAL_RANK=0)
+    standbys = StandBys()
+
+    def start(number: int) -> int:
+        process = standbys.start_rank(command, environ | {"ROUND": str(number), "TEXT": "\udcff"})
+        assert process.wait(90) == 0
+        assert (tmp_path / f"round{number}").read_text() == f"{process.pid} False\n"
+        return process.pid
+
+    start(0)
+    standbys.start()
+    ((waiting, _),) = standbys._waiting.values()
+    assert start(1) == waiting.pid and not standbys._waiting
+    standbys.start()
+    ((killed, _),) = standbys._waiting.values()
+    killed.kill()
+    killed.wait()
+    assert start(2) != killed.pid
+    standbys.start()
+    ((left, pipe),) = standbys._waiting.values()
+    os.close(pipe)  # as the end of the agent does
+    assert left.wait(90) == 0
+    standbys._waiting.clear()
+    standbys.start()
+    ((left, pipe),) = standbys._waiting.values()
+    standbys.end()
+    assert left.wait(90) == -signal.SIGKILL
+    os.close(pipe)
 
 
 def test_two_nodes_start_again_together(tmp_path):

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from helpers import wait_for
 from helpers.jsonl import BinIdxWriter
 from helpers.whole_runs import ranks_of, wait_until_gone
 from moe_exp.engine import faults
@@ -213,6 +214,33 @@ def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, sett
         assert {name: event[name] for name in named} == named
         assert at <= event["iteration"] <= at + 8, f"seed {seed}"
     assert [event["number"] for event in run.events("restart")] == list(range(1, num_kills + 1))
+
+
+@pytest.mark.slow
+def test_processes_that_stand_by_become_the_ranks_of_the_next_round(runs, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    settings = {"GPUS_PER_NODE": 2, "TRAIN_ITERS": 1000, "DECAY_ITERS": 0, "SAVE_INTERVAL": 4}
+    process = runs.start("standby", MAX_RESTARTS=2, PYTHONPATH=tmp_path, **settings)
+    runs.wait_for_start("standby", process, 1)
+    first = ranks_of(process)
+
+    def others() -> list[int]:
+        found = []
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                found += [child.pid] if "RANK" in child.environ() else []
+        return sorted({*found} - {*first.values()})
+
+    wait_for(lambda: len(others()) == 2)
+    waiting = others()
+    os.kill(first[1], signal.SIGKILL)
+    runs.wait_for_start("standby", process, 2)
+    assert sorted(ranks_of(process).values()) == waiting
+    wait_for(lambda: len(others()) == 4)  # new ones
+    left = others()
+    process.send_signal(signal.SIGTERM)
+    assert runs.end("standby", process, timeout=400).code == TO_BE_CONTINUED
+    wait_until_gone(left)
 
 
 @pytest.mark.slow
