@@ -30,7 +30,7 @@ from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.prediction import predict
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.slow_ranks import PHASES as RANK_PHASES
-from moe_exp.watch.slow_ranks import SlowRanks
+from moe_exp.watch.slow_ranks import PROCESSORS, SlowRanks, processor_seconds
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
@@ -387,11 +387,13 @@ class RankTimes:
             spans.get(name, other) if torch.is_grad_enabled() else other
         )
         self._rows: list[list[float]] = []  # one per iteration since the last exchange
-        self._waited = _seconds_waited
+        self._waited, self._processors = _seconds_waited, processor_seconds()
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; when due, starts an exchange of mean COLUMNS, which the next call returns."""
+        """Ends an iteration; when due, starts an exchange of mean COLUMNS and PROCESSORS, which the next call
+        returns.
+        """
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
         self._rows.append([*self.timers.take(is_late=True).values(), waited])
@@ -400,8 +402,10 @@ class RankTimes:
             own = rows[:, :-1].sum(dim=1)
             variance = own.var(correction=0) / own.mean().clamp(min=1e-9) ** 2 / max(1, len(own) - 1)
             # one slot per rank, so that the sum gathers them
-            host = rows.new_zeros(self._runtime.world_size, rows.size(1) + 1)
-            host[self._runtime.rank] = torch.cat([rows.mean(dim=0), variance.view(1)])
+            processors, self._processors = self._processors, processor_seconds()
+            load = torch.from_numpy(self._processors - processors)
+            host = rows.new_zeros(self._runtime.world_size, rows.size(1) + 1 + len(PROCESSORS))
+            host[self._runtime.rank] = torch.cat([rows.mean(dim=0), variance.view(1), load])
             self._rows, table = [], host.to(self._runtime.device)
             # On a GPU the host waits in neither case, and gloo's exchange runs in a thread.
             work = torch.distributed.all_reduce(table, async_op=not table.is_cuda)

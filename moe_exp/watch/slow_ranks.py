@@ -2,7 +2,8 @@
 
 All others wait for a slow rank: only times without waits tell the cause from its victims. A rank is compared
 with its peers, which do the same work; without peers, with all others and with its own past. It has to be
-slow over several samples, the more of them the more the times vary. Shapes: S samples, R ranks.
+slow over several samples, the more of them the more the times vary, and for a minute where other programs
+leave no processor free. Shapes: S samples, R ranks.
 """
 
 import logging
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from moe_exp.host.files import write_json
@@ -26,9 +28,13 @@ logger = logging.getLogger(__name__)
 PHASES = ("data", "forward", "backward", "optimizer")
 # of a rank in a sample: seconds per iteration, and the squared relative standard error of all phases' sum
 COLUMNS = (*PHASES, "waits", "variance")
+# after COLUMNS: seconds of processors since the last sample: of this process, of all programs, and of none
+PROCESSORS = ("own", "busy", "idle")
 _LENGTHS = (5, 10, 20)  # samples that are tested together
 _LEAST, _OVER = math.log(1.1), math.log(1.05)  # a rank is slow from the first on, until below the second
 _CERTAIN = 4.5  # standard errors
+_LOAD_SAMPLES, _LOADED = 10, 3  # a host is overloaded if it was in so many of the last samples
+_LOADED_SECONDS = 60.0  # for which a rank has to be slow there
 
 
 def differences(table_RN: Floats, works: Sequence[str]) -> Floats:
@@ -90,6 +96,13 @@ def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int
     return slow
 
 
+def processor_seconds() -> NDArray[np.float64]:
+    """PROCESSORS since the start of this process and host."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    return np.array([time.process_time(), sum(times[:8]) - idle, idle])  # further fields are parts of others
+
+
 class SlowRanks:
     """Follows ranks. `places`: host, device and work (equal for peers) of each; `table`: file of times."""
 
@@ -100,12 +113,18 @@ class SlowRanks:
         self._recent: deque[Floats] = deque(maxlen=_LENGTHS[-1])  # from `differences`
         self._past: deque[Floats] = deque(maxlen=60)  # before that, while no rank was slow
         self._slow = set[int]()
+        self._since: dict[int, float] = {}  # when a rank was first found
+        self._hosts = np.array([place["host"] for place in places])
+        self._loaded: deque[NDArray[np.bool_]] = deque(maxlen=_LOAD_SAMPLES)
 
     def add(self, rows: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
-        """Takes a sample, COLUMNS of each rank; returns an event for each rank whose state changes."""
+        """Takes a sample, COLUMNS and PROCESSORS of each rank; returns an event for each rank whose state
+        changes.
+        """
+        table_RN, load_RN = np.split(np.array(rows), [len(COLUMNS)], axis=1)
         if not self._slow and len(self._recent) >= _LENGTHS[0]:
             self._past.append(self._recent[-_LENGTHS[0]])
-        self._recent.append(differences(np.array(rows), self._works))
+        self._recent.append(differences(table_RN, self._works))
         recent_SRN, num_past = np.stack(self._recent), len(self._past)
         if self._is_alone_R.any():
             usual_RN = np.median(self._past, axis=0) if num_past >= _LENGTHS[0] else recent_SRN
@@ -114,17 +133,32 @@ class SlowRanks:
             recent_SRN -= usual_RN
         found = slow_ranks(recent_SRN[..., :-1], recent_SRN[..., -1], self._is_alone_R / max(1, num_past))
         is_over_R = np.median(recent_SRN[-_LENGTHS[0] :, :, -1], axis=0) < _OVER
-        changes = [("slow_rank", rank, found[rank]) for rank in found if rank not in self._slow]
+        now, is_loaded_R = time.monotonic(), self._overloaded(load_RN)
+        self._since = {rank: at for rank, at in self._since.items() if not is_over_R[rank]}
+        changes = [
+            ("slow_rank", rank, more)
+            for rank, more in found.items()
+            if now - self._since.setdefault(rank, now) >= _LOADED_SECONDS * is_loaded_R[rank]
+            and rank not in self._slow
+        ]
         changes += [("slow_rank_end", rank, {}) for rank in self._slow if is_over_R[rank]]
         self._slow ^= {rank for _, rank, _ in changes}
-        if changes or time.monotonic() - self._written > 60:
-            self._written, names = time.monotonic(), ("own time / peers'", *COLUMNS[:-1])
-            values_RN = np.column_stack([np.exp(self._recent[-1][:, -1]), 1e3 * np.array(rows)[:, :-1]])
+        if changes or now - self._written > 60:
+            self._written, names = now, ("own time / peers'", *COLUMNS[:-1])
+            values_RN = np.column_stack([np.exp(self._recent[-1][:, -1]), 1e3 * table_RN[:, :-1]])
             numbers = [dict(zip(names, values, strict=True)) for values in values_RN.tolist()]
             ranks = [{"rank": rank, **self._places[rank], **one} for rank, one in enumerate(numbers)]
             with suppress(OSError):  # a full disk, which the metrics report
                 write_json(self._table, {"ranks": ranks})
         return [(name, {"rank": rank, **self._places[rank], **more}) for name, rank, more in changes]
+
+    def _overloaded(self, load_RN: Floats) -> NDArray[np.bool_]:
+        """Whether other programs left no processor of a rank's host free, which slows its ranks at random."""
+        same_host_RR = self._hosts[:, None] == self._hosts
+        own_R, busy_R, idle_R = same_host_RR @ load_RN[:, 0], load_RN[:, 1], load_RN[:, 2]
+        all_R = busy_R + idle_R
+        self._loaded.append((idle_R < 0.05 * all_R) & (busy_R - own_R > 0.1 * all_R))
+        return np.sum(self._loaded, axis=0) >= _LOADED
 
 
 def report(name: str, found: Mapping[str, Any], excluded: Path | None) -> None:
