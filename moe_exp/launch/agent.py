@@ -59,7 +59,7 @@ from moe_exp.host.exit_codes import (
 from moe_exp.host.processes import STOP_SIGNALS, send_signal, signals_blocked
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import Record, append, event_record, last_records
-from moe_exp.watch.hangs.heartbeat import failures_file, hung_file
+from moe_exp.watch.hangs.heartbeat import failures_file, hung_file, read_beats
 
 # Time for the ranks of a failed job to exit: they have nothing to save, and their peers are gone.
 _END_SECONDS = 5
@@ -68,7 +68,6 @@ _SAVE_SECONDS = 600.0
 # Delay before a restart if no rank has trained since the last one; doubles each time, up to the longest.
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 300.0
 _STORAGE_DELAY_SECONDS = 60.0  # at least, after a storage fault
-_STAND_BY_SECONDS = 10.0  # from a start of the ranks, which need the CPUs
 _CLOSING_SECONDS = 0.5  # a few times the interval at which other nodes read the store
 _HUNG = "killed by its launcher because the run hung"
 
@@ -80,24 +79,23 @@ class StandBys:
 
     def __init__(self) -> None:
         self._commands: dict[str, tuple[Any, dict[str, str]]] = {}  # command, environment, by local rank
-        self._waiting: dict[str, tuple[subprocess.Popen[bytes], int]] = {}  # process, pipe
+        self.waiting: dict[str, tuple[subprocess.Popen[bytes], int]] = {}  # process, pipe
 
     def start(self) -> None:
-        """Starts a process for each rank that has none, and imports what a failure needs."""
+        """Starts the processes, and imports what a failure needs."""
         import moe_exp.watch.diagnosis  # noqa: F401
 
         for local_rank, (command, environ) in self._commands.items():
-            if local_rank not in self._waiting:
-                reader, writer = os.pipe()
-                environ = environ | {STANDS_BY: str(reader)}
-                process = subprocess.Popen(command, env=environ, pass_fds=(reader,), start_new_session=True)
-                os.close(reader)
-                self._waiting[local_rank] = process, writer
+            reader, writer = os.pipe()
+            environ = environ | {STANDS_BY: str(reader)}
+            process = subprocess.Popen(command, env=environ, pass_fds=(reader,), start_new_session=True)
+            os.close(reader)
+            self.waiting[local_rank] = process, writer
 
     def start_rank(self, command: Any, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         """Starts a rank, in the process that waits for it if there is one."""
         self._commands[environ["LOCAL_RANK"]] = command, environ
-        process, writer = self._waiting.pop(environ["LOCAL_RANK"], (None, -1))
+        process, writer = self.waiting.pop(environ["LOCAL_RANK"], (None, -1))
         if process is None or process.poll() is not None:
             return subprocess.Popen(command, env=environ, start_new_session=True)
         with os.fdopen(writer, "wb") as pipe:
@@ -105,7 +103,7 @@ class StandBys:
         return process
 
     def end(self) -> None:
-        for process, _ in self._waiting.values():
+        for process, _ in self.waiting.values():
             process.kill()
 
 
@@ -118,9 +116,6 @@ class Agent(LocalElasticAgent):
     ):  # fmt: skip
         super().__init__(spec, **options)
         self._spec, self._rounds, self._received, self._standbys = spec, rounds, received, standbys
-        self._started = 0.0  # when the ranks were
-        # other programs would not wait
-        self._has_standbys = spec.max_restarts > 0 and "moe_exp.train" in spec.args
         self._signalled: set[tuple[int, int]] = set()  # pid and signal
         self._num_idle = 0  # consecutive rounds without a train record
         self._is_parted = False  # whether the connection to node 0 is lost
@@ -137,9 +132,7 @@ class Agent(LocalElasticAgent):
                 time.sleep(self._spec.monitor_interval)
                 show_alive()
                 self._pass_signals_on()
-                if self._has_standbys and time.monotonic() > self._started + _STAND_BY_SECONDS:
-                    with signals_blocked():
-                        self._standbys.start()
+                self._stand_by()
                 result = self._check()
                 if result is not None and (
                     result.state is WorkerState.SUCCEEDED or not self._may_start_again(result)
@@ -154,6 +147,16 @@ class Agent(LocalElasticAgent):
             complain(f"lost node 0: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}")
         self._stop_workers(self.get_worker_group())
         return failed
+
+    def _stand_by(self) -> None:
+        """Starts the processes that stand by once all ranks have trained: until then they need the CPUs."""
+        folder = os.environ.get(HEARTBEATS)
+        if self._pcontext is None or self._standbys.waiting or not folder or not self._spec.max_restarts:
+            return
+        trained = {beat.pid for beat in read_beats(Path(folder)) if beat.iteration > 1}
+        if trained.issuperset(self._pcontext.pids().values()):
+            with signals_blocked():
+                self._standbys.start()
 
     def _has_moved(self) -> bool:
         """Whether the round ended on another node; False while node 0 is unreachable."""
@@ -343,7 +346,6 @@ class Agent(LocalElasticAgent):
     # Overrides of torchrun's agent
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._started = time.monotonic()
         # torchrun derives TORCHELASTIC_RESTART_COUNT from this: make it the round
         self._remaining_restarts = self._spec.max_restarts - self._rounds.round
         if os.environ.get(EXIT_CODE_FILE):

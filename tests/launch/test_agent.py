@@ -224,20 +224,20 @@ def test_a_restarted_rank_is_the_process_that_stood_by(tmp_path):
 
     start(0)
     standbys.start()
-    ((waiting, _),) = standbys._waiting.values()
-    assert start(1) == waiting.pid and not standbys._waiting
+    ((waiting, _),) = standbys.waiting.values()
+    assert start(1) == waiting.pid and not standbys.waiting
     standbys.start()
-    ((killed, _),) = standbys._waiting.values()
+    ((killed, _),) = standbys.waiting.values()
     killed.kill()
     killed.wait()
     assert start(2) != killed.pid
     standbys.start()
-    ((left, pipe),) = standbys._waiting.values()
+    ((left, pipe),) = standbys.waiting.values()
     os.close(pipe)  # as the end of the agent does
     assert left.wait(90) == 0
-    standbys._waiting.clear()
+    standbys.waiting.clear()
     standbys.start()
-    ((left, pipe),) = standbys._waiting.values()
+    ((left, pipe),) = standbys.waiting.values()
     standbys.end()
     assert left.wait(90) == -signal.SIGKILL
     os.close(pipe)

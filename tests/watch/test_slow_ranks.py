@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,19 @@ def test_rank_that_is_slow_from_the_start_is_named_by_its_peers(tmp_path):
     (begin,) = events_of(table, "aab", tmp_path)
     # nothing tells that the third rank, without peers, does not simply do more
     assert begin[:3] == (4, "slow_rank", 1)
+
+
+def test_rank_on_an_overloaded_host_is_named_after_a_minute(tmp_path, monkeypatch):
+    table = slowed(drawn(np.random.default_rng(0), "aa", 60), 1, 1, 20, 50)
+    others, itself, idle = (0.5, 2.0, 0.0), (1.9, 2.0, 0.0), (0.5, 1.8, 0.2)  # seconds of two processors
+    usual = events_of(table, "aa", tmp_path)
+    assert usual[0][0] <= 26
+    assert events_of(table, "aa", tmp_path, itself) == events_of(table, "aa", tmp_path, idle) == usual
+    assert not events_of(table, "aa", tmp_path, others)
+    clock = count(0.0, 4.0)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    late = events_of(table, "aa", tmp_path, others)
+    assert late[0][1:] == usual[0][1:] and late[0][0] - usual[0][0] == 15
 
 
 def test_rank_without_peers_stays_slow_until_it_is_as_before(tmp_path):
