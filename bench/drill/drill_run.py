@@ -22,7 +22,7 @@ from moe_exp.runs.records import read_metrics
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from small_model import SETTINGS as MODEL
 
-GBSZ, ITERATIONS, SAVE_INTERVAL = 8, 400, 10
+GBSZ, ITERATIONS, SAVE_INTERVAL = 8, int(os.environ.get("DRILL_ITERATIONS", "400")), 10
 SETTINGS = {
     **{name.upper(): value for name, value in MODEL.items()},
     "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "NUM_HEADS": 4,
@@ -32,7 +32,7 @@ SETTINGS = {
     "MAX_ROLLBACKS": 100, "DTYPE": "fp32", "SPIKE_ACTION": "log", "SDC_CHECK_EVERY": 5, "SLOW_RANK_EVERY": 5,
 }  # fmt: skip
 HANG_TIMEOUT = 10
-HANG_TIMEOUT_OTHER = 90  # a rank may be stopped in a save; a start takes 15 s, more on busy cores
+HANG_TIMEOUT_OTHER = 40  # a rank may be stopped in a save; a start takes 10 s, more on busy cores
 DISK_BYTES = 256 * 2**20
 # Found by every Python of the job.
 _SITECUSTOMIZE = """
