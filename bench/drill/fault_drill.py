@@ -5,10 +5,10 @@ disturbed, bit for bit.
     python bench/drill/fault_drill.py --seeds 1,2,3            # three drills
     python bench/drill/fault_drill.py --faults 5 --ranks 2     # a short one
     python bench/drill/fault_drill.py --faults 3 --kinds Slow,FlippedWeight,FlippedGradient
-    DRILL_ITERATIONS=3000 python bench/drill/fault_drill.py --faults 14 --ranks 2    # for effective training time
+    DRILL_ITERATIONS=3000 python bench/drill/fault_drill.py --faults 14 --ranks 2    # effective training time
 
-In 400 iterations the faults follow each other within seconds, before the processes that stand by for the ranks
-have imported everything; 3,000 iterations leave them the time that they have between two faults of a real run.
+In 400 iterations the faults follow each other within seconds, before the processes that stand by for the
+ranks have imported everything; 3,000 iterations leave them time, as between two faults of a real run.
 
 The undisturbed run logs every iteration, so that it reads the results of each one at once; the disturbed
 run logs every fifth, and reads the results of the others an iteration late.
