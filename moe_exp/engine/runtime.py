@@ -3,6 +3,7 @@
 import atexit
 import datetime
 import gc
+import json
 import os
 import random
 import socket
@@ -18,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moe_exp.config import Config, setting_error
 from moe_exp.host.devices import count_gpus, driver_version, num_cores
-from moe_exp.host.exit_codes import RENDEZVOUS_KEY
+from moe_exp.host.exit_codes import RENDEZVOUS_KEY, STANDS_BY
 from moe_exp.host.megatron_versions import quiet_loggers
 
 from megatron.core import parallel_state, tensor_parallel
@@ -44,6 +45,22 @@ class Runtime:
 def choose_communication() -> tuple[str, str]:
     """(backend of torch.distributed, reason)."""
     return ("nccl", "found a CUDA device") if torch.cuda.is_available() else ("gloo", "no CUDA device")
+
+
+def stand_by() -> None:
+    """In a process that stands by, see `launch.agent.StandBys`: waits for the environment of its rank."""
+    if STANDS_BY not in os.environ:
+        return
+    # the first optimizer and the first log would import these
+    import torch._dynamo
+    import torch.utils.tensorboard  # noqa: F401
+
+    with os.fdopen(int(os.environ[STANDS_BY]), "rb") as file:
+        environ = file.read()
+    if not environ:  # the agent has ended
+        os._exit(0)
+    os.environ.clear()
+    os.environ.update(json.loads(environ))
 
 
 def start(config: Config) -> Runtime:

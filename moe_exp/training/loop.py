@@ -76,6 +76,7 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains with the settings from `argv` and the environment; returns the exit code."""
+    runtime.stand_by()
     parser = argparse.ArgumentParser(prog="python -m moe_exp.train", description=__doc__)
     add_arguments(parser)
     try:

@@ -202,9 +202,8 @@ def train_until(folder: Path, iteration: int) -> None:
 RANK_THAT_STANDS_BY = """
 import os, sys
 from moe_exp.host.exit_codes import STANDS_BY
-from moe_exp.train import stand_by
-if STANDS_BY in os.environ:
-    stand_by()
+from moe_exp.engine.runtime import stand_by
+stand_by()
 with open(f"{sys.argv[1]}/round{os.environ['ROUND']}", "w") as file:
     print(os.getpid(), STANDS_BY in os.environ, file=file)
 """
