@@ -74,26 +74,21 @@ class BackendSettings(ExpertSettings):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.fp8 != "none":
-            yield from self._fp8_problems()
-        if self.use_moe and self.dispatcher == "deepep" and (width := self.expert_hidden_size) % 8:
-            name = self.expert_hidden_setting
-            fix = f"set {name.upper()} to {multiples(8, width)}, or DISPATCHER=alltoall"
-            yield problem(name, width, "must be a multiple of 8 with DISPATCHER=deepep", fix)
-        yield from self._upcycling_problems()
-
-    def _fp8_problems(self) -> Iterator[str]:
-        """Checks that the expert backend supports FP8 with this recipe."""
-        return self.broken(
+        is_fp8, width, setting = self.fp8 != "none", self.expert_hidden_size, self.expert_hidden_setting
+        yield from self.broken(
             (self.is_fp8_by_kernels and (self.fp8, self.fp8_recipe) != ("e4m3", "blockwise"), "fp8",
              f"with FP8_RECIPE={self.fp8_recipe} is not supported by EXPERT_BACKEND=triton",
              "set FP8=e4m3 FP8_RECIPE=blockwise, or EXPERT_BACKEND=te"),
-            (self.use_moe and self.expert_backend not in ("te", "triton"), "fp8",
+            (is_fp8 and self.use_moe and self.expert_backend not in ("te", "triton"), "fp8",
              f"requires EXPERT_BACKEND=te or triton, not {self.expert_backend}",
              "set EXPERT_BACKEND=te, or FP8=none"),
-            (not self.use_moe and self.impl == "local", "fp8",
+            (is_fp8 and not self.use_moe and self.impl == "local", "fp8",
              "has no effect in a dense model with IMPL=local", "set IMPL=te, or FP8=none"),
+            (self.use_moe and self.dispatcher == "deepep" and width % 8, setting,
+             "must be a multiple of 8 with DISPATCHER=deepep",
+             f"set {setting.upper()} to {multiples(8, width)}, or DISPATCHER=alltoall"),
         )  # fmt: skip
+        yield from self._upcycling_problems()
 
     def _upcycling_problems(self) -> Iterator[str]:
         """Checks that the upcycled model initially computes the same as the dense model."""

@@ -195,11 +195,8 @@ class DataSettings(OptimizerSettings):
             old = begun[number - 1] if number <= len(begun) else {}
             if old.get("from_tokens") == found.from_tokens:
                 first = old["first_sample"]
-            else:
-                left_out = _left_out(skipped, first)
-                own = first - left_out
-                if consumed < own and (begin := self._batch_start(own, consumed)) != own:
-                    first = begin + self.batches.size_at(begin) + left_out
+            elif around := self._batch_around(first, consumed, skipped):
+                first = around[1]
             stage["from_samples"] = first
             if first * self.seq_len != found.from_tokens:
                 token = f"token {first * self.seq_len:,} (sample {first:,})"
@@ -217,23 +214,19 @@ class DataSettings(OptimizerSettings):
             skipped: ranges of the stream that are skipped, in order.
         """
         for number, (before, stage) in enumerate(pairwise(self.stages), 1):
-            first = stage.first_sample
-            left_out = _left_out(skipped, first)
-            own = first - left_out
-            if consumed < own and (begin := self._batch_start(own, consumed)) != own:
-                fits = [begin + left_out, begin + left_out + self.batches.size_at(begin)]
-                fits = [place for place in fits if place > before.first_sample]
-                rule = f"stage {number} begins at sample {first}, which is inside a batch"
-                fix = f"start the stage at sample {' or '.join(map(str, fits))}"
-                yield self.problem("data_stages", rule, fix)
+            if around := self._batch_around(stage.first_sample, consumed, skipped):
+                fits = [str(place) for place in around if place > before.first_sample]
+                rule = f"stage {number} begins at sample {stage.first_sample}, which is inside a batch"
+                yield self.problem("data_stages", rule, f"start the stage at sample {' or '.join(fits)}")
 
-    def _batch_start(self, sample: int, begin: int) -> int:
-        """First sample of the batch that contains `sample`, counting batches from `begin`."""
-        for step in self.batches.steps(sample + 1, begin):
-            if begin + step.samples > sample:
-                return begin + (sample - begin) // step.batch_size * step.batch_size
-            begin += step.samples
-        return begin
+    def _batch_around(self, sample: int, consumed: int, skipped: Sequence[tuple[int, int]]) -> list[int]:
+        """First and last boundary of the coming batch that `sample` is inside; [] if it begins a batch."""
+        left_out = sum(min(end, sample) - start for start, end in skipped if start < sample)
+        own, begin = sample - left_out, consumed
+        for step in self.batches.steps(own + 1, consumed):
+            begin += min(own - begin, step.samples) // step.batch_size * step.batch_size
+        is_inside = begin < own
+        return [begin + left_out, begin + left_out + self.batches.size_at(begin)] if is_inside else []
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -241,7 +234,8 @@ class DataSettings(OptimizerSettings):
         if remote and self.data_order == "megatron":
             fix = f"download {remote[0]} with moe-exp data pull, or set DATA_ORDER=stream"
             yield self.problem("data_order", "only supports local files", fix)
-        fills = self.document_packing == "best_fit"
+        fills, is_embedded = self.document_packing == "best_fit", not self.train_data
+        own = "the embedded corpus has its own validation data"
         yield from self.broken(
             (self.split and self.valid_data, "split",
              f"cannot be combined with VALID_DATA={self.valid_data}", "omit SPLIT or VALID_DATA"),
@@ -253,22 +247,14 @@ class DataSettings(OptimizerSettings):
              "set EOD_MASK_LOSS=true"),
             (fills and self.data_order == "megatron", "document_packing",
              "cannot be combined with DATA_ORDER=megatron", "set DATA_ORDER=stream"),
+            (is_embedded and self.split, "split", own, "set TRAIN_DATA, or omit SPLIT"),
+            (is_embedded and self.valid_data, "valid_data", own, "set TRAIN_DATA, or omit VALID_DATA"),
+            (is_embedded and self.vocab_size < EMBEDDED_VOCAB_SIZE, "vocab_size",
+             f"the embedded corpus (TRAIN_DATA is empty) has {EMBEDDED_VOCAB_SIZE} tokens",
+             f"set VOCAB_SIZE to at least {EMBEDDED_VOCAB_SIZE}, or TRAIN_DATA"),
         )  # fmt: skip
-        if not self.train_data:
-            yield from self._embedded_problems()
         if self.data_stages:
             yield from self._stage_problems()
-
-    def _embedded_problems(self) -> Iterator[str]:
-        """Checks for settings that cannot be combined with the embedded corpus."""
-        for name in ("split", "valid_data"):
-            if getattr(self, name):
-                rule = "the embedded corpus has its own validation data"
-                yield self.problem(name, rule, f"set TRAIN_DATA, or omit {name.upper()}")
-        if self.vocab_size < EMBEDDED_VOCAB_SIZE:
-            rule = f"the embedded corpus (TRAIN_DATA is empty) has {EMBEDDED_VOCAB_SIZE} tokens"
-            fix = f"set VOCAB_SIZE to at least {EMBEDDED_VOCAB_SIZE}, or TRAIN_DATA"
-            yield self.problem("vocab_size", rule, fix)
 
     def _stage_problems(self) -> Iterator[str]:
         """Yields a line for every stage that breaks a rule."""
@@ -316,7 +302,3 @@ class DataSettings(OptimizerSettings):
             return rule, f"use multiples of {unit} for all steps of RAMPUP_BATCH_SIZE"
         other = "" if self.vpp else f", or MBSZ to a multiple of {factor}"
         return rule, f"set GBSZ to a multiple of {unit}{other}"
-
-
-def _left_out(skipped: Sequence[tuple[int, int]], first: int) -> int:
-    return sum(min(end, first) - start for start, end in skipped if start < first)

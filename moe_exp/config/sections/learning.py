@@ -167,7 +167,6 @@ class LearningSettings(ParallelSettings):
         yield from super().problems()
         if self.has_whole_replicas:
             yield from self._batch_problems(self.data_parallel_size)
-        yield from self._microbatch_problems()
         yield from self._schedule_problems("DECAY_ITERS" if self.decay_iters else "TRAIN_ITERS")
         if rules := self.parameter_rules:  # each must apply to some parameter
             for rule, *text in useless_rules(rules, list(parameter_sizes(self))):
@@ -216,25 +215,20 @@ class LearningSettings(ParallelSettings):
                 return f"{has}, which with VPP={self.vpp} must be a multiple of {product}"
         return ""
 
-    def _microbatch_problems(self) -> Iterator[str]:
-        """Checks the tokens per micro-batch against TOKEN_ROUNDING and FP8."""
+    def _schedule_problems(self, decay_name: str) -> Iterator[str]:
+        """Checks the tokens per micro-batch, and LR, MIN_LR, LR_DECAY_STYLE and their iterations."""
+        decay, style = self.decay_end, self.lr_decay_style
         slots = self.mbsz * self.seq_len * self.topk
         tokens = self.seq_len * self.mbsz // (self.cp * self.tp)
         multiple = SIZE_MULTIPLES[self.fp8_recipe]
         is_fp8 = self.fp8 != "none" and not self.is_fp8_by_kernels and self.impl != "local"
-        return self.broken(
+        yield from self.broken(
             (self.use_moe and self.token_rounding > slots, "token_rounding",
              f"must be at most {slots}, the token-expert pairs of a micro-batch (MBSZ * SEQ_LEN * TOPK)",
              "set TOKEN_ROUNDING to the tile size of the kernels (64 or 128), or to 0"),
             (is_fp8 and tokens % multiple, "seq_len",
              f"with MBSZ={self.mbsz} a rank has {tokens} tokens, but FP8_RECIPE={self.fp8_recipe} requires a"
              f" multiple of {multiple}", "change SEQ_LEN or MBSZ, or set FP8=none"),
-        )  # fmt: skip
-
-    def _schedule_problems(self, decay_name: str) -> Iterator[str]:
-        """Checks LR, MIN_LR, LR_DECAY_STYLE and their iterations."""
-        decay = self.decay_end
-        yield from self.broken(
             (self.warmup_iters >= decay, "warmup_iters",
              f"must be less than {decay_name}={decay}, where the decay ends",
              f"set WARMUP_ITERS below {decay}, or raise {decay_name}"),
@@ -245,7 +239,6 @@ class LearningSettings(ParallelSettings):
         if (ends := [iteration_of(end, decay) for end in points]) != sorted(set(ends)):
             rule = f"values end at iterations {', '.join(map(str, ends))}"
             yield self.problem("mtp_loss_coeff", rule, "list iterations or fractions in ascending order")
-        style = self.lr_decay_style
         if is_composed(style):
             yield from self._composed_problems(decay_name)
             return
@@ -258,9 +251,7 @@ class LearningSettings(ParallelSettings):
         elif style == "WSD-S":
             yield from self._decay_problems()
         if style == "inverse-square-root" and not self.warmup_iters:
-            rule = (
-                "must be positive: LR_DECAY_STYLE=inverse-square-root is LR * sqrt(WARMUP_ITERS / iteration)"
-            )
+            rule = f"must be positive: LR_DECAY_STYLE={style} is LR * sqrt(WARMUP_ITERS / iteration)"
             yield self.problem("warmup_iters", rule, "set WARMUP_ITERS to 1 or more")
 
     def _decay_problems(self) -> Iterator[str]:

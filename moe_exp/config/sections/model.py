@@ -209,8 +209,18 @@ class ModelSettings(LaunchSettings):
         yield from self._rope_scaling_problems()
         if not self.mtp_num_layers:
             yield from self.without_effect(("mtp_loss_coeff",), "MTP_NUM_LAYERS=0", "set MTP_NUM_LAYERS")
-        if self.parametrization == "mup":
-            yield from self._mup_problems()
+        is_mup = self.parametrization == "mup"
+        yield from self.broken(
+            (is_mup and not self.mup_base_hidden_size, "mup_base_hidden_size",
+             "PARAMETRIZATION=mup requires the sizes of a base model",
+             "set MUP_BASE_HIDDEN_SIZE to the HIDDEN_SIZE at which LR was tuned"),
+            (is_mup and self.tie_embeddings, "parametrization",
+             "cannot be combined with TIE_EMBEDDINGS=true: embedding and output layer scale differently",
+             "set TIE_EMBEDDINGS=false"),
+            (is_mup and self.multi_latent_attention, "parametrization",
+             "cannot be combined with MULTI_LATENT_ATTENTION=true: no muP rule covers compressed widths",
+             "set MULTI_LATENT_ATTENTION=false"),
+        )  # fmt: skip
 
     def _attention_problems(self) -> Iterator[str]:
         """Checks the number and size of attention heads and the rotated channels."""
@@ -250,23 +260,23 @@ class ModelSettings(LaunchSettings):
         )  # fmt: skip
 
     def _rope_scaling_problems(self) -> Iterator[str]:
-        if self.rope_scaling == "none":
+        scaling = self.rope_scaling
+        if scaling == "none":
             extending = ("rope_scaling_factor", "rope_original_seq_len")
             yield from self.without_effect(extending, "ROPE_SCALING=none", "set ROPE_SCALING")
-        elif self.rope_scaling_factor == 1:
-            fix = "set ROPE_SCALING_FACTOR, or ROPE_SCALING=none"
-            yield self.problem("rope_scaling", "has no effect while ROPE_SCALING_FACTOR=1", fix)
-        if self.rope_scaling == "llama3" and self.rope_seq_len != 8192:
-            rule = "with ROPE_SCALING=llama3, Megatron only supports 8192"
-            fix = "set ROPE_ORIGINAL_SEQ_LEN=8192, or ROPE_SCALING=yarn"
-            yield self.problem("rope_original_seq_len", rule, fix)
-        if self.rope_scaling != "yarn":
+        yield from self.broken(
+            (scaling != "none" and self.rope_scaling_factor == 1, "rope_scaling",
+             "has no effect while ROPE_SCALING_FACTOR=1", "set ROPE_SCALING_FACTOR, or ROPE_SCALING=none"),
+            (scaling == "llama3" and self.rope_seq_len != 8192, "rope_original_seq_len",
+             "with ROPE_SCALING=llama3, Megatron only supports 8192",
+             "set ROPE_ORIGINAL_SEQ_LEN=8192, or ROPE_SCALING=yarn"),
+            (scaling == "yarn" and self.yarn_beta_fast < self.yarn_beta_slow, "yarn_beta_fast",
+             f"must be at least YARN_BETA_SLOW={self.yarn_beta_slow:g}",
+             "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1"),
+        )  # fmt: skip
+        if scaling != "yarn":
             names = [name for name in type(self).model_fields if name.startswith("yarn_")]
-            other = f"ROPE_SCALING={self.rope_scaling}"
-            yield from self.without_effect(names, other, "set ROPE_SCALING=yarn")
-        elif self.yarn_beta_fast < self.yarn_beta_slow:
-            rule = f"must be at least YARN_BETA_SLOW={self.yarn_beta_slow:g}"
-            yield self.problem("yarn_beta_fast", rule, "set YARN_BETA_FAST=32 and YARN_BETA_SLOW=1")
+            yield from self.without_effect(names, f"ROPE_SCALING={scaling}", "set ROPE_SCALING=yarn")
 
     def without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
         """Yields a line for each changed setting in `names` that has no effect while `other` applies."""
@@ -281,17 +291,3 @@ class ModelSettings(LaunchSettings):
             rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
             fix = f"give a number, n:m, or a pattern of {self.num_layers} zeros and ones"
             yield self.problem(name, rule, fix)
-
-    def _mup_problems(self) -> Iterator[str]:
-        """Checks for settings without muP rules."""
-        return self.broken(
-            (not self.mup_base_hidden_size, "mup_base_hidden_size",
-             "PARAMETRIZATION=mup requires the sizes of a base model",
-             "set MUP_BASE_HIDDEN_SIZE to the HIDDEN_SIZE at which LR was tuned"),
-            (self.tie_embeddings, "parametrization",
-             "cannot be combined with TIE_EMBEDDINGS=true: embedding and output layer scale differently",
-             "set TIE_EMBEDDINGS=false"),
-            (self.multi_latent_attention, "parametrization",
-             "cannot be combined with MULTI_LATENT_ATTENTION=true: no muP rule covers compressed widths",
-             "set MULTI_LATENT_ATTENTION=false"),
-        )  # fmt: skip

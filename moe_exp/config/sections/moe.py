@@ -102,24 +102,24 @@ class ExpertSettings(RouterSettings):
         yield from super().problems()
         if self.use_moe:
             yield from self._layer_problems()
-            yield from self._size_problems()
-            yield from self._capacity_problems()
+            yield from self._size_problems(self.moe_latent_size)
 
     def _layer_problems(self) -> Iterator[str]:
         """Checks MOE_LAYER_FREQ and FIRST_K_DENSE."""
         problems = list(self.pattern_problems("moe_layer_freq", self.moe_layers))
         yield from problems
         if not (problems or any(self.moe_layers)):
-            rule = f"leaves no MoE layer among NUM_LAYERS={self.num_layers}"
+            name, fix = "moe_layer_freq", "add a 1 to the pattern, or set USE_MOE=false"
             if self.first_k_dense:
-                fix = f"set FIRST_K_DENSE to at most {self.num_layers - 1}, or USE_MOE=false"
-                yield self.problem("first_k_dense", rule, fix)
-            else:
-                yield self.problem("moe_layer_freq", rule, "add a 1 to the pattern, or set USE_MOE=false")
+                name, fix = (
+                    "first_k_dense",
+                    f"set FIRST_K_DENSE to at most {self.num_layers - 1}, or USE_MOE=false",
+                )
+            yield self.problem(name, f"leaves no MoE layer among NUM_LAYERS={self.num_layers}", fix)
 
-    def _size_problems(self) -> Iterator[str]:
-        """Checks the shared expert and the latent width."""
-        latent = self.moe_latent_size
+    def _size_problems(self, latent: int) -> Iterator[str]:
+        """Checks the shared expert, the latent width and the capacity."""
+        is_dropless = self.moe_type == "dmoe"
         return self.broken(
             (self.add_bias_linear and self.shared_expert_size, "add_bias_linear",
              "Megatron's shared expert has no bias", "set ADD_BIAS_LINEAR=false or SHARED_EXPERT_SIZE=0"),
@@ -131,13 +131,10 @@ class ExpertSettings(RouterSettings):
             (latent and self.parametrization == "mup", "parametrization",
              f"cannot be combined with MOE_LATENT_SIZE={latent}: no muP rule covers the latent projections",
              "set MOE_LATENT_SIZE=0"),
+            *((is_dropless and getattr(self, name), name,
+               "only applies to MOE_TYPE=moe; MOE_TYPE=dmoe has no capacity",
+               f"set MOE_TYPE=moe, or {name.upper()}=0") for name in ("capacity_factor", "min_capacity")),
+            (self.token_rounding and not is_dropless, "token_rounding",
+             "only applies to MOE_TYPE=dmoe; with MOE_TYPE=moe, the capacity sets the number of rows",
+             "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"),
         )  # fmt: skip
-
-    def _capacity_problems(self) -> Iterator[str]:
-        for name in ("capacity_factor", "min_capacity"):
-            if self.moe_type == "dmoe" and getattr(self, name):
-                fix = f"set MOE_TYPE=moe, or {name.upper()}=0"
-                yield self.problem(name, "only applies to MOE_TYPE=moe; MOE_TYPE=dmoe has no capacity", fix)
-        if self.moe_type == "moe" and self.token_rounding:
-            rule = "only applies to MOE_TYPE=dmoe; with MOE_TYPE=moe, the capacity sets the number of rows"
-            yield self.problem("token_rounding", rule, "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0")

@@ -108,14 +108,15 @@ class OptimizerSettings(LearningSettings):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from self._optimizer_problems()
-        if self.optimizer_state_dtype == "bf16":
-            yield from self._state_problems()
         if self.use_moe:
-            yield from self._dispatcher_problems()
             yield from self._expert_backend_problems()
 
     def _optimizer_problems(self) -> Iterator[str]:
-        optimizer = OPTIMIZERS[self.optimizer]
+        """Checks the optimizer, its state and data types, and what DeepEP requires of them. Whether its
+        package and a GPU are there is checked when the layer is built.
+        """
+        optimizer, is_deepep = OPTIMIZERS[self.optimizer], self.use_moe and self.dispatcher == "deepep"
+        is_bf16 = self.optimizer_state_dtype == "bf16"
         return self.broken(
             (self.distributed_optimizer and not optimizer.is_sharded, "distributed_optimizer",
              f"OPTIMIZER={self.optimizer} requires whole matrices, but the distributed optimizer shards"
@@ -144,25 +145,13 @@ class OptimizerSettings(LearningSettings):
                                              ("offload_optimizer", self.offload_optimizer, "false"))),
             (self.offload_optimizer and self.main_params == "remainder", "offload_optimizer",
              "keeps main weights in fp32, but MAIN_PARAMS=remainder", "set MAIN_PARAMS=auto"),
-        )  # fmt: skip
-
-    def _state_problems(self) -> Iterator[str]:
-        """Checks that the optimizer supports bf16 moments and that rounding does not stop their decay."""
-        if not OPTIMIZERS[self.optimizer].has_bf16:
-            rule = f"only applies to Adam, but OPTIMIZER={self.optimizer}"
-            fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"
-            yield self.problem("optimizer_state_dtype", rule, fix)
-            return
-        for name in ("adam_beta1", "adam_beta2"):
-            if getattr(self, name) > _LARGEST_BF16_BETA:
-                rule = "is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, as rounding would stop the decay"
-                fix = f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32"
-                yield self.problem(name, rule, fix)
-
-    def _dispatcher_problems(self) -> Iterator[str]:
-        """Checks DeepEP's requirements. Package and GPU are checked when the layer is built."""
-        is_deepep = self.dispatcher == "deepep"
-        return self.broken(
+            (is_bf16 and not optimizer.has_bf16, "optimizer_state_dtype",
+             f"only applies to Adam, but OPTIMIZER={self.optimizer}",
+             "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"),
+            *((is_bf16 and optimizer.has_bf16 and getattr(self, name) > _LARGEST_BF16_BETA, name,
+               "is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, as rounding would stop the decay",
+               f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32")
+              for name in ("adam_beta1", "adam_beta2")),
             (is_deepep and self.dtype != "bf16", "dispatcher",
              f"requires DTYPE=bf16, not {self.dtype}", "set DTYPE=bf16 or DISPATCHER=alltoall"),
             # deepseek-ai/DeepEP issue 589: PyTorch then fills new tensors on a different stream from the one

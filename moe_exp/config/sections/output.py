@@ -121,31 +121,19 @@ class OutputSettings(DataSettings):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.eval_interval:
-            yield from self._evaluation_problems(self.eval_interval)
-        yield from self._checkpoint_problems()
-
-    def _evaluation_problems(self, interval: int) -> Iterator[str]:
-        """Checks that there is data to evaluate on."""
+        save, evaluate, shares = self.save_interval, self.eval_interval, self.split_shares
         has_valid = self.valid_data or self.split or names_text(self.train_data)
-        shares = self.split_shares
-        return self.broken(
-            (not self.eval_iters, "eval_iters",
-             f"must be positive with EVAL_INTERVAL={interval}", "set EVAL_ITERS=10 or EVAL_INTERVAL=0"),
-            (self.train_data and not has_valid, "valid_data",
-             f"required for EVAL_INTERVAL={interval}, as TRAIN_DATA={shown(self.train_data)} is not a"
+        no_effect = "has no effect with KEEP_LAST=0, which keeps all checkpoints"
+        yield from self.broken(
+            (evaluate and not self.eval_iters, "eval_iters",
+             f"must be positive with EVAL_INTERVAL={evaluate}", "set EVAL_ITERS=10 or EVAL_INTERVAL=0"),
+            (evaluate and self.train_data and not has_valid, "valid_data",
+             f"required for EVAL_INTERVAL={evaluate}, as TRAIN_DATA={shown(self.train_data)} is not a"
              " folder or file of text on this machine",
              "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0, or correct TRAIN_DATA if it should name text"),
-            (shares and not sum(shares[1:2]), "split",
-             f"has no validation share, but EVAL_INTERVAL={interval}",
+            (evaluate and shares and not sum(shares[1:2]), "split",
+             f"has no validation share, but EVAL_INTERVAL={evaluate}",
              "set for example SPLIT=99,1, or EVAL_INTERVAL=0"),
-        )  # fmt: skip
-
-    def _checkpoint_problems(self) -> Iterator[str]:
-        """Checks the settings for checkpoints to keep and for the checkpoint to start from."""
-        no_effect = "has no effect with KEEP_LAST=0, which keeps all checkpoints"
-        save, evaluate = self.save_interval, self.eval_interval
-        return self.broken(
             (self.keep_every and not self.keep_last, "keep_every", no_effect, "set KEEP_LAST"),
             (self.keep_best and not self.keep_last, "keep_best", no_effect, "set KEEP_LAST"),
             (save and self.keep_every % save, "keep_every",

@@ -122,9 +122,10 @@ class ParallelSettings(BackendSettings):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        is_te_fp8 = self.fp8 != "none" and not self.is_fp8_by_kernels
         if self.use_moe:  # a dense run in a comparison ignores EP and ETP of its MoE counterpart
             yield from self._expert_parallel_problems()
-        if self.fp8 != "none" and not self.is_fp8_by_kernels:
+        if is_te_fp8:
             yield from self._fp8_size_problems()
         yield from self._rank_problems()
         yield from self._tensor_parallel_problems()
@@ -137,28 +138,22 @@ class ParallelSettings(BackendSettings):
             yield from self._chunk_problems(self.vpp)
         if self.recompute_modules:
             yield from self._recompute_problems()
-        by_te = self.impl == "te" or (self.fp8 != "none" and not self.is_fp8_by_kernels)
+        by_te = self.impl == "te" or is_te_fp8
         usual = {"norm_placement": "pre", "norm_bias": True, "qk_norm_epsilon": 0, "qk_norm_scope": "head"}
         for name, value in usual.items():
             if by_te and getattr(self, name) not in (value, "all"):
-                rule = "is not possible with Transformer Engine's layers"
-                yield self.problem(
-                    name, rule, f"set {name.upper()}={as_given(value)}, or IMPL=local FP8=none"
-                )
+                fix = f"set {name.upper()}={as_given(value)}, or IMPL=local FP8=none"
+                yield self.problem(name, "is not possible with Transformer Engine's layers", fix)
         yield from self.offload_problems()
-        if self.mtp_num_layers:
-            yield from self._mtp_problems()
-
-    def _mtp_problems(self) -> Iterator[str]:
-        """Checks what the layers for multi-token prediction cannot be combined with."""
-        return self.broken(
-            (self.tie_embeddings and self.pp > 1, "mtp_num_layers",
+        has_mtp = self.mtp_num_layers > 0
+        yield from self.broken(
+            (has_mtp and self.tie_embeddings and self.pp > 1, "mtp_num_layers",
              f"cannot be combined with TIE_EMBEDDINGS=true and PP={self.pp}: Megatron gives the last stage "
              "an output layer of its own", "set PP=1, TIE_EMBEDDINGS=false, or MTP_NUM_LAYERS=0"),
-            (self.stage_layers[-1:] == [0], "mtp_num_layers",
+            (has_mtp and self.stage_layers[-1:] == [0], "mtp_num_layers",
              "requires a layer in the last pipeline stage",
              "change PIPELINE_LAYERS, or set MTP_NUM_LAYERS=0"),
-            (self.fp8 != "none" and not self.is_fp8_by_kernels, "mtp_num_layers",
+            (has_mtp and is_te_fp8, "mtp_num_layers",
              f"cannot be combined with FP8={self.fp8} by Transformer Engine",
              "set FP8=none, or MTP_NUM_LAYERS=0"),
         )  # fmt: skip
@@ -252,16 +247,17 @@ class ParallelSettings(BackendSettings):
                 yield self.problem("gpus_per_node", f"{rule} {product}={size}", fix)
 
     def _tensor_parallel_problems(self) -> Iterator[str]:
-        yield from self.must_divide("tp", "NUM_HEADS", self.num_heads)
-        if not self.multi_latent_attention:
-            yield from self.must_divide("tp", "NUM_QUERY_GROUPS", self.num_query_groups)
-            if self.window_query_groups:
-                yield from self.must_divide("tp", "WINDOW_QUERY_GROUPS", self.window_query_groups)
-        yield from self.must_divide("tp", "the padded VOCAB_SIZE", self.padded_vocab_size)
-        if not all(self.moe_layers):
-            yield from self.must_divide("tp", "FFN_HIDDEN_SIZE", self.ffn_hidden_size)
-        if self.use_moe:
-            yield from self.must_divide("tp", "SHARED_EXPERT_SIZE", self.shared_expert_size)
+        has_groups, has_dense = not self.multi_latent_attention, not all(self.moe_layers)
+        wholes = {  # 0: not in this model
+            "NUM_HEADS": self.num_heads,
+            "NUM_QUERY_GROUPS": self.num_query_groups if has_groups else 0,
+            "WINDOW_QUERY_GROUPS": self.window_query_groups if has_groups else 0,
+            "the padded VOCAB_SIZE": self.padded_vocab_size,
+            "FFN_HIDDEN_SIZE": self.ffn_hidden_size if has_dense else 0,
+            "SHARED_EXPERT_SIZE": self.shared_expert_size if self.use_moe else 0,
+        }
+        for name, whole in wholes.items():
+            yield from self.must_divide("tp", name, whole)
         if self.tp > 1 and (part := self.seq_len // self.cp) % self.tp:
             rule = f"SEQ_LEN/CP={part} must be a multiple of TP (sequence parallelism)"
             fix = f"set SEQ_LEN to {multiples(2 * self.cp * self.tp, self.seq_len)}"

@@ -136,8 +136,16 @@ class ReliabilitySettings(OutputSettings):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        for name in ("profile_iters", "memory_snapshot"):
-            yield from self._traced_problems(name)
+        last_of_run = self.train_iters
+        for name in ("profile_iters", "memory_snapshot"):  # machine_checks.py checks the device's support
+            ranges = iteration_ranges(getattr(self, name))
+            most = max((last - first + 1 for first, last in ranges), default=0)
+            yield from self.broken(
+                (any(first > last_of_run for first, _ in ranges), name,
+                 f"must not exceed TRAIN_ITERS={last_of_run}", f"list iterations up to {last_of_run}"),
+                (most > _MOST_TRACED, name,
+                 f"has a range of {most} iterations, too many for a viewer", f"list at most {_MOST_TRACED}"),
+            )  # fmt: skip
         for name, others in (("profile_ranks", ", or all"), ("dump_ranks", "")):
             ranks = [int(rank) for rank in getattr(self, name).split(",") if rank not in ("", "all")]
             if missing := [rank for rank in ranks if rank >= self.world_size]:
@@ -163,15 +171,4 @@ class ReliabilitySettings(OutputSettings):
             (rolls_back and self.keep_last == 1, "keep_last",
              "keeps only the last save, but SPIKE_ACTION=rollback may need an earlier checkpoint",
              "set KEEP_LAST=2 or more, or 0 to keep all"),
-        )  # fmt: skip
-
-    def _traced_problems(self, name: str) -> Iterator[str]:
-        """Checks PROFILE_ITERS or MEMORY_SNAPSHOT. launch/machine_checks.py checks the device's support."""
-        ranges, last_of_run = iteration_ranges(getattr(self, name)), self.train_iters
-        most = max((last - first + 1 for first, last in ranges), default=0)
-        return self.broken(
-            (any(first > last_of_run for first, _ in ranges), name,
-             f"must not exceed TRAIN_ITERS={last_of_run}", f"list iterations up to {last_of_run}"),
-            (most > _MOST_TRACED, name,
-             f"has a range of {most} iterations, too many for a viewer", f"list at most {_MOST_TRACED}"),
         )  # fmt: skip
