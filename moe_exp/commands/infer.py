@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_exp.commands.parsers import arg, command, flag, positive, repeated, string, takes
-from moe_exp.config import setting_error
+from moe_exp.config import raise_for, setting_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -195,7 +195,6 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
 
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
     """Runs `work` in this process if there is one rank, else the request's module in a torchrun job."""
-    from moe_exp.config import ConfigError
     from moe_exp.inference.ranks import check_files, run_alone
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command
@@ -207,8 +206,7 @@ def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) ->
         return 0
     if config.nnodes == 1:
         config = config.model_copy(update={"master_port": 0})  # a free one
-    if problems := check_machine(config):
-        raise ConfigError(problems)
+    raise_for(check_machine(config))
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         file.write(request.to_json())
         file.flush()

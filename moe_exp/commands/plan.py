@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.parsers import JSON, arg, command, positive_options, print_json, string, takes
-from moe_exp.config import Config, ConfigError, add_arguments, problem, setting_error
+from moe_exp.config import Config, add_arguments, problem, raise_for, setting_error
 from moe_exp.planner.hardware import DEFAULT_GPU, Hardware, load_hardware
 
 if TYPE_CHECKING:
@@ -333,9 +333,8 @@ def refuse_settings(arguments: argparse.Namespace) -> None:
 def refuse(arguments: argparse.Namespace, *names: str) -> None:
     """Raises ConfigError if one of the flags `names`, which have no effect in the command, is given."""
     fix = f"omit it from moe-exp plan {arguments.plan_command}"
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if given:
-        raise ConfigError([problem(name, value, "has no effect here", fix) for name, value in given.items()])
+    given = ((name, value) for name in names if (value := getattr(arguments, name)) is not None)
+    raise_for(problem(name, value, "has no effect here", fix) for name, value in given)
 
 
 def check_new_file(name: str, path: Path) -> None:

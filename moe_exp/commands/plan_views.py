@@ -20,7 +20,7 @@ from moe_exp.commands.plan import (
     refuse_settings,
     searched,
 )
-from moe_exp.config import Config, ConfigError, setting_error
+from moe_exp.config import Config, raise_for, setting_error
 from moe_exp.config.parsers import number_in
 from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
 
@@ -37,8 +37,7 @@ def _one_layout(arguments: argparse.Namespace) -> Loaded:
     """Returns settings, device and constants of one layout; ConfigError if it cannot run."""
     refuse(arguments, *_OF_COST)
     planned = loaded(arguments)
-    if problems := list(planned[0].problems()):
-        raise ConfigError(problems)
+    raise_for(planned[0].problems())
     return planned
 
 

@@ -7,7 +7,7 @@ from glob import glob, has_magic
 from pathlib import Path
 
 from moe_exp.commands.parsers import arg, command, flag, string, takes
-from moe_exp.config import ConfigError, problem, setting_error
+from moe_exp.config import problem, raise_for, setting_error
 
 # Commands import the library when they run, so that `moe-exp --help` is fast.
 
@@ -42,13 +42,11 @@ def run_report(arguments: argparse.Namespace) -> None:
     """
     to_wandb = arguments.runs[0] == "wandb"
     kind = "wandb" if to_wandb else "--watch" if arguments.watch else "a page"
-    problems = [
+    raise_for(
         problem(name, value, f"has no effect for {kind}", f"omit --{name}")
         for name in _NOT_WITH[kind]
         if (value := getattr(arguments, name)) not in (None, "", False)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    )
     if to_wandb:
         from moe_exp.report.wandb_report import wandb_report
 
@@ -113,6 +111,5 @@ def _expanded(texts: Sequence[str]) -> list[Path]:
             fix = "check the pattern; runs/* matches the runs in the folder runs"
             problems.append(problem("run", text, "matches no run folder", fix))
         found += matches
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return found

@@ -1,7 +1,7 @@
 """Errors about settings, and numbers that a fix suggests. No torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moe_exp.config.setting_types import shown
@@ -19,6 +19,12 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickled to other ranks
         return type(self), (self.problems,)
+
+
+def raise_for(problems: Iterable[str]) -> None:
+    """Raises ConfigError with all problems, if there are any."""
+    if lines := list(problems):
+        raise ConfigError(lines)
 
 
 def problem(name: str, value: object, rule: str, fix: str) -> str:

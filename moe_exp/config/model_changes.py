@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_exp.config.choices import OPTIMIZERS
-from moe_exp.config.errors import ConfigError, problem
+from moe_exp.config.errors import ConfigError, problem, raise_for
 from moe_exp.config.loading import known_settings
 from moe_exp.config.setting_types import pattern_of
 from moe_exp.config.settings import Config
@@ -61,8 +61,7 @@ def refuse_other_model(
         logger.warning("%s; %s", other.text(checkpoint), rule)
     elif other:
         lines.append(other.problem(checkpoint, OTHER_OPTIMIZER_FLAG))
-    if lines:
-        raise ConfigError(lines)
+    raise_for(lines)
 
 
 def model_changes(

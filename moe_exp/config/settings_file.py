@@ -11,7 +11,7 @@ from typing import get_args
 
 import yaml
 
-from moe_exp.config.errors import ConfigError, problem
+from moe_exp.config.errors import ConfigError, problem, raise_for
 from moe_exp.config.settings import TRAITS, Config
 from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import regular, shallow
@@ -60,8 +60,7 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
         elif name in values:
             problems.append(problem(name, value, "is in the file twice", "remove one of the two lines"))
         values[name] = value
-    if problems:
-        raise ConfigError([f"{path}: {line}" for line in problems])
+    raise_for(f"{path}: {line}" for line in problems)
     return {name: value for name, value in values.items() if value is not None}
 
 

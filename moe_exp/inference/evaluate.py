@@ -21,7 +21,7 @@ from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import UNKNOWN_DATA, saved_config, saved_order
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.tools.info import iteration_of
-from moe_exp.config import Config, ConfigError, problem, setting_error
+from moe_exp.config import Config, problem, raise_for, setting_error
 from moe_exp.config.loading import load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text import find_prepared_text
@@ -188,8 +188,7 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
     with suppress(ValueError):
         of_data = tokenizer_for(owner.settings, "", order=owner.order) if owner.named else None
     tokenizer = _tokenizer(request, saved, order, of_data)
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     sources = _sources(request, saved, owner, check_ids=check_ids)
     batch_size = request.batch_size or ranks.batch_size_of(
         saved, saved.seq_len, max(map(len, sources)), capacity=request.capacity
@@ -202,8 +201,7 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
     eod_id = None
     if config.document_mask:
         problems, eod_id = check_ends(config, [source.prefix for source in sources])
-        if problems:
-            raise ConfigError(problems)
+        raise_for(problems)
     token_bytes = None
     if tokenizer:
         # Each source's documents may start and end with other tokens; sources that agree share a table.
@@ -327,8 +325,7 @@ def _sources(request: EvalRequest, saved: Config, owner: _Owner, *, check_ids: b
     if not problems and len({source.prefix for source in sources}) < len(sources):
         named = " ".join(source.prefix for source in sources)
         problems.append(problem("data", named, "must not name a prefix twice", "name each prefix once"))
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return sources
 
 

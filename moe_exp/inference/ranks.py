@@ -27,7 +27,7 @@ from moe_exp.checkpoint.format.folders import Manifest, damages
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA, CheckpointReader
 from moe_exp.checkpoint.state import sharding_metadata
-from moe_exp.config import Config, ConfigError
+from moe_exp.config import Config, raise_for
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import check_run
 from moe_exp.engine.model import build_chunk, transformer_config
@@ -103,8 +103,7 @@ def config_for_use(
     # rounded up, so that the TP ranks can divide it
     changes["seq_len"] = -(-(seq_len or saved.seq_len) // layout.tp) * layout.tp
     config = saved_config(folder, **changes, **({"dtype": dtype} if dtype else {}))
-    if problems := list(config.problems()):
-        raise ConfigError(problems)
+    raise_for(config.problems())
     return config
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
-from moe_exp.config import Config, ConfigError, setting_error
+from moe_exp.config import Config, raise_for, setting_error
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.saves import Goodput, goodput_of
 from moe_exp.planner.estimate import Cost, Lever, cost_of, levers, speed_of
@@ -66,8 +66,7 @@ def plan_run(
     price_per_gpu_hour: float | None = None, failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:  # fmt: skip
     """Predicts a run; `failures` are arguments of `goodput_of`. Raises ConfigError for invalid settings."""
-    if problems := list(config.problems()):
-        raise ConfigError(problems)
+    raise_for(config.problems())
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
     cost = cost_of(config, hardware, **budget, constants=constants)
     prediction = predict(PlannedJob.of(config), hardware, constants)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config import Config, ConfigError, problem, raise_for
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.progress import progress
 
@@ -47,8 +47,7 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
     changes["mup_base_moe_ffn_hidden_size"] = base.mup_base_moe_ffn_hidden_size or in_proportion
     changes["mup_base_topk"] = base.mup_base_topk or base.topk
     config = base.model_copy(update=changes)
-    if problems := list(config.problems()):
-        raise ConfigError(problems)
+    raise_for(config.problems())
     return config
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_exp.config import Config, ConfigError, load_config, problem, setting_error
+from moe_exp.config import Config, ConfigError, load_config, problem, raise_for, setting_error
 from moe_exp.config.loading import explain
 from moe_exp.config.parsers import number_in
 from moe_exp.config.setting_types import as_given
@@ -26,8 +26,7 @@ def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
             values[name] = tuple(_parsed({name: part})[name] for part in parts)
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return values
 
 
@@ -44,8 +43,7 @@ def parse_wanted(text: str, config: Config) -> dict[str, Any]:
             rule = "must be SETTING=VALUE, where SETTING is a layout setting"
             problems.append(problem("explain", part, rule, fix))
         pairs[name] = value.strip()
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     replicas = pairs.pop("dp", None)
     wanted = _parsed(pairs)
     if replicas is not None:
@@ -85,8 +83,7 @@ def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
         if not 0 <= budget["price_per_gpu_hour"] < float("inf"):
             fix = "set it to the price of a GPU-hour"
             problems.append(problem("price", price, "must be a number of at least 0", fix))
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return budget
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config import Config, problem, raise_for
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.hardware import Hardware
@@ -73,8 +73,7 @@ def search(
     """Ranks layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration; ConfigError with all
     `model_problems`. `fixed`: allowed values by setting. The layout of `config` is ignored.
     """
-    if problems := rules.model_problems(config):
-        raise ConfigError(problems)
+    raise_for(rules.model_problems(config))
     space, constants, rejected = rules.Space.of(config, fixed), constants or load_constants(), Counter[str]()
     work = _Evaluation(hardware, constants, space.recompute, rejected)
     for family in rules.families(config, space, rejected):

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.config import Config, ConfigError, load_config, problem, raise_for
 from moe_exp.host.devices import device_name
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically, write_json
@@ -64,8 +64,7 @@ def run_comparison(comparison: Comparison) -> int:
         rule = f"{folder} belongs to a run, not a comparison"
         raise ConfigError([problem("run_name", folder.name, rule, "use another RUN_NAME")])
     first = comparison.runs()[0].config.model_copy(update={"run_name": ".new", "master_port": free_port()})
-    if problems := check_environment(first):  # includes the folder to create
-        raise ConfigError(problems)
+    raise_for(check_environment(first))  # includes the folder to create
     with child_runs.at_work(folder, f"RUN_NAME={folder.name}", "comparison"):
         by_time, pace = comparison.options.match == "time", comparison.known_pace()
         if by_time:
@@ -186,8 +185,6 @@ def check_runs(
         # A free port, since each run chooses one when it starts.
         for line in problems_of(run.config.model_copy(update={"master_port": free_port()})):
             named.setdefault(line, []).append(name)
-    lines = [
+    raise_for(
         line if len(names) == len(runs) else f"{', '.join(names)}: {line}" for line, names in named.items()
-    ]
-    if lines:
-        raise ConfigError(lines)
+    )

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from moe_exp.config import ConfigError, load_config, problem
+from moe_exp.config import ConfigError, load_config, problem, raise_for
 from moe_exp.host.files import read_json, write_json
 from moe_exp.report.comparison import NATS, Overview, smoothed, why_not_compared, window_of
 from moe_exp.report.run_data import RunRecords, read_run
@@ -47,22 +47,18 @@ class Options:
     seconds: float = 0.0  # training time of each run with `time`; 0: that of the reference for TRAIN_ITERS
     timeout: float = 0.0  # time limit of a run (seconds); 0: none
 
-    def problems(self) -> list[str]:
-        found = []
-
-        def refuse(name: str, rule: str, fix: str) -> None:
-            found.append(problem(name, getattr(self, name), rule, fix))
-
+    def problems(self) -> Iterator[str]:
         if self.match not in MEASURES:
-            refuse("match", "unknown quantity", f"use one of {', '.join(MEASURES)}")
+            yield problem("match", self.match, "unknown quantity", f"use one of {', '.join(MEASURES)}")
         if self.repeats < 1:
-            refuse("repeats", "must be at least 1", "set it to the number of runs per variant")
+            fix = "set it to the number of runs per variant"
+            yield problem("repeats", self.repeats, "must be at least 1", fix)
         for name in ("seconds", "timeout"):
-            if not 0 <= getattr(self, name) < math.inf:
-                refuse(name, "must be a number of at least 0", f"correct or omit --{name}")
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                yield problem(name, value, "must be a number of at least 0", f"correct or omit --{name}")
         if self.seconds > 0 and self.match != "time":
-            refuse("seconds", f"requires --match time, not {self.match}", "add --match time")
-        return found
+            rule = f"requires --match time, not {self.match}"
+            yield problem("seconds", self.seconds, rule, "add --match time")
 
 
 @dataclass(frozen=True)
@@ -78,8 +74,7 @@ class Comparison:
         """Reads all settings and chooses the sizes without touching the disk; ConfigError with all problems.
         `flags` are settings of the runs by field name; None means not given.
         """
-        if problems := options.problems():
-            raise ConfigError(problems)
+        raise_for(options.problems())
         given = given_settings(flags, environ)
         base = load_config(given, {})
         if base.nnodes > 1:
@@ -150,8 +145,7 @@ class Comparison:
                 for name, value in variant.compared.items()
                 if name in before and before[name] != value
             ]
-        if problems:
-            raise ConfigError(problems)
+        raise_for(problems)
 
     def _kept(self) -> dict[str, Any]:
         """Returns the content of compare.json, or {} if it does not exist."""

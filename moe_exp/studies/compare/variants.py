@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moe_exp.config import TRAITS, Config, ConfigError, load_config, problem
+from moe_exp.config import TRAITS, Config, ConfigError, load_config, problem, raise_for
 from moe_exp.config.parsers import POINTS, scaled_points
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
@@ -88,8 +88,7 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
         fix = "add another variant, as in --runs dmoe,dense"
         rule = "a comparison requires at least two variants"
         problems.append(problem("runs", ",".join([runs, *written]), rule, fix))
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    raise_for(dict.fromkeys(problems))
     return variants
 
 
@@ -117,8 +116,7 @@ def _parsed(text: str) -> tuple[str, dict[str, str]]:
             rule = f"{field.upper()} must be the same for all runs of a comparison"
             problems.append(problem("variant", text, rule, "set this setting for all runs instead"))
         own[field] = value.strip()
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return name, own
 
 
@@ -206,8 +204,7 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
             rule = f"exceeds the {target:.4g} {unit} of {reference.name} even without MLPs"
             fix = f"set its {name.upper()}, or reduce its other sizes"
             problems.append(problem("variant", variant.name, rule, fix))
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return matched
 
 

@@ -10,7 +10,7 @@ $RUN_DIR/NAME/
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.config import Config, ConfigError, load_config, problem, raise_for
 from moe_exp.config.loading import given_values
 from moe_exp.config.parsers import POINTS
 from moe_exp.host.devices import Nodes
@@ -75,24 +75,23 @@ class Definition:
             rules = ((name, given[name], f"{rule} in {path}", "correct it") for name, rule in wrong.items())
             raise ConfigError([problem(*line) for line in rules]) from None
 
-    def problems(self) -> list[str]:
-        found, number = [], len(self.rungs or self.sizes)
+    def problems(self) -> Iterator[str]:
+        number = len(self.rungs or self.sizes)
         if self.rungs and self.sizes:
-            found.append(problem("sizes", self.sizes, "cannot be combined with rungs", "omit sizes or rungs"))
+            yield problem("sizes", self.sizes, "cannot be combined with rungs", "omit sizes or rungs")
         elif not number:
-            found.append(problem("sizes", "", "a ladder requires sizes", "set --sizes, such as 16,24,32,48"))
+            yield problem("sizes", "", "a ladder requires sizes", "set --sizes, such as 16,24,32,48")
         elif number < 2:
             fix = "add larger sizes; four sizes are enough for laws and a prediction"
-            found.append(problem("sizes", number, "a ladder requires at least two sizes", fix))
+            yield problem("sizes", number, "a ladder requires at least two sizes", fix)
         if any(size < 1 for size in self.sizes):
-            found.append(problem("sizes", self.sizes, "must be widths above 0", "correct it"))
-        for name in sorted({name for name in self.settings if name.lower() not in Config.model_fields}):
+            yield problem("sizes", self.sizes, "must be widths above 0", "correct it")
+        for name in sorted(name for name in self.settings if name.lower() not in Config.model_fields):
             fix = "correct it in the definition's settings"
-            found.append(problem(name, self.settings[name], "unknown setting", fix))
+            yield problem(name, self.settings[name], "unknown setting", fix)
         if self.asymptote is not None and not 0 <= self.asymptote < math.inf:
             rule = "must be a loss of at least 0 (nats per token)"
-            found.append(problem("asymptote", self.asymptote, rule, "omit it to fit E"))
-        return found
+            yield problem("asymptote", self.asymptote, rule, "omit it to fit E")
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ class Ladder:
             timeout: time limit of a run (seconds); 0: none.
             executor: local or slurm. With slurm, PRESET=cpu (the default without TRAIN_DATA) uses CPU nodes.
         """
-        if problems := definition.problems():
-            raise ConfigError(problems)
+        raise_for(definition.problems())
         own = {name.upper(): str(value) for name, value in definition.settings.items()}
         given = given_values(flags, own | {name: value for name, value in environ.items() if value})
         on_cpus = given.get("preset", "" if given.get("train_data") else "cpu") == "cpu"
@@ -144,24 +142,22 @@ class Ladder:
         variants = comparisons[0].variants
         dense = next((one.name for one in variants if not one.config.use_moe), variants[0].name)
         ladder = cls(definition, folder, tuple(comparisons), definition.baseline or dense)
-        if problems := ladder.problems():
-            raise ConfigError(problems)
+        raise_for(ladder.problems())
         return ladder
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterator[str]:
         """Checks that the baseline exists, FLOPs increase from rung to rung, and FLOPs of variants match."""
-        found = []
         if self.baseline not in self.names:
             fix = f"use one of {', '.join(self.names)}"
-            found.append(problem("baseline", self.baseline, "unknown variant", fix))
+            yield problem("baseline", self.baseline, "unknown variant", fix)
         if ramp := self.rungs[0].reference.config.rampup_batch_size:
             rule = "not supported in a ladder, whose FLOPs assume a constant batch"
-            found.append(problem("rampup_batch_size", ramp, rule, "leave it empty"))
+            yield problem("rampup_batch_size", ramp, rule, "leave it empty")
         budgets = [compute_of(comparison.reference.config) for comparison in self.rungs]
         for number, (before, after) in enumerate(pairwise(budgets), start=2):
             if after <= before:
                 rule = f"its {after:.3g} FLOPs must exceed the {before:.3g} of the previous rung"
-                found.append(problem("rungs", f"rung {number}", rule, "list rungs in ascending order"))
+                yield problem("rungs", f"rung {number}", rule, "list rungs in ascending order")
         for number, comparison in enumerate(self.rungs, start=1):
             reference = comparison.reference
             for variant in comparison.variants:
@@ -169,8 +165,7 @@ class Ladder:
                 if abs(share) > 0.02:
                     rule = f"FLOPs per token differ by {share:+.1%} from {reference.name}"
                     fix = "omit the variant's MLP width, or choose a width that matches"
-                    found.append(problem("variant", f"{variant.name} of rung {number}", rule, fix))
-        return found
+                    yield problem("variant", f"{variant.name} of rung {number}", rule, fix)
 
     def flops(self, rung: int) -> dict[str, float]:
         """Returns the model FLOPs of a run of each variant at a rung (counted from 0)."""

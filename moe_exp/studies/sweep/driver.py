@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.config import Config, ConfigError, load_config, problem, raise_for
 from moe_exp.config.loading import main_settings, with_file
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import Nodes, device_name
@@ -147,8 +147,7 @@ class Sweep:
             # setdefault, since several combinations may be the same case
             cases.setdefault(name, case_of(flags, self.folder, local=self.settings.executor == "local"))
         first, *others = cases.values()
-        if everywhere := [line for line in first.problems if all(line in case.problems for case in others)]:
-            raise ConfigError(everywhere)
+        raise_for(line for line in first.problems if all(line in case.problems for case in others))
         return [first, *others]
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
@@ -195,9 +194,9 @@ def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
     """Returns the remaining cases; ConfigError if their shared data or folders are invalid."""
     left = [row.case for row in rows if row.status == "left"]
     # Uses a run folder that does not exist, since the case's own may still be locked by a killed sweep.
-    config = left[0].config.model_copy(update={"run_name": "none"}) if left else None
-    if config and (problems := check_files(config, with_space=with_space)):
-        raise ConfigError(problems)
+    if left:
+        config = left[0].config.model_copy(update={"run_name": "none"})
+        raise_for(check_files(config, with_space=with_space))
     return left
 
 
@@ -314,8 +313,7 @@ def _compare(sweep: Sweep) -> None:
     changed = [name for name in now if name in before and before[name] != now[name]]
     changed = ["preset"] if "preset" in changed else changed  # the others follow from it
     fix = "restore {}, or use another SWEEP_NAME"
-    if problems := [
+    raise_for(
         problem(name, now[name], f"{sweep.folder} has {before[name]}", fix.format(name.upper()))
         for name in changed
-    ]:
-        raise ConfigError(problems)
+    )
