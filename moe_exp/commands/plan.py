@@ -155,16 +155,14 @@ def _export(
 
     if explained and not (explained.fits and explained.candidate):
         words = ",".join(f"{name.upper()}={value}" for name, value in explained.wanted.items())
-        raise setting_error(
-            "explain", words, "this layout cannot run, so it is not exported", "choose another layout"
-        )
+        rule = "this layout cannot run, so it is not exported"
+        raise setting_error("explain", words, rule, "choose another layout")
     if not explained and arguments.rank > len(found.ranked):
         fits = len(found.ranked)
         rule = f"must be at most {fits}, the number of layouts that fit" if fits else "no layout fits"
         fix = "choose a lower rank" if fits else "use more GPUs or a smaller model"
         raise setting_error("rank", arguments.rank, rule, fix)
-    explained_one = explained.candidate if explained else None
-    chosen = explained_one or found.ranked[arguments.rank - 1]
+    chosen = (explained and explained.candidate) or found.ranked[arguments.rank - 1]
     to_stdout = arguments.export == "env"
     defaults = load_config({"preset": chosen.config.preset}, {}, nodes=hardware.nodes)
     pairs = exported_settings(with_budget(chosen.config, num_tokens), defaults, overrides=to_stdout)

@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +85,22 @@ def run_ladder(arguments: argparse.Namespace) -> int:
     predicted before its training. Repeat the command to run the remaining models. RUN_NAME names the ladder.
     """
     from moe_exp.studies.ladder import climb
-    from moe_exp.studies.ladder.ladder import Definition, Ladder, with_options
+    from moe_exp.studies.ladder.ladder import Definition, Ladder
 
     name = arguments.executor or os.environ.get("EXECUTOR") or "local"
     sbatch = shlex.split(arguments.sbatch or os.environ.get("SBATCH", ""))
     if name not in climb.EXECUTORS:
         raise setting_error("executor", name, "unknown executor", f"use {' or '.join(climb.EXECUTORS)}")
     executor = climb.Executor(name, tuple(sbatch), arguments.timeout)
-    given = {option: getattr(arguments, option) for option in ("runs", "baseline", "repeats", "asymptote")}
-    # None keeps the value of the definition
-    given["variants"] = tuple(arguments.variant) if arguments.variant else None
-    given["sizes"] = tuple(_numbers("sizes", arguments.sizes)) if arguments.sizes else None
+    names = ("runs", "baseline", "repeats", "asymptote")
+    # options override the definition, --sizes also its rungs
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    given |= {"variants": tuple(arguments.variant)} if arguments.variant else {}
+    given |= {"sizes": tuple(_numbers("sizes", arguments.sizes)), "rungs": ()} if arguments.sizes else {}
     definition = Definition.read(arguments.definition) if arguments.definition else Definition()
-    chosen = with_options(definition, **given)
-    ladder = Ladder.of(chosen, _flags(arguments), os.environ, executor.timeout, executor=executor.name)
+    ladder = Ladder.of(
+        replace(definition, **given), _flags(arguments), os.environ, executor.timeout, executor=executor.name
+    )
     if arguments.dry_run:
         print(climb.dry_run(ladder), flush=True)
         return 0

@@ -17,7 +17,7 @@ sections/data.py.
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, NamedTuple
@@ -156,21 +156,16 @@ def parsed_groups(text: str) -> tuple[Rule, ...]:
         pattern, colon, multiples = line.partition(":")
         if not (pattern and colon and multiples) or " " in pattern:
             raise ValueError(_GROUPS)
-        rules.append(Rule("lr_groups", pattern, **dict(_multiples(multiples))))
+        found: dict[str, float] = {}
+        for part in re.split("[ ,]", multiples):
+            key, _, number = part.partition("=")
+            if key not in ("lr", "wd") or key in found:
+                raise ValueError(_GROUPS)
+            found[key] = number_in(number)
+            if not 0 <= found[key] < math.inf:
+                raise ValueError(f"{part} must be a number of at least 0")
+        rules.append(Rule("lr_groups", pattern, **found))
     return tuple(rules)
-
-
-def _multiples(text: str) -> Iterator[tuple[str, float]]:
-    seen = set()
-    for part in re.split("[ ,]", text):
-        key, _, number = part.partition("=")
-        if key not in ("lr", "wd") or key in seen:
-            raise ValueError(_GROUPS)
-        seen.add(key)
-        multiple = number_in(number)
-        if not 0 <= multiple < math.inf:
-            raise ValueError(f"{part} must be a number of at least 0")
-        yield key, multiple
 
 
 _BEGINS = ("from_samples", "from_tokens")

@@ -5,9 +5,9 @@ are cut into sequences that predict every token exactly once, except the first o
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ _SCANNED_TOKENS = 2**24
 class EvalRequest(ranks.Request):
     """Settings of an evaluation."""
 
-    checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
     # prefixes of .bin/.idx files, one row each; empty: the run's VALID_DATA or SPLIT, or the embedded corpus
     data: tuple[str, ...] = ()
     # another run whose held-out data is used, cut and masked as in that run
@@ -60,11 +59,9 @@ class EvalRequest(ranks.Request):
     experts: int | None = None  # number of experts to show per layer; None: do not count experts
     batch_size: int | None = None  # sequences; None: 256 MB of logits, or with `capacity` the training's MBSZ
     tokenizer: str = ""  # see `text.tokenizer_for`
-    dtype: str = ""  # compute dtype; empty: the training's
     capacity: bool = False  # as in training: drop tokens over capacity, skip incomplete sequences
     document_mask: bool | None = None  # limit attention to the document; None: as in training
     as_json: bool = False  # print one JSON object instead of tables
-    layout: ranks.Layout = field(default_factory=ranks.Layout)  # parallel layout
 
 
 @dataclass(frozen=True)
@@ -166,37 +163,30 @@ class EvaluationPlan:
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> EvaluationPlan:
     """Checks a request (and with `check_ids` its tokens) without weights; ValueError lists all problems."""
-    folder = one_checkpoint(expanded(request.checkpoint))
+    folder = request.folder
     saved, order = saved_config(folder), saved_order(folder)
     owner = _Owner.of(request.data_of) if request.data_of else _Owner(saved, order)
     if owner.settings.seq_len > (longest := saved.longest_sample):
         text = "data: sequences have SEQ_LEN=%d as in %s, but the model was trained with SEQ_LEN=%d"
         logger.warning(text, owner.settings.seq_len, owner.named, longest)
     saved = saved.model_copy(update={name: getattr(owner.settings, name) for name in _HOW_DATA_IS_CUT})
-    problems = _number_problems(request, saved)
     mask = saved.document_mask if request.document_mask is None else request.document_mask
-    config = ranks.config_for_use(
-        folder,
-        request.layout,
-        dtype=request.dtype or None,
-        capacity=request.capacity,
-        document_mask=mask and not request.by_document,
-        seq_len=saved.seq_len,
-    ).model_copy(update={"eod_mask_loss": saved.eod_mask_loss})
+    mask, capacity = mask and not request.by_document, request.capacity
+    config = request.config_for(folder, capacity=capacity, document_mask=mask, seq_len=saved.seq_len)
+    config = config.model_copy(update={"eod_mask_loss": saved.eod_mask_loss})
     # tokenizer of the --data-of run, if known
     of_data = None
     with suppress(ValueError):
         of_data = tokenizer_for(owner.settings, "", order=owner.order) if owner.named else None
     tokenizer = _tokenizer(request, saved, order, of_data)
-    raise_for(problems)
+    raise_for(_number_problems(request, saved))
     sources = _sources(request, saved, owner, check_ids=check_ids)
-    batch_size = request.batch_size or ranks.batch_size_of(
-        saved, saved.seq_len, max(map(len, sources)), capacity=request.capacity
-    )
+    most = max(map(len, sources))
+    batch_size = request.batch_size or ranks.batch_size_of(saved, saved.seq_len, most, capacity=capacity)
     if tokenizer is not None:
         tokenizers = [tokenizer, of_data] if of_data else [tokenizer]
         _compare_tokenizers(request, tokenizers, trained_documents(saved, order), sources)
-    if saved.use_moe and saved.moe_type == "moe" and not request.capacity:
+    if saved.use_moe and saved.moe_type == "moe" and not capacity:
         logger.info("MOE_TYPE=moe: evaluating without dropped tokens; use --capacity to drop as in training")
     eod_id = None
     if config.document_mask:
@@ -266,25 +256,23 @@ class _Owner:
 _HOW_DATA_IS_CUT = ("seq_len", "data_order", "document_mask", "eod_mask_loss")
 
 
-def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
-    problems = []
+def _number_problems(request: EvalRequest, saved: Config) -> Iterator[str]:
     for name in ("samples", "batch_size", "experts"):
         if (value := getattr(request, name)) is not None and value < 1:
-            problems.append(problem(name, value, "must be at least 1", "use a positive number, or omit it"))
+            yield problem(name, value, "must be at least 1", "use a positive number, or omit it")
     if request.experts is not None and not saved.use_moe:
         rule = "requires an MoE model, but this model is dense"
-        problems.append(problem("experts", request.experts, rule, "omit --experts"))
+        yield problem("experts", request.experts, rule, "omit --experts")
     if request.capacity and saved.seq_len % request.layout.tp:
         rule = f"must divide the sequence length {saved.seq_len} if --capacity is given"
-        problems.append(problem("tp", request.layout.tp, rule, "use another TP, or omit --capacity"))
+        yield problem("tp", request.layout.tp, rule, "use another TP, or omit --capacity")
     if request.data_of and request.data:
         fix = "omit --data or --data-of"
-        problems.append(problem("data_of", request.data_of, "cannot be combined with --data", fix))
+        yield problem("data_of", request.data_of, "cannot be combined with --data", fix)
     if request.capacity and request.by_document:
         # Training drops tokens in sequences of SEQ_LEN, regardless of their documents.
         rule = "cannot be combined with --capacity"
-        problems.append(problem("by_document", "true", rule, "omit --capacity or --by-document"))
-    return problems
+        yield problem("by_document", "true", rule, "omit --capacity or --by-document")
 
 
 def _tokenizer(

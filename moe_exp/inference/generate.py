@@ -17,12 +17,10 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.config import Config, setting_error
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
-from moe_exp.host.files import expanded
 from moe_exp.inference import ranks
 from moe_exp.inference.text import TextStream, decoder_of, encode, tokenizer_for
 
@@ -97,7 +95,6 @@ def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 class GenerateRequest(ranks.Request):
     """Settings of a generation job."""
 
-    checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
     prompts: tuple[str, ...]
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128  # per prompt
@@ -105,9 +102,7 @@ class GenerateRequest(ranks.Request):
     stops: tuple[str, ...] = ()  # stop texts
     tokenizer: str = ""  # see `text.tokenizer_for`
     allow_special: bool = False  # parse special tokens in prompts
-    dtype: str = ""  # compute dtype; empty: the training's
     as_json: bool = False  # print one JSON object per prompt instead of the text
-    layout: ranks.Layout = field(default_factory=ranks.Layout)  # parallel layout
 
 
 @dataclass
@@ -140,9 +135,8 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
     if request.max_new_tokens < 1:
         fix = "use the number of tokens to generate"
         raise setting_error("max_new_tokens", request.max_new_tokens, "must be at least 1", fix)
-    folder = one_checkpoint(expanded(request.checkpoint))
-    saved = saved_config(folder)
-    config = ranks.config_for_use(folder, request.layout, dtype=request.dtype or None)
+    folder = request.folder
+    saved, config = saved_config(folder), request.config_for(folder)
     tokenizer = tokenizer_for(
         saved, request.tokenizer, order=saved_order(folder), allow_special=request.allow_special
     )

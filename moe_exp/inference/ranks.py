@@ -14,7 +14,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from moe_exp.checkpoint.format import keys as formats
-from moe_exp.checkpoint.format.folders import Manifest, damages
+from moe_exp.checkpoint.format.folders import Manifest, damages, one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA, CheckpointReader
 from moe_exp.checkpoint.state import sharding_metadata
@@ -33,6 +33,7 @@ from moe_exp.engine.backends import check_run
 from moe_exp.engine.model import build_chunk, transformer_config
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.devices import count_gpus, num_cores
+from moe_exp.host.files import expanded
 from moe_exp.host.progress import progress
 from moe_exp.layers.megatron.attention import KeyValueCache
 from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
@@ -107,15 +108,30 @@ def config_for_use(
     return config
 
 
+@dataclass(frozen=True)
 class Request:
-    """Base of the dataclasses that describe a job. The launcher passes them to the ranks in a JSON file."""
+    """Settings of a job. The launcher passes them to the ranks in a JSON file."""
+
+    checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
+    _: KW_ONLY
+    dtype: str = ""  # compute dtype; empty: the training's
+    layout: Layout = field(default_factory=Layout)  # parallel layout
+
+    @property
+    def folder(self) -> Path:
+        """The iter_ folder of the checkpoint."""
+        return one_checkpoint(expanded(self.checkpoint))
+
+    def config_for(self, folder: Path, **options: Any) -> Config:
+        """Settings for inference with the layout and dtype of the request, see `config_for_use`."""
+        return config_for_use(folder, self.layout, dtype=self.dtype or None, **options)
 
     @classmethod
     def read(cls: type[T], file: str) -> T:
         """Reads a request from a file that contains the result of `to_json`."""
         return TypeAdapter(cls).validate_json(Path(file).read_text(encoding="utf-8"))
 
-    def to_json(self: Any) -> str:
+    def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 

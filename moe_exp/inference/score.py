@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.config import Config, setting_error
 from moe_exp.engine.runtime import Runtime
-from moe_exp.host.files import bytes_text, expanded
+from moe_exp.host.files import bytes_text
 from moe_exp.inference import ranks
 from moe_exp.inference.text import tokenizer_for
 
@@ -30,16 +29,13 @@ logger = logging.getLogger("moe_exp.inference.score")  # by name: torchrun runs 
 class ScoreRequest(ranks.Request):
     """Settings of a scoring job."""
 
-    checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
     tokens: str  # .npy file of ids, integers [B, S]
     out: str  # .npy file for the logits
     batch_size: int | None = None  # rows; None: 256 MB of logits, or with `capacity` the training's MBSZ
-    dtype: str = ""  # compute dtype; empty: the training's
     capacity: bool = False  # drop tokens over capacity as in training, see `ranks.config_for_use`
     document_mask: bool | None = None  # limit attention to the document; None: as in training
     eod_id: int | None = None  # end-of-document token; None: from the training's tokenizer
     overwrite: bool = False  # replace an existing `out`
-    layout: ranks.Layout = field(default_factory=ranks.Layout)  # parallel layout
 
 
 @dataclass(frozen=True)
@@ -78,26 +74,20 @@ class ScoringPlan:
 
 def plan_scoring(request: ScoreRequest) -> ScoringPlan:
     """Checks a request without loading weights or writing files; ValueError for the first problem."""
-    folder = one_checkpoint(expanded(request.checkpoint))
-    saved = saved_config(folder)
-    config = ranks.config_for_use(
-        folder,
-        request.layout,
-        dtype=request.dtype or None,
-        capacity=request.capacity,
-        document_mask=request.document_mask,
-    )
+    folder = request.folder
+    saved, capacity = saved_config(folder), request.capacity
+    config = request.config_for(folder, capacity=capacity, document_mask=request.document_mask)
     eod_id = _end_of_document(request, saved, folder) if config.document_mask else None
     ids = _read_ids(Path(request.tokens), saved.vocab_size)
     if request.batch_size is not None and request.batch_size < 1:
         fix = "use a positive number of rows per batch"
         raise setting_error("batch_size", request.batch_size, "must be positive", fix)
     # Padding tokens would take capacity from real ones.
-    if request.capacity and ids.shape[1] % config.tp:
+    if capacity and ids.shape[1] % config.tp:
         rule = f"must divide the {ids.shape[1]} tokens of each row if --capacity is given"
         raise setting_error("tp", config.tp, rule, "use another TP, or omit --capacity")
     most, seq_len = ids.shape
-    size = request.batch_size or ranks.batch_size_of(saved, seq_len, most, capacity=request.capacity)
+    size = request.batch_size or ranks.batch_size_of(saved, seq_len, most, capacity=capacity)
     plan = ScoringPlan(folder, config, ids, Path(request.out), size, eod_id)
     _check_out(plan, Path(request.tokens), overwrite=request.overwrite)
     if ids.shape[1] > (seq_len := saved.longest_sample):
@@ -105,7 +95,7 @@ def plan_scoring(request: ScoreRequest) -> ScoringPlan:
         logger.warning(text, ids.shape[1], seq_len)
     if saved.use_moe and saved.moe_type == "moe":
         drops = "scoring without dropped tokens; use --capacity to drop as in training"
-        if request.capacity:
+        if capacity:
             drops = f"dropping tokens over capacity in each batch of {plan.batch_size}, as in training"
         logger.info("MOE_TYPE=moe: %s", drops)
     return plan

@@ -165,7 +165,7 @@ class LearningSettings(ParallelSettings):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        if self.has_whole_replicas:
+        if self.world_size % (self.tp * self.pp * self.cp) == 0:  # whole replicas
             yield from self._batch_problems(self.data_parallel_size)
         yield from self._schedule_problems("DECAY_ITERS" if self.decay_iters else "TRAIN_ITERS")
         if rules := self.parameter_rules:  # each must apply to some parameter

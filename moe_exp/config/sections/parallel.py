@@ -106,11 +106,6 @@ class ParallelSettings(BackendSettings):
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
-    def has_whole_replicas(self) -> bool:
-        """Whether the ranks form a whole number of replicas."""
-        return self.world_size % (self.tp * self.pp * self.cp) == 0
-
-    @property
     def stage_layers(self) -> list[int]:
         """Number of layers in each pipeline stage, including all its model chunks."""
         if self.pipeline_layers:
@@ -133,7 +128,14 @@ class ParallelSettings(BackendSettings):
             # each rank computes two pieces of the sequence, which balances causal attention
             rule = f"SEQ_LEN={self.seq_len} must be a multiple of 2*CP"
             yield self.problem("cp", rule, f"set SEQ_LEN to {multiples(2 * self.cp, self.seq_len)}")
-        yield from self._pipeline_problems()
+        if self.pipeline_layers:
+            yield from self._given_stage_problems()
+        elif self.first_stage_layers or self.last_stage_layers:
+            yield from self._given_end_problems()
+        elif self.num_layers % self.pp:
+            fix = f"set PP to {choices(divisors(self.num_layers, self.pp))}"
+            fix += ", or set PIPELINE_LAYERS to the number of layers in every stage"
+            yield self.problem("pp", f"must divide NUM_LAYERS={self.num_layers}", fix)
         if self.vpp is not None:
             yield from self._chunk_problems(self.vpp)
         if self.recompute_modules:
@@ -160,13 +162,13 @@ class ParallelSettings(BackendSettings):
 
     def _recompute_problems(self) -> Iterator[str]:
         chosen = self.recomputed
-        needs = {"mla_up_proj": "MULTI_LATENT_ATTENTION=true", "shared_expert": "SHARED_EXPERT_SIZE"}
-        has = {"mla_up_proj": self.multi_latent_attention, "shared_expert": self.shared_expert_size > 0}
-        for name in sorted(chosen & set(needs)):
-            if not has[name]:
-                rule = f"the model has no {name} without {needs[name]}"
-                yield self.problem("recompute_modules", rule, f"remove {name}, or set {needs[name]}")
-        yield from self.broken(
+        needs = (
+            ("mla_up_proj", self.multi_latent_attention, "MULTI_LATENT_ATTENTION=true"),
+            ("shared_expert", self.shared_expert_size, "SHARED_EXPERT_SIZE"),
+        )
+        return self.broken(
+            *((name in chosen and not has, "recompute_modules", f"the model has no {name} without {setting}",
+               f"remove {name}, or set {setting}") for name, has, setting in needs),
             (self.recompute != "none", "recompute_modules",
              f"cannot be combined with RECOMPUTE={self.recompute}",
              "set RECOMPUTE=none (instead of moe_act, list moe_act here)"),
@@ -263,33 +265,23 @@ class ParallelSettings(BackendSettings):
             fix = f"set SEQ_LEN to {multiples(2 * self.cp * self.tp, self.seq_len)}"
             yield self.problem("tp", rule, fix)
 
-    def _pipeline_problems(self) -> Iterator[str]:
-        if self.pipeline_layers:
-            yield from self._given_stage_problems()
-        elif self.first_stage_layers or self.last_stage_layers:
-            yield from self._given_end_problems()
-        elif self.num_layers % self.pp:
-            fix = f"set PP to {choices(divisors(self.num_layers, self.pp))}"
-            fix += ", or set PIPELINE_LAYERS to the number of layers in every stage"
-            yield self.problem("pp", f"must divide NUM_LAYERS={self.num_layers}", fix)
-
     def _given_stage_problems(self) -> Iterator[str]:
         """Checks that PIPELINE_LAYERS covers all stages and layers, and that no middle stage is empty."""
         stages, num_layers = self.stage_layers, self.num_layers
-        for name in ("first_stage_layers", "last_stage_layers"):
-            if getattr(self, name):
-                rule = f"cannot be combined with PIPELINE_LAYERS={self.pipeline_layers}"
-                yield self.problem(name, rule, f"set {name.upper()}=0, or omit PIPELINE_LAYERS")
-        if len(stages) != self.pp:
-            fix = f"list {self.pp} stages, or set PP={len(stages)}"
-            yield self.problem("pipeline_layers", f"has {len(stages)} stages, but PP={self.pp}", fix)
-        if sum(stages) != num_layers:
-            rule = f"adds up to {sum(stages)} layers, but NUM_LAYERS={num_layers}"
-            yield self.problem("pipeline_layers", rule, f"distribute {num_layers} layers")
-        if 0 in stages[1:-1]:
-            rule = "only the first stage (embedding) and the last (output layer) may have no layers"
-            fix = f"assign a layer to stage {stages.index(0, 1) + 1} of {len(stages)}, or remove the stage"
-            yield self.problem("pipeline_layers", rule, fix)
+        empty = next((number for number, layers in enumerate(stages[1:-1], 2) if not layers), None)
+        return self.broken(
+            *((getattr(self, name), name, f"cannot be combined with PIPELINE_LAYERS={self.pipeline_layers}",
+               f"set {name.upper()}=0, or omit PIPELINE_LAYERS")
+              for name in ("first_stage_layers", "last_stage_layers")),
+            (len(stages) != self.pp, "pipeline_layers", f"has {len(stages)} stages, but PP={self.pp}",
+             f"list {self.pp} stages, or set PP={len(stages)}"),
+            (sum(stages) != num_layers, "pipeline_layers",
+             f"adds up to {sum(stages)} layers, but NUM_LAYERS={num_layers}",
+             f"distribute {num_layers} layers"),
+            (empty, "pipeline_layers",
+             "only the first stage (embedding) and the last (output layer) may have no layers",
+             f"assign a layer to stage {empty} of {len(stages)}, or remove the stage"),
+        )  # fmt: skip
 
     def _given_end_problems(self) -> Iterator[str]:
         """Checks that the remaining stages get the same number of layers, at least one each."""

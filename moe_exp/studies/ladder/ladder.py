@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -220,11 +220,3 @@ def _body(config: Config) -> float:
     """Counts the active parameters without embeddings and output layer."""
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     return count_parameters(config).active_per_token - tables
-
-
-def with_options(definition: Definition, **given: Any) -> Definition:
-    """Returns the definition overridden by command-line options; None: not given."""
-    values = {name: value for name, value in given.items() if value is not None}
-    if "sizes" in values:
-        values["rungs"] = ()
-    return replace(definition, **values)
