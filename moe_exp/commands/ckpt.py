@@ -65,8 +65,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     work = Verification(chosen(arguments.path, arguments.iteration), finite=arguments.finite)
     texts, num_of_cause = list[str](), Counter[str]()
     if not work.has_checksums and not arguments.json:
-        why = "no manifest.json found; file checksums are not verified"
-        print(f"{work.folder}: {why}", flush=True)
+        print(f"{work.folder}: no manifest.json found; file checksums are not verified", flush=True)
     # print the first problem of each cause and count the rest: a damaged file may cause thousands
     for cause, text in work.findings():
         texts.append(text)

@@ -201,12 +201,7 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     """
     # before numpy is imported: no matrix products here, and OpenBLAS's idle threads spin
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from moe_exp.data.shuffle.shuffle import (
-        check_shuffle,
-        estimate_shuffle,
-        shuffle_documents,
-        shuffle_summary,
-    )
+    from moe_exp.data.shuffle import shuffle
 
     first = arguments.inputs[0].absolute()
     # derive the output's name from the last path component without a pattern
@@ -219,17 +214,18 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     options = {"name": name, "num_shards": arguments.num_shards, "valid_fraction": arguments.valid_fraction}
     if arguments.dry_run:
         options |= {"text_field": arguments.text_field, "memory_bytes": arguments.memory}
-        estimate = estimate_shuffle(check_shuffle(arguments.inputs, output, **options), arguments.memory)
+        checked = shuffle.check_shuffle(arguments.inputs, output, **options)
+        estimate = shuffle.estimate_shuffle(checked, arguments.memory)
         if (arguments.tasks or 1) > 1:
             estimate |= {"tasks": arguments.tasks}
         print_summary(f"shuffle to {output}, dry run", estimate)
         return 0
     options |= {name: getattr(arguments, name) for name in ("seed", "tasks", *_COMMON)}
     options |= {"rule": TextRule(arguments.text_documents), "execution": execution_of(arguments)}
-    manifest = shuffle_documents(arguments.inputs, output, **options, memory_bytes=arguments.memory)
+    manifest = shuffle.shuffle_documents(arguments.inputs, output, **options, memory_bytes=arguments.memory)
     if manifest is None:
         return under_way()
-    print_summary(f"shuffled: {output}", shuffle_summary(manifest))
+    print_summary(f"shuffled: {output}", shuffle.shuffle_summary(manifest))
     return 0
 
 
@@ -259,8 +255,7 @@ def run_merge(arguments: argparse.Namespace) -> None:
     output = given if given.name != arguments.output_file_name else input_dir.parent / given
     if arguments.dry_run:
         options = {name: getattr(arguments, name) for name in ("valid_file_name", "text_field")}
-        estimate = estimate_merge(input_dir, output, **options)
-        return print_summary(f"merge to {output}, dry run", estimate)
+        return print_summary(f"merge to {output}, dry run", estimate_merge(input_dir, output, **options))
     options = {name: getattr(arguments, name) for name in ("valid_file_name", *_COMMON)}
     manifest = merge(input_dir, output, **options)
     return print_summary(f"merged: {output.parent / manifest['outputs'][0]['name']}", merge_summary(manifest))

@@ -14,17 +14,9 @@ from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
 from moe_exp.data.execution import num_workers
 from moe_exp.data.kinds import KINDS, TextRule
+from moe_exp.data.tokens import preprocess
 from moe_exp.data.tokens.encoders import BACKENDS
 from moe_exp.data.tokens.parts import PartSettings
-from moe_exp.data.tokens.preprocess import (
-    dry_run,
-    merge_dry_run,
-    merge_token_files,
-    summary_rows,
-    tokenize_documents,
-    tokenized_prefix,
-    usable,
-)
 from moe_exp.data.tokens.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_tokenizer
 from moe_exp.host.files import bytes_text
@@ -98,9 +90,9 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     if arguments.merge:
         prefixes, joined = [Path(prefix) for prefix in arguments.merge], Path(arguments.output_prefix)
         if arguments.dry_run:
-            merge_dry_run(prefixes, joined)
+            preprocess.merge_dry_run(prefixes, joined)
             return 0
-        facts = merge_token_files(prefixes, joined, start_over=arguments.start_over)
+        facts = preprocess.merge_token_files(prefixes, joined, start_over=arguments.start_over)
         print_summary("merge", {"documents": facts["num_documents"], "tokens": facts["num_tokens"]})
         print(f"TRAIN_DATA={shlex.quote(str(joined))}")
         return 0
@@ -117,20 +109,21 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     # check the inputs of all keys first: tokenizing one key may take hours
     files = {key: find_inputs(arguments.input, text_field=key) for key in arguments.json_keys}
     for json_key in arguments.json_keys:
-        inputs, output = files[json_key], tokenized_prefix(arguments.output_prefix, json_key)
+        inputs, output = files[json_key], preprocess.tokenized_prefix(arguments.output_prefix, json_key)
         eod_and_bad = {"append_eod": arguments.append_eod, "skip_bad": arguments.skip_bad}
         settings = PartSettings(tokenizer, json_key, **eod_and_bad, rule=TextRule(arguments.text_documents))
         if arguments.dry_run:
-            workers = arguments.tasks or usable(num_workers(execution))
+            workers = arguments.tasks or preprocess.usable(num_workers(execution))
             options = {"backend": arguments.backend, "by_tasks": arguments.tasks is not None}
-            dry_run(inputs, output, settings, workers=workers, **options)
+            preprocess.dry_run(inputs, output, settings, workers=workers, **options)
             continue
         how = {name: getattr(arguments, name) for name in ("tasks", "backend", "start_over")}
-        manifest = tokenize_documents(inputs, output, settings, execution=execution, **how)
+        manifest = preprocess.tokenize_documents(inputs, output, settings, execution=execution, **how)
         if manifest is None:
             code = under_way(str(output))
         else:
-            print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
+            rows = preprocess.summary_rows(manifest, time.monotonic() - started)
+            print_summary(f"tokenize: {output}", rows)
             print(f"TRAIN_DATA={shlex.quote(str(output))} VOCAB_SIZE={tokenizer.vocab_size}")
     return code
 
@@ -158,8 +151,7 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> None:
     """Trains a byte-level BPE tokenizer. Streams the texts; memory use grows with the distinct words."""
     same = ("vocab_size", "json_key", "eos_token", "bos_token", "pad_token", "skip_bad", "start_over")
     options = {name: getattr(arguments, name) for name in same}
-    max_bytes = int(arguments.max_megabytes * 1e6)
-    options |= {"max_bytes": max_bytes, "rule": TextRule(arguments.text_documents)}
+    options |= {"max_bytes": int(arguments.max_megabytes * 1e6), "rule": TextRule(arguments.text_documents)}
     inputs = find_inputs(arguments.input, text_field=arguments.json_key)
     manifest = train_tokenizer(inputs, Path(arguments.out), **options)
     rows = {"documents": manifest["num_documents"], "text": bytes_text(manifest["num_text_bytes"])}

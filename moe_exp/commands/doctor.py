@@ -131,8 +131,7 @@ def main() -> int:
 
         print_table("Versions", ["package", "version"], version_rows())
         print_table("Devices", ["device", "what"], device_rows())
-        header = ["package", "version", "without it", "install"]
-        print_table("Optional packages", header, optional_rows())
+        print_table("Optional packages", ["package", "version", "without it", "install"], optional_rows())
         if not unmet:
             print_table("What each part will use", ["part", "backend", "why"], backend_rows())
     return _refused(unmet)

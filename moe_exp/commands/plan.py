@@ -212,8 +212,7 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter
 
     prior = load_constants(arguments.prior) if arguments.prior else None
-    measured = _read(arguments)
-    runs = [run_of_row(row) for row in measured]
+    runs = [run_of_row(row) for row in _read(arguments)]
     calibration = calibrate(runs, prior, prior or load_constants())
     write_atomically(arguments.out, profile_text(calibration, arguments.runs))
     PlanPrinter(sys.stdout).calibration(calibration)
@@ -341,5 +340,4 @@ def check_new_file(name: str, path: Path) -> None:
     if path.exists() and not path.is_file():
         raise setting_error(name, path, "exists and is not a regular file", "specify a file")
     if not path.parent.is_dir():
-        fix = "create it, or choose another file"
-        raise setting_error(name, path, f"{path.parent} is not a folder", fix)
+        raise setting_error(name, path, f"{path.parent} is not a folder", "create it, or choose another file")

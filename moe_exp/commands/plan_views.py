@@ -9,17 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe_exp.commands import plan
 from moe_exp.commands.parsers import JSON, arg, command, print_json, string, takes
-from moe_exp.commands.plan import (
-    FAILURE_FLAGS,
-    KEPT,
-    PLANNED,
-    check_new_file,
-    loaded,
-    refuse,
-    refuse_settings,
-    searched,
-)
+from moe_exp.commands.plan import KEPT, PLANNED
 from moe_exp.config import Config, raise_for, setting_error
 from moe_exp.config.parsers import number_in
 from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
@@ -29,14 +21,14 @@ if TYPE_CHECKING:
     from moe_exp.planner.search.topology import Candidate
 
 Loaded = tuple[Config, Hardware, "Constants"]
-_OF_COST = ("tokens", "price", *FAILURE_FLAGS)
+_OF_COST = ("tokens", "price", *plan.FAILURE_FLAGS)
 _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB", "GB300-288GB")
 
 
 def _one_layout(arguments: argparse.Namespace) -> Loaded:
     """Returns settings, device and constants of one layout; ConfigError if it cannot run."""
-    refuse(arguments, *_OF_COST)
-    planned = loaded(arguments)
+    plan.refuse(arguments, *_OF_COST)
+    planned = plan.loaded(arguments)
     raise_for(planned[0].problems())
     return planned
 
@@ -51,7 +43,7 @@ def run_explain(arguments: argparse.Namespace) -> None:
 
     config, hardware, constants = _one_layout(arguments)
     if arguments.svg:
-        check_new_file("svg", arguments.svg)
+        plan.check_new_file("svg", arguments.svg)
     job = PlannedJob.of(config)
     of, whole = timeline(job, hardware, constants.time), job.num_microbatches
     shown = 1 + max(event.microbatch for event in of.events)
@@ -119,7 +111,7 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.search.topology import layout_words, search
     from moe_exp.planner.tables import error_words
 
-    refuse(arguments, "gpu", *_OF_COST)
+    plan.refuse(arguments, "gpu", *_OF_COST)
     named = [load_hardware(name.strip()) for name in arguments.devices.split(",")]
     devices = {hardware.name: hardware for hardware in named}
     prices = {load_hardware(name).name: price for name, price in _prices(arguments.prices)}
@@ -128,7 +120,7 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
         raise setting_error(
             "prices", arguments.prices, rule, "add the device to --devices, or omit its price"
         )
-    config, fixed = searched(arguments, named[0])
+    config, fixed = plan.searched(arguments, named[0])
     constants, fixed_values = load_constants(arguments.profile or CONSTANTS), parse_fixed(fixed)
     found: list[tuple[dict[str, Any], Candidate | None]] = []
     with progress("devices", len(devices), unit="devices") as advance:
@@ -222,7 +214,7 @@ def run_nearest(arguments: argparse.Namespace) -> None:
 def run_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter
 
-    refuse_settings(arguments)
+    plan.refuse_settings(arguments)
     profiles = hardware_profiles()
     if arguments.name:
         name = load_hardware(arguments.name).name

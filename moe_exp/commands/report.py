@@ -86,8 +86,7 @@ def _write_page(arguments: argparse.Namespace) -> None:
             rule = f"cannot be read ({' '.join(str(error).split())})"
             raise setting_error("notes", notes, rule, "specify a UTF-8 text file or pass the text") from None
     about = {"title": arguments.title, "notes": notes}
-    warnings = write_report(_expanded(arguments.runs), out, kind=kind, loss=arguments.loss, **about)
-    for text in warnings:
+    for text in write_report(_expanded(arguments.runs), out, kind=kind, loss=arguments.loss, **about):
         print(f"moe-exp report: warning: {text}", file=sys.stderr, flush=True)
     if out:
         shown = str(out).encode(errors="replace").decode()

@@ -273,8 +273,7 @@ def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[
     """Returns the models of each axis (such as width) by size; all train on the data of the settings."""
     from moe_exp.studies.mup import models_of_axes
 
-    given = with_file(_flags(arguments), os.environ)
-    base = load_config(given, {**_MUP_MODEL, **defaults, **os.environ})
+    base = load_config(with_file(_flags(arguments), os.environ), {**_MUP_MODEL, **defaults, **os.environ})
     for name in {"repeats", "steps", "jobs"} & vars(arguments).keys():
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError([problem(name, value, "must be at least 1", f"omit --{name}")])

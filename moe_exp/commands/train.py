@@ -64,8 +64,7 @@ def run_slurm(arguments: argparse.Namespace) -> int:
     warnings = [*schedule_warnings(config, start), *(disk_problems(config) if arguments.dry_run else [])]
     warnings += [*disk_warnings(config), *data_warnings(config)]
     if job.slurm.exclude_file and not job.exclude_file.exists():
-        rule = "not found, no node is excluded"
-        warnings.insert(0, f"EXCLUDE_FILE={job.slurm.exclude_file}: {rule}")
+        warnings.insert(0, f"EXCLUDE_FILE={job.slurm.exclude_file}: not found, no node is excluded")
     say(*(f"warning: {line}" for line in warnings))
     if arguments.dry_run:
         # standard output has only the file, so that it can be redirected

@@ -132,8 +132,7 @@ def schedule_change(config: Config, old: Config, start: Start) -> str | None:
         return None
     rule = f"after training with GBSZ={old.gbsz} to iteration {start.iteration}, the learning rate would jump"
     rule += f" from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
-    values = _rescaled(config, old, start)
-    setting = " ".join(f"{name.upper()}={value}" for name, value in values.items())
+    setting = " ".join(f"{name.upper()}={value}" for name, value in _rescaled(config, old, start).items())
     fix = f"set {setting} (the same schedule in batches of {config.gbsz}), or GBSZ={old.gbsz}"
     return config.problem("gbsz", rule, fix)
 

@@ -109,8 +109,7 @@ def kind_of(name: str) -> str:
     if ".router." in name or name.endswith("shared_experts.gate_weight"):
         return "router"
     is_expert = ".mlp.experts." in name
-    is_second = name.endswith(("weight2", "linear_fc2.weight"))
-    return "expert_down" if is_expert and is_second else "hidden"
+    return "expert_down" if is_expert and name.endswith(("weight2", "linear_fc2.weight")) else "hidden"
 
 
 def factors(config: Config, kind: str) -> Factors:

@@ -67,8 +67,7 @@ def parameter_sizes(c: ExpertSettings) -> dict[str, int]:
     sizes = {"embedding.word_embeddings.weight": table}
     layers = [layer_sizes(c, has_window=has_window) for has_window in (False, True)]
     for layer, (is_moe, has_window) in enumerate(zip(c.moe_layers, c.window_layers, strict=False)):
-        found = layers[has_window][is_moe]
-        sizes |= {f"decoder.layers.{layer}.{name}": size for name, size in found.items()}
+        sizes |= {f"decoder.layers.{layer}.{name}": size for name, size in layers[has_window][is_moe].items()}
     sizes |= _norm(c, "decoder.final_layernorm.", c.hidden_size)
     for layer in range(c.mtp_num_layers):
         sizes |= {f"mtp.layers.{layer}.{name}": size for name, size in mtp_sizes(c).items()}
@@ -102,8 +101,7 @@ def mtp_sizes(c: ExpertSettings) -> dict[str, int]:
 
 
 def _norm(c: ExpertSettings, prefix: str, size: int) -> dict[str, int]:
-    has_bias = c.normalization == "LayerNorm" and c.norm_bias
-    names = ("weight", "bias") if has_bias else ("weight",)
+    names = ("weight", "bias") if c.normalization == "LayerNorm" and c.norm_bias else ("weight",)
     return {prefix + name: size for name in names}
 
 

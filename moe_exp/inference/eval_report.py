@@ -84,14 +84,13 @@ class LayerUsage:
 
     def to_json(self, sources: list[str]) -> dict[str, Any]:
         """Values for JSON: lists by expert, objects by source name."""
-        by_source = list(zip(sources, self.counts_PE.tolist(), self.shares_PE.tolist(), strict=True))
         return {
             "layer": self.layer,
             "specialisation_bits": float(self.bits_E.sum()),
             "expert_bits": self.bits_E.tolist(),
             "order": self.order_E.tolist(),
-            "tokens_per_expert": {name: counts for name, counts, _ in by_source},
-            "shares": {name: shares for name, _, shares in by_source},
+            "tokens_per_expert": dict(zip(sources, self.counts_PE.tolist(), strict=True)),
+            "shares": dict(zip(sources, self.shares_PE.tolist(), strict=True)),
         }
 
 
@@ -143,8 +142,7 @@ class Evaluation:
         known = [row.text_bytes for row in self.rows if row.text_bytes is not None]
         names = ("sequences", "tokens", "nats")
         sequences, tokens, nats = (sum(getattr(row, name) for row in self.rows) for name in names)
-        text_bytes = sum(known) if len(known) == len(self.rows) else None
-        return Row("total", sequences, tokens, nats, text_bytes)
+        return Row("total", sequences, tokens, nats, sum(known) if len(known) == len(self.rows) else None)
 
     def to_json(self) -> dict[str, Any]:
         """Values that `--json` prints; contains `experts` only if expert usage was counted."""

@@ -101,8 +101,7 @@ class HeldOut:
         if not len(self.begins):
             least = f"SEQ_LEN + 1 = {cut.seq_len + 1}" if cut.whole_only else "two"
             where = "must have a document with" if cut.by_document else "must have"
-            rule = f"{where} at least {least} tokens"
-            raise setting_error("data", self.prefix, rule, "use more text")
+            raise setting_error("data", self.prefix, f"{where} at least {least} tokens", "use more text")
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -195,10 +194,8 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
     token_bytes = None
     if tokenizer:
         # Each source's documents may start and end with other tokens; sources that agree share a table.
-        as_in_data = []
-        for source in sources:
-            ends = documents_of(source.prefix) or tokenizer
-            as_in_data.append(replace(tokenizer, eod_id=ends.eod_id, bos_id=ends.bos_id))
+        ends = [documents_of(source.prefix) or tokenizer for source in sources]
+        as_in_data = [replace(tokenizer, eod_id=one.eod_id, bos_id=one.bos_id) for one in ends]
         tables = {one: TokenBytes(one) for one in as_in_data}
         token_bytes = [tables[one] for one in as_in_data]
         if token_bytes[0].note:
@@ -364,8 +361,7 @@ def evaluate(plan: EvaluationPlan, rank: Runtime) -> Evaluation:
         counts_PLE = counts.counts_PLE.cpu().numpy()
         layers = [layer for layer, is_moe in enumerate(plan.config.moe_layers) if is_moe]
         usage = [LayerUsage(layer + 1, counts_PLE[:, layer]) for layer in layers]
-    iteration = iteration_of(plan.folder, read_common(plan.folder))
-    return Evaluation(str(plan.folder), iteration, rows, usage)
+    return Evaluation(str(plan.folder), iteration_of(plan.folder, read_common(plan.folder)), rows, usage)
 
 
 def _run_batches(
@@ -400,8 +396,7 @@ def _run_batches(
             sums[number, 0] += torch.stack(nats).double().sum()
             sums[number, 1] += (labels != _IGNORED).sum()
             if plan.token_bytes:
-                table = plan.token_bytes[number]
-                sums[number, 2] += source.count_bytes(first, sequences, table, masked_id)
+                sums[number, 2] += source.count_bytes(first, sequences, plan.token_bytes[number], masked_id)
 
 
 def print_evaluated(plan: EvaluationPlan, rank: Runtime) -> None:

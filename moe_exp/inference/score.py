@@ -172,8 +172,7 @@ def score(plan: ScoringPlan, rank: Runtime) -> None:
         torch.distributed.barrier()
         with plan.partial.open("r+b") as file:
             for batch, is_mine in ranks.shared_batches(batches, rank, "score", "rows", len):
-                rows = plan.ids[batch.start : batch.stop]
-                logits = stage.logits(torch.from_numpy(rows.astype(np.int64)))
+                logits = stage.logits(torch.from_numpy(plan.ids[batch.start : batch.stop].astype(np.int64)))
                 if logits is not None and stage.writes and is_mine:
                     file.seek(start + batch.start * row_bytes)
                     logits.contiguous().cpu().numpy().tofile(file)

@@ -40,8 +40,7 @@ def compare(source: Path, target: Path) -> tuple[list[str], bool]:
     folder = one_checkpoint(target)
     config = config_for_use(folder, Layout(), dtype="fp32")
     length = min(NUM_TOKENS, config.seq_len)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     found: list[Tensor] = []  # outputs of the embedding, the layers but the last, the final norm; logits
 
     def keep(_: Any, __: Any, output: Any) -> None:

@@ -123,8 +123,7 @@ class _Space(Generic[T]):
             moved = replace(at_prior, **{name: math.exp(center + 0.1 * spread)})  # type: ignore[type-var]
             if name in hold or before == [log_ratio(run, moved) for run in runs]:
                 self.scales.pop(name)
-                value = getattr(rest, name) if rest else math.exp(center)
-                self._fixed[name] = hold.get(name, value)
+                self._fixed[name] = hold.get(name, getattr(rest, name) if rest else math.exp(center))
 
     def constants(self, x: Iterable[float]) -> T:
         pairs = zip(self.scales.items(), x, strict=True)
@@ -176,8 +175,7 @@ def doubts(calibration: Calibration) -> Iterator[str]:
         for of in fields(part.constants):
             value, prior = getattr(part.constants, of.name), of.metadata["prior"]
             if abs(math.log(value / prior)) > 3 * of.metadata["spread"]:
-                meaning = of.metadata["meaning"]
-                yield f"{of.name}={value:.3g} is far from the expected {prior:.3g} ({meaning})"
+                yield f"{of.name}={value:.3g} is far from the expected {prior:.3g} ({of.metadata['meaning']})"
 
 
 def profile_text(calibration: Calibration, source: Path) -> str:

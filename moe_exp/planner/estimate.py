@@ -60,8 +60,7 @@ def cost_of(
 ) -> Cost:  # fmt: skip
     """Returns the cost of training for TRAIN_ITERS or `num_tokens`, in the currency of the price."""
     constants = constants or load_constants()
-    num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
-    steps = config.batches.steps(num_samples)
+    steps = config.batches.steps(None if num_tokens is None else -(-num_tokens // config.seq_len))
     # Iterations take equally long while batch size (ramp-up) and sample length (DATA_STAGES) are constant.
     stages, seconds, consumed = config.stages, 0.0, 0
     begins = [stage.first_sample for stage in stages[1:]]
@@ -84,11 +83,9 @@ def with_budget(config: Config, num_tokens: int | None) -> Config:
     """Returns the settings with TRAIN_ITERS and the decay set for `num_tokens`; None changes nothing."""
     if num_tokens is None:
         return config
-    steps = config.batches.steps(-(-num_tokens // config.seq_len))
-    iterations = sum(step.num_iterations for step in steps)
+    iterations = sum(step.num_iterations for step in config.batches.steps(-(-num_tokens // config.seq_len)))
     warmup = min(config.warmup_iters, iterations - 1)
-    changes = {"train_iters": iterations, "decay_iters": 0, "warmup_iters": warmup}
-    return config.model_copy(update=changes)
+    return config.model_copy(update={"train_iters": iterations, "decay_iters": 0, "warmup_iters": warmup})
 
 
 @dataclass(frozen=True)

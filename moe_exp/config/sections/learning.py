@@ -4,18 +4,11 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, NamedTuple
 
+from moe_exp.config import parsers
 from moe_exp.config.choices import DECAYS, PIECES, SCHEDULES, one_of
 from moe_exp.config.errors import multiples, problem
 from moe_exp.config.parameter_names import parameter_sizes, useless_rules
-from moe_exp.config.parsers import (
-    Rule,
-    composed,
-    is_composed,
-    iteration_of,
-    parsed_groups,
-    read_composed,
-    value_pieces,
-)
+from moe_exp.config.parsers import Rule, composed, is_composed, iteration_of
 from moe_exp.config.ramp import Batches
 from moe_exp.config.sections.parallel import SIZE_MULTIPLES, ParallelSettings
 from moe_exp.config.setting_types import (
@@ -52,7 +45,7 @@ class LearningSettings(ParallelSettings):
         "'*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; the first matching pattern applies "
         "(docs/learning_rate.md)",
     )
-    lr_decay_style: Annotated[str, one_of(SCHEDULES, read=read_composed)] = learning(
+    lr_decay_style: Annotated[str, one_of(SCHEDULES, read=parsers.read_composed)] = learning(
         "cosine",
         "learning-rate schedule: a name, or a comma-separated list of phases such as 'constant:80%,linear' "
         "(constant for 80% of the iterations, then linear decay; docs/learning_rate.md)",
@@ -110,13 +103,13 @@ class LearningSettings(ParallelSettings):
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
         """MTP_LOSS_COEFF in the next iteration after `consumed_samples`; as LR, by batches of GBSZ."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
-        pieces = value_pieces(str(self.mtp_loss_coeff))
+        pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))
 
     @property
     def parameter_rules(self) -> list[Rule]:
         """Rules of LR_GROUPS, ROUTER_LR_MULT and EXPERT_LR_MULT, in order of precedence."""
-        rules = list(parsed_groups(self.lr_groups)) if self.lr_groups else []
+        rules = list(parsers.parsed_groups(self.lr_groups)) if self.lr_groups else []
         for setting, pattern in (("router_lr_mult", "*.router.*"), ("expert_lr_mult", "*.mlp.experts.*")):
             if (multiple := getattr(self, setting)) != 1:
                 rules.append(Rule(setting, pattern, lr=multiple))
@@ -235,7 +228,7 @@ class LearningSettings(ParallelSettings):
             (self.min_lr > self.lr, "min_lr",
              f"must be at most LR={self.lr}", f"lower MIN_LR, for example to {self.lr / 10:g}"),
         )  # fmt: skip
-        points = [end for _, end in value_pieces(str(self.mtp_loss_coeff)) if end]
+        points = [end for _, end in parsers.value_pieces(str(self.mtp_loss_coeff)) if end]
         if (ends := [iteration_of(end, decay) for end in points]) != sorted(set(ends)):
             rule = f"values end at iterations {', '.join(map(str, ends))}"
             yield self.problem("mtp_loss_coeff", rule, "list iterations or fractions in ascending order")

@@ -329,17 +329,14 @@ class RouterSettings(AttentionSettings):
     @property
     def router_weights_sum(self) -> float | None:
         """The sum of a token's router weights, or None if it depends on the token."""
-        balanced_by_sinkhorn = self.aux_loss_type == "sinkhorn"
-        normalized = self.router_normalize == "true" or (
-            self.router_normalize == "auto" and SCORES[self.router_score].normalizes and self.topk > 1
-        )
-        if SCORES[self.router_score].uses_positive or self.router_top_p < 1 or self.null_experts:
+        score = SCORES[self.router_score]
+        if score.uses_positive or self.router_top_p < 1 or self.null_experts:
             return None  # 0 for a token without experts
+        by_default = score.normalizes and self.topk > 1
+        normalized = {"auto": by_default, "true": True, "false": False}[self.router_normalize]
         softmax_of_chosen = not self.router_pre_softmax or self.topk == self.num_experts
-        is_softmax = not SCORES[self.router_score].per_expert
-        if normalized or (is_softmax and softmax_of_chosen and not balanced_by_sinkhorn):
-            return self.router_scaling_factor
-        return None
+        sums_to_1 = softmax_of_chosen and not score.per_expert and self.aux_loss_type != "sinkhorn"
+        return self.router_scaling_factor if normalized or sums_to_1 else None
 
     @property
     def balancing_losses(self) -> dict[str, float]:

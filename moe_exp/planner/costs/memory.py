@@ -67,8 +67,7 @@ def memory_of(
     if imbalance is None:
         imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
-    sizes = _bytes_per_parameter(job, constants, hardware)
-    weight, gradient, dense_state, expert_state, table_state = sizes
+    weight, gradient, dense_state, expert_state, table_state = _bytes_per_parameter(job, constants, hardware)
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
     # MoE layers per stage in proportion to expert parameters, which already follow the layout with VPP
     of_experts = max(1, sum(part.expert for part in parameters))

@@ -43,8 +43,7 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     known = [time for time in times if time]
     if len(known) == len(times):
         total = _duration(options.repeats * sum(known))
-        number = options.repeats * len(variants)
-        lines.append(f"all {number} runs: {total}, plus startup and evaluation")
+        lines.append(f"all {options.repeats * len(variants)} runs: {total}, plus startup and evaluation")
         lines += [f"training times differ by {max(known) / min(known) - 1:.1%}"] if measured else []
     return "\n".join(lines)
 

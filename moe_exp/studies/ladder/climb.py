@@ -119,8 +119,7 @@ def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Compariso
         return
     # Jobs always get a limit, so that a run that hangs does not occupy its nodes forever.
     seconds = math.ceil(executor.timeout) or 86_400  # a day
-    on_gpus = ladder.rungs[0].reference.config.preset != "cpu"
-    options = JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
+    options = JobOptions(executor.sbatch, seconds, on_gpus=ladder.rungs[0].reference.config.preset != "cpu")
     by_name = {results.run_name(run).replace("/", "_"): run for _, run in waiting}
     for run, code in run_jobs(by_name, ladder.folder / "jobs", options):
         yield ended_job(run, code)

@@ -168,12 +168,11 @@ def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
     fit, predicted, laws = results.fit, results.predicted, None
     if fit:
         laws = {name: {k: asdict(v) for k, v in fit.parameters(name).items()} for name in ladder.names}
-    rungs = {name: {"flops": of.compute, "losses": of.losses} for name, of in results.points.items()}
     content = {
         "definition": asdict(ladder.definition),
         "baseline": ladder.baseline,
         "losses_are": "validation" if results.is_validated else "training",
-        "rungs": rungs,
+        "rungs": {name: {"flops": of.compute, "losses": of.losses} for name, of in results.points.items()},
         "laws": laws,
         "speedups": {name: asdict(one) for name, one in results.speedups.items()},
         "prediction": predicted and asdict(predicted) | {"errors": predicted.errors(results.points)},

@@ -241,8 +241,7 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     rows = sweep.rows(retry_failed=retry_failed)
     cases = [row.case for row in rows]
     left = _check_files(rows)
-    executor = sweep.settings.executor
-    with at_work(sweep.folder, f"SWEEP_NAME={sweep.folder.name}", "sweep", executor=executor):
+    with at_work(sweep.folder, f"SWEEP_NAME={sweep.folder.name}", "sweep", executor=sweep.settings.executor):
         _compare(sweep)
         write_json(sweep.folder / "sweep.json", sweep.shared_settings())
         # With retry_failed, old results would otherwise remain in the tables until the case has run.
