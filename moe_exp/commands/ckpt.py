@@ -94,15 +94,13 @@ def run_verify(arguments: argparse.Namespace) -> int:
     *(arg(f"--{name}", argparse.SUPPRESS) for name in _SIZES),
     flag("--weights-only", "omit optimizer, schedule, random states and progress"),
     arg("--dtype", "data type of the weights (default: unchanged)", choices=("bf16", "fp32")),
-    arg(
-        "--layers",
-        "stacked: one key for all layers; single: one key per layer (default: unchanged)",
-        choices=("stacked", "single"),
-    ),
-    arg(
-        "--experts",
-        "stacked: one key for all experts; single: one key per expert (default: unchanged)",
-        choices=("stacked", "single"),
+    *(
+        arg(
+            f"--{one}s",
+            f"stacked: one key for all {one}s; single: one key per {one} (default: unchanged)",
+            choices=("stacked", "single"),
+        )
+        for one in ("layer", "expert")
     ),
     _ITERATION,
 )

@@ -6,17 +6,15 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moe_exp.commands.parsers import arg, command, flag, positive, repeated, string, takes
-from moe_exp.config import raise_for, setting_error
+from moe_exp.config import Config, raise_for, setting_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from moe_exp.config import Config
     from moe_exp.engine.runtime import Runtime
 
 # Commands import the library when they run, so that `moe-exp --help` is fast.
@@ -179,9 +177,8 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
     """Builds a request of type `kind` from a layout, `others` and the arguments named like its fields."""
     from moe_exp.inference.ranks import Layout
 
-    values: dict[str, Any] = {
-        name: getattr(arguments, name) for name in (*_SIZES, "gpus_per_node", "threads_per_rank")
-    }
+    sizes = (*_SIZES, "gpus_per_node", "threads_per_rank")
+    values: dict[str, Any] = {name: getattr(arguments, name) for name in sizes}
     for name, default in _NODES.items():
         # only these are read from the environment, as they differ between the nodes of a cluster
         text = getattr(arguments, name) or os.environ.get(name.upper()) or str(default)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,12 +113,16 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
     plan.refuse(arguments, "gpu", *_OF_COST)
     named = [load_hardware(name.strip()) for name in arguments.devices.split(",")]
     devices = {hardware.name: hardware for hardware in named}
-    prices = {load_hardware(name).name: price for name, price in _prices(arguments.prices)}
+    prices = {}
+    for part in filter(None, arguments.prices.split(",")):
+        name, _, value = part.partition("=")
+        if not 0 < number_in(value) < float("inf"):
+            fix = "write for example H100=2.1,B200=4"
+            raise setting_error("prices", part, "must be DEVICE=PRICE with a positive price", fix)
+        prices[load_hardware(name.strip()).name] = number_in(value)
     if others := set(prices) - set(devices):
-        rule = f"{sorted(others)[0]} is not among --devices"
-        raise setting_error(
-            "prices", arguments.prices, rule, "add the device to --devices, or omit its price"
-        )
+        rule, fix = f"{min(others)} is not among --devices", "add the device to --devices, or omit its price"
+        raise setting_error("prices", arguments.prices, rule, fix)
     config, fixed = plan.searched(arguments, named[0])
     constants, fixed_values = load_constants(arguments.profile or CONSTANTS), parse_fixed(fixed)
     found: list[tuple[dict[str, Any], Candidate | None]] = []
@@ -158,16 +161,6 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
         for row, best in found
     )
     print_table(f"PRESET={config.preset} on {config.world_size} devices, GBSZ={config.gbsz}", columns, rows)
-
-
-def _prices(text: str) -> Iterable[tuple[str, float]]:
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        price = number_in(value)
-        if not 0 < price < float("inf"):
-            rule = "must be DEVICE=PRICE with a positive price"
-            raise setting_error("prices", part, rule, "write for example H100=2.1,B200=4")
-        yield name.strip(), price
 
 
 @command("plan nearest", "list the published runs most similar to these settings", argument_default=KEPT)

@@ -15,7 +15,7 @@ from moe_exp.config.errors import ConfigError, problem
 from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.config.setting_types import ONE_LINE_FIX, shown
 from moe_exp.config.settings import TRAITS, Config, names_by_section
-from moe_exp.config.settings_file import NOT_TAKEN_OVER, is_run_record, read_settings
+from moe_exp.config.settings_file import NOT_TAKEN_OVER, PLACES, read_settings
 from moe_exp.host.devices import Nodes, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, complain, settings_file
 from moe_exp.host.files import expanded, read_yaml
@@ -71,7 +71,7 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
         return given
     path = settings_path(flags["config"])
     values = read_settings(path, also=flags)
-    is_record = is_run_record(values)
+    is_record = values.keys() >= PLACES  # else written by a user
     if is_record:
         values = {name: value for name, value in values.items() if name not in NOT_TAKEN_OVER}
     try:

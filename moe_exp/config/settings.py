@@ -21,15 +21,11 @@ class Config(ReliabilitySettings):
         return not self.use_moe or (self.moe_type == "moe" and self.pad_to_capacity)
 
     @property
-    def drops_slots(self) -> bool:
-        """Whether tokens may use fewer than TOPK experts."""
-        by_router = self.router_top_p < 1 or self.null_experts or self.token_rounding
-        return bool(by_router or self.moe_type == "moe")
-
-    @property
     def graph_problem(self) -> str:
         """Setting that prevents the CUDA graph of a micro-batch, and why; empty if none does."""
         exchanges = self.use_moe and self.ep * self.etp > 1
+        by_router = self.router_top_p < 1 or self.null_experts or self.token_rounding
+        drops_slots = self.use_moe and (by_router or self.moe_type == "moe")
         random = {
             "DROPOUT": self.dropout, "ATTENTION_DROPOUT": self.attention_dropout,
             "ROUTER_JITTER": self.use_moe and self.router_jitter,
@@ -47,7 +43,7 @@ class Config(ReliabilitySettings):
             "ROUTER_SCORE=relu: the number of rows varies": self.use_moe and self.router_score == "relu",
             "ROUTER_TOP_P, NULL_EXPERTS, TOKEN_ROUNDING or MOE_TYPE=moe without PAD_TO_CAPACITY: the host "
             "must know how many slots are used":
-            self.use_moe and self.drops_slots and not self.has_static_rows,
+            drops_slots and not self.has_static_rows,
             "DOCUMENT_PACKING=best_fit: the host must know how many tokens are padding":
             self.document_packing == "best_fit",
             **{f"{name}: the random state is kept on the host": value for name, value in random.items()},

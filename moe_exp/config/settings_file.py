@@ -22,7 +22,8 @@ NOT_TAKEN_OVER = ("master_addr", "master_port", "node_rank", "run_name")
 # Removed settings, with the values that equal today's behavior; (): any value.
 REMOVED = {"router_bias_decay": ("0", "0.0"), "phi_balancing_rate": (), "attention_flops": ("causal",)}
 
-_PLACES = [name for name, traits in TRAITS.items() if traits.part == "place"]
+# A run's config.yaml also records where the run was started.
+PLACES = {name for name, traits in TRAITS.items() if traits.part == "place"}
 _MOST_BYTES = 2**20
 _NAME_VALUE = re.compile(r"\s*(export\s+)?[A-Za-z_]\w*=")
 _FIX = "specify config.yaml of a run, or a file with lines such as NUM_EXPERTS=64 or num_experts: 64"
@@ -62,11 +63,6 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
         values[name] = value
     raise_for(f"{path}: {line}" for line in problems)
     return {name: value for name, value in values.items() if value is not None}
-
-
-def is_run_record(values: Iterable[str]) -> bool:
-    """Whether these settings are from a run's config.yaml, which also records where the run was started."""
-    return set(_PLACES) <= set(values)
 
 
 def _field_name(written: str) -> str:

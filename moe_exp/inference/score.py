@@ -145,15 +145,17 @@ def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
 
 def _check_out(plan: ScoringPlan, tokens: Path, *, overwrite: bool) -> None:
     out, folder = plan.out, plan.out.absolute().parent
-    if out.is_dir():
-        raise setting_error("out", out, "is a folder", "specify a file")
-    if out.exists() and tokens.exists() and out.samefile(tokens):
-        raise setting_error("out", out, "is the same file as --tokens", "use another name")
-    if out.exists() and not overwrite:
-        raise setting_error("out", out, "already exists", "use another name, or pass --overwrite")
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        state = "is not writable" if folder.is_dir() else "does not exist"
-        raise setting_error("out", out, f"its folder {state}", "specify a file in a writable folder")
+    is_input = out.exists() and tokens.exists() and out.samefile(tokens)
+    is_writable, move = os.access(folder, os.W_OK | os.X_OK), "specify a file in a writable folder"
+    for is_wrong, rule, fix in (
+        (out.is_dir(), "is a folder", "specify a file"),
+        (is_input, "is the same file as --tokens", "use another name"),
+        (out.exists() and not overwrite, "already exists", "use another name, or pass --overwrite"),
+        (not folder.is_dir(), "its folder does not exist", move),
+        (not is_writable, "its folder is not writable", move),
+    ):
+        if is_wrong:
+            raise setting_error("out", out, rule, fix)
     if plan.num_bytes > (free := shutil.disk_usage(folder).free):
         rule = f"requires {bytes_text(plan.num_bytes)} for {list(plan.shape)} float32 values"
         rule += f", but only {bytes_text(free)} are free"

@@ -153,8 +153,7 @@ class DataSettings(OptimizerSettings):
 
     @property
     def _given_stages(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = json.loads(self.data_stages or "[]")
-        return found
+        return list(json.loads(self.data_stages or "[]"))
 
     @property
     def longest_sample(self) -> int:

@@ -57,15 +57,10 @@ class StageMemory:
         return self.needed + self.cached
 
 
-def memory_of(
-    job: PlannedJob, hardware: Hardware, constants: MemoryConstants, *, imbalance: float | None = None
-) -> list[StageMemory]:
-    """Returns the memory of a rank in each pipeline stage. `imbalance`: rows of a rank's dropless experts
-    relative to their fair share, at most EP (default: `expected_imbalance`).
-    """
+def memory_of(job: PlannedJob, hardware: Hardware, constants: MemoryConstants) -> list[StageMemory]:
+    """Returns the memory of a rank in each pipeline stage."""
     config, on_cpu = job.config, hardware.is_cpu
-    if imbalance is None:
-        imbalance = expected_imbalance(config, constants.load_spread)
+    imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
     weight, gradient, dense_state, expert_state, table_state = _bytes_per_parameter(job, constants, hardware)
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))

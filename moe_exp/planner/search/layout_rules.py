@@ -95,11 +95,8 @@ class Space:
             "cp": [size for size in powers if size <= longest],
             "mbsz": [size for size in powers if size <= min(config.gbsz, _LARGEST_MICROBATCH)],
             "recompute": levels,
-        } | {
-            name: values
-            for name, values in fixed.items()
-            if name not in ("etp", "recompute", "recompute_modules", "offload_modules", *SPLIT_SETTINGS)
         }
+        chosen |= {name: fixed[name] for name in chosen if name in fixed and name != "recompute"}
 
         def order(value: Any) -> float:  # recompute by amount; VPP=none before numbers
             if not isinstance(value, str):

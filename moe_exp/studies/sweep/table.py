@@ -81,13 +81,11 @@ def result_of(
         status, reason = why_it_failed(text, code)
     else:
         records = records_after(case.folder, num_warmup)
+        status, reason = "failed", f"ended after {len(records) + num_warmup} of {num_iterations} iterations"
         if len(records) == num_iterations - num_warmup:
             memory = max(record["peak_memory_bytes"] for record in records)
             status, reason = "ok", ""
             measured = {"seconds": median_seconds(records), "memory_bytes": memory}
-        else:
-            status = "failed"
-            reason = f"ended after {len(records) + num_warmup} of {num_iterations} iterations"
     device = ""  # as recorded by the run itself, unless it failed earlier
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         device = str(read_json(case.folder.provenance)["starts"][-1].get("device", ""))

@@ -32,12 +32,12 @@ def reference(**settings) -> Config:
     return load_config({"preset": "reference", "gpus_per_node": 8} | settings, {})
 
 
-def stages(config: Config, job: dict[str, Any] | None = None, **arguments):
-    return memory_of(replace(PlannedJob.of(config), **(job or {})), A100, PRIORS, **arguments)
+def stages(config: Config, job: dict[str, Any] | None = None, **constants: float):
+    return memory_of(replace(PlannedJob.of(config), **(job or {})), A100, replace(PRIORS, **constants))
 
 
-def only_stage(config: Config, **arguments):
-    (stage,) = stages(config, **arguments)
+def only_stage(config: Config, **constants: float):
+    (stage,) = stages(config, **constants)
     return stage
 
 
@@ -261,7 +261,7 @@ def test_rows_of_experts_by_capacity_and_topk():
     assert (rows[2] - rows[0]) / (8 * 2048) == pytest.approx(per_row, rel=0.01)
 
     config = reference(ep=4, moe_type="moe")
-    assert only_stage(config, imbalance=1.0) == only_stage(config, imbalance=3.0)
+    assert only_stage(config, load_spread=0.0) == only_stage(config, load_spread=9.0)
     kept = [activations_of(PlannedJob.of(reference(topk=topk))) for topk in (1, 2, 4)]
     one, two, four = (total(of.moe_parts) for of in kept)
     assert four - two == pytest.approx(2 * (two - one))
@@ -316,7 +316,7 @@ def test_expected_imbalance():
     assert memory.expected_imbalance(reference(use_moe=False), 0.5) == 1
     assert memory.expected_imbalance(reference(ep=8, force_routing="balanced"), 0.5) == 1
     assert memory.expected_imbalance(reference(ep=4), 0.5) == pytest.approx(1 + 0.5 * math.sqrt(3 / 64))
-    fair, default, worst = (only_stage(reference(ep=8), imbalance=given).total for given in (1.0, None, 8.0))
+    fair, default, worst = (only_stage(reference(ep=8), load_spread=x).total for x in (0.0, 0.5, 20.0))
     assert fair < default < worst
 
 
