@@ -10,7 +10,6 @@ from moe_exp.config.setting_types import (
     NonNegative,
     OptionalWidth,
     Rate,
-    layers_of_pattern,
     model,
 )
 
@@ -74,16 +73,14 @@ class AttentionSettings(ModelSettings):
     @property
     def window_layers(self) -> list[bool]:
         """Flag per layer, true if the layer has a window. A list in WINDOW_PATTERN sets the length."""
-        if not self.sliding_window:
-            return [False] * self.num_layers
-        return list(layers_of_pattern(self.window_pattern, self.num_layers, 0))
+        return self.layers_in(self.window_pattern) if self.sliding_window else [False] * self.num_layers
 
     @property
     def layers_without_rotary(self) -> list[bool]:
         """Flag per layer, true if it has no rotary position embedding."""
         if self.rotary_layers == "windowed":
             return [not has_window for has_window in self.window_layers]
-        return [not is_in for is_in in layers_of_pattern(self.rotary_layers, self.num_layers, 0)]
+        return [not is_in for is_in in self.layers_in(self.rotary_layers)]
 
     @property
     def sink_layers(self) -> list[bool]:

@@ -11,14 +11,7 @@ from moe_exp.config.parameter_names import parameter_sizes, useless_rules
 from moe_exp.config.parsers import Rule, composed, is_composed, iteration_of
 from moe_exp.config.ramp import Batches
 from moe_exp.config.sections.parallel import SIZE_MULTIPLES, ParallelSettings
-from moe_exp.config.setting_types import (
-    IterationsOrShares,
-    NonNegative,
-    ParameterGroups,
-    Positive,
-    Rate,
-    learning,
-)
+from moe_exp.config.setting_types import IterationsOrShares, NonNegative, ParameterGroups, Positive, learning
 
 _MOST_RAMP_STEPS, _MOST_RAMP_SAMPLES = 10_000, 10**15
 
@@ -36,7 +29,7 @@ class LearningSettings(ParallelSettings):
     """Settings of the section Optimization, up to RAMPUP_BATCH_SIZE."""
 
     lr: float = learning(0.0006, "peak learning rate", gt=0)
-    min_lr: Rate = learning(6e-05, "final learning rate")
+    min_lr: float = learning(6e-05, "final learning rate", ge=0)
     router_lr_mult: float = learning(1.0, "factor on LR and MIN_LR for routers", gt=0)
     expert_lr_mult: float = learning(1.0, "factor on LR and MIN_LR for routed experts", gt=0)
     lr_groups: ParameterGroups = learning(

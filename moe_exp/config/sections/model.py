@@ -18,6 +18,7 @@ from moe_exp.config.setting_types import (
     RateByIteration,
     Width,
     as_given,
+    layers_of_pattern,
     model,
 )
 
@@ -284,6 +285,12 @@ class ModelSettings(LaunchSettings):
             if getattr(self, name) != (default := type(self).model_fields[name].default):
                 usual = as_given(default).removesuffix(".0")
                 yield self.problem(name, f"has no effect while {other}", f"{fix}, or {name.upper()}={usual}")
+
+    def layers_in(self, pattern: str, first: int = 0) -> list[bool]:
+        """Flag per layer, true for those that `pattern` chooses from layer `first` on. A list in the pattern
+        sets the length, not NUM_LAYERS.
+        """
+        return list(layers_of_pattern(pattern, self.num_layers, first))
 
     def pattern_problems(self, name: str, layers: Sequence[bool]) -> Iterator[str]:
         """Yields a line if setting `name`, which chooses `layers`, lists more or fewer than the model has."""

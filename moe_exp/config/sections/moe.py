@@ -8,14 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from moe_exp.config.sections.router import RouterSettings
-from moe_exp.config.setting_types import (
-    LayerPattern,
-    NonNegative,
-    OptionalWidth,
-    Rate,
-    experts,
-    layers_of_pattern,
-)
+from moe_exp.config.setting_types import LayerPattern, NonNegative, OptionalWidth, Rate, experts
 
 
 class ExpertSettings(RouterSettings):
@@ -66,7 +59,7 @@ class ExpertSettings(RouterSettings):
         """Flag per layer, true for MoE layers. A list in MOE_LAYER_FREQ sets the length, not NUM_LAYERS."""
         if not self.use_moe:
             return [False] * self.num_layers
-        return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))
+        return self.layers_in(self.moe_layer_freq, self.first_k_dense)
 
     @property
     def all_moe_layers(self) -> list[bool]:

@@ -4,16 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from moe_exp.config.sections.data import DataSettings
-from moe_exp.config.setting_types import (
-    NonNegative,
-    PathText,
-    Positive,
-    as_given,
-    names_text,
-    output,
-    place,
-    shown,
-)
+from moe_exp.config.setting_types import NonNegative, PathText, Positive, names_text, output, place, shown
 
 
 class OutputSettings(DataSettings):
@@ -114,7 +105,7 @@ class OutputSettings(DataSettings):
         if self.use_moe:
             name += f"_num_experts_{self.num_experts}_topk_{self.topk}_type_{self.moe_type}"
         name += f"_num_nodes_{self.nnodes}_gpus_per_node_{self.gpus_per_node}"
-        name += f"_TP_{self.tp}_PP_{self.pp}_VPP_{as_given(self.vpp)}_EP_{self.ep}"
+        name += f"_TP_{self.tp}_PP_{self.pp}_VPP_{self.vpp or 'none'}_EP_{self.ep}"
         name += f"_ETP_{self.etp}" if self.etp > 1 else ""
         name += f"_CP_{self.cp}" if self.cp > 1 else ""
         return name if self.optimizer == "adam" else f"{name}_OPTIMIZER_{self.optimizer}"
