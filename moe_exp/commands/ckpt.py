@@ -155,12 +155,12 @@ def run_average(arguments: argparse.Namespace) -> None:
     sources = sources_of(arguments.sources, last=arguments.last or int(arguments.ema))
     weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
     written = average(sources, arguments.target, weights, of_ema=arguments.ema)
+    parts = [{"path": str(one), "weight": weight} for one, weight in zip(sources, weights, strict=True)]
     if arguments.json:
-        parts = [{"path": str(one), "weight": weight} for one, weight in zip(sources, weights, strict=True)]
         print_json({"path": str(written.folder), "num_bytes": written.num_bytes, "sources": parts})
         return
-    for source, weight in zip(sources, weights, strict=True):
-        print(f"{weight:8.4f}  {source}")
+    for part in parts:
+        print(f"{part['weight']:8.4f}  {part['path']}")
     print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
