@@ -289,8 +289,7 @@ def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tu
     elif pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:
-        bits = "".join(bits * times for bits, times in _pattern_terms(pattern))
-        chosen = [bit == "1" for bit in bits]
+        chosen = [bit == "1" for bits, times in _pattern_terms(pattern) for bit in bits * times]
     return tuple(is_chosen and layer >= num_first_dense for layer, is_chosen in enumerate(chosen))
 
 

@@ -148,8 +148,7 @@ class Ladder:
     def problems(self) -> Iterator[str]:
         """Checks that the baseline exists, FLOPs increase from rung to rung, and FLOPs of variants match."""
         if self.baseline not in self.names:
-            fix = f"use one of {', '.join(self.names)}"
-            yield problem("baseline", self.baseline, "unknown variant", fix)
+            yield problem("baseline", self.baseline, "unknown variant", f"use one of {', '.join(self.names)}")
         if ramp := self.rungs[0].reference.config.rampup_batch_size:
             rule = "not supported in a ladder, whose FLOPs assume a constant batch"
             yield problem("rampup_batch_size", ramp, rule, "leave it empty")
