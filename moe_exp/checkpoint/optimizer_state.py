@@ -139,8 +139,7 @@ def shards_of(
     by_parameter, key_of = _by_parameter(weights), key_of or _written
     for owned in state:
         shape, pieces = owned.parameter.shape, _pieces(owned.parameter, by_parameter[owned.parameter])
-        of_range = boxes_of_range(shape, owned.start, owned.stop)
-        for box, (whole, shard) in itertools.product(of_range, pieces):
+        for box, (whole, shard) in itertools.product(boxes_of_range(shape, owned.start, owned.stop), pieces):
             if (part := intersection(box, whole)) is None:
                 continue
             # Translates the offsets in the parameter to offsets in the checkpoint's tensor: the piece may

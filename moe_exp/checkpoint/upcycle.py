@@ -117,7 +117,6 @@ def _fill(layer: int, experts: MegatronExperts, dense: Mapping[str, LogicalTenso
             parts = whole.chunk(halves if experts.gated else 1, axis)
             tensors[name] = torch.cat([part.chunk(count, axis)[index] for part in parts], axis)
     assert config.router_weights_sum is not None  # config/sections/backends.py
-    c = config.router_weights_sum
-    filled = experts_of(shards, local, granularity=granularity, weights_sum=c)
+    filled = experts_of(shards, local, granularity=granularity, weights_sum=config.router_weights_sum)
     for name, parameter in parameters.items():
         parameter.copy_(filled[name])

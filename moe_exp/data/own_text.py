@@ -284,8 +284,7 @@ def _source(
     if rule.documents == "file" and len(files) < 20:
         # few long texts: cut them, so that pieces can be held out
         num_bytes = estimate_line_bytes(path for path in files if ending(path) in TEXT_SUFFIXES)
-        piece_bytes = max(2**11, min(rule.longest_bytes, num_bytes // 100))
-        rule = TextRule(rule.documents, piece_bytes)
+        rule = TextRule(rule.documents, max(2**11, min(rule.longest_bytes, num_bytes // 100)))
     vocab_size = 0 if tokenizer else config.vocab_size
     return TextSource(setting, name, files, field, rule, tokenizer, vocab_size, holds_out)
 

@@ -88,10 +88,9 @@ class TextSource:
     def listing(self) -> list[dict[str, Any]]:
         root = os.path.commonpath([path.absolute().parent for path in self.files])
         names = [os.path.relpath(path.absolute(), root) for path in self.files]
-        stats = [path.stat() for path in self.files]
         return [
             {"name": name, "bytes": one.st_size, "mtime_ns": one.st_mtime_ns}
-            for name, one in zip(names, stats, strict=True)
+            for name, one in zip(names, [path.stat() for path in self.files], strict=True)
         ]
 
 

@@ -135,8 +135,7 @@ class MicrobatchCapacity:
         rows = min(self._capacity(num_tokens), num_tokens)
         if group_size(self.group) == 1:
             return rows
-        kept_E = count_kept(decision.expert_TK, decision.kept_TK, self.config.num_experts)
-        most = kept_E.max()
+        most = count_kept(decision.expert_TK, decision.kept_TK, self.config.num_experts).max()
         for group in exchange_groups:
             most = max_over(most, group)
         return max(rows, int(most))

@@ -191,10 +191,9 @@ class MoELayer(nn.Module):
         else:
             balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
             z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
-        global_counts_E = getattr(self.router, "global_tokens_per_expert", None)
         inputs = LossInputs(
             decision, scores, counts_E, expert_TK, counted_TK, config.topk, num_tokens, group, shape,
-            settings.batch_dim, balance, global_counts_E,
+            settings.batch_dim, balance, getattr(self.router, "global_tokens_per_expert", None),
         )  # fmt: skip
         shares = {loss.name: share_of(loss, inputs) for loss in settings.aux_losses}
         if self.is_training and is_counted_forward():
@@ -256,8 +255,7 @@ class TimedDispatcher(Dispatcher):
         found = self.dispatcher.finish(pending)
         if isinstance(found, RoutedTokens):
             return replace(found, x_TD=mark(found.x_TD, self.timers, begins="experts"))
-        rows_RD = mark(found.rows_RD, self.timers, ends=self._exchange, begins="experts")
-        return replace(found, rows_RD=rows_RD)
+        return replace(found, rows_RD=mark(found.rows_RD, self.timers, ends=self._exchange, begins="experts"))
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
         y_RD = mark(y_RD, self.timers, ends="experts", begins=self._exchange)

@@ -254,8 +254,7 @@ class MegatronProjectionNorm(ProjectionNorm):
         """This rank's part of `weight` [H*d], as a sharded tensor."""
         dp_cp = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
         arguments = self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
-        shards = make_sharded_tensors_for_checkpoint(*arguments, tp_group=self.group, dp_cp_group=dp_cp)
-        return dict(shards)
+        return dict(make_sharded_tensors_for_checkpoint(*arguments, tp_group=self.group, dp_cp_group=dp_cp))
 
 
 class GroupedAttention(SelfAttention):  # type: ignore[misc]
@@ -279,8 +278,7 @@ class ProjectionNormAttention(GroupedAttention):
         assert not config.qk_layernorm
         head, group = config.kv_channels, self.pg_collection.tp
         self.q_layernorm = MegatronProjectionNorm(config, config.num_attention_heads * head, group=group)
-        groups = self.config.num_query_groups
-        self.k_layernorm = MegatronProjectionNorm(config, groups * head, group=group)
+        self.k_layernorm = MegatronProjectionNorm(config, self.config.num_query_groups * head, group=group)
 
 
 class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]

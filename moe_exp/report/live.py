@@ -83,8 +83,7 @@ def one_run(follower: Follower, console: Console) -> RenderableType:
     watched, settings, kind = follower.watched, follower.settings(), ""
     if "use_moe" in settings:
         kind = _printable(str(settings.get("moe_type"))) if settings["use_moe"] else "dense"
-    name = (_printable(follower.name), "bold")
-    title = Text.assemble(name, "  ", (kind, "dim"), "  ", _state(follower))
+    title = Text.assemble((_printable(follower.name), "bold"), "  ", (kind, "dim"), "  ", _state(follower))
     title.no_wrap, title.overflow = True, "ellipsis"
     parts: list[RenderableType] = [title, _age_line(follower)]
     if watched.num_train:
@@ -200,8 +199,7 @@ def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
     height = max(3, min(8, console.height - 19))  # the other lines of the view
     lines = plot(losses, min(width, (len(losses) + 1) // 2), height)
     # Approximate, because the plot shows means of neighbors.
-    labels = [f"{max(known):.4g}", *[""] * (height - 2), f"{min(known):.4g}"]
-    pairs = zip(labels, lines, strict=True)
+    pairs = zip([f"{max(known):.4g}", *[""] * (height - 2), f"{min(known):.4g}"], lines, strict=True)
     rows = [Text.assemble((f"{label:>8} ", "dim"), (line, "blue")) for label, line in pairs]
     return [*rows, Text(" " * 9 + caption, style="dim")]
 

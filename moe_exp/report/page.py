@@ -81,8 +81,7 @@ def write_report(
     if problems := check_out(out) + run_problems(paths):
         raise ConfigError(problems)
     runs = read_runs(paths)
-    written = report_html if kind == "html" else report_markdown
-    text = written(runs, title=title, loss=loss, notes=notes)
+    text = (report_html if kind == "html" else report_markdown)(runs, title=title, loss=loss, notes=notes)
     # folder names and events may not be valid UTF-8
     text, *warnings = (one.encode(errors="replace").decode() for one in (text, *warnings_of(runs)))
     if out is None:
@@ -248,8 +247,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
 def new_minima(values: Floats, most: int = 400) -> list[int]:
     """Indices at which `values` reach a new minimum; if more than `most`, an evenly spaced selection."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
-    before = np.concatenate([[np.inf], lowest[:-1]])
-    indices = np.flatnonzero(lowest < before)
+    indices = np.flatnonzero(lowest < np.concatenate([[np.inf], lowest[:-1]]))
     if len(indices) > most:
         indices = indices[np.linspace(0, len(indices) - 1, most).round().astype(int)]
     return [int(index) for index in indices]

@@ -359,8 +359,7 @@ def events_html(runs: Sequence[RunRecords]) -> str:
             left_out.append(f"{text} of {run.name}")
     kinds = "".join(f"<span><i{css}></i>{what}</span>" for css, what in _KEY)
     key = f'<p class="note key">{kinds}<span>whole width: {duration(longest)}</span></p>'
-    head = ["run", "event", "iteration", "time", "details"]
-    shown = table(head, rows, "Events", css="scroll tall")
+    shown = table(["run", "event", "iteration", "time", "details"], rows, "Events", css="scroll tall")
     title = f"All events ({len(rows)})"
     if left_out:
         title = f"Events: {len(rows)}; not shown: {escape(in_words(left_out))}"
@@ -442,8 +441,7 @@ def about_html(runs: Sequence[RunRecords]) -> str:
                 for name, value in config.model_dump().items()
                 if TRAITS[name].part != "place" and name != "preset" and value != getattr(base, name)
             }
-            arguments = module_arguments({"preset": config.preset, **chosen})
-            again = shlex.join(["moe-exp", "train", *arguments])
+            again = shlex.join(["moe-exp", "train", *module_arguments({"preset": config.preset, **chosen})])
         row = {
             "started": str(first.get("time") or "").replace("T", " "),
             "starts": len(run.starts),

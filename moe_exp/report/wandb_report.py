@@ -108,8 +108,7 @@ def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
     for folder in folders:
         path = shlex.quote(str(folder.path))
         was_in = str(Follower(folder.path).settings().get("wandb_project") or project)
-        offline = folder.wandb.glob("offline-run-*")
-        unsent = sum(not any(run.glob("*.wandb.synced")) for run in offline)
+        unsent = sum(not any(run.glob("*.wandb.synced")) for run in folder.wandb.glob("offline-run-*"))
         # only the first problem, because the others follow from it
         if not folder.metrics.exists():
             rule, fix = "must be a run folder with a metrics.jsonl", "give a run folder, such as runs/NAME"

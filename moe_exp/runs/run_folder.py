@@ -139,8 +139,7 @@ def open_run_folder(
         write_json(folder.provenance, {"starts": starts})
     except OSError as error:
         rule = f"cannot write to {folder.path} ({error.strerror or error})"
-        fix = "choose a writable RUN_DIR"
-        raise ConfigError([problem("run_dir", config.run_dir, rule, fix)]) from None
+        raise ConfigError([problem("run_dir", config.run_dir, rule, "choose a writable RUN_DIR")]) from None
     return folder
 
 

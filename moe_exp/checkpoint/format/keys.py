@@ -116,8 +116,7 @@ def check_tensors(
 def differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
     """Whether the shapes [V, D] of two embeddings are equal except for padding of the vocabulary."""
     # Megatron-LM pads V to a multiple of 128 * TP (TP at most 64), this package to a multiple of 128.
-    more = shape[0] - in_model[0]
-    return shape[1:] == in_model[1:] and -128 < more < 128 * 64
+    return shape[1:] == in_model[1:] and -128 < shape[0] - in_model[0] < 128 * 64
 
 
 def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
@@ -134,6 +133,5 @@ def read_tensors(state: Any, reader: CheckpointReader) -> None:
     """Copies a checkpoint's values into the tensors of a sharded state."""
     for shard in sharded_tensors(state):
         sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-        values = reader.read(shard.key, shard.global_offset, sizes)
         # `data` is a view of the parameter, also if the parameter has several shards
-        shard.data.copy_(values.view(shard.data.shape))
+        shard.data.copy_(reader.read(shard.key, shard.global_offset, sizes).view(shard.data.shape))

@@ -134,8 +134,7 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
         sizes = (1,) * n + stored.shape[n:]
         for place in itertools.product(*map(range, stored.shape[:n])):
             name, half = logical_name(key, place)
-            offsets = place + (0,) * (len(sizes) - n)
-            parts.setdefault(name, {})[half] = StoredBox(stored, offsets, sizes, n)
+            parts.setdefault(name, {})[half] = StoredBox(stored, place + (0,) * (len(sizes) - n), sizes, n)
 
     def order(name: str) -> tuple[object, ...]:
         # by layer, then kind of tensor, then expert: the tensors of one chunk are adjacent

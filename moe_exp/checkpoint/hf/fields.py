@@ -284,8 +284,7 @@ def _read_hunyuan(fields: Fields) -> Settings:
         if (found := _of_all_layers(fields, name, needed)) != needed:
             rule = f"must be {needed}, as transformers' class has one shared expert, as wide as the others"
             raise refuse(name, found, rule)
-    topk = _of_all_layers(fields, "moe_topk")
-    return {"topk": topk, "ffn_hidden_size": width, "shared_expert_size": width}
+    return {"topk": _of_all_layers(fields, "moe_topk"), "ffn_hidden_size": width, "shared_expert_size": width}
 
 
 HUNYUAN_EXPERTS = FieldRule(

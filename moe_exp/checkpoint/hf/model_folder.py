@@ -306,8 +306,7 @@ def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
     path = folder / "tokenizer.json"
     if not path.is_file() or (size := tokenizers.tokenizer_vocab_size(path)) <= vocab_size:
         return []
-    tokens = read_json(path).get("added_tokens") or []
-    added = {token["id"]: token["content"] for token in tokens}
+    added = {token["id"]: token["content"] for token in read_json(path).get("added_tokens") or []}
     beyond = range(vocab_size, size)
     if not added.keys() >= set(beyond):
         rule = f"has {size} tokens; those beyond vocab_size={vocab_size} (config.json) must be added tokens"

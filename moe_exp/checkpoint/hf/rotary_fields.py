@@ -128,8 +128,7 @@ def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
     computed = [0.1 * number * math.log(merged["factor"]) + 1 for number in (mscale, all_dim, 1)]
     attention_factor = computed[0] / computed[1] if all_dim else computed[2]
     if abs((found := merged.get("attention_factor", attention_factor)) - attention_factor) > 1e-6:
-        rule = f"must be {attention_factor}, as Megatron's YaRN computes it"
-        raise refuse("attention_factor", found, rule)
+        raise refuse("attention_factor", found, f"must be {attention_factor}, as Megatron's YaRN computes it")
     # transformers ignores the two unless both are set.
     scales = {"yarn_mscale": mscale if all_dim else 1.0, "yarn_mscale_all_dim": all_dim or 0.0}
     return {"rope_scaling": "yarn"} | factor | settings | scales

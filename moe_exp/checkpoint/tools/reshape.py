@@ -274,8 +274,7 @@ def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
         raise setting_error("last", last, "must not be negative", "use the number of checkpoints to average")
     found: list[Path] = []
     for path in paths:
-        of_path = folders.usable(path)[::-1] or [path]
-        found += [chosen(folder) for folder in of_path[-last:]]
+        found += [chosen(folder) for folder in (folders.usable(path)[::-1] or [path])[-last:]]
     places = [path.resolve() for path in found]
     if twice := next((path for path in found if places.count(path.resolve()) > 1), None):
         raise setting_error("SRC", twice, "is listed twice", "list it once, with a larger weight")
@@ -290,8 +289,7 @@ def average(
     instead; the expert bias has none and is averaged itself. Raises ValueError if models differ or lack
     moving averages, or where `reshape` would.
     """
-    keep_bytes = naming.KEEP_BYTES // len(sources)
-    readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]
+    readers = [CheckpointReader(source, keep_bytes=naming.KEEP_BYTES // len(sources)) for source in sources]
     stored = [naming.logical_tensors(reader) for reader in readers]
     main = [naming.logical_tensors(reader, AVERAGE if of_ema else "param") for reader in readers]
     for reader in readers if of_ema else ():

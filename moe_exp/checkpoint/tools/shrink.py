@@ -266,8 +266,7 @@ def difference(a: Any, b: Any) -> str:
             return same and (not a.numel() or torch.equal(*bits))
         return isinstance(a, dict | list | tuple) or a == b or (isinstance(a, float) and math.isnan(a))
 
-    nothing = "nothing", None
-    for (where, one), (other_place, other) in zip_longest(_nodes(a), _nodes(b), fillvalue=nothing):
+    for (where, one), (other_place, other) in zip_longest(_nodes(a), _nodes(b), fillvalue=("nothing", None)):
         if where != other_place:
             return f"{where} and {other_place}: keys"
         if type(one) is not type(other):

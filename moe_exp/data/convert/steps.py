@@ -178,8 +178,7 @@ class WriteChunk:
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         from datatrove.pipeline.writers import JsonlWriter
 
-        path = self.folder / f"{self.stem}.{rank:05d}.jsonl"
-        with complete_files([path]) as (temporary,):
+        with complete_files([self.folder / f"{self.stem}.{rank:05d}.jsonl"]) as (temporary,):
             temporary.touch()  # a task with no document has an empty chunk
             writer = JsonlWriter(str(temporary.parent), "${rank}.jsonl", compression=None, adapter=_line)
             # datatrove's template prefers metadata to the rank: a field `rank` would split the output

@@ -222,8 +222,7 @@ class _Fetcher:
             for name in wrong:
                 (self.folder / name).unlink()
             if attempt == 1:
-                what = "%s: hash mismatch in %d files; downloading them again"
-                logger.warning(what, wrong[0], len(wrong))
+                logger.warning("%s: hash mismatch in %d files; downloading them again", wrong[0], len(wrong))
         listed = f"{endpoint()} lists for {self.source.repository} at {self.listing.commit}"
         rule = f"its hash differs from the one that {listed}, after two downloads"
         raise input_error(wrong[0], rule, "try again later or set another HF_ENDPOINT")

@@ -150,8 +150,7 @@ def push(path: Path, url: str) -> str:
     check_outputs(folder, manifest)
     files = {one["name"]: folder / one["name"] for one in manifest["outputs"]}
     store, name = Store(url), manifest_path.name
-    total = sum(one["bytes"] for one in manifest["outputs"])
-    with progress(f"push {path}", total) as advance:
+    with progress(f"push {path}", sum(one["bytes"] for one in manifest["outputs"])) as advance:
         if not send(store, files, name, manifest_path.read_bytes(), advance):
             logger.info("%s is already complete, with the same manifest", store.url)
     return store.url if is_folder else f"{store.url}/{prefix.name}"
@@ -216,8 +215,7 @@ def _pulled(store: Store, name: str, folder: Path) -> list[Path]:
             raise ConnectionError(f"{store.url}/{one}: {rule}. Fix: push the output again.")
     total = sum(sizes.values())
     # Bytes fetched by an earlier call already occupy their space.
-    kept = [*paths, *folder.rglob(".*.part")]
-    there = sum(path.stat().st_size for path in kept if path.is_file())
+    there = sum(path.stat().st_size for path in [*paths, *folder.rglob(".*.part")] if path.is_file())
     check_free_disk(folder, total - there, f"the files of {store.url}")
     with progress(f"pull {store.url}", total) as advance:
         fetch(store, {one: listed[one] for one in outputs}, folder, advance)

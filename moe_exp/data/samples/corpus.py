@@ -238,8 +238,7 @@ class PackedCorpus(Corpus):
         return files.end_of_document[0] or 0
 
     def _count_windows(self) -> int:
-        lengths = np.diff(self._bounds[self._first : self._end + 1])
-        counts = piece_counts(lengths, self.seq_len)
+        counts = piece_counts(np.diff(self._bounds[self._first : self._end + 1]), self.seq_len)
         self._num_full = int(counts[-1])
         # Full samples have no room for other pieces and are not packed.
         counts[-1] = 0

@@ -113,8 +113,7 @@ class SampleStream:
         for name, count in zip(last.names, blend_counts(num_samples, last.weights), strict=True):
             corpus, before = self._given[name]
             self._given[name] = corpus, before + count
-        key = f"{self._key}/stage {len(self._stages)}"
-        self._append(blend, seq_len, first_sample=first_sample, key=key)
+        self._append(blend, seq_len, first_sample=first_sample, key=f"{self._key}/stage {len(self._stages)}")
 
     def _append(
         self, blend: Sequence[tuple[float, str]], seq_len: int, *, first_sample: int, key: str
@@ -127,8 +126,7 @@ class SampleStream:
             names.append(name := (prefix, seq_len, times))
             if name not in self._given:
                 how: dict[str, Any] = {"shuffle": self._shuffle, "share": self._share}
-                corpus = self._kind(prefix, seq_len=seq_len, key=f"{key}/{position}", **how)
-                self._given[name] = corpus, 0
+                self._given[name] = self._kind(prefix, seq_len=seq_len, key=f"{key}/{position}", **how), 0
         corpora, taken = zip(*(self._given[name] for name in names), strict=True)
         self._stages.append(_StagePart(first_sample, seq_len, weights, names, list(corpora), list(taken)))
 

@@ -161,8 +161,7 @@ def _in_cache(order: MegatronOrder, cache_dir: Path) -> tuple[Any, Any]:
                     with path.open("rb") as file:
                         os.fsync(file.fileno())
                 building.rename(folder)
-                what = "built Megatron's sample order in %.1f s: %s"
-                logger.info(what, time.monotonic() - started, folder)
+                logger.info("built Megatron's sample order in %.1f s: %s", time.monotonic() - started, folder)
     barrier()
     return _build(order, folder)  # maps the existing files
 

@@ -46,8 +46,7 @@ def microbatch_starts(
     while True:
         num_microbatches, mbsz, batch_size = schedule(consumed_samples)
         for index in range(num_microbatches):
-            first = microbatch_start(consumed_samples, index, mbsz=mbsz, dp_rank=dp_rank, dp_size=dp_size)
-            yield first, mbsz
+            yield microbatch_start(consumed_samples, index, mbsz=mbsz, dp_rank=dp_rank, dp_size=dp_size), mbsz
         consumed_samples += batch_size
 
 

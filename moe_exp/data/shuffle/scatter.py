@@ -207,8 +207,7 @@ class Buckets:
         """Bucket of each document."""
         train, valid = (np.searchsorted(bounds, keys, side="right") - 1 for bounds in self._bounds)
         # `limit` may be 2**64, which does not fit in uint64.
-        is_valid = choices <= np.uint64(self.limit - 1)
-        return np.where(is_valid, self.num_train + valid, train)
+        return np.where(choices <= np.uint64(self.limit - 1), self.num_train + valid, train)
 
 
 class _Found:
@@ -291,8 +290,7 @@ def index_and_scatter(job: TaskShuffle) -> int:
     limit, is_known = max(1, job.threshold), False
     while not is_known:
         found, buckets = _Found(job, 0), Buckets(*job.num_buckets, limit)
-        blocks = found.blocks(buckets.block_bytes(job.longest_bytes))
-        num_documents = _scatter(job, 0, 0, buckets, blocks)
+        num_documents = _scatter(job, 0, 0, buckets, found.blocks(buckets.block_bytes(job.longest_bytes)))
         # If no choice is below the threshold, the smallest one is used, which is known after the first try.
         is_known = not num_documents or found.valid.limit() == limit
         limit = found.valid.limit()

@@ -59,8 +59,7 @@ def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
         for is_valid in (True, False):
             writer.write([one for one in under_way if one.is_valid == is_valid])
         made = [_read_back(one) for one in under_way]
-    names = [one.path.name for one in outputs]
-    write_json(job.place("written", rank), dict(zip(names, made, strict=True)))
+    write_json(job.place("written", rank), dict(zip([one.path.name for one in outputs], made, strict=True)))
     return sum(one.end - one.first for one in outputs)
 
 

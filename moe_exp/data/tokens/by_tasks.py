@@ -153,8 +153,7 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
             if [digest.hexdigest()] != one.hashes[block : block + 1]:
                 # Mark the part's task as not done, so that the next call makes the part again.
                 done = job.folder / "datatrove" / PASSES[0] / "completions" / f"{one.task:05d}"
-                made = (done, job.place("made", one.task), job.folder / f"{one.part.stem}.json")
-                for forgotten in made:
+                for forgotten in (done, job.place("made", one.task), job.folder / f"{one.part.stem}.json"):
                     forgotten.unlink(missing_ok=True)
                 raise ValueError(f"{path}: {NOT_WRITTEN}")
 

@@ -116,8 +116,7 @@ class CheckedGigatoken:
         unknown = set(text) - self._same
         if tried := sorted(unknown - self._other):
             texts = [_SPLIT_TEMPLATE.replace("C", character) for character in tried]
-            wrong = find_differences(*self._splitters, texts)
-            self._other.update(tried[index] for index in wrong)
+            self._other.update(tried[index] for index in find_differences(*self._splitters, texts))
             self._same.update(set(tried) - self._other)
         return not unknown <= self._same
 
@@ -262,8 +261,7 @@ def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
     others = iter(range(256, 512))
     names = [chr(byte if byte in printable else next(others)) for byte in range(256)]
     vocab = {name: byte for byte, name in enumerate(names)}
-    high = names[128:]
-    pairs = [(names[ord(one)], byte) for one in _SPLIT_NEIGHBOURS for byte in high]
+    pairs = [(names[ord(one)], byte) for one in _SPLIT_NEIGHBOURS for byte in names[128:]]
     merges = [pair for first, second in pairs for pair in ((first, second), (second, first))]
     vocab |= {first + second: len(names) + index for index, (first, second) in enumerate(merges)}
     # Added tokens would be split off before the pre-tokenizer runs.

@@ -73,8 +73,7 @@ class PartCounts(Counted):
 
 def default_part_bytes(paths: Sequence[Path]) -> int:
     """Default part size. Depends only on the inputs, because a resumed run needs the same parts."""
-    num_bytes = total_bytes(paths)
-    return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, num_bytes // NUM_PARTS))
+    return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, total_bytes(paths) // NUM_PARTS))
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:

@@ -67,8 +67,7 @@ def tokenize_files(
     inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int = 1, **options: Any
 ) -> dict[str, Any]:
     """Calls `tokenize_documents` with `workers` processes on this machine (1: in this process)."""
-    execution = Execution(workers=workers)
-    return tokenize_documents(inputs, output, settings, execution=execution, **options) or {}
+    return tokenize_documents(inputs, output, settings, execution=Execution(workers=workers), **options) or {}
 
 
 def tokenize_documents(

@@ -338,8 +338,7 @@ def ids_before_text(content: Mapping[str, Any]) -> list[int]:
         return []
     from tokenizers import Tokenizer
 
-    backend = Tokenizer.from_str(orjson.dumps(content).decode())
-    encoded = backend.encode("a")
+    encoded = Tokenizer.from_str(orjson.dumps(content).decode()).encode("a")
     first = next((at for at, special in enumerate(encoded.special_tokens_mask) if not special), None)
     return list(encoded.ids[:first]) if first is not None else []
 

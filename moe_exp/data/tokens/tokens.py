@@ -333,8 +333,7 @@ def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
 
 def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
     """`TextTokenizer.recorded` in the manifest of tokenized or merged files; {} if missing."""
-    settings = manifest.get("settings")
-    for place in (manifest, settings):
+    for place in (manifest, manifest.get("settings")):
         if isinstance(place, dict) and isinstance(facts := place.get("tokenizer"), dict):
             return facts
     return {}

@@ -50,8 +50,7 @@ class AllGatherDispatcher(SpreadDispatcher):
             order = travelling.order(sizes.num_sent)
             x_TD, weights_TK = order.rows(x_TD), order.rows(weights_TK)
             expert_TK = expert_TK.index_select(0, order.slot_R)
-        gather = GatherRows(group=self.ep_group, sizes=sizes.tokens_ep)
-        departed = depart(gather, x_TD, weights_TK, expert_TK)
+        departed = depart(GatherRows(group=self.ep_group, sizes=sizes.tokens_ep), x_TD, weights_TK, expert_TK)
         return partial(self._land, departed, order, sizes, rows_per_expert, decision.use_kernels)
 
     def _land(

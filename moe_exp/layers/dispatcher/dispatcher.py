@@ -237,8 +237,7 @@ class AllToAllDispatcher(SpreadDispatcher):
                 self._padded = rows_per_expert, route
             route = self._padded[1]
         there = AllToAll(group=self.ep_group, send=route.send, receive=route.receive)
-        departed = depart(there, rows_RD, weights_R)
-        return partial(self._land, departed, there, order, route)
+        return partial(self._land, depart(there, rows_RD, weights_R), there, order, route)
 
     def _land(
         self, departed: Departed, there: Exchange, order: RowOrder, route: _ExchangeSizes

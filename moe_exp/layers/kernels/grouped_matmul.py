@@ -110,8 +110,7 @@ def grouped_matmul_torch(
     for w_IO, first, end in zip(w_LIO.unbind(0), ends, ends[1:], strict=False):
         torch.mm(x_RI[first:end], w_IO, out=y_RO[first:end])
     if bias_LO is not None and weights_R is not None:
-        bias_RO = bias_LO.repeat_interleave(offsets_L1.diff(), dim=0)
-        y_RO[: ends[-1]] += weights_R[: ends[-1], None] * bias_RO
+        y_RO[: ends[-1]] += weights_R[: ends[-1], None] * bias_LO.repeat_interleave(offsets_L1.diff(), dim=0)
     return y_RO
 
 

@@ -118,8 +118,7 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
     cases = {"experts": _expert_cases, "routing": _routing_cases, "cross entropy": _cross_entropy_cases}
     if launch.INTERPRETED and device.type == "cpu":
         hidden, ffn = (min(width, _INTERPRETED_WIDTH) for width in (sizes.hidden_size, sizes.ffn_size))
-        few = min(sizes.num_experts, 3)
-        sizes = replace(sizes, hidden_size=hidden, ffn_size=ffn, num_experts=few)
+        sizes = replace(sizes, hidden_size=hidden, ffn_size=ffn, num_experts=min(sizes.num_experts, 3))
     else:  # as many experts as fit in 1 GiB, but at least two
         bytes_per_expert = 3 * sizes.hidden_size * sizes.ffn_size * sizes.dtype.itemsize
         sizes = replace(sizes, num_experts=min(sizes.num_experts, max(2, 2**30 // bytes_per_expert)))
@@ -318,8 +317,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
         has_bias, score = options.pop("expert_bias", False), options.get("score", "softmax")
         bias_E = draw.normal(num_routed, dtype=torch.float32, scale=0.1) if has_bias else None
         shape = f"{num_tokens} tokens, {num_routed} experts, top-{sizes.topk}, {score}"
-        args = logits_TE, sizes.topk
-        yield _case(topk.router_topk, torch.float32, shape, *args, bias_E=bias_E, **options)
+        yield _case(topk.router_topk, torch.float32, shape, logits_TE, sizes.topk, bias_E=bias_E, **options)
         sums_E, counts_E = logits_TE.softmax(1).sum(0), draw.integers(num_tokens, num_routed)
         sums = sums_E, sums_E.sum(), counts_E, None, num_tokens, sizes.topk, 0.01, 0.001
         yield _case(scores.router_losses, torch.float32, shape, *sums)

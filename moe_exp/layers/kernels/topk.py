@@ -222,8 +222,7 @@ def _log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
 def _slope_of_log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
     near_TE = logits_TE.clamp(min=-18.0)
     slope_TE = near_TE.sigmoid() / torch.nn.functional.softplus(near_TE)
-    far_TE = 1 - logits_TE.clamp(max=-18.0).exp() / 2
-    return torch.where(logits_TE < -18.0, far_TE, slope_TE) / 2
+    return torch.where(logits_TE < -18.0, 1 - logits_TE.clamp(max=-18.0).exp() / 2, slope_TE) / 2
 
 
 # The per-expert scores except relu. kernels/scores.py has the same functions in Triton.
@@ -263,8 +262,7 @@ def router_topk_torch(
     raw_TE, log_TE, scores_TE = scores_torch(logits_TE, score)
     is_softmax = not SCORES[score].per_expert
     by_score_TE = (raw_TE if is_softmax else logits_TE).detach()
-    choice_TE = by_score_TE if bias_E is None else raw_TE.detach() + bias_E
-    expert_TK, counts_E = _best(choice_TE, topk, valid_T)
+    expert_TK, counts_E = _best(by_score_TE if bias_E is None else raw_TE.detach() + bias_E, topk, valid_T)
     weights_TK = raw_TE.gather(1, expert_TK)
     if is_softmax and not pre_softmax:
         weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)

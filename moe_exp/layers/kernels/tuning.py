@@ -320,8 +320,7 @@ def make_config(config: dict[str, int]) -> KernelConfig:
         config = config | {name: min(size, _INTERPRETED_TILE) for name, size in blocks.items()}
     # PROGRAMS programs share a processor's registers. Without a limit, Triton may use more than their part.
     num_registers = _REGISTERS // (32 * config["num_warps"] * config.get("PROGRAMS", 1))
-    limit = {"maxnreg": num_registers} if num_registers < _MOST_REGISTERS else {}
-    return KernelConfig(config | limit)
+    return KernelConfig(config | ({"maxnreg": num_registers} if num_registers < _MOST_REGISTERS else {}))
 
 
 _REGISTERS, _MOST_REGISTERS = 2**16, 255  # per multiprocessor, and per thread

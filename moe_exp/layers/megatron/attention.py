@@ -159,14 +159,12 @@ class CausalAttention(nn.Module):
             keys, values = (
                 [whole[:end] for end in ends] for whole in map(self._gather_sequence, (key, value))
             )
-        parts = map(self._attend, query.chunk(2), keys, values)
-        return torch.cat(list(parts)).flatten(2)
+        return torch.cat(list(map(self._attend, query.chunk(2), keys, values))).flatten(2)
 
     def _attend_by_document(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
         in_place = self.cp_group.size() == 1  # then the documents are contiguous in the samples
         if not in_place:
-            num_stripes = len(documents.ranges) // 2
-            key, value = (self._gather_sequence(x, num_stripes) for x in (key, value))
+            key, value = (self._gather_sequence(x, len(documents.ranges) // 2) for x in (key, value))
         if self.backend not in ("flash-attn", "flex"):
             segments = zip(
                 documents.queries_of(query), documents.keys_of(key), documents.keys_of(value), strict=True

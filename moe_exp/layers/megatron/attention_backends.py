@@ -181,8 +181,7 @@ class _Blocks(torch.autograd.Function):
         of_sinks = None
         if sinks is not None:  # p of a sink times (0 - sum of p * its gradient)
             weights = (_of_groups(sinks, key) - log_sum).exp()
-            products = (weights * (grad * out).sum(-1)).view(*grads[0].shape[:3])
-            of_sinks = -products.sum((0, 1)).to(sinks.dtype)
+            of_sinks = -(weights * (grad * out).sum(-1)).view(*grads[0].shape[:3]).sum((0, 1)).to(sinks.dtype)
         return of_queries, of_keys, of_values, of_sinks, None
 
 
@@ -252,8 +251,7 @@ def _gradients(
     grad, q, out, log_sum = of_rows
     if _has_fused(q, v, rule):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        operands = grad, q, k, v, out, log_sum
-        return flash(*operands, 0.0, False, attn_mask=mask, scale=rule.scale)
+        return flash(grad, q, k, v, out, log_sum, 0.0, False, attn_mask=mask, scale=rule.scale)
     logits, slope = _logits(q, k, mask, rule)
     weights = logits.sub_(log_sum.unsqueeze(-1)).exp_()
     grad, q, k, v, out = (x.to(weights.dtype) for x in (grad, q, k, v, out))
@@ -354,6 +352,5 @@ def largest_logits(
         products = products.view(batch, groups, -1, len(rows), end)
         seen = products.new_ones(len(rows), end, dtype=torch.bool).tril(before + start)
         hidden = ~(seen.triu(before + start - window + 1) if window else seen)
-        largest = products.masked_fill_(hidden, -math.inf).amax((0, 3, 4))
-        found = torch.maximum(found, largest.float())
+        found = torch.maximum(found, products.masked_fill_(hidden, -math.inf).amax((0, 3, 4)).float())
     return found.flatten()

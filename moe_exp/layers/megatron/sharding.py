@@ -108,10 +108,9 @@ class _Part:
     def _halves(self, key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         rank, size = self.place.etp_rank, self.place.etp_size
         fragments = ((rank, 2 * size), (size + rank, 2 * size))
-        halves = tensor.chunk(2, dim=self.split_axis)
         return [
             self._stacked(key, half, fragment, replica_id)
-            for half, fragment in zip(halves, fragments, strict=True)
+            for half, fragment in zip(tensor.chunk(2, dim=self.split_axis), fragments, strict=True)
         ]
 
     def _single_experts(

@@ -68,8 +68,7 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
         `options` are arguments of the transformer layer.
         """
         if self.config.recompute_granularity == "full" and self.training:
-            run = partial(self._forward, **options)
-            return tensor_parallel.checkpoint(run, False, hidden, embedded)
+            return tensor_parallel.checkpoint(partial(self._forward, **options), False, hidden, embedded)
         return self._forward(hidden, embedded, **options)
 
     def _forward(self, hidden: Tensor, embedded: Tensor, **options: Any) -> Tensor:

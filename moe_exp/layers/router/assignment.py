@@ -36,8 +36,7 @@ def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
     """
     # Not torch.cumsum, which is not deterministic on a GPU.
     earlier_KK = scores_TK.new_ones(scores_TK.size(1), scores_TK.size(1)).tril(-1)
-    before_TK = (scores_TK.unsqueeze(1) * earlier_KK).sum(dim=-1)
-    return before_TK < top_p
+    return (scores_TK.unsqueeze(1) * earlier_KK).sum(dim=-1) < top_p
 
 
 _MOST_ITERATIONS = 1000  # Sinkhorn-Knopp converges too slowly for extreme logits

@@ -36,8 +36,7 @@ def grouped_matmul(
     rows, blocks, matmul = quantize_rows, quantize_blocks, block_matmul
     if twin:
         rows, blocks, matmul = quantize_rows_torch, quantize_blocks_torch, block_matmul_torch
-    operands = *rows(x, index_R), *blocks(w_LIO.transpose(1, 2))
-    return matmul(*operands, offsets_L1, x.dtype, bias_LO, weights_R)
+    return matmul(*rows(x, index_R), *blocks(w_LIO.transpose(1, 2)), offsets_L1, x.dtype, bias_LO, weights_R)
 
 
 grouped_matmul_torch = partial(grouped_matmul, twin=True)

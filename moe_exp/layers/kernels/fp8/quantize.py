@@ -201,8 +201,7 @@ def quantize_columns_torch(
 
 
 def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    num_rows = (x if index_R is None else index_R).size(0)
-    num_blocks = num_blocks_of_rows(num_rows, offsets_L1.size(0) - 1)
+    num_blocks = num_blocks_of_rows((x if index_R is None else index_R).size(0), offsets_L1.size(0) - 1)
     scale_BM = x.new_empty(num_blocks, x.size(1), dtype=torch.float32)
     return x.new_empty(num_blocks, x.size(1), BLOCK, dtype=E4M3), scale_BM
 
