@@ -22,7 +22,7 @@ from moe_exp.data.inspection import (
     documents_with_progress,
     token_blocks,
 )
-from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES, total_bytes
+from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES, input_error, total_bytes
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.files import ending, has_hash, read_json
@@ -79,8 +79,7 @@ def find_manifest(path: Path) -> Manifest:
         found = Manifest(candidate, content, only)
         if found.outputs or not only:
             return found
-    fix = "give a folder or file created by moe-exp data"
-    raise ValueError(f"{path}: no manifest found. Fix: {fix}.")
+    raise input_error(path, "no manifest found", "give a folder or file created by moe-exp data")
 
 
 # Against the manifest

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from moe_exp.data.documents import Tally, estimate_line_bytes, files_in
-from moe_exp.data.kinds import total_bytes, without_ending
+from moe_exp.data.kinds import input_error, total_bytes, without_ending
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, write_all
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, check_free_disk, run_stage
 from moe_exp.host.files import bytes_text, read_json, write_json
@@ -137,13 +137,12 @@ class Merging:
         if not sum(counts):
             rule = "the shards have no documents"
             raise ValueError(f"input_dir={self.shards[0].parent}: {rule}. Fix: set another folder.")
-        whole_hash = self._check_written()
         facts = {
             "read": self.manifest["train"] if self.manifest else self.read.to_json(),
             "num_documents": {shard.name: count for shard, count in zip(self.shards, counts, strict=True)},
             "checked_by": "manifest" if self.manifest else "lines",
         }
-        return self.stage.finish_files([self.path], hashes={self.path: whole_hash}, **facts)
+        return self.stage.finish_files([self.path], hashes={self.path: self._check_written()}, **facts)
 
     def _write(self, shard: Path, descriptor: int) -> dict[str, Any]:
         """Writes a shard and compares it with the manifest; returns byte count, hash and document count."""
@@ -158,8 +157,7 @@ class Merging:
             expected = listed["hash"], self.manifest["num_documents"][shard.name]
             if (digest.hexdigest(), num_documents) != expected:
                 fix = "shuffle again, or remove manifest.json to merge the files as they are now"
-                rule = "was changed: it does not match manifest.json"
-                raise ValueError(f"{shard}: {rule}. Fix: {fix}.")
+                raise input_error(shard, "was changed: it does not match manifest.json", fix)
         return {"bytes": num_bytes, "hash": digest.hexdigest(), "num_documents": num_documents}
 
     def _blocks(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:

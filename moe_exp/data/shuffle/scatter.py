@@ -272,8 +272,7 @@ class Indexed:
         valid = self.valid.total()
         share = valid.num_documents / max(1, self.read.num_documents)
         share = max(share, valid.num_text_bytes / max(1, self.read.num_text_bytes))
-        needed_bytes = self.num_bytes + DOCUMENT_BYTES * self.firsts[-1]
-        numbers = job.num_buckets or job.buckets_for(needed_bytes, share)
+        numbers = job.num_buckets or job.buckets_for(self.num_bytes + DOCUMENT_BYTES * self.firsts[-1], share)
         self.buckets = Buckets(*numbers, self.valid.limit())
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.execution import Execution, Step, bytes_through, num_workers
 from moe_exp.data.jobs import check_no_jobs, run_stage_passes
-from moe_exp.data.kinds import FILES, TextRule, total_bytes
+from moe_exp.data.kinds import FILES, TextRule, input_error, total_bytes
 from moe_exp.data.shuffle.blocks import cut_inputs
 from moe_exp.data.shuffle.scatter import (
     BUCKET_FILL,
@@ -168,9 +168,8 @@ def _begin(
     begun: dict[str, Any] = {"most_buckets": most}
     begun |= read_json(path, fix=MAKE_AGAIN) if path.exists() else {"tasks": tasks}
     if begun["tasks"] != tasks:
-        rule_text = f"{stage.output} was started with {begun['tasks']} tasks"
         fix = f"set --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or add --start-over"
-        raise ValueError(f"tasks={tasks}: {rule_text}. Fix: {fix}.")
+        raise input_error(f"tasks={tasks}", f"{stage.output} was started with {begun['tasks']} tasks", fix)
     # Not from this call's budget: the scattered files of the first call were sorted by these buckets.
     begun.setdefault("bucket_bytes", memory.piece_bytes)
     cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])

@@ -242,11 +242,10 @@ def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: 
     def describe(part: Part) -> tuple[str, str]:
         return f"tokenize: the process for part {part.index} of {part.path}", ""
 
-    number = min(workers, len(missing))
     try:
         with (
             progress_of(lambda: done + bytes_through([folder / "through"]), "tokenizing", total),
-            WorkerPool(maker, number, preload=__name__, describe=describe) as pool,
+            WorkerPool(maker, min(workers, len(missing)), preload=__name__, describe=describe) as pool,
         ):
             join()
             for part in pool.run(missing):

@@ -379,8 +379,7 @@ def parse_split(text: str) -> list[Share | None]:
         ValueError: if `text` is not one to three numbers, or the first is 0.
     """
     weights = [number_in(word) for word in text.split(",")]
-    are_finite = all(0 <= weight < math.inf for weight in weights)
-    if len(weights) > _MOST_PARTS or weights[0] == 0 or not are_finite:
+    if len(weights) > _MOST_PARTS or weights[0] == 0 or not all(0 <= weight < math.inf for weight in weights):
         rule = "must be up to three numbers for training, validation and test, the first greater than 0"
         raise ValueError(f"SPLIT={text}: {rule}. Fix: set for example SPLIT=99,1.")
     total = sum(weights)
