@@ -1,4 +1,4 @@
-"""Sums and maxima over the ranks of an optional process group, and copies to the host."""
+"""Sums over the ranks of an optional process group, and copies to the host."""
 
 from collections.abc import Callable
 from functools import cache
@@ -21,15 +21,6 @@ def sum_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
     total = x.detach().clone()
     torch.distributed.all_reduce(total, group=group)
     return total
-
-
-def max_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Maximum of `x` over the ranks of `group`, without gradient; `x` is unchanged."""
-    if group_size(group) == 1:
-        return x.detach()
-    most = x.detach().clone()
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
-    return most
 
 
 def start_copy(x: Tensor) -> Callable[[], list[Any]]:

@@ -57,9 +57,7 @@ class TensorParallelDispatcher(LocalDispatcher):
             )
         self.group: ProcessGroup = tp_mesh.get_group()
 
-    def start(
-        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Pending:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         """Sorts the slots by expert; in backward, sums the gradients of tokens and weights over ranks."""
         if group_size(self.group) > 1:
             x_TD = _Summed.apply(x_TD, self.group, False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.host import gloo
-from moe_exp.layers.groups import group_size, max_over
+from moe_exp.layers.groups import group_size
 from moe_exp.layers.kernels.drops import keep_within, keep_within_torch
 from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.losses import AuxLoss, LossFunction, as_losses
@@ -137,7 +137,8 @@ class MicrobatchCapacity:
             return rows
         most = count_kept(decision.expert_TK, decision.kept_TK, self.config.num_experts).max()
         for group in exchange_groups:
-            most = max_over(most, group)
+            if group_size(group) > 1:
+                torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
         return max(rows, int(most))
 
 

@@ -245,9 +245,7 @@ class TimedDispatcher(Dispatcher):
         self.exchange_groups, self.pads = dispatcher.exchange_groups, dispatcher.pads
         self._exchange = "all_to_all" if dispatcher.moves_rows else None
 
-    def start(
-        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Pending:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         x_TD = mark(x_TD, self.timers, begins=self._exchange)
         return self.dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
 

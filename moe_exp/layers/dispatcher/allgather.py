@@ -34,9 +34,7 @@ class AllGatherDispatcher(SpreadDispatcher):
         super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
         self.first_expert = self.num_local_experts * (0 if ep_group is None else ep_group.rank())
 
-    def start(
-        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Pending:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         weights_TK, kept_TK = decision.weights_TK, decision.kept_TK
         expert_TK = without_dropped(decision.expert_TK.to(torch.int32), kept_TK, self.num_experts)
         travelling = None

@@ -41,9 +41,7 @@ class DeepEPDispatcher(SpreadDispatcher):
         check_deepep(ep=group_size(ep_group), etp=group_size(etp_group))
         super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
 
-    def start(
-        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Pending:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         check_rows(x_TD)
         assert self.ep_group is not None
         buffer = shared_buffer(self.ep_group, x_TD.size(1) * x_TD.element_size())

@@ -92,9 +92,7 @@ class Dispatcher(ABC):
     exchange_groups: tuple[ProcessGroup | None, ...] = ()
 
     @abstractmethod
-    def start(
-        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Pending:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         """Starts sending the tokens of this rank.
 
         Args:
@@ -140,9 +138,7 @@ class LocalDispatcher(Dispatcher):
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
 
-    def start(
-        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Pending:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         order, counts_E, splits = local_row_order(
             decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert
         )
@@ -163,9 +159,7 @@ class TokensDispatcher(Dispatcher):
     def __init__(self, *, pads: bool):
         self.pads = pads
 
-    def start(
-        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Pending:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         # A graph node older than the shared expert's, so that backward adds the gradients of both in the same
         # order as with timers and with [S, B, D].
         x_TD = x_TD.view_as(x_TD)
@@ -213,9 +207,7 @@ class AllToAllDispatcher(SpreadDispatcher):
         super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
         self._padded: tuple[int, _ExchangeSizes] | None = None
 
-    def start(
-        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Pending:
+    def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         if rows_per_expert is None:
             slots = sort_slots(decision, num_experts=self.num_experts)
             rows_SL = self._receive_counts(slots.rows_per_expert_E)

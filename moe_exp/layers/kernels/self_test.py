@@ -150,8 +150,7 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
             continue
         except Exception as error:
             if launch.is_of_device(error):
-                line = found(math.inf, at + in_one_line(error)).line(device)
-                raise RuntimeError(line) from error
+                raise RuntimeError(found(math.inf, at + in_one_line(error)).line(device)) from error
             # A failing config is dropped below, as during training; only wrong numbers fail the kernel.
             failed.append((config, error))
             continue

@@ -214,9 +214,8 @@ class ScoreFunction(NamedTuple):
 
 def _log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
     # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 the rest is lost even in fp64.
-    far_TE = logits_TE - logits_TE.clamp(max=-18.0).exp() / 2
     near_TE = torch.nn.functional.softplus(logits_TE.clamp(min=-18.0)).log()
-    return torch.where(logits_TE < -18.0, far_TE, near_TE) / 2
+    return torch.where(logits_TE < -18.0, logits_TE - logits_TE.clamp(max=-18.0).exp() / 2, near_TE) / 2
 
 
 def _slope_of_log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
