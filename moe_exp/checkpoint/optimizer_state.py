@@ -110,9 +110,8 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
     # one key per expert) by a factory. Run on a tensor without memory, the factory returns views whose
     # strides and offsets identify the boxes.
     probe = torch.empty(shape, dtype=parameter.dtype, device="meta")
-    built = described.build_fn(described.key, probe, described.replica_id, None)
     pieces = []
-    for shard in nested_values(built):
+    for shard in nested_values(described.build_fn(described.key, probe, described.replica_id, None)):
         view = shard.data
         num_dropped = len(shape) - view.dim()
         strides = zip(view.shape, view.stride(), probe.stride()[num_dropped:], strict=True)

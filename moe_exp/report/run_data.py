@@ -383,9 +383,8 @@ class _Reader:
         milliseconds = train["elapsed_time_per_iteration_ms"]
         if np.isfinite(milliseconds).any():
             # a record's time is the mean over the iterations since the previous record
-            steps = np.diff(train["iteration"], prepend=0)
             complete = np.where(np.isfinite(milliseconds), milliseconds, np.nanmedian(milliseconds))
-            summed = np.cumsum(complete * steps) / 1e3
+            summed = np.cumsum(complete * np.diff(train["iteration"], prepend=0)) / 1e3
             _fill(train["training_seconds"], summed)
             if (np.diff(train["training_seconds"]) < 0).any():  # a run started by an older version
                 train["training_seconds"] = summed

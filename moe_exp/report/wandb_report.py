@@ -182,7 +182,6 @@ def build_report(
         for axis, by, label in _AXES:
             curve = {"x": f"{kind}/{axis}", "y": [f"{kind}/lm_loss"], "title_x": label}
             loss.append(wr.LinePlot(title=f"{text} {by}", **curve, **options))
-    speed = [by_tokens(text, y=[name]) for name, text in _SPEED]
     memory = by_tokens("peak memory per rank (maximum), bytes", y=["perf/peak_memory_bytes"])
     bars = wr.BarPlot(title="peak memory at the end, bytes", metrics=["perf/peak_memory_bytes"])
     health = [by_tokens(text, y=[name], log_y=name == "train/grad_norm") for name, text in _HEALTH]
@@ -192,7 +191,7 @@ def build_report(
         wr.TableOfContents(),
         wr.H1("Runs"), wr.MarkdownBlock(text=_table(runs)),
         wr.H1("Loss"), _grid(wr, runs, loss, columns=3),
-        wr.H1("Throughput"), _grid(wr, runs, speed, columns=3),
+        wr.H1("Throughput"), _grid(wr, runs, [by_tokens(text, y=[name]) for name, text in _SPEED], columns=3),
         wr.H1("Memory"), _grid(wr, runs, [memory, bars], columns=2),
         wr.H1("Gradients and learning rate"), _grid(wr, runs, health, columns=2),
     ]  # fmt: skip
