@@ -1,4 +1,4 @@
-"""Weighted sum of expert rows per token, also used for gradients. Shape suffixes: see `moe_exp.layers`."""
+"""Sum of expert rows per token, also used for gradients. Shape suffixes: see `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,17 @@ CONFIGS = configs("BLOCK_D num_warps num_stages", (1024, 4, 1), (512, 2, 1), (25
 @tuned(CONFIGS, key=["rows_class", "WIDTH", "TOPK"])
 @jit
 def _kernel(
-    y, row, weights, out, num_rows, rows_class, stride_y, stride_row, stride_weights,
-    WIDTH: tl.constexpr, TOPK: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_D: tl.constexpr,
+    y, row, out, num_rows, rows_class, stride_y, stride_row,
+    WIDTH: tl.constexpr, TOPK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for k in tl.static_range(TOPK):
         y_row = tl.load(row + token * stride_row + k).to(tl.int64)
-        is_kept = y_row < num_rows
         # A dropped slot's row gets width 0, so that one vector comparison handles drops and columns.
-        is_wanted = columns < tl.where(is_kept, WIDTH, 0)
-        x = tl.load(y + y_row * stride_y + columns, mask=is_wanted, other=0.0).to(tl.float32)
-        if HAS_WEIGHTS:
-            x = x * tl.load(weights + token * stride_weights + k, mask=is_kept, other=0.0).to(tl.float32)
-        total += x
+        is_wanted = columns < tl.where(y_row < num_rows, WIDTH, 0)
+        total += tl.load(y + y_row * stride_y + columns, mask=is_wanted, other=0.0).to(tl.float32)
     block = out + token * WIDTH + columns
     if WIDTH % BLOCK_D == 0:
         tl.store(block, total.to(out.dtype.element_ty))
@@ -38,44 +34,37 @@ def _kernel(
         tl.store(block, total.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
-def combine_torch(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+def combine_torch(y_RD: Tensor, row_TK: Tensor) -> Tensor:
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     with_zero = torch.cat([y_RD.to(dtype), y_RD.new_zeros(1, y_RD.size(1), dtype=dtype)])
     total_TD = torch.zeros(row_TK.size(0), y_RD.size(1), dtype=dtype, device=y_RD.device)
     for k in range(row_TK.size(1)):
-        slot_TD = with_zero.index_select(0, row_TK[:, k].clamp(max=y_RD.size(0)))
-        # A dropped slot's weight may be undefined (NaN), so multiplying by zero is not enough.
-        is_kept_T1 = (row_TK[:, k] < y_RD.size(0)).unsqueeze(1)
-        total_TD += (
-            slot_TD if weights_TK is None else torch.where(is_kept_T1, slot_TD * weights_TK[:, k : k + 1], 0)
-        )
+        total_TD += with_zero.index_select(0, row_TK[:, k].clamp(max=y_RD.size(0)))
     return total_TD.to(y_RD.dtype)
 
 
-@compilable("combine", lambda y_RD, row_TK, weights_TK=None: y_RD.new_empty(row_TK.size(0), y_RD.size(1)))
-def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Weighted sum of each token's K rows, [T, D] in the dtype of y; summed in fp32 in slot order.
+@compilable("combine", lambda y_RD, row_TK: y_RD.new_empty(row_TK.size(0), y_RD.size(1)))
+def combine(y_RD: Tensor, row_TK: Tensor) -> Tensor:
+    """Sum of each token's K rows, [T, D] in the dtype of y; added in fp32 in slot order.
 
     Args:
         y_RD: rows.
         row_TK: row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing.
-        weights_TK: weight of each slot; None: 1.
     """
     num_tokens, topk = row_TK.shape
     if not runs_kernel(y_RD) or y_RD.dtype == torch.float64:
-        return combine_torch(y_RD, row_TK, weights_TK)
+        return combine_torch(y_RD, row_TK)
     width = y_RD.size(1)
     out_TD = y_RD.new_empty(num_tokens, width)
     if out_TD.numel() == 0:
         return out_TD
     y_RD, row_TK = last_contiguous(y_RD), last_contiguous(row_TK)
-    weights = row_TK if weights_TK is None else last_contiguous(weights_TK)
 
     def grid(constants: dict[str, int]) -> tuple[int, int]:
         return num_tokens, cdiv(width, constants["BLOCK_D"])
 
     _kernel[grid](
-        y_RD, row_TK, weights, out_TD, y_RD.size(0), rows_class(num_tokens), y_RD.stride(0), row_TK.stride(0),
-        weights.stride(0), WIDTH=width, TOPK=topk, HAS_WEIGHTS=weights_TK is not None,
+        y_RD, row_TK, out_TD, y_RD.size(0), rows_class(num_tokens), y_RD.stride(0), row_TK.stride(0),
+        WIDTH=width, TOPK=topk,
     )  # fmt: skip
     return out_TD

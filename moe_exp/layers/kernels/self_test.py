@@ -335,7 +335,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
     yield _case(drops.padded_order, dtype, shape, expert_TK, num_experts, slots // num_experts, kept_TK)
     yield _case(rows.gather_rows, dtype, moved, x_TD, index_R, topk_size)
     yield _case(rows.chunk_order, dtype, f"{rows_SL.numel()} chunks", rows_SL, int(rows_SL.sum()))
-    yield _case(combine.combine, dtype, moved, y_RD, row_TK, weights_TK)
+    yield _case(combine.combine, dtype, moved, y_RD, row_TK)
 
 
 def _with_gradient(function: Any) -> Any:

@@ -109,9 +109,8 @@ BIASED = {
 }
 
 
-def combined(weighted: bool = True, *, at: Sizes = SIZES) -> None:
-    weights = on_gpu(at.tokens, TOPK, dtype=FP32) if weighted else None
-    combine(on_gpu(at.rows, at.dim), on_gpu(at.tokens, TOPK, dtype=INT), weights)
+def combined(*, at: Sizes = SIZES) -> None:
+    combine(on_gpu(at.rows, at.dim), on_gpu(at.tokens, TOPK, dtype=INT))
 
 
 def rows_in_order(*, at: Sizes = SIZES) -> None:

@@ -8,7 +8,6 @@ from moe_exp.layers.kernels.combine import combine, combine_torch
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 
 
-@pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)]
 )  # the interpreter rounds down
@@ -16,15 +15,13 @@ pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
     ("num_tokens", "topk", "width", "num_rows"),
     [(9, 3, 45, 20), (4, 1, 64, 4), (1, 2, 1, 1), (3, 2, 8, 0), at_real_size(32768, 8, 2048, 200000)],
 )
-def test_kernel_and_twin_sum_as_float64(num_tokens, topk, width, num_rows, dtype, limit, has_weights):
+def test_kernel_and_twin_sum_as_float64(num_tokens, topk, width, num_rows, dtype, limit):
     y_RD = torch.randn(num_rows, width, dtype=dtype, device=DEVICE)
     row_TK = torch.randint(num_rows + 3, (num_tokens, topk), dtype=torch.int32, device=DEVICE)
-    weights_TK = torch.rand(num_tokens, topk, device=DEVICE) if has_weights else None
-    factor_TK = (row_TK < num_rows) * (1.0 if weights_TK is None else weights_TK.double())
     padded = torch.cat([y_RD.double(), y_RD.new_zeros(3, width).double()])
-    expected = (padded[row_TK.long()] * factor_TK.unsqueeze(-1)).sum(dim=1)
+    expected = padded[row_TK.long()].sum(dim=1)
     for function in (combine, combine_torch):
-        out_TD = function(y_RD, row_TK, weights_TK)
+        out_TD = function(y_RD, row_TK)
         assert out_TD.dtype == dtype
         assert relative_error(out_TD, expected) < limit
 
@@ -39,9 +36,8 @@ def test_adds_in_slot_order_in_fp32():
 
 def test_poison_behind_a_dropped_slot_is_not_read():
     y_RD, row_TK = torch.ones(2, 5, device=DEVICE), torch.tensor([[0, 2], [7, 1]], device=DEVICE)
-    weights_TK = torch.tensor([[2.0, float("nan")], [float("nan"), 3.0]], device=DEVICE)
     for function in (combine, combine_torch):
-        assert function(y_RD, row_TK, weights_TK).tolist() == [[2.0] * 5, [3.0] * 5]
+        assert function(y_RD, row_TK).tolist() == [[1.0] * 5, [1.0] * 5]
 
 
 def test_rows_of_a_wider_buffer():

@@ -35,7 +35,7 @@ CONFIGS_OF = {
     launches.activation_gradient: activation_grads.CONFIGS,
     launches.weight_gradient: weight_grads.CONFIGS,
 }
-OTHERS = [launches.combined, partial(launches.combined, False), launches.sorted_slots]
+OTHERS = [launches.combined, launches.sorted_slots]
 ROUTING = [
     launches.routed, partial(launches.routed, at=Sizes(routed=512)), launches.routed_back,
     partial(launches.routed, "sigmoid", True), partial(launches.routed_back, "sqrtsoftplus", True),
