@@ -323,7 +323,7 @@ def test_a_new_key_during_a_capture_is_an_error_in_words(stopwatch, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(tuning, "device_facts", lambda: ())
     combined(5)
-    operands = "rows_class=1, WIDTH=8, TOPK=2, float32 int32 int32 float32"
+    operands = "rows_class=1, WIDTH=8, TOPK=2, float32 int32 float32"
     with pytest.raises(RuntimeError, match=f"^kernel combine: {operands}: .* capture. Fix: call the kernel"):
         combined(100)
     assert watch.num_timed == num_timed
@@ -458,7 +458,7 @@ def test_nothing_is_timed_after_the_choices_of_another_rank_are_taken(stopwatch,
         combined(num_tokens, width)
         assert watch.launched[-1]["num_warps"] == warps(combine)[number]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
-    line = "kernel combine: not timed at the start for rows_class=2, WIDTH=8, TOPK=2, float32 int32 int32"
+    line = "kernel combine: not timed at the start for rows_class=2, WIDTH=8, TOPK=2, float32 int32 float32"
     assert caplog.records[0].getMessage().startswith(line)
     tuning.take_choices({})
     combined(3)
