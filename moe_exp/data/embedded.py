@@ -20,13 +20,7 @@ from rich.console import Console
 
 from moe_exp.config import setting_error
 from moe_exp.config.sections.data import EMBEDDED_VOCAB_SIZE
-from moe_exp.data.download.sources import (
-    PYTHON_STDLIB_LICENSE,
-    TORCH_LICENSE,
-    path_hash,
-    python_stdlib_documents,
-    torch_documents,
-)
+from moe_exp.data.download import sources
 from moe_exp.data.stage import free_disk, locked
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import bin_idx_problem, write_token_files
@@ -125,9 +119,9 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
     with _step("reading the source code of Python and PyTorch"):
         documents = embedded_documents()
     # one file in 20, by a hash of its path: independent of which other files are installed
-    held_out = {path for path, _ in documents if int.from_bytes(path_hash(path)[:4], "big") % 20 == 0}
+    held_out = {path for path, _ in documents if int.from_bytes(sources.path_hash(path)[:4], "big") % 20 == 0}
     # Random order: a short validation reads only the beginning, and files with nearby paths are similar.
-    shuffled = sorted(documents, key=lambda document: path_hash(document[0]))
+    shuffled = sorted(documents, key=lambda document: sources.path_hash(document[0]))
     parts = {
         "train": [text for path, text in documents if path not in held_out],
         # ordered by hash, which is the same on every machine
@@ -135,7 +129,7 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
     }
     manifest: dict[str, Any] = {
         "source": "Python standard library without tests, and a sample of torch's .py files",
-        "license": f"{PYTHON_STDLIB_LICENSE} and {TORCH_LICENSE}",
+        "license": f"{sources.PYTHON_STDLIB_LICENSE} and {sources.TORCH_LICENSE}",
         "python_version": platform.python_version(),
         "torch_version": _torch_version(),
         "vocab_size": vocab_size,
@@ -166,7 +160,7 @@ def _write_corpus(folder: Path, vocab_size: int) -> int:
 
 def embedded_documents() -> list[tuple[str, str]]:
     """Path and text of each source file."""
-    return [*python_stdlib_documents(), *torch_documents(20 * 10**6)]
+    return [*sources.python_stdlib_documents(), *sources.torch_documents(20 * 10**6)]
 
 
 @contextmanager

@@ -13,15 +13,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from moe_exp.data import inspection
 from moe_exp.data.documents import Tally, is_validation_file
-from moe_exp.data.inspection import (
-    BLOCK_TOKENS,
-    Hashes,
-    data_files,
-    difference,
-    documents_with_progress,
-    token_blocks,
-)
 from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES, input_error, total_bytes
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
@@ -147,7 +140,9 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
         for is_validation in (True, False):
             for name in [one for one in names if is_validation_file(Path(one)) == is_validation]:
                 tally, path = Tally(), manifest.path.parent / name
-                for _, text in documents_with_progress(path, tally, advance, text_field=manifest.text_field):
+                for _, text in inspection.documents_with_progress(
+                    path, tally, advance, text_field=manifest.text_field
+                ):
                     digest = xxhash.xxh3_128_digest(text.encode())
                     if is_validation:
                         valid.add(digest)
@@ -205,26 +200,26 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
         fix = "give two .bin/.idx prefixes, or JSONL for both"
         raise ValueError(f"{path}: must be of the same kind as {other}. Fix: {fix}.")
     hashes = [_all_hashes(one, text_field, is_tokens=is_tokens) for one in (path, other)]
-    only_here, only_there = difference(*hashes)
+    only_here, only_there = inspection.difference(*hashes)
     wrong = f"{only_here:,} documents are missing from {other}, which has {only_there:,} additional ones"
     wrong = wrong if only_here or only_there else ""
     return Finding(f"{path} against {other}", wrong, f"the same {len(hashes[0]):,} documents")
 
 
-def _all_hashes(path: Path, text_field: str, *, is_tokens: bool) -> Hashes:
-    hashes = Hashes()
+def _all_hashes(path: Path, text_field: str, *, is_tokens: bool) -> inspection.Hashes:
+    hashes = inspection.Hashes()
     if is_tokens:
         # as int64, to compare files with different token types
         files = TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
         bounds = files.document_bounds
-        for first, end in token_blocks(bounds, BLOCK_TOKENS):
+        for first, end in inspection.token_blocks(bounds, inspection.BLOCK_TOKENS):
             tokens = files.read(int(bounds[first]), int(bounds[end])).astype(np.int64)
             for begin, stop in pairwise((bounds[first : end + 1] - bounds[first]).tolist()):
                 hashes.add(tokens[begin:stop].data)
         return hashes
-    paths = data_files(path, text_field)
+    paths = inspection.data_files(path, text_field)
     with progress("reading", total_bytes(paths)) as advance:
         for one in paths:
-            for _, text in documents_with_progress(one, Tally(), advance, text_field=text_field):
+            for _, text in inspection.documents_with_progress(one, Tally(), advance, text_field=text_field):
                 hashes.add(text.encode())
     return hashes

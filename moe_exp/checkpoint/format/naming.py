@@ -185,10 +185,7 @@ def group_of(name: str) -> str:
     parts = name.split(".")
     if any("norm" in part for part in parts[-2:]):
         return "norms"
-    for group, words in _GROUPS:
-        if words & set(parts):
-            return group
-    return "other"
+    return next((group for group, words in _GROUPS if words & set(parts)), "other")
 
 
 _GROUPS = (

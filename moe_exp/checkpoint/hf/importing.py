@@ -16,21 +16,12 @@ from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import unusable
 from moe_exp.checkpoint.format.settings import config_of
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
-from moe_exp.checkpoint.hf import model_folder
+from moe_exp.checkpoint.hf import model_folder, tensor_rules
 from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES, OTHER_TYPES
 from moe_exp.checkpoint.hf.fields import Settings, UnsupportedModel, refuse
 from moe_exp.checkpoint.hf.model_folder import DTYPES, TORCH_DTYPES, Advance, ModelFolder
 from moe_exp.checkpoint.hf.mxfp4 import is_mxfp4
-from moe_exp.checkpoint.hf.tensor_rules import (
-    CONDITIONS,
-    MappedPiece,
-    by_expert,
-    joined,
-    joined_shape,
-    misfits,
-    pieces,
-)
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.setting_types import as_given
@@ -96,7 +87,7 @@ class Imported:
 
 
 # Pieces with the tensors to read for each: name, and index if one tensor contains all experts.
-_Sources = list[tuple[MappedPiece, list[tuple[str, int | None]]]]
+_Sources = list[tuple[tensor_rules.MappedPiece, list[tuple[str, int | None]]]]
 
 
 def from_hf(
@@ -139,7 +130,7 @@ def from_hf(
     for number, (piece, reads) in enumerate(sources):
         # vocabulary tables, which may have grown
         if piece.join == "padded":
-            shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
+            shape = tensor_rules.joined_shape("padded", [part.shape for part in piece.theirs], config)
             sources[number] = replace(piece, shape=shape, box=shape), reads
     stored = _dtype(folder, sources, dtype)
     config = config.model_copy(update={"dtype": model_folder.DTYPE_NAMES[stored]})
@@ -251,18 +242,18 @@ def _match(
     planned: _Sources = []
     needed: dict[str, tuple[int, ...]] = {}
     copies = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_embeddings else {}
-    for piece in pieces(architecture.tensors, config, scales=architecture.scales):
+    for piece in tensor_rules.pieces(architecture.tensors, config, scales=architecture.scales):
         if piece.copy_of:
             copies[piece.theirs[0].name] = piece.copy_of
         elif piece.key and piece.alias in folder.weights:
             shape = piece.theirs[0].shape
             if piece.join != "flat":
-                shape = joined_shape(piece.join, [part.shape for part in piece.theirs], config)
+                shape = tensor_rules.joined_shape(piece.join, [part.shape for part in piece.theirs], config)
             needed[piece.alias] = shape if piece.expert is None else (config.num_experts, *shape)
             planned.append((piece, [(piece.alias, piece.expert)]))
         elif piece.key:
             needed |= {part.name: part.shape for part in piece.theirs}
-            for one, index in by_expert(piece):
+            for one, index in tensor_rules.by_expert(piece):
                 planned.append((one, [(part.name, index) for part in piece.theirs]))
     # All remaining tensors must be without effect or explicitly dropped by the caller.
     unused = []
@@ -279,14 +270,14 @@ def _match(
         elif layer and int(layer[1]) in predicting and not config.mtp_num_layers:
             continue
         elif not _COMPUTED.fullmatch(name) and not any(
-            re.fullmatch(pattern, name) and CONDITIONS[when](config)
+            re.fullmatch(pattern, name) and tensor_rules.CONDITIONS[when](config)
             for pattern, when in architecture.without_effect.items()
         ):
             unused.append(name)
     found = {name: folder.weights[name] for name in sorted(needed) if name in folder.weights}
     types = [f"{name} {weight.dtype}" for name, weight in found.items() if weight.dtype not in DTYPES]
     shapes = {name: weight.shape for name, weight in found.items()}
-    if wrong := misfits(dict(sorted(needed.items())), shapes, unused, types):
+    if wrong := tensor_rules.misfits(dict(sorted(needed.items())), shapes, unused, types):
         fix = "use the config.json that belongs to the weights, or download them again"
         raise unusable(folder.path, f"tensors {wrong}", fix)
     return planned, sum(math.prod(one.shape) * DTYPES[one.dtype].itemsize for one in found.values())
@@ -315,7 +306,9 @@ def _write_weights(
             parts = [folder.read(name, index) for name, index in reads]
             advance(sum(part.numel() * part.element_size() for part in parts))
             # One tensor may already contain all parts in joined form (`TensorRule.alias`).
-            values = parts[0] if len(parts) < len(piece.theirs) else joined(piece.join, parts, config)
+            values = (
+                parts[0] if len(parts) < len(piece.theirs) else tensor_rules.joined(piece.join, parts, config)
+            )
             # Rounding expert_bias would change which experts are chosen.
             if dtype is not None and not piece.key.endswith("router.expert_bias"):
                 values = values.to(TORCH_DTYPES[dtype])

@@ -16,14 +16,7 @@ from typing import Any
 
 from moe_exp.config import Config, problem
 from moe_exp.data.embedded import embedded_folder, ensure_embedded_corpus
-from moe_exp.data.samples.dataset import (
-    Range,
-    content_of,
-    fingerprint_of,
-    merged,
-    skipped_from,
-    stream_number,
-)
+from moe_exp.data.samples import dataset
 from moe_exp.data.tokens.manifests import DocumentTokens, documents_of
 from moe_exp.data.tokens.tokenizer import same_fingerprint, tokenizer_fingerprint
 from moe_exp.data.tokens.tokens import manifest_of, parse_blend, parse_split
@@ -99,7 +92,7 @@ def order_of_files(config: Config) -> SampleOrder | None:
     blends = [blend, *(stage.train_data or blend for stage in config.stages[1:])]
     prefixes = [[prefix for _, prefix in parse_blend(one)] for one in blends]
     # The order depends on the document lengths (fingerprint), the text on the tokens (content).
-    first, *later = [(fingerprint_of(ones), content_of(ones)) for ones in prefixes]
+    first, *later = [(dataset.fingerprint_of(ones), dataset.content_of(ones)) for ones in prefixes]
     together = [hashlib.blake2b(" ".join(prints).encode(), digest_size=8).hexdigest() for prints in later]
     documents = documents_of(config.train_data) if config.train_data else None
     return SampleOrder.of(config, *first, together, documents)
@@ -199,14 +192,14 @@ def order_changes(
 
 def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
-) -> tuple[Config, list[str], tuple[Range, ...]]:
+) -> tuple[Config, list[str], tuple[dataset.Range, ...]]:
     """Moves stages (set in tokens) to batch boundaries. Returns the config, a message per moved stage, and
     the skipped ranges of the stream. `progress`: facts of the checkpoint (empty: from iteration 0).
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
-    skipped = skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
+    skipped = dataset.skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
     # + 1: a stage that begins with the very next sample also keeps its position.
-    next_sample = stream_number(consumed, merged(past))
+    next_sample = dataset.stream_number(consumed, dataset.merged(past))
     begun = begun_stages((progress.get("sample_order") or {}).get("stages", ()), next_sample + 1)
     return *config.with_stage_begins(consumed, skipped, begun), skipped
 

@@ -325,10 +325,8 @@ class TokenFiles:
 
 def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
     """The tokenizer's `vocab_size`, `eod_id` or `bos_id` in the manifest of token files; None if missing."""
-    for place in (tokenizer_facts(manifest), manifest):
-        if isinstance(value := place.get(name), int):
-            return value
-    return None
+    values = (place.get(name) for place in (tokenizer_facts(manifest), manifest))
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:

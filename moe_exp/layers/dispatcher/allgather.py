@@ -67,12 +67,7 @@ class AllGatherDispatcher(SpreadDispatcher):
             rows_per_expert *= self.ep * self.etp
             rows_L = torch.full_like(rows_L, rows_per_expert)
         by_expert, splits = received_order(
-            local_AK,
-            here_AK,
-            sizes.splits,
-            counts_L=rows_L,
-            rows_per_expert=rows_per_expert,
-            use_kernels=use_kernels,
+            local_AK, here_AK, sizes.splits, rows_L, rows_per_expert=rows_per_expert, use_kernels=use_kernels
         )
         record = DispatchRecord(order, back, by_expert)
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), rows_L, record, splits)

@@ -118,7 +118,7 @@ def pad_by_expert(
 
 
 def received_order(
-    expert_AK: Tensor, here_AK: Tensor, splits: Sequence[int], *, counts_L: Tensor | None = None,
+    expert_AK: Tensor, here_AK: Tensor, splits: Sequence[int], counts_L: Tensor | None = None, *,
     rows_per_expert: int | None = None, use_kernels: bool | None = None,
 ) -> tuple[RowOrder, tuple[int, ...]]:  # fmt: skip
     """Row order that sorts the received slots by this rank's experts, and the rows per expert [L].

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_exp.layers.activations import (
-    ACTIVATIONS,
-    activate,
-    differentiable_weighted_activation,
-    weighted_activation,
-)
+from moe_exp.layers import activations
 from moe_exp.layers.dispatcher import Dispatched, RoutedTokens
 from moe_exp.layers.dispatcher.dispatcher import local_row_order
 from moe_exp.layers.dispatcher.row_order import RowOrder
@@ -32,8 +27,8 @@ from moe_exp.layers.experts.loop import expert_loop
 
 
 def _check_activation(name: str) -> None:
-    if name not in ACTIVATIONS:
-        fix = f"use one of {', '.join(ACTIVATIONS)}"
+    if name not in activations.ACTIVATIONS:
+        fix = f"use one of {', '.join(activations.ACTIVATIONS)}"
         raise ValueError(f"activation={name}: unknown activation. Fix: {fix}.")
 
 
@@ -88,7 +83,7 @@ class Experts(nn.Module):
             check_installed(backend)
         if fp8:
             check_fp8_kernels(backend, device)
-        self.activation, self.gated, self.fp8 = activation, ACTIVATIONS[activation].gated, fp8
+        self.activation, self.gated, self.fp8 = activation, activations.ACTIVATIONS[activation].gated, fp8
         self.backend, self.recompute_activation = backend, recompute_activation
         self.recompute_hidden = recompute_hidden
         self.adds_to_main_grad = adds_to_main_grad
@@ -162,7 +157,7 @@ class Experts(nn.Module):
         hidden_RW = self.grouped_gemm(rows_RD, self.weight1.transpose(1, 2), counts_L, splits)
         if self.bias1 is not None:
             hidden_RW = hidden_RW + _BiasOfRows.apply(self.bias1, counts_L, rows_RD.size(0))
-        active_RF = differentiable_weighted_activation(hidden_RW, weights_R, self.activation)
+        active_RF = activations.differentiable_weighted_activation(hidden_RW, weights_R, self.activation)
         with self._recomputing(active_RF, hidden_RW, weights_R):
             output_RD = self.grouped_gemm(active_RF, self.weight2.transpose(1, 2), counts_L, splits)
         if (bias2_LD := self._whole_bias2()) is None:
@@ -209,7 +204,7 @@ class Experts(nn.Module):
             # test measures the saved bytes with the `torch` backend.
             if saved.numel() == 0 or saved.data_ptr() != address or saved.shape != shape:
                 return saved
-            return lambda: weighted_activation(source_RW, factor_R1, name)
+            return lambda: activations.weighted_activation(source_RW, factor_R1, name)
 
         return torch.autograd.graph.saved_tensors_hooks(
             pack, lambda saved: saved() if callable(saved) else saved
@@ -231,7 +226,7 @@ class SharedExpert(nn.Module):
         super().__init__()
         _check_activation(activation)
         self.activation = activation
-        width = ffn_size * (2 if ACTIVATIONS[activation].gated else 1)
+        width = ffn_size * (2 if activations.ACTIVATIONS[activation].gated else 1)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         self.weight1 = nn.Parameter(torch.empty(width, hidden_size, **options))
         self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, **options))
@@ -245,7 +240,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the shared expert: [..., D] to [..., D]."""
-        hidden = activate(nn.functional.linear(x, self.weight1), self.activation)
+        hidden = activations.activate(nn.functional.linear(x, self.weight1), self.activation)
         y = nn.functional.linear(hidden, self.weight2)
         return y if self.gate_weight is None else y * torch.sigmoid(nn.functional.linear(x, self.gate_weight))
 

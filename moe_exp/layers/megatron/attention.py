@@ -15,14 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers.dispatcher.collectives import gather_rows
-from moe_exp.layers.megatron.attention_backends import (
-    AttentionRule,
-    attend_by_blocks,
-    attend_by_flex,
-    attend_by_sdpa,
-    choose_attention,
-    largest_logits,
-)
+from moe_exp.layers.megatron import attention_backends as backends
 from moe_exp.layers.megatron.documents import Documents
 from moe_exp.layers.microbatch import in_sequence_order, sequence_blocks
 
@@ -99,7 +92,7 @@ class CausalAttention(nn.Module):
         scale, size = kwargs.get("softmax_scale"), getattr(config, "window_size", None)
         is_windowed = size and is_layer_window_attention(size, config.window_attn_skip_freq, layer_number)
         has_sinks = getattr(config, "softmax_type", "vanilla") == "learnable"
-        self.rule = AttentionRule(
+        self.rule = backends.AttentionRule(
             1.0 / math.sqrt(config.kv_channels) if scale is None else scale,
             size[0] + 1 if size and is_windowed else 0,
             softcap,
@@ -114,7 +107,7 @@ class CausalAttention(nn.Module):
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
         self.dropout: float = config.attention_dropout
         self.cp_group: ProcessGroup = pg_collection.cp
-        self.backend, _ = choose_attention(
+        self.backend, _ = backends.choose_attention(
             "cuda" if torch.cuda.is_available() else "cpu", config.params_dtype, self.rule, requested=backend,
             by_document=by_document, dropout=self.dropout,
             other_value_size=kwargs.get("k_channels") != kwargs.get("v_channels"),
@@ -175,7 +168,7 @@ class CausalAttention(nn.Module):
             for q, k in zip(documents.queries_of(query), documents.keys_of(key), strict=True):
                 self._measure(q.unsqueeze(1), k.unsqueeze(1))
         if self.backend == "flex":
-            return attend_by_flex(query, key, value, self.rule, self.softmax_offset, documents)
+            return backends.attend_by_flex(query, key, value, self.rule, self.softmax_offset, documents)
         if in_place:
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         else:
@@ -233,14 +226,16 @@ class CausalAttention(nn.Module):
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
             return flash_attn_func(q, k, v, **self._flash_options()).transpose(0, 1)
         if self.backend == "flex" and self.cache is None:
-            return attend_by_flex(query, key, value, rule, self.softmax_offset)
+            return backends.attend_by_flex(query, key, value, rule, self.softmax_offset)
         if rule.is_plain and self.backend != "blocks":
-            return attend_by_sdpa(query, key, value, rule.scale, self.dropout if self.training else 0.0)
-        return attend_by_blocks(query, key, value, rule, self.softmax_offset)
+            return backends.attend_by_sdpa(
+                query, key, value, rule.scale, self.dropout if self.training else 0.0
+            )
+        return backends.attend_by_blocks(query, key, value, rule, self.softmax_offset)
 
     def _measure(self, query: Tensor, key: Tensor) -> None:
         if self.max_logits_H is not None and self.training:
-            found = largest_logits(query, key, self.rule.scale, window=self.rule.window)
+            found = backends.largest_logits(query, key, self.rule.scale, window=self.rule.window)
             torch.maximum(self.max_logits_H, found, out=self.max_logits_H)
 
     def take_max_logits(self) -> Tensor:
