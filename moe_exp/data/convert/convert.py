@@ -18,13 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.benchmarks import (
-    Benchmark,
-    ContaminationFilter,
-    benchmarks_of,
-    contamination_block,
-    write_contamination_index,
-)
+from moe_exp.data.convert import benchmarks
 from moe_exp.data.convert.duplicates import (
     BlockStep,
     ClusterNearDuplicates,
@@ -92,7 +86,7 @@ class ConvertSettings:
     filters: tuple[NamedFilter, ...] = ()
     dedup: bool = False
     near_dedup: NearDuplicates | None = None
-    decontaminate: tuple[Benchmark, ...] = ()
+    decontaminate: tuple[benchmarks.Benchmark, ...] = ()
     rule: TextRule = FILES
 
     def __post_init__(self) -> None:
@@ -121,7 +115,7 @@ class ConvertSettings:
             languages=tuple(languages),
             filters=tuple(map(NamedFilter.parse, filters)),
             near_dedup=near_duplicates(given.near_dedup),
-            decontaminate=benchmarks_of(given.decontaminate),
+            decontaminate=benchmarks.benchmarks_of(given.decontaminate),
             rule=TextRule(given.text_documents),
             **{name: getattr(given, name) for name in same},
         )
@@ -171,10 +165,10 @@ def convert(
         raise input_error(f"tasks={num_tasks}", rule, fix)
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
-    benchmarks = [one.facts() for one in settings.decontaminate]
+    chosen = [one.facts() for one in settings.decontaminate]
     key = {**asdict(settings), "tasks": num_tasks, **settings.rule.facts()}
     # a single benchmark is not a list, as in manifests written before several were allowed
-    key["decontaminate"] = benchmarks if len(benchmarks) > 1 else next(iter(benchmarks), None)
+    key["decontaminate"] = chosen if len(chosen) > 1 else next(iter(chosen), None)
     key["filters"] = [one.facts() for one in settings.filters] or None
     # `TextRule.facts` has added the values that differ from the default
     del key["rule"]
@@ -185,7 +179,7 @@ def convert(
         facts = dict[str, Any]()
         if settings.decontaminate:
             index = stage.folder / _TEMPORARY / "benchmarks"
-            facts["benchmarks"] = write_contamination_index(settings.decontaminate, index)
+            facts["benchmarks"] = benchmarks.write_contamination_index(settings.decontaminate, index)
             for task, counts in facts["benchmarks"]["tasks"].items():
                 if counts["num_short"]:
                     what = "%s: %d of %d texts are too short to be found in documents"
@@ -256,8 +250,8 @@ def _passes(
         passes.append(Pass([ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
         filters = [*filters, NearDuplicateFilter("near duplicate", partial(near_filter, folder), folder)]
     if settings.decontaminate:
-        build = partial(contamination_block, temporary / "benchmarks")
-        filters = [*filters, ContaminationFilter("contaminated", build)]
+        build = partial(benchmarks.contamination_block, temporary / "benchmarks")
+        filters = [*filters, benchmarks.ContaminationFilter("contaminated", build)]
     write(stage.folder, f"{stage.output.name}.chunk", logs, filters)
     return passes, counted
 
