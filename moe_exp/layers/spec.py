@@ -22,7 +22,6 @@ from moe_exp.layers.megatron.moe_parts import (
 from moe_exp.layers.megatron.residual import change_residuals
 from moe_exp.layers.router import Router
 
-from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.post_training.modelopt.layers import Linear
@@ -43,11 +42,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import is_layer_window_attention
 
 patch_latent_attention(multi_latent_attention, Linear)
 
@@ -241,22 +236,6 @@ def decoder_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
 
 
-class MegatronProjectionNorm(ProjectionNorm):
-    """ProjectionNorm whose weights are marked as split over tensor parallel ranks."""
-
-    def __init__(self, config: TransformerConfig, num_channels: int, *, group: Any):
-        super().__init__(config, num_channels, eps=config.layernorm_epsilon, group=group)
-        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """This rank's part of `weight` [H*d], as a sharded tensor."""
-        dp_cp = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
-        arguments = self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
-        return dict(make_sharded_tensors_for_checkpoint(*arguments, tp_group=self.group, dp_cp_group=dp_cp))
-
-
 class GroupedAttention(SelfAttention):  # type: ignore[misc]
     """SelfAttention; layers with a window may have another number of key/value heads."""
 
@@ -277,8 +256,8 @@ class ProjectionNormAttention(GroupedAttention):
         # parallel ranks. Here the ranks hold different parts, not copies.
         assert not config.qk_layernorm
         head, group = config.kv_channels, self.pg_collection.tp
-        self.q_layernorm = MegatronProjectionNorm(config, config.num_attention_heads * head, group=group)
-        self.k_layernorm = MegatronProjectionNorm(config, self.config.num_query_groups * head, group=group)
+        self.q_layernorm = ProjectionNorm(config, config.num_attention_heads * head, group=group)
+        self.k_layernorm = ProjectionNorm(config, self.config.num_query_groups * head, group=group)
 
 
 class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]

@@ -298,13 +298,14 @@ class ProjectionNorm(nn.Module):
         group: ranks that hold the other heads of the same tokens.
     """
 
-    def __init__(self, config: Any, num_channels: int, *, eps: float, group: ProcessGroup):
+    def __init__(self, config: Any, num_channels: int, *, group: ProcessGroup):
         super().__init__()
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self.weight = nn.Parameter(
             torch.ones(num_channels // group.size(), dtype=config.params_dtype, device=device)
         )
-        self.num_channels, self.eps, self.group = num_channels, eps, group
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        self.num_channels, self.eps, self.group = num_channels, config.layernorm_epsilon, group
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes x [S, B, h, d], keeping its dtype."""
@@ -317,3 +318,11 @@ class ProjectionNorm(nn.Module):
         total = gather_rows(squares.unsqueeze(0), sizes=[1] * self.group.size(), group=self.group).sum(0)
         normalized = wide * torch.rsqrt(total / self.num_channels + self.eps).unsqueeze(-1)
         return (normalized * self.weight).to(x.dtype).view_as(x)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """This rank's part of `weight` [H*d], as a sharded tensor."""
+        dp_cp = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        arguments = self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
+        return dict(make_sharded_tensors_for_checkpoint(*arguments, tp_group=self.group, dp_cp_group=dp_cp))

@@ -61,7 +61,8 @@ ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 def normalized(group, dtype):
     """y, and the gradients of x and of the weight, of this rank's heads."""
-    norm = ProjectionNorm(SimpleNamespace(params_dtype=dtype), HEADS * SIZE, eps=0.01, group=group)
+    config = SimpleNamespace(params_dtype=dtype, layernorm_epsilon=0.01)
+    norm = ProjectionNorm(config, HEADS * SIZE, group=group)
     with torch.no_grad():
         norm.weight.copy_(random(HEADS * SIZE, seed=1).chunk(group.size())[group.rank()])
     whole = (random(5, 2, HEADS, SIZE, seed=seed).to(dtype) for seed in (2, 3))
