@@ -52,9 +52,8 @@ class TensorParallelDispatcher(LocalDispatcher):
         super().__init__(num_experts)
         if tp_mesh.ndim != 1:
             rule = f"must have one dimension, not {tp_mesh.ndim}"
-            raise ValueError(
-                f'tp_mesh={tp_mesh}: {rule}. Fix: pass one dimension of the mesh, such as mesh["tp"].'
-            )
+            fix = 'pass one dimension of the mesh, such as mesh["tp"]'
+            raise ValueError(f"tp_mesh={tp_mesh}: {rule}. Fix: {fix}.")
         self.group: ProcessGroup = tp_mesh.get_group()
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
