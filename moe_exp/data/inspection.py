@@ -3,8 +3,6 @@
 Memory: a block of tokens or the longest document, plus about 50 bytes per document for lengths and hashes.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

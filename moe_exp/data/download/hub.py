@@ -5,8 +5,6 @@ retries longer. A final pass compares each file with the SHA-256 (git's SHA-1 fo
 lists.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -6,8 +6,6 @@ int64 document indices. The .bin file has the tokens. We write one sequence per 
 another order are only accepted by `moe-exp data tokenize --merge`, which rewrites them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import struct

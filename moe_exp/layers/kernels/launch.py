@@ -5,8 +5,6 @@ the twin), and the public function that calls the kernel or the reference. If TR
 the first import, Triton interprets the kernels (slowly) on CPU tensors, in place of the references.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect

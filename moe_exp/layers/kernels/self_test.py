@@ -4,8 +4,6 @@ Kernels run as in training, with the model's widths but few rows, in all configs
 configs, the same calls are timed with as many rows as in training. PyTorch's global random state is kept.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import sys

@@ -1,7 +1,5 @@
 """Chooses among the configs of a kernel: by timing, from a file, or as rank 0 chose."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
