@@ -5,8 +5,6 @@ at the end of a line are removed. Blank lines and empty texts are skipped and co
 raises an error or, if the caller chooses, is skipped and counted by reason.
 """
 
-from __future__ import annotations
-
 import glob
 import logging
 import os
@@ -107,7 +105,7 @@ class Tally(Counted):
         # a sum depends neither on the order nor on the division into tasks, and documents can be removed
         self.text_hash = (self.text_hash + times * xxhash.xxh3_128_intdigest(text)) & _MASK128
 
-    def __iadd__(self, other: Tally) -> Tally:
+    def __iadd__(self, other: "Tally") -> "Tally":
         self.num_documents += other.num_documents
         self.num_text_bytes += other.num_text_bytes
         self.text_hash = (self.text_hash + other.text_hash) & _MASK128

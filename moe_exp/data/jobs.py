@@ -4,8 +4,6 @@ Local tasks run in our own pool, because LocalPipelineExecutor.run waits forever
 with a file in `completions/` is done, no matter where it ran.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing
@@ -288,7 +286,7 @@ class WorkerPool:
             done = [worker.end(self._describe) for worker in ended]
             free += ended
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:

@@ -16,8 +16,6 @@ DATA_DIR/NAME/<source>_text_document.bin, .idx    <source>_valid_text_document.b
 DATA_DIR/NAME/datasheet.md    mixture.json    tokenizer/
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -112,7 +110,7 @@ class Mixture(BaseModel):
     num_shards: int = Field(default=32, ge=1)
 
     @model_validator(mode="after")
-    def _fits(self) -> Mixture:
+    def _fits(self) -> "Mixture":
         if (self.tokenizer is None) == (self.vocab_size is None):
             raise ValueError("requires either tokenizer or vocab_size")
         if self.prepend_bos and self.tokenizer is None:

@@ -20,8 +20,6 @@
 The environment is never recorded, so that no credentials end up in a shared folder.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import os
@@ -85,7 +83,7 @@ class RunFolder:
         self.ranks = path / "ranks.json"
 
     @classmethod
-    def of(cls, config: Config) -> RunFolder:
+    def of(cls, config: Config) -> "RunFolder":
         """Run folder of `config`, which need not exist."""
         return cls(Path(config.run_dir).expanduser() / config.name)
 

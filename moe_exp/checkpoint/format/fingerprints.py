@@ -19,8 +19,6 @@ Fingerprints are named by this package's keys; a tensor stacked over layers has 
 Fingerprints therefore do not depend on the key style (`keys.py`), and remain valid when tools rewrite files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,7 +50,7 @@ class Fingerprint:
     num_values: int  # number of values in the sum
     total: int  # the sum, from 0 to 2^64 - 1
 
-    def __add__(self, other: Fingerprint) -> Fingerprint:
+    def __add__(self, other: "Fingerprint") -> "Fingerprint":
         return Fingerprint(self.dtype, self.num_values + other.num_values, (self.total + other.total) & _MASK)
 
 

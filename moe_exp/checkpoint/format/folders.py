@@ -13,8 +13,6 @@ checkpoints/
 A killed run can leave .partial, .removed and .replaced folders behind; `recover` cleans up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -151,7 +149,7 @@ class Manifest:
     facts: Mapping[str, Any]  # other facts recorded by the writer: validation loss, versions, layout
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest | None:
+    def read(cls, folder: Path) -> "Manifest | None":
         """Reads the manifest of `folder`; None if missing. Raises NewerFormatError or ValueError."""
         path = folder / MANIFEST
         try:
@@ -162,7 +160,7 @@ class Manifest:
             raise _unreadable(path, error) from None
 
     @classmethod
-    def parse(cls, text: bytes, folder: str) -> Manifest:
+    def parse(cls, text: bytes, folder: str) -> "Manifest":
         """Parses the `text` of the manifest of `folder`. Raises NewerFormatError or ValueError."""
         path = f"{folder}/{MANIFEST}"
         try:

@@ -1,7 +1,5 @@
 """Writes the files of a `torch_dist` checkpoint (see torch_dist.py) chunk by chunk in one process."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -47,7 +45,7 @@ class TorchDistWriter:
         self._file: IO[bytes] | None = None
         self._num_files = 0
 
-    def __enter__(self) -> TorchDistWriter:
+    def __enter__(self) -> "TorchDistWriter":
         return self
 
     def __exit__(self, *error: object) -> None:

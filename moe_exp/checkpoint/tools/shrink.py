@@ -5,8 +5,6 @@
 views share one storage for the range that they cover. Only tensors and plain containers are supported.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings
@@ -96,7 +94,7 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
     return ShrunkFile(path, before, place.stat().st_size)
 
 
-def _write(temporary: Path, loaded: Any, compact: _Compact, path: Path) -> str:
+def _write(temporary: Path, loaded: Any, compact: "_Compact", path: Path) -> str:
     """Writes the smaller file and reads it back; returns a problem, or an empty string on success."""
     state = path.stat()
     with temporary.open("wb") as file:
@@ -179,7 +177,7 @@ class _Island:
         covered = self.high - self.low
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
-    def parted(self) -> list[_Island]:
+    def parted(self) -> "list[_Island]":
         """Splits the island into one per view if views (such as columns of a matrix) share no elements."""
         views: dict[View, list[Tensor]] = {}
         for tensor in self.members:

@@ -5,8 +5,6 @@ Task 3 of the datatrove pipeline, for example, reads every num_tasks-th input fi
 executor.json, and each task's counts/. Resuming requires the same number of tasks and list of files.
 """
 
-from __future__ import annotations
-
 import glob
 import logging
 import os
@@ -107,7 +105,7 @@ class ConvertSettings:
     @classmethod
     def of(
         cls, given: Any, languages: Sequence[str], filters: Sequence[Any], tasks: int | None
-    ) -> ConvertSettings:
+    ) -> "ConvertSettings":
         """Creates settings from command-line options or mixture.yaml; ValueError if one is invalid."""
         same = ("min_language_score", "min_score", "min_chars", "max_chars", "limit", "skip_bad", "dedup")
         return cls(

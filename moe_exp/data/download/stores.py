@@ -4,8 +4,6 @@ The manifest of an output is transferred last: without it the other files count 
 all hashes.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
@@ -45,14 +43,14 @@ class Listing:
         check_names(self.files, self.server, RESERVED)
 
     @classmethod
-    def of_manifest(cls, manifest: dict[str, Any], server: str) -> Listing:
+    def of_manifest(cls, manifest: dict[str, Any], server: str) -> "Listing":
         versions = manifest.get("sha256") or manifest["versions"]
         sizes = {one["name"]: one["bytes"] for one in manifest["outputs"]}
         files = {name: StoredFile(size, versions[name]) for name, size in sizes.items()}
         return cls(server, files, manifest.get("commit", ""))
 
     @classmethod
-    def from_json(cls, content: dict[str, Any], server: str) -> Listing:
+    def from_json(cls, content: dict[str, Any], server: str) -> "Listing":
         files = {name: StoredFile(**file) for name, file in content["files"].items()}
         return cls(server, files, content["commit"])
 
@@ -60,7 +58,7 @@ class Listing:
     def num_bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
 
-    def missing(self, folder: Path) -> Listing:
+    def missing(self, folder: Path) -> "Listing":
         """The files that a folder lacks or has with another size."""
         left = {name: one for name, one in self.files.items() if not has_size(folder / name, one.bytes)}
         return replace(self, files=left)

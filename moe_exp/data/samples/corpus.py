@@ -1,7 +1,5 @@
 """Windows of a token file in successive epochs, and keyed shuffles of documents and windows. No torch."""
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
@@ -184,7 +182,7 @@ class Group:
     count: int
     items: tuple[Item, ...] = ()
 
-    def split(self, count: int) -> tuple[Group, Group]:
+    def split(self, count: int) -> "tuple[Group, Group]":
         """Splits off the first `count` samples."""
         later = tuple(item._replace(first=item.first + count * item.each) for item in self.items)
         return Group(count, self.items), Group(self.count - count, later)

@@ -4,8 +4,6 @@ A checkpoint stores the number of consumed samples. If the order changed, a resu
 samples and miss others, and the loss would not reveal the mistake.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +45,7 @@ class SampleOrder:
     def of(
         cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = (),
         documents: DocumentTokens | None = None,
-    ) -> SampleOrder:  # fmt: skip
+    ) -> "SampleOrder":  # fmt: skip
         """Order for `config` and files with this fingerprint and content. `stage_prints`: for each later
         stage, a hash of fingerprint and content. `documents`: ids of the tokens that begin and end documents.
         """

@@ -13,8 +13,6 @@ A single task does both passes at once (`index_and_scatter`).
     scattered/    00003.lines       00003.records   00003.index   00003.json
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -106,7 +104,7 @@ class ValidTally(Counted):
         """Exclusive upper bound of the `text_choices` of validation documents."""
         return self.threshold if self.below.num_documents else self.smallest + 1
 
-    def __iadd__(self, other: ValidTally) -> ValidTally:
+    def __iadd__(self, other: "ValidTally") -> "ValidTally":
         self.below += other.below
         if other.smallest < self.smallest:
             self.smallest, self.at_smallest = other.smallest, Tally()

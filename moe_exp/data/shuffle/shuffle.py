@@ -11,8 +11,6 @@ Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and
 only one task, it does the first two passes at once. Peak disk use: inputs, scattered lines and outputs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -63,7 +61,7 @@ class Memory(NamedTuple):
     piece_bytes: int
 
     @classmethod
-    def of(cls, budget_bytes: int) -> Memory:
+    def of(cls, budget_bytes: int) -> "Memory":
         """Default division of a budget; raises ValueError if the budget is too small."""
         if budget_bytes < SMALLEST_MEMORY_BYTES:
             size = f"{budget_bytes / 2**20:g}MB"

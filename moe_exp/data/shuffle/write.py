@@ -1,7 +1,5 @@
 """Last pass of a shuffle: each task writes some of the output files and reads them back."""
 
-from __future__ import annotations
-
 import logging
 import math
 import mmap
@@ -63,7 +61,7 @@ def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
     return sum(one.end - one.first for one in outputs)
 
 
-def _outputs(scattered: Scattered) -> list[_Output]:
+def _outputs(scattered: "Scattered") -> list[_Output]:
     """The validation file and the shards; raises ValueError if no documents are left for training."""
     job, read, valid = scattered.job, scattered.indexed.read, scattered.indexed.valid.total()
     name, num_shards = job.settings["name"], job.settings["num_shards"]

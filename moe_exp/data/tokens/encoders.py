@@ -7,8 +7,6 @@ non-ASCII character is encoded once with a vocabulary that reveals the splits. D
 the packages split differently are encoded by the tokenizer's own package.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import time
@@ -68,7 +66,7 @@ class Encoders:
         self.tokenizer = tokenizer
         self._loaded: dict[str, Encoder] = {}
 
-    def __reduce__(self) -> tuple[type[Encoders], tuple[TextTokenizer]]:
+    def __reduce__(self) -> "tuple[type[Encoders], tuple[TextTokenizer]]":
         return Encoders, (self.tokenizer,)  # worker processes load their own encoders
 
     def get(self, backend: str) -> Encoder:

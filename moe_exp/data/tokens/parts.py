@@ -1,7 +1,5 @@
 """Tokenized parts of the inputs (tokens, document lengths and counts), and the file that joins the parts."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -64,7 +62,7 @@ class PartCounts(Counted):
     token_hash: str = ""  # XXH3-128 of the tokens
     block_hashes: list[str] = field(default_factory=list)  # XXH3-128 of each block of CHECKED_BYTES
 
-    def __iadd__(self, other: PartCounts) -> PartCounts:
+    def __iadd__(self, other: "PartCounts") -> "PartCounts":
         self.tally += other.tally
         for name in ("num_tokens", "num_eods", "num_checked", "num_rerouted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -176,7 +174,7 @@ class PartEncoder:
         write_json(folder / f"{part.stem}.json", counts.to_json())
 
     def _batches(
-        self, part: Part, tally: Tally, sample: _Sample, advance: Callable[[int], None]
+        self, part: Part, tally: Tally, sample: "_Sample", advance: Callable[[int], None]
     ) -> Iterator[list[tuple[int, str]]]:
         """Yields batches of (line number, text) with up to BATCH_BYTES of text or one longer document."""
         batch: list[tuple[int, str]] = []
@@ -254,7 +252,7 @@ class PartEncoder:
         is_kept[documents] = False
         return ids[np.repeat(is_kept, lengths)], lengths[is_kept]
 
-    def _check(self, part: Part, sample: _Sample, counts: PartCounts) -> None:
+    def _check(self, part: Part, sample: "_Sample", counts: PartCounts) -> None:
         if self._reference is None:
             return
         clips = [*sample.chosen, *sample.odd]

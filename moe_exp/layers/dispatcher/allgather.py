@@ -3,8 +3,6 @@
 Shape suffixes: see `moe_exp.layers`; in addition, A = tokens of all ranks, S = source ranks (ETP*EP).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import NamedTuple
 
@@ -52,7 +50,7 @@ class AllGatherDispatcher(SpreadDispatcher):
         return partial(self._land, departed, order, sizes, rows_per_expert, decision.use_kernels)
 
     def _land(
-        self, departed: Departed, order: RowOrder | None, sizes: _Sizes, rows_per_expert: int | None,
+        self, departed: Departed, order: RowOrder | None, sizes: "_Sizes", rows_per_expert: int | None,
         use_kernels: bool | None,
     ) -> Dispatched:  # fmt: skip
         x_AD, weights_AK, expert_AK = arrive(departed)
@@ -72,7 +70,7 @@ class AllGatherDispatcher(SpreadDispatcher):
         record = DispatchRecord(order, back, by_expert)
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), rows_L, record, splits)
 
-    def _exchange_sizes(self, decision: RoutingDecision, travelling: SortedSlots | None) -> _Sizes:
+    def _exchange_sizes(self, decision: RoutingDecision, travelling: SortedSlots | None) -> "_Sizes":
         """Exchanges every rank's token count and the row counts of this rank's experts. Synchronizes."""
         counts_E = count_kept(decision.expert_TK, decision.kept_TK, self.num_experts)
         num_tokens = counts_E.new_full((1,), decision.expert_TK.size(0))

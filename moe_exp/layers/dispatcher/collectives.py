@@ -8,8 +8,6 @@ There are two ways to run an exchange:
   nodes of the autograd graph: in backward, `arrive` launches the reverse exchange and `depart` waits for it.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class Exchange(Protocol):
         """Starts moving `tensors` (None stays None), and keeps them alive until the `Arrival` is called."""
 
     @property
-    def reverse(self) -> Exchange:
+    def reverse(self) -> "Exchange":
         """The transposed exchange, which moves gradients back."""
 
 
@@ -70,7 +68,7 @@ class AllToAll(_OneByOne):
     receive: Sequence[int]
 
     @property
-    def reverse(self) -> AllToAll:
+    def reverse(self) -> "AllToAll":
         return AllToAll(group=self.group, send=self.receive, receive=self.send)
 
     def _launch(self, x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
@@ -94,7 +92,7 @@ class GatherRows(_OneByOne):
     sizes: Sequence[int]
 
     @property
-    def reverse(self) -> ScatterSumRows:
+    def reverse(self) -> "ScatterSumRows":
         return ScatterSumRows(group=self.group, sizes=self.sizes)
 
     def _launch(self, x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:

@@ -5,8 +5,6 @@ weights; the receiving rank sorts by expert. DeepEP's combine is the backward of
 Shape suffixes: see `moe_exp.layers`; in addition, A = received tokens.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence
@@ -54,7 +52,7 @@ class DeepEPDispatcher(SpreadDispatcher):
         return partial(self._land, departed, exchange, rows_per_expert, decision.use_kernels)
 
     def _land(
-        self, departed: Departed, exchange: _Send, rows_per_expert: int | None, use_kernels: bool | None
+        self, departed: Departed, exchange: "_Send", rows_per_expert: int | None, use_kernels: bool | None
     ) -> Dispatched:
         x_AD, weights_AK = arrive(departed)
         by_expert, splits = received_order(
@@ -121,7 +119,7 @@ class _Send:
         self.received = torch.Size()
 
     @property
-    def reverse(self) -> _Return:
+    def reverse(self) -> "_Return":
         return _Return(self)
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:

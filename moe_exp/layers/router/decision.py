@@ -1,7 +1,5 @@
 """A router's decision and counts of its slots. Shape suffixes: see `moe_exp.layers`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +36,7 @@ class RoutingDecision:
     def of(
         cls, expert_TK: Tensor, weights_TK: Tensor, *, scores_TE: Tensor, logits_TE: Tensor,
         valid_T: Tensor | None = None, used_TK: Tensor | None = None, use_kernels: bool | None = None,
-    ) -> RoutingDecision:  # fmt: skip
+    ) -> "RoutingDecision":  # fmt: skip
         """Builds a decision and counts its slots; the attributes explain the arguments.
 
         Args:
