@@ -6,8 +6,6 @@ Users name a block with its arguments, or a function in a file:
 gopher-quality    'gopher-quality: {min_doc_words: 20}'    my_filters.py:keep
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
@@ -136,7 +134,7 @@ class Counts(Counted):
                 rule = f"{what} is {had} for documents read, but {has} for documents filtered and written"
                 raise input_error(who, rule, "repeat with --start-over, and check disk and memory")
 
-    def __iadd__(self, other: Counts) -> Counts:
+    def __iadd__(self, other: "Counts") -> "Counts":
         self.read += other.read
         self.written += other.written
         for name, tally in other.filtered.items():
@@ -153,7 +151,7 @@ class Counts(Counted):
                 self.samples.append(sample)
         return self
 
-    def then(self, following: Counts) -> Counts:
+    def then(self, following: "Counts") -> "Counts":
         """Combines the counts of two passes; ValueError if the second did not read what the first wrote."""
         for what in _KEPT:
             if getattr(self.written, what) != getattr(following.read, what):
@@ -242,7 +240,7 @@ class NamedFilter:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, given: str | Mapping[str, Any]) -> NamedFilter:
+    def parse(cls, given: str | Mapping[str, Any]) -> "NamedFilter":
         """Parses NAME or {NAME: options} from a command line or YAML file; ValueError if it is invalid."""
         import yaml
 
