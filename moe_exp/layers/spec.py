@@ -26,7 +26,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import multi_latent_attention, transformer_layer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -37,11 +37,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
 from megatron.core.transformer.utils import is_layer_window_attention
 
 patch_latent_attention(multi_latent_attention, Linear)
@@ -80,13 +75,10 @@ def moe_submodule_spec(
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
     latent = {}
     if use_te:
-        from megatron.core.extensions.transformer_engine import (
-            TEColumnParallelLinear,
-            TELinear,
-            TERowParallelLinear,
-        )
+        from megatron.core.extensions import transformer_engine as te
 
-        linears, latent = (TEColumnParallelLinear, TERowParallelLinear), {"latent_linear": TELinear}
+        linears = te.TEColumnParallelLinear, te.TERowParallelLinear
+        latent = {"latent_linear": te.TELinear}
     return ModuleSpec(
         module=MegatronMoELayer,
         params={
@@ -151,8 +143,8 @@ def local_layer_spec(
             ),
         )
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
+        module=transformer_layer.TransformerLayer,
+        submodules=transformer_layer.TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=self_attention,
             self_attn_bda=get_bias_dropout_add,
@@ -227,7 +219,7 @@ def decoder_spec(
         if isinstance(frequency, int):
             pattern = [index % frequency == 0 for index in range(config.num_layers)]
         layers = [moe if is_moe else dense for is_moe in pattern]
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    first = transformer_layer.get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
     if not use_te:
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
