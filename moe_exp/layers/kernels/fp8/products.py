@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import weighted_activation, weighted_activation_backward
-from moe_exp.layers.kernels.fp8 import block
+from moe_exp.layers.kernels.fp8.block import (
+    block_matmul,
+    block_matmul_torch,
+    block_weight_grad,
+    block_weight_grad_torch,
+)
 from moe_exp.layers.kernels.fp8.quantize import (
     quantize_blocks,
     quantize_blocks_torch,
@@ -28,9 +33,9 @@ def grouped_matmul(
     weights_R: Tensor | None = None, *, index_R: Tensor | None = None, twin: bool = False,
 ) -> Tensor:  # fmt: skip
     """`kernels.grouped_matmul` in FP8. Row r reads row index_R[r] of `x`. `twin`: compute in plain torch."""
-    rows, blocks, matmul = quantize_rows, quantize_blocks, block.block_matmul
+    rows, blocks, matmul = quantize_rows, quantize_blocks, block_matmul
     if twin:
-        rows, blocks, matmul = quantize_rows_torch, quantize_blocks_torch, block.block_matmul_torch
+        rows, blocks, matmul = quantize_rows_torch, quantize_blocks_torch, block_matmul_torch
     return matmul(*rows(x, index_R), *blocks(w_LIO.transpose(1, 2)), offsets_L1, x.dtype, bias_LO, weights_R)
 
 
@@ -84,9 +89,9 @@ def weight_grad(
     adds: bool = True, twin: bool = False,
 ) -> Tensor:  # fmt: skip
     """`kernels.weight_grad` in FP8, which ignores `order_L`. `twin`: compute in plain torch."""
-    columns, product = quantize_columns, block.block_weight_grad
+    columns, product = quantize_columns, block_weight_grad
     if twin:
-        columns, product = quantize_columns_torch, block.block_weight_grad_torch
+        columns, product = quantize_columns_torch, block_weight_grad_torch
     dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)) if out is None else out
     operands = *columns(a, offsets_L1, a_index_R), *columns(b, offsets_L1, b_index_R)
     product(dw_LMN, *operands, offsets_L1, adds and out is not None)
