@@ -18,7 +18,6 @@ from moe_exp.checkpoint.format.naming import KEEP_BYTES, logical_tensors, states
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, Chunk, StoredTensor, read_common
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.model_changes import model_changes
-from moe_exp.engine.runtime import from_first_rank
 from moe_exp.host.files import expanded
 from moe_exp.host.progress import progress
 
@@ -42,6 +41,9 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
     With `checksums`, the ranks read all files; otherwise they only compare file sizes. ValueError on every
     rank if no checkpoint is intact, or if the newest checkpoint has a newer format.
     """
+
+    # imported here, so that a launcher, which only calls `find_source_here`, does not import Megatron
+    from moe_exp.engine.runtime import from_first_rank
 
     def damage(folder: Path) -> str:
         # The first rank reads the small files; the large ones are divided among all ranks.
