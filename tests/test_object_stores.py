@@ -81,7 +81,7 @@ def test_token_files_there_and_back(url, tmp_path):
             assert (tmp_path / folder / name).read_bytes() == prefix.with_name(name).read_bytes()
     # other bytes of the same length
     Store(f"{url}/tokens").write("train.bin", bytes(prefix.with_name("train.bin").stat().st_size))
-    with pytest.raises(ConnectionError, match="do not have the hash in its manifest"):
+    with pytest.raises(ConnectionError, match="hash of the received bytes differs from its manifest"):
         pull(f"{url}/tokens", tmp_path / "d")
     assert not (tmp_path / "d/train.manifest.json").exists() and not (tmp_path / "d/train.bin").exists()
     Store(f"{url}/tokens").remove("train.manifest.json")

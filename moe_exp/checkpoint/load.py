@@ -60,7 +60,7 @@ class RestoreError(ConfigError):
 
     def __init__(self, folder: Path, names: Sequence[str], num_compared: int):
         self.names, self._arguments = list(names), (folder, list(names), num_compared)
-        rule = f"{len(names)} of {num_compared} tensors differ from what was saved (by their fingerprints)"
+        rule = f"{len(names)} of {num_compared} tensors differ from what was saved (fingerprint mismatch)"
         rule += f": {first_few([shown(name) for name in names])}"
         fix = "start the run again, on other nodes if this error repeats"
         if older := [one for one in iterations(folder.parent) if one < iteration_of(folder)]:

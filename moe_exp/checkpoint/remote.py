@@ -150,7 +150,7 @@ class Uploads:
                 self._thread.start()
 
     def held(self) -> set[int]:
-        """Iterations with unfinished uploads, which retention must not remove."""
+        """Iterations with unfinished uploads; retention must not remove their checkpoints."""
         with self._lock:
             return {one for one in (self._under_way, self._next) if one is not None}
 

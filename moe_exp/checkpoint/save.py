@@ -81,7 +81,7 @@ class CheckpointPlan:
     metadata: Metadata | None  # of the whole checkpoint, without the pieces' file positions; only on rank 0
 
     def staged(self) -> "CheckpointPlan":
-        """Copy of the plan and its data in host memory, which training does not change."""
+        """Copy of the plan and its data in host memory, unaffected by further training."""
         # Tensors that are already on the CPU are copied as well, since training changes them in place.
         items = [(index, x.to("cpu", copy=True) if isinstance(x, Tensor) else x) for index, x in self.items]
         return replace(self, items=items, common=copy.deepcopy(self.common))
@@ -101,8 +101,8 @@ class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron ha
 
 
 def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
-    """Divides the `state` from `whole_state` among all ranks, and changes `state`. The ranks of `group` (data
-    and context parallel) hold the same pieces, and each rank writes some of the pieces.
+    """Divides `state`, built by `whole_state`, among all ranks; modifies it in place. The ranks of `group`
+    (data and context parallel) hold the same pieces, and each rank writes some of the pieces.
     """
     # Megatron-LM reads this description to choose the keys that it requests.
     state["content_metadata"] = CONTENT
@@ -123,7 +123,7 @@ def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
 
 @dataclass(frozen=True)
 class Written:
-    """Report of a rank to rank 0 about the files that the rank has written."""
+    """A rank's report to rank 0 about the files that it has written."""
 
     places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)  # file position of each piece
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # manifest entries of its files

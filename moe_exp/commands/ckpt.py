@@ -287,7 +287,7 @@ _DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices
 def run_from_hf(arguments: argparse.Namespace) -> int:
     """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for a
     run that starts from this checkpoint. Only one tensor is in memory at a time. Fails, without writing
-    anything, if a tensor would not be used. Downloads a model of the Hub first, if SRC is no local folder.
+    anything, if a tensor would not be used. If SRC is not a local folder, first downloads it from the Hub.
     """
     from moe_exp.checkpoint.format.folders import check_target
     from moe_exp.checkpoint.hf.importing import architecture_of, from_hf, settings_of

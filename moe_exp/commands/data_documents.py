@@ -190,7 +190,7 @@ _HOW = (
     group(
         "execution",
         *execution(
-            "number of tasks on separate cores or machines (default: 1, in this process; same N to resume)"
+            "number of tasks on separate cores or machines (default: 1, in-process; resume with the same N)"
         ),
     ),
 )
@@ -234,7 +234,7 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
     arg("--input_dir --input-dir", "folder with the shards", Path, required=True),
     arg(
         "--valid_file_name --valid-file-name",
-        "validation file in the input folder, to be left out (the suffix .jsonl is optional)",
+        "validation file in the input folder, excluded from the merge (the suffix .jsonl is optional)",
         required=True,
     ),
     arg(

@@ -68,7 +68,7 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--dry-run", "estimate tokens, disk space and time from a sample; write nothing"),
     group(
         "execution",
-        *execution("number of tasks on separate cores or machines (default: none, but --workers processes)"),
+        *execution("number of tasks on separate cores or machines (default: --workers processes instead)"),
     ),
     group(
         "Megatron's options without effect",
@@ -148,7 +148,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     _START_OVER,
 )
 def run_train_tokenizer(arguments: argparse.Namespace) -> None:
-    """Trains a byte-level BPE tokenizer. Streams the texts; memory use grows with the distinct words."""
+    """Trains a byte-level BPE tokenizer. Streams the text; memory grows with the number of distinct words."""
     same = ("vocab_size", "json_key", "eos_token", "bos_token", "pad_token", "skip_bad", "start_over")
     options = {name: getattr(arguments, name) for name in same}
     options |= {"max_bytes": int(arguments.max_megabytes * 1e6), "rule": TextRule(arguments.text_documents)}

@@ -245,7 +245,7 @@ def device_rows() -> list[list[str]]:
         rows.append([f"cuda:{index}", what])
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     gpus = count_gpus()
-    end = f"runs are refused, as this host has {gpus}" if gpus else "runs use the CPU and gloo"
+    end = f"runs are refused, as this host has {gpus} GPUs" if gpus else "runs use the CPU and gloo"
     rows = rows or [["GPU", f"none that PyTorch can use ({build}): {end}"]]
     page_bytes, num_pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     rows.append(["CPU", f"{num_cores()} cores for this process, of {os.cpu_count()}"])

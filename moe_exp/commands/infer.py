@@ -63,7 +63,7 @@ _DOCUMENT_MASK = arg(
     arg("--batch-size", "rows per batch (default: as many as fit in 256 MB of logits)", int),
     flag("--capacity", "drop tokens above the expert capacity, as in training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
-    arg("--eod-id ID", "end-of-document token id (default: from the training's tokenizer)", int),
+    arg("--eod-id ID", "end-of-document token id (default: from the training tokenizer)", int),
     flag("--overwrite", "replace an existing LOGITS.npy"),
 )  # fmt: skip
 def run_score(arguments: argparse.Namespace) -> int:
@@ -118,8 +118,8 @@ def run_score(arguments: argparse.Namespace) -> int:
     _DOCUMENT_MASK,
     string(
         "--tokenizer",
-        "tokenizer for bits per byte: tokenizer.json, its folder, a .model file, or bytes (default: the"
-        " training's)",
+        "tokenizer for bits per byte: tokenizer.json, its folder, a .model file, or bytes (default: as in"
+        " training)",
     ),
     flag("--json", "print one JSON object"),
 )
@@ -135,7 +135,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     *_MODEL,
     repeated("--prompt", "text to continue (repeatable)"),
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
-    string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes (default: the training's)"),
+    string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes (default: as in training)"),
     flag("--allow-special", "treat <s> and other special tokens in a prompt as special tokens, not as text"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt (default: 128)", default=128),
     arg("--max-positions", "maximum sum of prompt and new tokens (default: SEQ_LEN of training)", default=0),

@@ -86,7 +86,7 @@ def run_roofline(arguments: argparse.Namespace) -> None:
         )
         for part in parts
     )
-    of = "a layer with experts" if config.use_moe else "a layer"
+    of = "an MoE layer" if config.use_moe else "a layer"
     print_table(
         f"{of} and the output layer, forward and backward of one micro-batch on one rank", columns, rows
     )

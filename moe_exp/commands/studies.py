@@ -60,7 +60,10 @@ def run_compare(arguments: argparse.Namespace) -> int:
     return run_comparison(comparison)
 
 
-@command("ladder", "train dense and MoE models at several sizes, fit scaling laws and predict the largest")
+@command(
+    "ladder",
+    "train dense and MoE models at several sizes, fit scaling laws and predict the loss of the largest",
+)
 @takes(
     arg(
         "definition",
@@ -161,7 +164,7 @@ command("mup", "check how activations and the best learning rate depend on model
 def _of_mup(repeats: int) -> tuple[Argument, ...]:
     """Returns the arguments that `mup check` and `mup transfer` share."""
     experts_help = "values of NUM_EXPERTS at the first width, such as 8,16 (default: the given NUM_EXPERTS)"
-    parts_help = "numbers of parts per expert at the first width, such as 1,2; multiply TOPK and NUM_EXPERTS"
+    parts_help = "expert granularities at the first width, such as 1,2; each multiplies TOPK and NUM_EXPERTS"
     widths = "64,128,256,512"
     return (
         arg("--widths", f"HIDDEN_SIZE of the models (default: {widths})", default=widths),

@@ -134,12 +134,12 @@ def run_blame(arguments: argparse.Namespace) -> None:
 )
 @takes(
     arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
-    arg("--iterations N", "iterations that the failed start trained (default: from the logs)", int),
-    flag("--trained-before", "an earlier start with the same settings trained"),
+    arg("--iterations N", "iterations completed by the failed start (default: from the logs)", int),
+    flag("--trained-before", "an earlier start with the same settings made progress"),
     JSON,
 )
 def run_diagnose(arguments: argparse.Namespace) -> None:
-    """Decides as the launcher does after a failure, for a run folder also by the run's events."""
+    """Applies the launcher's restart rules to logs; for a run folder, also uses the run's events."""
     from moe_exp.runs.records import last_records
     from moe_exp.runs.run_folder import RunFolder
     from moe_exp.watch.blame import log_files
@@ -158,7 +158,7 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
 
 @command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
 @takes(
-    arg("run_dirs RUN_DIR", "run folders; with --slurm-name, a folder may not exist yet", Path, nargs="+"),
+    arg("run_dirs RUN_DIR", "run folders; with --slurm-name, a folder need not exist yet", Path, nargs="+"),
     repeated("--slurm-name NAME", "name of a run's SLURM jobs (repeat once per RUN_DIR, in the same order)"),
     string("--slurm-user NAME", "owner of the SLURM jobs (default: current user)"),
     one_of(

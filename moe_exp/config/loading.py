@@ -61,7 +61,7 @@ def given_values(
 def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
     """Adds the settings of the file `flags["config"]` to the given `flags`, unless `environ` has them. The
     file may also set arguments that are not settings, if `flags` has their names as keys. With UPCYCLE_FROM,
-    the file of a dense model gives the settings of an MoE model that starts as this dense model.
+    converts the settings of a dense model to the settings of the upcycled MoE model.
 
     Ranks receive the result as flags, so that editing the file does not change a running job. Raises
     ConfigError if the file or a value cannot be read; each line names the file.

@@ -150,7 +150,7 @@ def shape_facts(config: Config) -> Facts:
 
 
 def function_facts(config: Config) -> Facts:
-    """Settings that determine what the model computes with the same tensors."""
+    """Settings that change what the model computes, but not its tensor shapes."""
     facts = _values(
         config, "norm_epsilon", "qk_norm_epsilon", "rotary_base", "activation", "rotary_fraction",
         "rope_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
@@ -178,7 +178,7 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Yields changes of settings that `facts` and `before` share. A dense model, for example, has no TOPK."""
+    """Yields settings in both arguments with different values. A dense model, for example, has no TOPK."""
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:

@@ -71,7 +71,7 @@ def read_composed(value: str) -> str | None:
         raise ValueError("only the last piece may omit the iteration at which it ends")
     _check_shares([until for _, until, _ in pieces])
     if any(target is not None and target > 1 for _, _, target in pieces):
-        raise ValueError("a piece must not end above 100% of LR")
+        raise ValueError("a piece's target must not exceed 100% of LR")
     return text
 
 

@@ -133,7 +133,7 @@ _LIST_OF_SIZES = re.compile(r"(\d+|none)([ ,]+(\d+|none))+")
 
 
 def warn_of_misspelt(of_command: Iterable[str] = ()) -> None:
-    """Warns of environment variables like misspelled settings of Config or the command (`of_command`)."""
+    """Warns of variables that look like misspelled settings of Config or of the command (`of_command`)."""
     for name, near in unknown_variables(os.environ, [name.upper() for name in of_command]):
         complain(f"warning: {name} is not a setting; did you mean {near}?")
 

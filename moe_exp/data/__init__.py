@@ -1,1 +1,1 @@
-"""Corpus -> tokens -> batches. Stages pass data on as files. Of the folders, only `samples` imports torch."""
+"""Corpus -> tokens -> batches. Stages exchange data as files. Only the folder `samples` imports torch."""

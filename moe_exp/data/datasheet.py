@@ -145,7 +145,7 @@ def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
         cells[index] = f"({len(words[index]):,})"
         rows.append((part.name, *cells))
     share = "" if every == 1 else f" Based on a sample of one in {every} texts, chosen by hash."
-    note = f"Distinct texts in both sources; in parentheses, distinct texts of the source itself.{share}"
+    note = f"Distinct texts that two sources share; in parentheses, distinct texts in one source.{share}"
     return [note, "", *_table(("", *(part.name for part in parts)), rows)]
 
 

@@ -141,7 +141,7 @@ def data_among(
     sizes: Mapping[str, int], where: str, what: str, text_field: str = "",
     has_text: Callable[[str], bool] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Selects the document files in a folder. A warning names other files, unless they are metadata.
+    """Selects the document files in a folder. Warns about other files, unless they are metadata.
 
     Selects record files (JSON and tables). Selects text files only if there are no record files, because
     text files next to records are usually a README or LICENSE.
@@ -184,7 +184,7 @@ def data_among(
     if sum(left_out.values()) > sum(sizes[name] for name in chosen if name not in about):
         suffix = ending(chosen[0])
         pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
-        fix = f"select files with a pattern such as {pattern}, or convert those left out to .txt or .jsonl"
+        fix = f"select files with a pattern such as {pattern}, or convert the other files to .txt or .jsonl"
         if has_text and any(ending(name) in JSON_FILES for name in left_out):
             fix = f"{_OTHER_FIELD}, or {fix}"
         raise input_error(f"{what}={where}", f"{line}, which is most of the data", fix)

@@ -20,7 +20,7 @@ _REPORT_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Execution:
-    """Where tasks run, and with how many workers. Does not affect their results."""
+    """Executor and resources of the tasks. Does not affect their results."""
 
     executor: str = "local"  # or slurm or ray
     workers: int | None = None  # default: all cores available to this process; unlimited for SLURM and Ray
@@ -103,7 +103,7 @@ class After:
         self.stats = task_stats("⏳ - AFTER")
         if left := self.before.left():
             log = f"{self.before.folder}/logs/task_{left[0]:05d}.log"
-            rule = f"{len(left)} tasks of the previous pass are not complete, the first is task {left[0]}"
+            rule = f"{len(left)} tasks of the previous pass are not complete (first: task {left[0]})"
             raise ValueError(f"{rule}. Fix: see {log}, and repeat the command.")
 
 

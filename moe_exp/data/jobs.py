@@ -60,7 +60,7 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
             if one.left():
                 ray_executor(one, execution).run()
             if left := one.left():  # RayPipelineExecutor.run does not report failed tasks
-                rule = f"{len(left)} of {one.num_tasks} tasks failed or were lost, first task {left[0]}"
+                rule = f"{len(left)} of {one.num_tasks} tasks failed or were lost (first: task {left[0]})"
                 log = f"{one.folder}/logs/task_{left[0]:05d}.log"
                 raise ChildProcessError(f"{rule}. Fix: see {log}, and {AGAIN}.")
         return True
@@ -91,7 +91,7 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
 def run_stage_passes(
     steps: Mapping[str, tuple[Step, int]], execution: Execution, stage: CorpusStage, verb: str, working: Path
 ) -> bool:
-    """Runs the steps of a later stage like `run_passes`, with a progress bar unless they run on SLURM.
+    """Runs the steps of a later stage as `run_passes` does, with a progress bar except on SLURM.
 
     Args:
         steps: each step and its number of tasks, by name. Every step reads all inputs of the stage.
@@ -162,7 +162,7 @@ def check_no_jobs(folder: Path) -> None:
 
 def _jobs_there(folder: Path) -> list[str]:
     jobs_file = folder / _JOBS
-    fix = "make sure with squeue that no job of this step remains, then remove the file"
+    fix = "check with squeue that no job of this step remains, then remove the file"
     return still_there(read_json(jobs_file, fix=fix)) if jobs_file.exists() else []
 
 

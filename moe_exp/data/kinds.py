@@ -55,7 +55,7 @@ class TextRule:
     longest_bytes: int = 2**20
 
     def facts(self) -> dict[str, Any]:
-        """Values that differ from the default, for the settings of a step."""
+        """Values that differ from the defaults, to record in a step's settings."""
         usual = vars(TextRule())
         return {f"text_{name}": value for name, value in vars(self).items() if value != usual[name]}
 
@@ -63,7 +63,7 @@ class TextRule:
 FILES = TextRule()
 
 NOT_JSON = "not valid JSON"
-_BINARY = "the file is binary, not text (a byte is 0)"
+_BINARY = "the file is binary, not text (has a NUL byte)"
 _UTF16 = "the file is UTF-16, not UTF-8"
 _NOT_UTF8 = "the file is not UTF-8 text"
 # for text files that are not UTF-8
@@ -104,7 +104,7 @@ def total_bytes(paths: Iterable[Path]) -> int:
 
 
 def without_ending(name: str) -> str:
-    """File name without the ending of its kind."""
+    """File name without its file-type suffix."""
     return name[: len(name) - len(ending(name))]
 
 
@@ -130,7 +130,7 @@ def is_stream(path: Path) -> bool:
 
 
 def _has_values(path: Path) -> bool:
-    """Whether a .json file is an array or an object over several lines, not JSONL; raises one of `DAMAGE`."""
+    """Whether a .json file is an array or a multi-line object, not JSONL; raises one of `DAMAGE`."""
     return ending(path) in JSON_FILES and bool(_JSON_VALUES.match(next(_file_chunks(path), b"")))
 
 
@@ -171,7 +171,7 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
             try:
                 yield from (orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in batch.to_pylist())
             except UnicodeDecodeError as error:  # pyarrow does not validate strings when it reads them
-                raise BadDocument(path, number + 1, "invalid UTF-8 in this row or the next ones") from error
+                raise BadDocument(path, number + 1, "invalid UTF-8 in this or a later row") from error
     elif _has_values(path):
         yield from _json_values(path)
     elif is_compressed(path):
@@ -236,7 +236,7 @@ def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _json_values(path: Path) -> Iterator[bytes]:
-    """Yields each value of a JSON array, or of a sequence of values, as a line."""
+    """Yields each value of a JSON array, or of concatenated JSON values, as a line."""
     # not orjson, which does not return where a value ends
     decoder, scan = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
     buffer, number, wanted, closing = "", 1, 0, None

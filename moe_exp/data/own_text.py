@@ -99,7 +99,7 @@ def facts_for_ranks(prepared: Config) -> str:
 
 
 def find_prepared_text(config: Config, trained: str = "") -> Config:
-    """Like `with_prepared_text`, for a run that was trained; prepares nothing.
+    """Like `with_prepared_text`, but for an already trained run; prepares nothing.
 
     If files have changed or are missing, uses the newest preparation of the same text and logs a warning;
     ValueError if none exists. `trained`: `tokenizer_fingerprint` that the tokenizer of the preparation must
@@ -141,10 +141,10 @@ def plan_text(config: Config) -> list[str]:
             lines.append(f"{what}, already prepared in {found.folder}")
             continue
         tokenizer = source.tokenizer.name if source.tokenizer else ""
-        made = tokenizer or f"a tokenizer with {source.vocab_size} tokens, trained on this text"
+        made = tokenizer or f"a {source.vocab_size}-token tokenizer trained on this text"
         held_out = ", documents held out for validation" if source.holds_out else ""
         folder = Path(config.data_dir) / folder_name(source)
-        lines.append(f"{what}, would be tokenized with {made}{held_out}, into {folder}")
+        lines.append(f"{what}, would be tokenized into {folder} with {made}{held_out}")
     return lines
 
 
@@ -266,7 +266,7 @@ def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> l
             # reuse that preparation: its held-out documents must not be trained on in a stage
             sources[sources.index(same)] = replace(same, aliases=(*same.aliases, name))
         elif shared and not config.valid_data:
-            rule = f"shares only some files with TRAIN_DATA={shared[0].name}, which holds out documents"
+            rule = f"shares only some files with TRAIN_DATA={shared[0].name}, which has held-out documents"
             fix = "use all files of that text or none of them, or set VALID_DATA"
             raise ConfigError([problem("data_stages", name, rule, fix)])
         else:

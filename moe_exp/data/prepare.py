@@ -79,7 +79,7 @@ class Preparation:
 
 
 def prepare(wanted: Preparation) -> dict[str, Any] | None:
-    """Runs all unfinished steps. Raises like `download`, `convert` and `shuffle`.
+    """Runs all unfinished steps. Raises the errors of `download`, `convert` and `shuffle`.
 
     Returns:
         The manifest of the shuffled shards; None while SLURM jobs are active.
@@ -120,7 +120,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
 
 
 def _checked_folders(source: Source, wanted: Preparation) -> tuple[Path, Path]:
-    """Folders of the chunks and the shards, after checking them and the shuffle settings."""
+    """Checks the chunk and shard folders and the shuffle settings; returns the folders."""
     # errors must come before hours of work, and before --start-over removes anything
     name = wanted.output_name or source.name
     made = wanted.data_dir / name, wanted.data_dir / f"{name}_shuffled"

@@ -155,7 +155,7 @@ def known_places(data_dir: Path) -> set[str]:
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """The prepared data of the same files: equal names, sizes and times, or (with other times) contents."""
+    """Prepared data of files with the same names, sizes, and either modification times or contents."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]
@@ -195,7 +195,7 @@ def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> P
 
 
 def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
-    """Finds or creates a text's token files; of several processes of any node, one creates them."""
+    """Finds or creates a text's token files; only one process across all nodes creates them."""
     if found := matching(source, data_dir):
         logger.info("%s: already prepared, %s", source.name, _summary(found))
         return found

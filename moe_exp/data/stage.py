@@ -270,7 +270,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether OUTPUT (start of its unfinished step, or manifest) is older than the manifest of `other`."""
+    """Whether OUTPUT (its unfinished step, or else its manifest) predates the manifest of `other`."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)
@@ -301,7 +301,7 @@ def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:
 
 
 def free_disk(folder: Path) -> int:
-    """Free space (bytes) on the disk of `folder`, which may not exist yet."""
+    """Free space (bytes) on the disk of `folder`, which need not exist yet."""
     existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
     return shutil.disk_usage(existing).free
 
@@ -311,7 +311,7 @@ class Unfinished(ValueError):
 
 
 def check_free_disk(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises `Unfinished` if `what` does not fit on the disk of `folder`, which may not exist yet."""
+    """Raises `Unfinished` if `what` does not fit on the disk of `folder`, which need not exist yet."""
     free_bytes = free_disk(folder)
     if free_bytes < needed_bytes:
         rule = f"has {bytes_text(free_bytes)} free; {what} requires {bytes_text(needed_bytes)}"

@@ -66,7 +66,7 @@ def _kernel(main, grad, mean, square, weight, factors, size, beta1, beta2, eps, 
 
 
 def join(weight: Tensor, remainder: Tensor, square: Tensor) -> Tensor:
-    """fp32 main weights of bf16 weights, int16 remainders and second moments, whose signs mark ties."""
+    """fp32 main weights, rebuilt from bf16 weights, int16 remainders and second moments (signs mark ties)."""
     high = weight.view(torch.int16).int() + square.signbit()
     return (high * 65536 + remainder).view(torch.float32)
 

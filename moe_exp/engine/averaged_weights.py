@@ -63,7 +63,7 @@ def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -
 
 @contextmanager
 def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> Iterator[None]:
-    """In the block, weights and average are swapped. Called by every rank, in `parameters_in_sync`."""
+    """Swaps weights and average inside the block. Every rank must call this, in `parameters_in_sync`."""
 
     @torch.no_grad()
     def exchange() -> None:
@@ -82,7 +82,7 @@ def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataPa
 
 
 def update_model_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    """Copies the rounded main weights to the model. Called by every rank, within `parameters_in_sync`."""
+    """Copies the rounded main weights to the model. Every rank must call this, in `parameters_in_sync`."""
     for part in optimizer.chained_optimizers:
         if not isinstance(part, FP32Optimizer) and not part.is_stub_optimizer:
             part._copy_main_params_to_model_params()

@@ -92,7 +92,7 @@ def backends_of(
         loaded, reason = native.library()
         found["CPU functions"] = ("torch" if loaded is None else "C++", reason)
     if config.use_moe and config.token_rounding:
-        rounded = "in training, tokens per expert and micro-batch are reduced to multiples of this number"
+        rounded = "in training, tokens per expert and micro-batch are rounded down to multiples of this value"
         found["token rounding"] = (str(config.token_rounding), f"{rounded}; the lowest weights are dropped")
     if config.is_fp8_by_kernels:
         found["FP8"] = ("e4m3", "expert GEMMs with scales per block of 128; requested by FP8")
@@ -105,7 +105,7 @@ def backends_of(
 def _attention_backends(
     config: Config, device_type: str, te: tuple[str, str] | None
 ) -> dict[str, tuple[str, str]]:
-    """Backend and reason of the layers with and without a window; `te`: those of Transformer Engine."""
+    """Attention backend and reason, for layers with and without a window; `te`: Transformer Engine's."""
     if te and not (config.document_mask or config.needs_own_attention):
         return {"attention": te}
     found = {}
@@ -282,7 +282,7 @@ def why_unchecked(device: torch.device) -> str:
 
 
 def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
-    """Checks of `moe-exp doctor --kernels`, yielded one by one, because compiling for a GPU takes long."""
+    """Checks of `moe-exp doctor --kernels`, yielded one by one, because GPU compilation is slow."""
     for changes in _DOCTOR_CASES:
         for part in PARTS if "router" in changes else ["experts"]:
             yield from _checks(part, replace(_DOCTOR_SIZES, **changes), device)

@@ -118,7 +118,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal, memory_text: Callable[[Exception], str] = str) -> Iterator[None]:
-    """Prints an error in the block with rank, host name and device, but only the message of a user error.
+    """Prints errors raised in the block with rank, host name and device; user errors only as a message.
 
     If GPU memory is full, prints only one line, with `memory_text` of the error.
     """

@@ -1,4 +1,4 @@
-"""The optimizer step with `adamw_step`, in which the host does not wait for the device.
+"""Optimizer step with `adamw_step` that does not make the host wait for the device.
 
 Megatron's step reads the gradient norm on the host before it clips, and the device idles meanwhile. Here
 `adamw_step` gets the norm on the device, clips, skips the step if the norm is not finite, and writes the
@@ -46,7 +46,7 @@ def keeps_remainders(config: Config, step: str) -> bool:
 
 
 def store_main_weights(part: Any) -> None:
-    """Makes a part of the optimizer store main weights by `Adam.split`, and allocates moments.
+    """Makes a part of the optimizer store main weights split (`Adam.split`), and allocates moments.
 
     Code that needs main weights joins them. The next iteration or copy to the model splits them again.
     """
@@ -153,7 +153,7 @@ def count_step(optimizer: MegatronOptimizer, norm: float) -> bool:
 
 
 def _share_gradients(part: Any) -> None:
-    """Sets the gradients of main weights to those in the buffers, without a copy, whatever their dtype is."""
+    """Makes the gradients of main weights views of the gradient buffers, in the buffers' dtype."""
     for main, model in _pairs(part):
         grad = model.main_grad
         if isinstance(part, DistributedOptimizer):

@@ -37,7 +37,7 @@ Batch = dict[str, Any]
 
 
 class Graph(Protocol):
-    """Interface of CudaGraph; tests use another class in its place."""
+    """Interface of CudaGraph, for which tests substitute another class."""
 
     def capture(self, region: Callable[[], Tensor]) -> Tensor:
         """Records the operations of `region` without executing them; `replay` fills the returned tensor."""
@@ -114,9 +114,9 @@ def choose_graph(
     reasons = {
         "requires a GPU": device_type != "cuda",
         config.graph_problem: bool(config.graph_problem),
-        f"the host must know the rows per expert with EXPERT_BACKEND={expert_backend}": has_splits,
+        f"EXPERT_BACKEND={expert_backend} needs the rows per expert on the host": has_splits,
         "not supported by Transformer Engine's layers; IMPL=local allows it": has_te,
-        "the gradient exchange overlaps with the backward pass; OVERLAP=false or CUDA_GRAPH=on allows it":
+        "the gradient exchange overlaps with the backward pass; OVERLAP=false or CUDA_GRAPH=on allows graphs":
         overlaps and config.cuda_graph == "auto",
         failure: bool(failure),
     }  # fmt: skip

@@ -421,14 +421,14 @@ class GPTModelWithLinearLoss(PredictingModel):
         self._targets = labels.transpose(0, 1), mask.transpose(0, 1)
 
     def losses(self, hidden: Tensor, weight: Tensor | None, labels: Tensor, mask: Tensor | None) -> Tensor:
-        """As in PredictingModel, for one depth after the other."""
+        """As in PredictingModel, for one depth at a time."""
         self._set_targets(labels, mask)
         return super().losses(hidden, weight, labels, mask)
 
     def _output(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Forward pass of the output layer: losses [S, B] if there are labels, else logits; and no bias."""
+        """Forward pass of the output layer: losses [S, B] with labels, else logits; the bias is None."""
         if self._targets is None:
             return self._project(hidden, weight, runtime_gather_output)
         if self.config.sequence_parallel:

@@ -72,7 +72,7 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
 
 @contextmanager
 def _megatron_builds(config: Config, step: str) -> Iterator[None]:
-    """In the block, Megatron builds the chosen optimizer and accepts it in its distributed optimizer."""
+    """Inside the block, Megatron builds the chosen optimizer and can use it in its distributed optimizer."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     fp32 = (step == "torch" and not keeps_remainders(config, step) and _FUSED_ADAM) or Adam
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else fp32
@@ -116,7 +116,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether Muon updates the parameter (no embedding, output layer or router) and it is split on `axis`."""
+    """Whether the parameter is split on `axis` and updated by Muon (no embedding, output layer or router)."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -206,7 +206,7 @@ def build_optimizer(
 
 
 def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Sets Megatron's hooks that zero and finish gradients, scale the loss and delay communication."""
+    """Sets Megatron's hooks for zeroing and finalizing gradients, loss scaling and delayed communication."""
     settings, overwritten = (
         get_model_config(model[0]),
         [p for chunk in model for p in leave_to_kernels(chunk)],
@@ -318,7 +318,7 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 class _NotFiniteError(Exception):
-    """Ends Megatron's step before it uses the gradient norm; the argument is the norm."""
+    """Raised to end Megatron's step before it uses the gradient norm (the exception's argument)."""
 
 
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
@@ -403,7 +403,7 @@ class RouterState:
 def norm_of_all(
     chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """(norm of all tensors as one vector, fp32 [1]; None in place of a norm per tensor)."""
+    """Norm of all tensors as one vector, fp32 [1], and None instead of per-tensor norms."""
     norms = torch._foreach_norm([x for some in tensors for x in some], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 

@@ -265,7 +265,7 @@ T = TypeVar("T")
 
 
 def on_first_rank(make: Callable[[], T]) -> T | None:
-    """Result of `make` on rank 0, None elsewhere. Called by every rank; raises like `from_first_rank`."""
+    """Result of `make` on rank 0, None elsewhere. Called by every rank; same errors as `from_first_rank`."""
     made: list[T] = []
     from_first_rank(lambda: made.append(make()))
     return made[0] if made else None

@@ -23,7 +23,7 @@ KEEP_FREED_MEMORY = {
 
 @dataclass(frozen=True)
 class Nodes:
-    """Other machines that a run is prepared for."""
+    """Target machines of a run, if not this one."""
 
     gpus: int | None = None  # of each machine; 0: CPU nodes, None: unknown
 

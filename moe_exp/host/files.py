@@ -118,7 +118,7 @@ def read_yaml(path: Path, *, fix: str = "") -> Any:
 
 
 def shallow(text: str) -> str:
-    """Returns YAML text; ValueError if brackets nest so deep that PyYAML would take seconds."""
+    """Returns `text` (YAML); ValueError if brackets nest so deeply that PyYAML would take seconds."""
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         depth += 1 if bracket in "[{" else -1

@@ -27,7 +27,7 @@ def quiet_loggers() -> None:
 
 
 def patch_router(moe_utils: Any) -> None:
-    """Fixes a NameError of Megatron 0.16's router without Transformer Engine; only comparisons use it."""
+    """Fixes a NameError without Transformer Engine in Megatron 0.16's router, used only in comparisons."""
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
 

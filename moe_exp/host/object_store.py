@@ -53,7 +53,7 @@ class StoredFile:
 
 
 class Store:
-    """Files below a URL. Safe for threads and after a fork.
+    """Files below a URL. Thread-safe and fork-safe.
 
     All methods raise a ValueError if the store denies access or the URL is invalid, and a ConnectionError if
     the store keeps failing; both are one line with a fix.

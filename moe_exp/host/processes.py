@@ -66,7 +66,7 @@ def signals_handled(
 
 
 class QuickExit:
-    """Ends this process with `code`, if set. Skips the freeing of objects, which takes a second."""
+    """Ends this process with `code`, if set. Skips freeing objects, which would take a second."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -119,7 +119,7 @@ def worker_context(module: str) -> ForkServerContext | SpawnContext:
 
 
 def free_port() -> int:
-    """A free TCP port below the ephemeral range, where no outgoing connection takes it by chance."""
+    """A free TCP port below the ephemeral range, so that no outgoing connection can take it."""
     while True:
         # not from the seeded generator: two runs with the same seed would try the same port
         port = random.SystemRandom().randrange(10_000, 30_000)

@@ -31,8 +31,8 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class RouterCounts:
-    """Counts the choices of this rank's routers, [P, L, E]. `layers` are pairs of an index in the whole model
-    and a layer with a `router`. Set `source` before every batch, and `valid_T` to exclude padding.
+    """Counts the choices of this rank's routers, [P, L, E]. `layers`: pairs (index in the whole model, layer
+    with a `router`). Set `source` before every batch, and `valid_T` to exclude padding.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """The shortest distinct endings of paths, with up to three parts; otherwise the whole paths."""
+    """Shortest distinct path suffixes of up to three components; if there are none, the whole paths."""
     for count in range(1, 4):
         names = ["/".join(Path(prefix).parts[-count:]) for prefix in prefixes]
         if len(set(names)) == len(names):

@@ -1,6 +1,6 @@
 """Evaluates held-out text: loss, perplexity, bits per byte and expert usage, for each data prefix and in
 total. Replicas share the batches, as in `score`. Sums are in float64 and reduced once at the end. Token files
-are cut into sequences that predict every token exactly once, except the first of each text.
+are cut into sequences in which every token but the first of each text is predicted exactly once.
 """
 
 import json
@@ -245,7 +245,7 @@ class _Owner:
             logger.info("data: the validation part of TRAIN_DATA (SPLIT=%s)", saved.split)
             return [prefix for _, prefix in token_files.parse_blend(saved.train_data)], share
         if saved.train_data:
-            raise self.error("the training had neither VALID_DATA nor a SPLIT for validation")
+            raise self.error("training used neither VALID_DATA nor a SPLIT for validation")
         logger.info("data: the held-out part of the embedded corpus")
         return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix], (0.0, 1.0)
 
@@ -320,7 +320,7 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Raises ValueError if data has another tokenizer; only warns for the run's data or if allowed to."""
+    """Raises ValueError if data has another tokenizer; only warns for the run's own data or if allowed."""
     for source in sources:
         facts, documents = token_files.tokenizer_facts(source.files.manifest), documents_of(source.prefix)
         if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):

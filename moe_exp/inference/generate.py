@@ -150,7 +150,7 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
             raise setting_error("prompt", shown, "must have at least one token", "use at least one character")
         if len(tokens) >= max_positions:
             rule = f"has {len(tokens)} tokens, but must have fewer than max_positions={max_positions}"
-            fix = f"shorten the prompt, or raise --max-positions; the training had SEQ_LEN={seq_len}"
+            fix = f"shorten the prompt, or raise --max-positions; training used SEQ_LEN={seq_len}"
             raise setting_error("prompt", shown, rule, fix)
     if max_positions > seq_len:
         text = "max_positions=%d: the model was trained with SEQ_LEN=%d; longer text may be nonsense"

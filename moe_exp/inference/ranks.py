@@ -136,7 +136,7 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: training's MBSZ with `capacity`, else `most`, or fewer for 256 MB of logits."""
+    """Default batch size: training's MBSZ with `capacity`; else `most`, capped at 256 MB of logits."""
     return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
@@ -168,8 +168,8 @@ def run_alone(config: Config, work: Callable[[Runtime], None]) -> None:
 
 
 def run_rank(plan: Callable[[str], Any], work: Callable[[Any, Runtime], None]) -> None:
-    """Runs `work` as a rank of a torchrun job, whose argument is the file that `plan` reads. A ValueError is
-    printed in one line, with exit code 1.
+    """Runs `work` as a rank of a torchrun job. `plan` reads the file given on the command line. A ValueError
+    is printed in one line, with exit code 1.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_exp").setLevel(logging.ERROR)  # the launcher has logged the plan's messages

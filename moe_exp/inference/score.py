@@ -202,7 +202,7 @@ def _make_file(plan: ScoringPlan) -> None:
             else:
                 os.truncate(file.fileno(), num_bytes)
     except FileExistsError:
-        rule = f"another job is writing this file, or was killed and left {plan.partial}"
+        rule = f"another job is writing this file, or was killed and left {plan.partial} behind"
         raise setting_error("out", plan.out, rule, "wait for that job, or remove that file") from None
     except OSError:
         plan.partial.unlink()

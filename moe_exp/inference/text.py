@@ -47,7 +47,7 @@ def tokenizer_for(
         rule = f"has {tokenizer.vocab_size} tokens, but the model has VOCAB_SIZE={saved.vocab_size}"
         raise setting_error("tokenizer", path, rule, "pass --tokenizer with the training's tokenizer")
     if tokenizer.vocab_size < saved.vocab_size:
-        text = "tokenizer %s has %d of the model's %d tokens; the remaining tokens decode to no text"
+        text = "tokenizer %s has %d of the model's %d tokens; the remaining tokens decode to empty text"
         logger.info(text, path, tokenizer.vocab_size, saved.vocab_size)
     return tokenizer
 

@@ -73,8 +73,8 @@ _HUNG = "killed by its launcher because the run hung"
 
 
 class StandBys:
-    """Processes that have imported everything, which takes most of a restart, one per rank of this node. Each
-    waits for the environment of the rank that it becomes, or ends with this process.
+    """Standby processes, one per rank of this node, that have done all imports (most of the restart time).
+    Each waits for the environment of the rank that it becomes, or ends with this process.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class StandBys:
         self.waiting: dict[str, tuple[subprocess.Popen[bytes], int]] = {}  # process, pipe
 
     def start(self) -> None:
-        """Starts the processes, and imports what a failure needs."""
+        """Starts the processes and imports modules needed after failures."""
         import moe_exp.watch.diagnosis  # noqa: F401
 
         for local_rank, (command, environ) in self._commands.items():
@@ -93,7 +93,7 @@ class StandBys:
             self.waiting[local_rank] = process, writer
 
     def start_rank(self, command: Any, environ: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Starts a rank, in the process that waits for it if there is one."""
+        """Starts a rank, in its standby process if there is one."""
         self._commands[environ["LOCAL_RANK"]] = command, environ
         process, writer = self.waiting.pop(environ["LOCAL_RANK"], (None, -1))
         if process is None or process.poll() is not None:
@@ -149,7 +149,7 @@ class Agent(LocalElasticAgent):
         return failed
 
     def _stand_by(self) -> None:
-        """Starts the processes that stand by once all ranks have trained: until then they need the CPUs."""
+        """Starts the standby processes once all ranks have trained; until then, the ranks need the CPUs."""
         folder = os.environ.get(HEARTBEATS)
         if self._pcontext is None or self._standbys.waiting or not folder or not self._spec.max_restarts:
             return

@@ -123,7 +123,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
-    """Settings for the ranks: `given` without those from the settings file that have the preset's value."""
+    """Settings for the ranks: `given` without settings-file values that equal the preset's."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
     # unless set, these are derived from other settings or the data
@@ -200,7 +200,7 @@ _OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """Returns `module_arguments` plus the rendezvous address, which torchrun changes in the variables."""
+    """Returns `module_arguments` plus the rendezvous address, because torchrun overwrites its variables."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 
@@ -247,7 +247,7 @@ def _warn(lines: Iterable[str]) -> None:
 def dry_run_text(
     config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
 ) -> str:
-    """All settings and where they come from (first: `sources`), the torchrun command, and the report."""
+    """All settings with their sources (`sources` takes precedence), the torchrun command, and the report."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
         default = of_preset.get(name, Config.model_fields[name].default)

@@ -339,12 +339,12 @@ def _load_dir(c: Config) -> Iterator[str]:
 
 
 def _data_of_converted(c: Config) -> Iterator[str]:
-    """Requires TRAIN_DATA for weights of another program: the embedded corpus has another tokenizer."""
+    """Requires TRAIN_DATA for converted weights, because the embedded corpus has a different tokenizer."""
     for name in ("load_dir", "upcycle_from") if not c.train_data else ():
         with suppress(ValueError):  # reported by the checks of these settings
             value = getattr(c, name)
             if value and not is_url(value) and is_converted(one_checkpoint(expanded(value))):
-                rule = f"{name.upper()}={value} has another vocabulary than the embedded corpus"
+                rule = f"{name.upper()}={value} has a different vocabulary than the embedded corpus"
                 yield c.problem("train_data", rule, "set TRAIN_DATA to text or token files")
 
 
@@ -401,13 +401,13 @@ def disk_warnings(config: Config) -> list[str]:
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks the disk space: on resume for the next checkpoint, else for all or one, as DISK_CHECK says."""
+    """Checks disk space: on resume for the next checkpoint, else for all or one, depending on DISK_CHECK."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Existing checkpoints; problems if the next checkpoint does not fit, and if not all new ones fit."""
+    """Existing checkpoints, problems if the next one does not fit, and problems if not all new ones fit."""
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []
     folder = RunFolder.of(c)
@@ -431,7 +431,7 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     larger_disk = "choose a RUN_DIR on a larger disk, or free some space"
     if free_bytes < next_bytes and (there or c.disk_check == "one"):
         what = " for the next checkpoint and the records until then" if there else ""
-        fix = "free some space, or move the run to a larger disk and adapt RUN_DIR" if there else larger_disk
+        fix = "free some space, or move the run to a larger disk and update RUN_DIR" if there else larger_disk
         refused.append(c.problem("run_dir", f"{has} {bytes_text(next_bytes)}{what}", fix))
     if free_bytes < until_end.needed_bytes and c.disk_check == "run":
         rule, fix = f"{has} {bytes_text(until_end.needed_bytes)}", larger_disk

@@ -183,7 +183,7 @@ class RestartRendezvous(RendezvousHandler):
         return int(self._store.add(f"done/{self.round}", 0))
 
     def finish(self) -> None:
-        """Records that this node's ranks have finished, and waits for others, which need node 0's store."""
+        """Records that this node's ranks have finished; waits for other nodes, which need node 0's store."""
         self._store.add(f"done/{self.round}", 1)
         deadline = time.monotonic() + _EXIT_SECONDS
         with suppress(DistError):  # node 0 has left
@@ -222,7 +222,7 @@ class RestartRendezvous(RendezvousHandler):
             store.set("key", fingerprint)
         elif store.get("key") != fingerprint.encode():
             raise RendezvousConnectionError(
-                f"node 0 at {self._host}:{self._port} has another key than this node: another job uses the"
+                f"node 0 at {self._host}:{self._port} has a different key: another job uses the"
                 " port, or the nodes do not share RUN_DIR. Fix: set MASTER_PORT to an unused port and RUN_DIR"
                 " to a folder on a shared file system"
             )

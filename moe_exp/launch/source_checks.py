@@ -122,7 +122,7 @@ _ROUNDING = 1.01  # tolerance for rounded weights and for TRAIN_ITERS in whole b
 
 
 def data_warnings(config: Config) -> list[str]:
-    """Warns if token files mismatch or repeat too often, or validation uses one document or training data."""
+    """Warnings about tokenizers, repeated token files, and validation on one document or training data."""
     with suppress(ValueError, OSError):  # reported by the checks of files
         if not config.train_data or needs_preparation(config):
             return list(validation_overlaps(config))

@@ -210,8 +210,8 @@ class MoELayer(nn.Module):
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The choice by score alone, without expert bias and groups, for the losses: slots per expert [E],
-        experts [T, K] (may be None after a routing kernel), and counted slots [T, K] (None: all).
+        """Experts chosen by score alone, ignoring expert bias and groups, for the losses: slots per expert
+        [E], experts [T, K] (may be None after a routing kernel), and counted slots [T, K] (None: all).
         """
         # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss on the biased choice would work against the
         # bias.

@@ -259,7 +259,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`, which would drop a batch dimension of 1."""
+        """Calls Megatron's method without `packed_seq_params`, as they would drop a batch dimension of 1."""
         if packed_seq_params is not None:
             self.rotary_pos_emb.documents = packed_seq_params
         try:

@@ -220,7 +220,7 @@ def job_of_row(row: Mapping[str, str]) -> PlannedJob:
 
 
 def row_of_job(job: PlannedJob, gpu: str) -> dict[str, str]:
-    """Returns a row that `job_of_row` converts back to `job`, without settings that other columns imply."""
+    """Inverse of `job_of_row`: returns the row of `job`, omitting settings that other columns imply."""
     c = job.config
     row: dict[str, object] = {
         "gpu": gpu, "gpus_per_node": c.gpus_per_node, "nodes": c.nnodes, "n_gpus": c.world_size,
@@ -257,7 +257,7 @@ def _number(row: Mapping[str, str], column: str) -> int:
 
 
 def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[str]:
-    """Yields warnings about rows of `path` that `read_rows` accepts but that contradict themselves."""
+    """Yields warnings about self-contradictory rows of `path` that `read_rows` accepts."""
     tables = (MEASURED_RUNS, PUBLIC_RUNS)
     known = {name for table in tables for name in table.read_text().partition("\n")[0].split(",")}
     known.update(_AS_SETTINGS)

@@ -81,7 +81,7 @@ def tokenizer_of(run: RunRecords) -> str | None:
 
 
 def bits_per_nat(run: RunRecords) -> float:
-    """Bits per byte that equal one nat per token, from the latest validation with both units; else NaN."""
+    """Factor from nats per token to bits per byte, from the latest validation that has both; else NaN."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
     # the ratio depends only on tokens per byte of the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
@@ -195,7 +195,7 @@ def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """Rounds a loss that a run reached up to four decimal places, so that the run reached the result, too."""
+    """Rounds a loss up to four decimal places, so that a run that reached it also reached the result."""
     if not np.isfinite(loss):
         return loss
     # 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
@@ -385,7 +385,7 @@ def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
             uneven.append(f"{run.name} {by}, from {rate_text(low)} to {rate_text(high)} tokens/s")
     if uneven:
         rule = "Throughput varied by more than 20% (5th to 95th percentile) within a run"
-        found.append(f"{rule}, so its times are not reliable: {'; '.join(uneven)}.")
+        found.append(f"{rule}, so run times are not reliable: {'; '.join(uneven)}.")
     window = window_of(runs)
     for run in runs:
         if num := int((~np.isfinite(run.train["lm_loss"])).sum()):

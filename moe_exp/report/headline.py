@@ -160,8 +160,8 @@ def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
 
 RANKING_RULE = (
     "Validation losses are compared at the last point that all runs have reached, interpolated linearly"
-    " between the validations of each run. Runs whose settings differ only in SEED count as one run, whose"
-    " loss is the mean of theirs; seeds without a validation are left out. If a model has no validation, or"
+    " between the validations of each run. Runs whose settings differ only in SEED count as one run with"
+    " their mean loss; seeds without a validation are left out. If a model has no validation, or"
     " the runs were validated on different data, smoothed training losses are compared instead, at the end of"
     " the shortest run."
 )

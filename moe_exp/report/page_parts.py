@@ -143,7 +143,7 @@ _PARITY_RULE = (
 
 
 def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> str:
-    """One card per comparison at the same loss, or a table of many; then the definition of the comparison."""
+    """Cards of comparisons at equal loss (a table if there are many), and the definition of a comparison."""
     if not found:
         return ""
     title = "Cost of the same loss"
@@ -376,7 +376,7 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
         ]
         rows = [row_html(name, values) for name, *values in texts]
         tables += table(list(map(escape, run.ranks[0])), rows, f"Ranks of {run.name}", css="scroll tall")
-    return tables and tables + how("Milliseconds without waits for other ranks: a slow rank waits least.")
+    return tables and tables + how("Milliseconds, excluding waits for other ranks: a slow rank waits least.")
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:

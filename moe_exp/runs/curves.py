@@ -66,7 +66,7 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
 
 
 def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draws losses and learning rate over iterations as a PNG, with `marks_of`; ValueError without a loss."""
+    """Draws losses, learning rate and `marks_of` over iterations as a PNG; ValueError without a loss."""
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
         rule = "no train record has a loss"
@@ -160,7 +160,7 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Centered moving mean over up to `half_width` values to each side, fewer at the steep start."""
+    """Centered moving mean over up to `half_width` values per side; fewer at the start, which is steep."""
     # NaN stays NaN, to show gaps, and is excluded from the means around it
     known, places = np.isfinite(values), np.arange(len(values))
     sums = np.cumsum([0.0, *np.where(known, values, 0.0)])

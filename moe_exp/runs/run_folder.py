@@ -125,7 +125,7 @@ def open_run_folder(
                 starts = list(read_json(folder.provenance)["starts"])
         except (ValueError, KeyError, TypeError):
             broken = folder.provenance.replace(folder.provenance.with_suffix(".json.broken")).name
-            line = "cannot read %s: renamed it to %s and started a new list of starts"
+            line = "cannot read %s: renamed it to %s and created a new record of starts"
             logger.warning(line, folder.provenance, broken)
         _, changed = _changed_settings(folder, config)
         if resumed_from is not None and (matter := changes_of_resume(config)):

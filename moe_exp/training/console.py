@@ -40,7 +40,7 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
 
 
 def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
-    """Line of at most 80 columns for a train or valid record; drops parts at the end that do not fit."""
+    """Line of at most 80 columns for a train or valid record; drops trailing fields that do not fit."""
     loss = record["lm_loss"]
     parts = [
         f"step {record['iteration']:{len(str(train_iters))}}/{train_iters}",

@@ -322,8 +322,8 @@ class PhaseTimers:
         self._seconds[phase] += seconds
 
     def take(self, *, is_late: bool = False) -> dict[str, float]:
-        """Seconds per phase since the last call; waits for the device. With `is_late`, spans on a GPU that
-        were not there at the last call are left to the next one, and there is no wait.
+        """Seconds per phase since the last call; waits for the device. With `is_late`, GPU spans added since
+        the last call are left for the next call, so that this one does not wait.
         """
         number = self._num_old if is_late else len(self._pairs)
         for phase, begun, ended in self._pairs[:number]:
@@ -391,8 +391,8 @@ class RankTimes:
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; when due, starts an exchange of mean COLUMNS and PROCESSORS, which the next call
-        returns.
+        """Ends an iteration; when due, starts an exchange of mean COLUMNS and PROCESSORS, whose result the
+        next call returns.
         """
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
@@ -427,7 +427,7 @@ def timed(timers: PhaseTimers | None, phase: str) -> Iterator[None]:
 
 
 def out_of_memory_text(config: Config, error: Exception) -> str:
-    """What torch could not allocate, peaks as measured and planned, the largest tensors, and advice."""
+    """Text on the failed allocation, measured and planned peak memory, the largest tensors, and advice."""
     tried = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     parts = [f"no room for {tried[1]}" if tried else str(error).partition("\n")[0].strip().rstrip(".")]
     if torch.cuda.is_initialized():

@@ -281,7 +281,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
 
 def is_due(config: Config, iteration: int) -> bool:
-    """Whether the host needs the results of an iteration at its end, to log, save, validate, check or end."""
+    """Whether the host needs an iteration's results right after it, to log, save, validate, check or exit."""
     intervals = (
         config.log_interval, config.eval_interval, config.check_interval, config.save_interval,
         config.exit_interval,
@@ -344,7 +344,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records losses (nats per token) of weights and of their average; returns the first, and seconds."""
+    """Records losses (nats per token) of weights and averaged weights; returns the first loss and seconds."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()

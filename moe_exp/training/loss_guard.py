@@ -143,7 +143,7 @@ class LossGuard:
             return GuardEnd(f"{line}{why}. Fix: {fix}.", FAILED)
         # only another job has other nodes
         code = TO_BE_CONTINUED if len(hosts) == 1 and "SLURM_JOB_ID" in os.environ else START_AGAIN
-        return GuardEnd(f"{line}; the same command resumes from before it", code)
+        return GuardEnd(f"{line}; the same command resumes from an earlier state", code)
 
     def store_history(self, progress: Progress) -> None:
         """Stores the loss history in `progress` before a save."""
@@ -310,8 +310,8 @@ def samples_without_skips(
 def go_back(
     config: Config, folder: RunFolder, progress: Progress, *, iteration: int, samples: Sequence[Range] | None
 ) -> dict[str, Any] | str:
-    """Prepares the next start to resume from before `iteration` and to skip `samples`. All ranks must call
-    this function, and no save may be pending.
+    """Makes the next start resume from a checkpoint before `iteration` and skip `samples`. All ranks must
+    call this function, and no save may be pending.
 
     Args:
         progress: current progress.

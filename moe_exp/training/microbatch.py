@@ -186,7 +186,7 @@ def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup)
 def lm_loss(
     loss_mask: Tensor, num_counted: Tensor, losses: Tensor, *, weight: Tensor | float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of a micro-batch's mean cross entropy; the shares of context parallel ranks add up.
+    """This rank's share of a micro-batch's mean cross entropy; context parallel shares sum to the mean.
 
     Megatron multiplies the loss by the context parallel size C and averages gradients over DP*C ranks.
 

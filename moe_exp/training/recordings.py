@@ -59,7 +59,7 @@ class Recorder:
         self._profiler: profile | None = None
 
     def begin(self, iteration: int) -> None:
-        """Starts recordings before an iteration. A run resumed within a range records the rest of it."""
+        """Starts recordings before an iteration. A resume within a range records the rest of the range."""
         for what, ranges in self._ranges.items():
             lasts = [min(last, self._last) for first, last in ranges if first <= iteration <= last]
             if what in self._begun or not lasts or iteration > lasts[0]:

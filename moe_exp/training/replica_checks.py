@@ -1,5 +1,5 @@
-"""Checks that replicated weights are bitwise equal, that the optimizer's parameter groups are right, and that
-gradients are what another computation finds.
+"""Checks that replicated weights are bitwise equal, that the optimizer's parameter groups are correct, and
+that gradients match those of another computation.
 
 These tensors must be equal on these ranks:
 
@@ -98,8 +98,8 @@ def check_replicas(
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[int, str]]:
-    """Problems, one line each, with the hosts of the ranks whose copy is wrong, as far as it is known; the
-    same on every rank. If there are none, this takes a single collective.
+    """Problems, one line each, with the hosts of the ranks whose copy is known to be wrong; the same on every
+    rank. Without problems, this takes a single collective.
     """
     # Sums detect a problem; only then do the ranks exchange fingerprints by name.
     mine = _held(config, runtime, trained)
@@ -114,7 +114,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict
 
 
 class _Held(NamedTuple):
-    """Fingerprints of one rank; in the first exchange, only the sum of each kind, under the name ''."""
+    """Fingerprints of one rank; the first exchange has only one sum per kind, under the name ''."""
 
     host: str
     problems: list[str]  # of the parameter groups
@@ -303,7 +303,7 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str,
 
 
 class GradientCheck:
-    """Compares gradients with a repetition and with those of neighbours; raises ReplicaError on all ranks."""
+    """Compares gradients with a repeated computation and with neighbors; raises ReplicaError on all ranks."""
 
     def __init__(self, config: Config, runtime: Runtime, trained: Trained, progress: Progress):
         self._config, self._runtime, self._trained, self._progress = config, runtime, trained, progress
@@ -384,7 +384,7 @@ class GradientCheck:
             settings.finalize_model_grads_func, settings.no_sync_func = kept
 
     def _state(self) -> list[Tensor]:
-        """What forward passes change: sums for the log, state of the routers, largest logits of QK-clip."""
+        """State changed by forward passes: sums for the log, router state, largest logits of QK-clip."""
         sums = [x for one in self._statistics for x in (one.tokens_per_expert_E, one.sums)]
         cores = attention_cores(self._trained.model)
         return [*sums, *self._buffers, *(c.max_logits_H for c in cores if c.max_logits_H is not None)]
@@ -457,7 +457,7 @@ def _gaps(own: Tensor, other: Tensor) -> Tensor:
 def suspects(
     replicas: Sequence[int], repeated: Sequence[float], by_neighbour: Sequence[float], *, bound: float
 ) -> tuple[list[int], str]:
-    """Ranks that may have computed wrong, and from what their gradients differ.
+    """Ranks suspected of wrong results, and what their gradients differ from.
 
     Arguments, for each rank: its replica of the model, and how much its gradient differs from the repetition
     and from that of its neighbour, which is in the replica before.

@@ -87,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """Places stages that begin after a number of tokens at batch boundaries (resumed from `source`)."""
+    """Aligns stages that begin at a token count with batch boundaries (resumed from `source`)."""
     if not config.data_stages:
         return config
 
@@ -180,7 +180,7 @@ def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], l
 
 
 def read_ahead(config: Config, rank: Runtime, samples: Samples) -> ReadAhead:
-    """`samples` with NUM_WORKERS processes that read this rank's next micro-batches in advance."""
+    """Wraps `samples` with NUM_WORKERS processes that prefetch this rank's next micro-batches."""
     place = {"dp_rank": rank.groups.dp.rank(), "dp_size": rank.groups.dp.size()}
 
     def schedule(consumed_samples: int) -> tuple[int, int, int]:

@@ -112,7 +112,7 @@ def train_step(
 
 
 def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None:
-    """Waits until the last step's norm is known, then `complete`s it, unless that was done before."""
+    """Waits for the last step's gradient norm, then `complete`s the step, unless already completed."""
     if step.late_norm is not None:
         (norm,), step.late_norm = step.late_norm(), None
         updated = count_step(job.trained.optimizer, norm)

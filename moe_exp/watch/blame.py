@@ -195,7 +195,7 @@ def blame(files: Iterable[Path]) -> list[Blame]:
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
-    """Yields a log's recognized lines; those without a time, as in tracebacks, get the latest time above."""
+    """Yields a log's recognized lines; lines without a time (tracebacks) get the last time before them."""
     time = ""
     for line in lines:
         fault, here = recognised(line), origin(line)

@@ -60,13 +60,13 @@ class Situation:
 
     @property
     def is_new(self) -> bool:
-        """Whether these settings have never trained."""
+        """Whether no start with these settings has trained."""
         return not (self.iterations or self.trained_before)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What to do after a failure; `line`: the line that decided, `host`: where it appeared, if known."""
+    """Recommended action after a failure; `line`: the deciding log line, `host`: its host, if known."""
 
     action: Action
     category: str
@@ -107,7 +107,7 @@ def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
 
 
 def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
-    """Key of DECISIONS: the fault's cause, or `node` if only one of the hosts has it."""
+    """Key of DECISIONS: the fault's cause, or `node` if it points to a single host."""
     fault, is_new = one.fault, situation.is_new
     hosts = {other.where.host for other in found}
     affected = {other.where.host for other in found if other.fault == fault}
@@ -123,7 +123,7 @@ def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
 def diagnose_logs(
     files: Iterable[Path], *, iterations: int | None = None, trained_before: bool = False, repeats: int = 0
 ) -> Diagnosis:
-    """Decides by log files; other arguments as in Situation, but `iterations` None: from the logs."""
+    """Decides by log files; other arguments as in Situation (`iterations=None`: read from the logs)."""
     logs, seen = [], [0]
     for path in files:
         faults: list[Seen] = []
@@ -139,7 +139,7 @@ def diagnose_logs(
 
 
 def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str, Any]]) -> Diagnosis:
-    """Decides by the fields of `rank_failed` events; `records`: those of metrics.jsonl before them."""
+    """Decides by the fields of `rank_failed` events; `records`: earlier records of metrics.jsonl."""
     logs = []
     for one in failures:
         line = f"moe-exp: rank {one['rank']} on {one['host']} ({one['device']}) has failed: {one['cause']}"
@@ -148,7 +148,7 @@ def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str,
 
 
 def situation_of(records: Sequence[Record], failures: Sequence[Mapping[str, Any]] = ()) -> Situation:
-    """Reads from the records of a run how the start went in which `failures` ended it."""
+    """Situation of the start that `failures` ended, read from the records of a run."""
     marks = [(index, one.get("event")) for index, one in enumerate(records) if one.get("event") in _MARKS]
     start, mark = marks[-1] if marks else (0, "start")
     # without the event of a start, the failed one did not get as far as training
@@ -167,7 +167,7 @@ def situation_of(records: Sequence[Record], failures: Sequence[Mapping[str, Any]
 
 
 def situation_of_run(records: Sequence[Record]) -> Situation:
-    """Reads from the records of a run how its last failure came about."""
+    """Situation of a run's last failure, read from its records."""
     failed = [number for number, one in enumerate(records) if one.get("event") == "rank_failed"]
     end = failed[-1] + 1 if failed else len(records)
     begin = next((at for at in reversed(range(end)) if records[at].get("event") != "rank_failed"), -1) + 1

@@ -28,7 +28,7 @@ _LONGEST_SHOWN = 100  # characters
 
 
 def exclude_list(run_dir: str) -> Path:
-    """The list of a job: what its launcher has passed on, else the user's, else that of RUN_DIR."""
+    """Path of a job's list: the one passed by its launcher, else the user's, else the one in RUN_DIR."""
     given = os.environ.get(EXCLUDE_FILE) or os.environ.get("EXCLUDE_FILE")
     return expanded(given or Path(run_dir) / EXCLUDE_NODES).absolute()
 
@@ -54,7 +54,7 @@ def read_reasons(path: Path) -> dict[str, str]:
 
 
 def exclude(path: Path, host: str, reason: str) -> bool:
-    """Adds a host, without its domain; False if the list has it. Raises ValueError on an invalid name."""
+    """Adds a host, without its domain; False if already listed. Raises ValueError on an invalid name."""
     host = slurm_name(host)
     path.parent.mkdir(parents=True, exist_ok=True)
     # two nodes that add a line at the same time must not lose one
@@ -71,7 +71,7 @@ def exclude(path: Path, host: str, reason: str) -> bool:
 
 
 def exclude_if_possible(path: Path, host: str, reason: str) -> None:
-    """`exclude` for a run that must not end because of the list: logs a warning if that fails."""
+    """Like `exclude`, but only logs a warning on failure, so that the run does not end."""
     try:
         exclude(path, host, reason)
     except (OSError, ValueError, Timeout) as error:
@@ -99,7 +99,7 @@ def slurm_option(hosts: Iterable[str]) -> str:
 
 
 def slurm_name(host: str) -> str:
-    """Host name without its domain, as SLURM uses it; an IP address stays. Raises ValueError if invalid."""
+    """Host name without domain, as SLURM uses it; IP addresses are kept. Raises ValueError if invalid."""
     if not _HOST.fullmatch(host):
         fix = "use only letters, digits, '-', '_' and '.'"
         raise ValueError(f"host={host[:_LONGEST_SHOWN]!r}: is not a host name. Fix: {fix}.")

@@ -249,7 +249,7 @@ _MESSAGES = (
      r"|unused parameters"),
     ("ranks run different collectives", "program", "check the program's branches on all ranks", False,
      r"collective mismatch|mismatch between collectives|collectives.*do not match"),
-    ("code could not be compiled", "settings", "install the compiler and headers that it names", False,
+    ("code could not be compiled", "settings", "install the compiler and headers named in the message", False,
      r"failed to compile|make: \*\*\* |error: command .* failed|ninja: build stopped|OutOfResources"
      r"|Error building extension|CompilationError"),
     ("loss is not finite", "program", "lower LR or look for bad samples", False,
@@ -321,7 +321,7 @@ _RETRIED = re.compile(r"\b(WARN(ING)?|INFO|DEBUG)\b.*([Rr]etry|[Rr]etries|attemp
 
 
 def recognised(message: str) -> Fault | None:
-    """The fault that a log line reports; None if it is not known to report one."""
+    """Fault reported by a log line; None if the line matches no known fault."""
     if _RETRIED.search(message):
         return None
     if found := re.search(r"NVRM: Xid \([^)]*\): (\d+)", message):

@@ -38,7 +38,7 @@ _LOADED_SECONDS = 60.0  # for which a rank has to be slow there
 
 
 def differences(table_RN: Floats, works: Sequence[str]) -> Floats:
-    """Each rank against the median of its peers: COLUMNS minus theirs (variances are added), and then the
+    """Difference of each rank from the median of its peers: in COLUMNS (variances are added), then the
     logarithm of the ratio of own times.
     """
     own_R1 = table_RN[:, : len(PHASES)].sum(axis=1, keepdims=True)
@@ -53,7 +53,7 @@ def differences(table_RN: Floats, works: Sequence[str]) -> Floats:
 
 
 def median_of_others(values_RN: Floats) -> Floats:
-    """For each rank, the median over all other ranks, of which there has to be one."""
+    """For each rank, the median over all other ranks (at least one)."""
     order, places = np.sort(values_RN, axis=0), values_RN.argsort(axis=0).argsort(axis=0)
     # without the rank itself, all values behind its place move up
     low, high = (
@@ -64,9 +64,9 @@ def median_of_others(values_RN: Floats) -> Floats:
 
 
 def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int, dict[str, Any]]:
-    """`phase` with most of the excess and `factor` of each rank that is slow in the last samples. The inputs
-    are from `differences`, for ranks without peers minus their past; `share_R`: variance of that past, as a
-    share of a sample's.
+    """Ranks that are slow in the last samples: `phase` with the largest excess, and `factor`. The inputs come
+    from `differences`, minus the past median for ranks without peers; `share_R`: variance of this median
+    relative to that of a sample.
     """
     slow: dict[int, dict[str, Any]] = {}
     is_slow_now_R = np.median(ratios_SR[-_LENGTHS[0] :], axis=0) > _LEAST
@@ -153,7 +153,7 @@ class SlowRanks:
         return [(name, {"rank": rank, **self._places[rank], **more}) for name, rank, more in changes]
 
     def _overloaded(self, load_RN: Floats) -> NDArray[np.bool_]:
-        """Whether other programs left no processor of a rank's host free, which slows its ranks at random."""
+        """Whether other programs occupy all processors of a rank's host, which slows its ranks at random."""
         same_host_RR = self._hosts[:, None] == self._hosts
         own_R, busy_R, idle_R = same_host_RR @ load_RN[:, 0], load_RN[:, 1], load_RN[:, 2]
         all_R = busy_R + idle_R

@@ -142,7 +142,7 @@ def test_a_pass_does_not_begin_before_the_one_before_it_is_complete(tmp_path):
     done.mkdir(parents=True)
     for task in (0, 2):
         (done / f"{task:05d}").touch()
-    with pytest.raises(ValueError, match=r"^1 tasks of the previous pass .* first is task 1\. Fix: see"):
+    with pytest.raises(ValueError, match=r"^1 tasks of the previous pass .* \(first: task 1\)\. Fix: see"):
         second.pipeline[0]()
     (done / "00001").touch()
     assert second.pipeline[0]() is None

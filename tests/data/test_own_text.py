@@ -172,7 +172,7 @@ def test_a_stage_of_some_files_of_a_text(name, place):
     (place / "more/2.txt").write_text(some_text(50))
     given = {"tokenizer": tokenizer_of(place)}
     given |= {"data_stages": json.dumps([{"from_samples": 64, "train_data": name}])}
-    rule = f"DATA_STAGES={name}: shares only some files with TRAIN_DATA=text, which holds out documents."
+    rule = f"DATA_STAGES={name}: shares only some files with TRAIN_DATA=text, which has held-out documents."
     for held_out in ({}, {"split": "9,1"}):
         (line,) = text_problems(settings(**given, **held_out))
         assert line.startswith(f"{rule} Fix: ")
@@ -226,7 +226,7 @@ def test_vocabulary_that_fits(place):
 def test_plan_writes_nothing(place):
     assert plan_text(settings(train_data="")) == plan_text(settings(train_data="a_prefix")) == []
     (line,) = plan_text(settings())
-    assert line.startswith("TRAIN_DATA: 40 files, ") and "a tokenizer with 300 tokens, trained" in line
+    assert line.startswith("TRAIN_DATA: 40 files, ") and "a 300-token tokenizer trained" in line
     (place / "other.txt").write_text(some_text(50))
     stages = json.dumps([{"from_samples": 64, "train_data": "other.txt"}])
     (_, line) = plan_text(settings(data_stages=stages, tokenizer=tokenizer_of(place)))

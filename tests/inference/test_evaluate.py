@@ -218,7 +218,7 @@ def test_a_converted_model_was_not_trained_on_the_embedded_corpus(tmp_path, caps
         assert main(["generate", "--checkpoint", name, "--prompt", "a"]) == 1
         assert "TOKENIZER=: is unknown, because the training did not set it." in capsys.readouterr().err
         for setting in ("load_dir", "upcycle_from"):
-            rule = f"TRAIN_DATA=: {setting.upper()}={name} has another vocabulary than the embedded corpus"
+            rule = f"TRAIN_DATA=: {setting.upper()}={name} has a different vocabulary than the embedded corpus"
             assert rule in "".join(check_files(Config(**{setting: name}, num_experts=4, vocab_size=2048)))
         assert main(["convert", "to-hf", name, f"{name}_hf"]) == 0
         assert not (tmp_path / f"{name}_hf/tokenizer.json").exists()
@@ -326,7 +326,7 @@ def test_bad_input(checkpoint, run, prefixes, tmp_path, capsys):
         (["--data", prose, *numbers], ["SAMPLES=0: must be", "BATCH_SIZE=-1: must be", "EXPERTS=0: must be"]),
         (["--data", prose, "--capacity", "--by-document"], ["BY_DOCUMENT=true: "]),
         (["--data", prose, "--ep", "8"], ["EP=8: must divide NUM_EXPERTS=4. Fix: "]),
-        ([], ["DATA=: the training had neither VALID_DATA nor a SPLIT"]),
+        ([], ["DATA=: training used neither VALID_DATA nor a SPLIT"]),
         (["--data-of", str(run), "--data", prose], [f"DATA_OF={run}: cannot be combined with --data."]),
         (["--data-of", none], [f"DATA_OF={none}: does not exist. Fix: "]),
         (["--data-of", str(tmp_path)], [f"DATA_OF={tmp_path}: is not a distributed checkpoint"]),

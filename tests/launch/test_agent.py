@@ -464,7 +464,7 @@ def test_a_stranger_without_the_key_of_the_job_neither_ends_it_nor_speaks_in_it(
     assert not rounds.is_over and rounds.said(0) == []
     other = rendezvous(port, node_rank=1, num_nodes=2, key="another")
     pair = socket.socketpair()  # a process has other sockets, too, some without an address
-    with pair[0], pair[1], pytest.raises(RendezvousConnectionError, match="has another key than this node"):
+    with pair[0], pair[1], pytest.raises(RendezvousConnectionError, match="has a different key"):
         other.next_rendezvous()
 
 

@@ -268,7 +268,7 @@ def test_without_a_checkpoint_it_begins_anew_and_not_forever(tmp_path):
     settings = small_settings(tmp_path, "run", **CHECKED, max_rollbacks=1)
     # under SLURM, only the next job has other nodes; the check takes calls 1 and 2, training 3 and 4
     code, printed = run_spoilt(settings, "gradient", 0, 3, 3, "7")
-    assert code == TO_BE_CONTINUED and "the same command resumes from before it" in printed
+    assert code == TO_BE_CONTINUED and "the same command resumes from an earlier state" in printed
     code, printed = run_spoilt(settings, "gradient", 0, 3, 3, "7")
     assert code == FAILED
     assert "MAX_ROLLBACKS=1 reached. Fix: check the nodes with PREFLIGHT=1, then repeat" in printed

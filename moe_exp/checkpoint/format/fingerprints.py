@@ -44,7 +44,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Fingerprint of a tensor, or the part of the fingerprint's sum that one rank computes."""
+    """Fingerprint of a tensor, or one rank's share of its sum."""
 
     dtype: str  # such as `float32`
     num_values: int  # number of values in the sum
@@ -95,7 +95,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
-    """Weights (odd numbers) for `size` positions, the first at `start`, on an axis; the last axis is 1."""
+    """Odd weights for `size` positions from `start` on `axis`; axes count from the last axis, which is 1."""
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     # SplitMix64 with its constants as signed numbers, as PyTorch has no arithmetic for unsigned ones
     z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)
@@ -109,7 +109,7 @@ _kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Puts the offset on a stacked layer axis into the name as layer number; returns name and rest."""
+    """Moves a stacked layer axis's offset into the name as layer number; returns name and other offsets."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)

@@ -44,8 +44,8 @@ def weight_keys(reader: CheckpointReader) -> list[str]:
 def model_state(
     model: GPTModel, metadata: Mapping[str, Any], reader: CheckpointReader | None = None
 ) -> dict[str, Any]:
-    """Sharded state of an unwrapped model, with the keys that Megatron writes or, for reading a checkpoint,
-    with those of `reader`. `metadata` must contain `dp_cp_group`.
+    """Sharded state of an unwrapped model, with Megatron's keys or, to read a checkpoint, with the keys
+    of `reader`. `metadata` must contain `dp_cp_group`.
     """
     if reader is None:
         return model.sharded_state_dict(metadata=dict(metadata))

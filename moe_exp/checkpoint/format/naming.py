@@ -107,7 +107,7 @@ def is_optimizer(key: str) -> bool:
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Whether layers have keys of their own, and whether experts or halves of gated projections have them."""
+    """Whether layers have their own keys, and whether experts or halves of gated projections do."""
     keys = list(weights)
     return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
@@ -170,7 +170,7 @@ def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
 
 
 def num_leading(key: str) -> int:
-    """Number of leading axes of a stored tensor that count layers and experts."""
+    """Number of leading layer and expert axes of a stored tensor."""
     return int(_STACKED.fullmatch(key) is not None) + int(_EXPERTS.fullmatch(key) is not None)
 
 

@@ -67,7 +67,7 @@ def saved_config(folder: Path, **changes: Any) -> Config:
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):
         rule = "was not written by moe_exp (it has no settings)"
-        raise unusable(name, rule, "start a run with LOAD_DIR set to this folder, and name the run")
+        raise unusable(name, rule, "start a run with LOAD_DIR set to this folder, then specify that run")
     if unknown := sorted(set(saved) - set(Config.model_fields) - set(REMOVED)):
         logger.warning("%s: ignoring settings of another version: %s", folder, ", ".join(unknown))
     known = known_settings(saved)

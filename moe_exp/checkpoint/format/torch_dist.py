@@ -101,7 +101,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Slices that select a box from a part of its tensor, where the part starts at `origin`."""
+    """Slices that select a box from the part of its tensor that starts at `origin`."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.offsets, box.sizes, origin, strict=True))
 
 

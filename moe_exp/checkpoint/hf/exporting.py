@@ -120,7 +120,7 @@ def to_hf(
         fix = "pass --tokenizer, or copy the tokenizer's files into the folder"
         notes.append(f"no tokenizer was written: {why}; {fix}")
     if added := config.padded_vocab_size - config.vocab_size:
-        notes.append(f"omitted {added} padding rows of the vocabulary, part of the softmax in training")
+        notes.append(f"omitted {added} vocabulary padding rows, which were part of the softmax in training")
     return Exported(name, weights.num_bytes, tuple(notes))
 
 

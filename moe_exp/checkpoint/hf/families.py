@@ -82,7 +82,7 @@ DEFAULTS = _DEFAULTS_OF_ERNIE | NO_DROPOUT
 
 
 def sized(length: int, groups: int | None = None, epsilon: float = 1e-6, **others: Any) -> dict[str, Any]:
-    """Defaults of a class by its longest sample, key/value heads (None: all heads) and epsilon of norms."""
+    """Defaults of a class, given its maximum length, key/value heads (None: all heads) and norm epsilon."""
     sizes = {"max_position_embeddings": length, "num_key_value_heads": groups, "rms_norm_eps": epsilon}
     return DEFAULTS | sizes | others
 
@@ -204,7 +204,7 @@ QWEN2_MOE = Architecture(
 )  # fmt: skip
 _FIRST_DENSE = rules.first_dense_layers("first_k_dense_replace")
 _LAYERS_OF_VLLM = (
-    must_be("moe_layer_freq", 1, because="all layers after the first dense ones must be MoE"),
+    must_be("moe_layer_freq", 1, because="all layers after the leading dense layers must be MoE"),
     must_be("ep_size", 1, because="must be 1 in a config.json"),
 )
 # Sigmoid scores with a bias for the choice, and fields of the published config.json files that vLLM reads.
@@ -397,9 +397,9 @@ ERNIE4_5_MOE = Architecture(
         EXPERT_WIDTH, same("moe_num_experts|num_experts", "num_experts"),
         same("moe_k|num_experts_per_tok", "topk"), rules.shared_experts("moe_num_shared_experts"),
         rules.first_dense_layers("moe_layer_start_index"), rules.LAST_LAYER_IS_MOE, rules.balancing(),
-        must_be("moe_layer_interval", 1, because="all layers after the first dense ones must be MoE"),
+        must_be("moe_layer_interval", 1, because="all layers after the leading dense layers must be MoE"),
         must_be("use_bias", False, because="biases in all projections are not supported"),
-        must_be("moe_norm_min", 1e-12, because="the sum of the router weights must not be limited"),
+        must_be("moe_norm_min", 1e-12, because="the sum of router weights must have no lower bound"),
     ),
     tensors=(
         *t.MODEL, *t.ADJACENT_ATTENTION, *t.DENSE, *t.EXPERTS, *t.shared("shared_experts"),

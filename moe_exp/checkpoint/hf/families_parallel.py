@@ -1,5 +1,5 @@
-"""Tables of architectures with other norms, attention and MLP in parallel, or other value heads; and all
-tables.
+"""Tables of architectures with other norms, parallel attention and MLP, or other value heads; and
+ARCHITECTURES, all tables.
 """
 
 from dataclasses import replace

@@ -15,7 +15,7 @@ NUM_EXPERTS = same("num_experts|num_local_experts", "num_experts")
 
 
 def layers_by_type(num_dense: Any) -> FieldRule:
-    """DENSE_LAYERS_BY_TYPE with another default: the number of first layers that are dense."""
+    """DENSE_LAYERS_BY_TYPE, but by default the first `num_dense(fields)` layers are dense."""
     rule, name = rules.DENSE_LAYERS_BY_TYPE, "mlp_layer_types"
 
     def read(fields: rules.Fields) -> rules.Settings:

@@ -43,9 +43,9 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
 
 
 def same(names: str, setting: str) -> FieldRule:
-    """Rule for a field that means the same as a setting. Of several names (`num_experts|num_local_experts`),
-    the first is written. A setting such as `head_dim.kv_channels` means: read into head_dim, write from
-    kv_channels.
+    """Rule for a field that means the same as a setting. If there are several names
+    (`num_experts|num_local_experts`), the first is written. A setting such as `head_dim.kv_channels` means:
+    read into head_dim, write from kv_channels.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")
@@ -227,7 +227,7 @@ def first_dense_layers(name: str) -> FieldRule:
 def _read_last_layer(fields: Fields) -> Settings:
     name, last = "moe_layer_end_index", given(fields, "num_hidden_layers") - 1
     if (found := given(fields, name)) not in (-1, last):
-        raise refuse(name, found, "all layers after the first dense ones must be MoE")
+        raise refuse(name, found, "all layers after the leading dense layers must be MoE")
     return {}
 
 
@@ -261,7 +261,7 @@ DENSE_LAYERS_BY_TYPE = FieldRule(
 
 
 def shared_experts(name: str = "n_shared_experts") -> FieldRule:
-    """Rule for the number of shared experts, which are here one expert of their total width."""
+    """Rule for the number of shared experts, which this package joins into one of their total width."""
     return FieldRule(
         (name,),
         lambda f: {"shared_expert_size": given(f, name) * given(f, "moe_intermediate_size")},
@@ -270,7 +270,7 @@ def shared_experts(name: str = "n_shared_experts") -> FieldRule:
 
 
 def _of_all_layers(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
-    """Value of a field that may be a list with a value per layer, which must be equal."""
+    """Value of a field that may be a list with one value per layer; all values must be equal."""
     value = given(fields, name, default)
     values = value if isinstance(value, list) else [value] * given(fields, "num_hidden_layers")
     if not values or values != values[:1] * given(fields, "num_hidden_layers"):
@@ -282,7 +282,7 @@ def _read_hunyuan(fields: Fields) -> Settings:
     width = given(fields, "intermediate_size")
     for name, needed in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
         if (found := _of_all_layers(fields, name, needed)) != needed:
-            rule = f"must be {needed}, as transformers' class has one shared expert, as wide as the others"
+            rule = f"must be {needed}: transformers' class has one shared expert, as wide as a routed expert"
             raise refuse(name, found, rule)
     return {"topk": _of_all_layers(fields, "moe_topk"), "ffn_hidden_size": width, "shared_expert_size": width}
 
@@ -324,7 +324,7 @@ def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> Fiel
 
 
 def group_ranking(topk: int, groups: int, used: int, best: int = 0) -> int:
-    """Number of best experts by which this package ranks a group; 0 if tokens may use all groups."""
+    """Number of a group's best experts whose scores rank the group; 0 if tokens may use all groups."""
     return 0 if groups <= 1 or groups == used else best or max(1, topk // used)
 
 

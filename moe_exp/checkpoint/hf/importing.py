@@ -38,7 +38,7 @@ _CONTINUED: Settings = {
     "preset": "reference", "optimizer": "adam", "lr": 3e-5, "min_lr": 3e-6, "lr_decay_style": "cosine"
 }  # fmt: skip
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
-_NO_PREDICTION = "MTP_NUM_LAYERS=0: the weights lack the layers of num_nextn_predict_layers={}"
+_NO_PREDICTION = "MTP_NUM_LAYERS=0: the num_nextn_predict_layers={} layers are missing from the weights"
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _COUNTS = (
     "num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts", "num_nextn_predict_layers",

@@ -1,4 +1,4 @@
-"""Tensors of a layer as transformers names them, and their places in a checkpoint: parts of families.py."""
+"""Tensors of a layer under transformers' names, and their places in a checkpoint; used by the families."""
 
 from dataclasses import replace
 

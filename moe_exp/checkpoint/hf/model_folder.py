@@ -89,8 +89,8 @@ class ModelFolder:
         index = there if index is None else index
         if differing := sorted(name for name in {*index, *there} if index.get(name) != there.get(name)):
             said, is_in = (where.get(differing[0], "no file") for where in (index, there))
-            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
-            raise _damaged(path / INDEX, f"names {said} for {differing[0]}, which is in {is_in}{more}")
+            more = f" ({len(differing) - 1} more tensors differ)" if len(differing) > 1 else ""
+            raise _damaged(path / INDEX, f"lists {said} for {differing[0]}, but {is_in} contains it{more}")
         self._packed = self._take_packed() if is_mxfp4(self.config) else {}
 
     def _index(self) -> dict[str, str] | None:
@@ -131,7 +131,7 @@ class ModelFolder:
                 self.weights[name] = StoredWeight(file, tuple(entry.get_shape()), entry.get_dtype())
 
     def _take_packed(self) -> dict[str, StoredWeight]:
-        """Moves blocks and scales of MXFP4 out of `weights`, which then has the weights that they encode."""
+        """Replaces MXFP4 blocks and scales in `weights` with the weights that they encode."""
         packed: dict[str, StoredWeight] = {}
         for name in [name.removesuffix(BLOCKS) for name in self.weights if name.endswith(BLOCKS)]:
             blocks, scales = (self.weights.pop(name + end, None) for end in (BLOCKS, SCALES))
@@ -270,7 +270,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Gives a copied tokenizer the begin token (if any) and end token of training; returns their ids."""
+    """Sets the begin (if any) and end token used in training in a copied tokenizer; returns their ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
@@ -309,7 +309,7 @@ def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
     added = {token["id"]: token["content"] for token in read_json(path).get("added_tokens") or []}
     beyond = range(vocab_size, size)
     if not added.keys() >= set(beyond):
-        rule = f"has {size} tokens; those beyond vocab_size={vocab_size} (config.json) must be added tokens"
+        rule = f"has {size} tokens; tokens beyond vocab_size={vocab_size} (config.json) must be added tokens"
         raise unusable(path, rule, "use the tokenizer that belongs to the weights")
     return [added[token] for token in beyond]
 
@@ -350,7 +350,7 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
 
 
 def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Token ids used in training; leaves out a field if its list of ids in `old` already contains the id."""
+    """Token ids used in training, except for fields whose list of ids in `old` already contains the id."""
     lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
     return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
 
@@ -369,8 +369,8 @@ def write_generation_config(
 def write_model_card(
     folder: Path, title: str, facts: str, *, source: Path, iteration: int, original: Path | None
 ) -> None:  # fmt: skip
-    """Writes a README.md that names the model and its origin. If the weights were imported, the folder
-    `original` with the DESCRIPTION of their source provides the license and the base model.
+    """Writes a README.md that names the model and its origin. For imported weights, the license and
+    the base model come from `original`, the folder with the DESCRIPTION of their source.
     """
     fields, missing = [], "license, training data and evaluation"
     if original is not None:

@@ -1,4 +1,4 @@
-"""Weights in MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss is published: read only."""
+"""Reads weights in MXFP4 (OCP Microscaling Formats 1.0), the published format of gpt-oss."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rules for the rotary embedding in a config.json: one for all layers, or by kind of layer."""
+"""Rules for rotary embeddings in a config.json: one for all layers, or one per kind of layer."""
 
 import math
 from typing import Any
@@ -137,7 +137,7 @@ def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
 def rope_by_kind(
     windows: FieldRule, *, full: float, windowed: float, legacy: bool, fraction: float | None = None
 ) -> FieldRule:
-    """Rule for a rotary embedding of the layers with a window and one of the others.
+    """Rule for two rotary embeddings: for layers with a window and for layers without.
 
     Args:
         windows: the class's rule for windows.
@@ -153,7 +153,7 @@ def rope_by_kind(
         both, of_windows = given(fields, name, {}), windows.read(fields)
         old_form = {key: fields[key] for key in old if fields.get(key) is not None}
         if both.keys() - {FULL, WINDOWED} or (both and old_form):
-            rule = f"transformers only reads {FULL} and {WINDOWED}, and nothing beside it"
+            rule = f"transformers only reads {FULL} and {WINDOWED} in it, and no older rope fields"
             raise refuse(name, both, rule, "correct the config.json")
         if old_form:
             scaling = old_form.pop("rope_scaling", {})  # its rope_theta has priority, its `type` no effect
@@ -163,7 +163,7 @@ def rope_by_kind(
             for kind, base in ((FULL, full), (WINDOWED, windowed))
         )
         if not (of_full.get("yarn_truncate", True) and of_windowed.get("yarn_truncate", True)):
-            raise refuse("truncate", False, f"transformers ignores it in {name} by kind of layer")
+            raise refuse("truncate", False, f"transformers ignores it if {name} is per kind of layer")
         if not of_windows["sliding_window"] or of_full == of_windowed:
             return of_full
         if of_windows["window_pattern"] == "1":
@@ -176,7 +176,7 @@ def rope_by_kind(
 
     def write(config: Config) -> dict[str, Any]:
         if not config.yarn_truncate:
-            rule = "transformers ignores it in rotary embeddings by kind of layer"
+            rule = "transformers ignores it if rotary embeddings depend on the kind of layer"
             raise UnsupportedModel(f"YARN_TRUNCATE=False: {rule}. Fix: set YARN_TRUNCATE=true.")
         of_windows = of_full = flat.write(config)[name]
         if config.window_rotary_base:
@@ -188,7 +188,7 @@ def rope_by_kind(
 
 
 def rope_by_layer(windows: FieldRule, theta: float) -> FieldRule:
-    """Rule for `layer_rope_theta`, a base of the rotary embedding per layer, 0: none (GraniteMoeSWA)."""
+    """Rule for `layer_rope_theta`, the rotary base of each layer; 0: no rotary embedding (GraniteMoeSWA)."""
     flat, name = rope(theta), "layer_rope_theta"
 
     def read(fields: Fields) -> Settings:
@@ -203,8 +203,8 @@ def rope_by_layer(windows: FieldRule, theta: float) -> FieldRule:
             kinds[windowed and of_windows["sliding_window"] > 0].update([base] if base else [])
         full, windowed_ones = kinds
         if max(map(len, kinds)) > 1 or (settings["rope_scaling"] != "none" and len(full | windowed_ones) > 1):
-            rule = "must be one base in layers with a window, one in the others"
-            raise refuse(name, bases, f"{rule}, and the same with rope scaling")
+            rule = "must be one base for layers with a window and one for layers without"
+            raise refuse(name, bases, f"{rule}, equal with rope scaling")
         if full and windowed_ones - full:
             settings["window_rotary_base"] = float(*windowed_ones)
         rotary_layers = pattern_of([base != 0 for base in bases])

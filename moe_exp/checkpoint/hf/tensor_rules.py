@@ -176,7 +176,7 @@ def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: 
 
 
 def _padded(values: Tensor, config: Config) -> Tensor:
-    """Adds zeros to the channels of `values` [heads, channels, ...] up to the size of key heads."""
+    """Pads the channels of `values` [heads, channels, ...] with zeros to the size of key heads."""
     if not (missing := config.kv_channels - values.size(1)):
         return values
     return torch.cat([values, values.new_zeros(len(values), missing, *values.shape[2:])], dim=1)
@@ -185,13 +185,13 @@ def _padded(values: Tensor, config: Config) -> Tensor:
 def _unpadded(values: Tensor, config: Config) -> Tensor:
     size = config.value_head_dim or config.kv_channels
     if values[:, size:].any():
-        rule = "the weights of further channels are not zero. Fix: train with this setting from the start"
+        rule = "channels beyond it have nonzero weights. Fix: train with this setting from the start"
         raise ValueError(f"VALUE_HEAD_DIM={size}: {rule}.")
     return values[:, :size]
 
 
 def _reordered(part: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """Swaps the axes of these sizes within every head's channels, or every expert's rows."""
+    """Views every head's channels, or every expert's rows, as `sizes` and swaps the two axes."""
     return part.unflatten(0, (-1, *sizes)).transpose(1, 2).flatten(0, 2)
 
 
@@ -267,8 +267,8 @@ def _pieces_of(
 
 
 def by_expert(piece: MappedPiece) -> Iterator[tuple[MappedPiece, int | None]]:
-    """Yields a box per expert and the expert's index in theirs if the experts' values are reordered, which
-    takes a copy; else the piece and None.
+    """For joins that reorder each expert's values (which takes a copy), yields a box per expert and the
+    expert's index; otherwise the piece and None.
     """
     if piece.join not in _OF_EXPERTS:
         yield piece, None

@@ -150,7 +150,7 @@ class _Work:
         if self.layers_stacked and len(set(map(frozenset, layers.values()))) > 1:
             rule = "requires layers with the same tensors, but dense and MoE layers differ"
         elif self.layers_stacked and not self.experts_stacked:
-            rule = "cannot be combined with single experts in Megatron"
+            rule = "cannot be combined with one key per expert in Megatron"
         if rule:
             raise folders.unusable("layers=stacked", rule, "pass --layers single")
         has_optimizer = "optimizer" in self.common and not changes.weights_only
@@ -190,7 +190,7 @@ class _Work:
             yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
 
     def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
-        """Key of a logical tensor in the new style, and (index, size) of each leading axis that it adds."""
+        """A logical tensor's key in the new style, and (index, size) of each leading axis the style adds."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
         (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []
@@ -286,8 +286,8 @@ def average(
 ) -> Written:
     """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
     checkpoint with the last source's iteration. `of_ema` averages the stored moving averages (EMA_DECAY)
-    instead; the expert bias has none and is averaged itself. Raises ValueError if models differ or lack
-    moving averages, or where `reshape` would.
+    instead; the expert bias has no moving average, so its values are averaged. Raises ValueError if models
+    differ or lack moving averages, or as `reshape` does.
     """
     readers = [CheckpointReader(source, keep_bytes=naming.KEEP_BYTES // len(sources)) for source in sources]
     stored = [naming.logical_tensors(reader) for reader in readers]

@@ -62,7 +62,7 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
-        why = f"belongs to a checkpoint with its checksum in {MANIFEST}: use ckpt reshape --weights-only or"
+        why = f"belongs to a checkpoint whose {MANIFEST} has its checksum: use ckpt reshape --weights-only or"
         return ShrunkFile(path, before, before, f"{why} ckpt prune instead")
     try:
         loaded = _load(path)
@@ -254,7 +254,7 @@ class _Compact:
 
 
 def difference(a: Any, b: Any) -> str:
-    """First difference of two loaded files in structure, values or shared tensors; empty if equal."""
+    """First difference between two loaded files (structure, values, shared tensors); empty if equal."""
 
     def alike(a: Any, b: Any) -> bool:
         # Tensors are compared bit by bit. Containers are skipped, since _nodes also visits their items.

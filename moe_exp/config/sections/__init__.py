@@ -1,1 +1,1 @@
-"""Settings by section, with the values that follow from them and the rules between them. No torch."""
+"""Settings by section, with derived values and rules across settings. Does not import torch."""

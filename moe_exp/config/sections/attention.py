@@ -19,8 +19,8 @@ class AttentionSettings(ModelSettings):
 
     sliding_window: NonNegative = model(
         0,
-        "number of tokens that a query sees in the layers of WINDOW_PATTERN, itself included; 0: all earlier "
-        "tokens",
+        "attention window in the layers of WINDOW_PATTERN (tokens, including the query's own); 0: all "
+        "earlier tokens",
     )
     window_pattern: LayerPattern = model(
         "1",
@@ -35,8 +35,8 @@ class AttentionSettings(ModelSettings):
     )
     window_rotary_base: Rate = model(
         0.0,
-        "base of a rotary position embedding, without ROPE_SCALING, that layers with SLIDING_WINDOW have "
-        "instead of the other layers'; 0: the same in all layers",
+        "rotary base of layers with SLIDING_WINDOW, which then ignore ROPE_SCALING; 0: all layers have the "
+        "same rotary embedding",
         costs=False,
     )
     window_query_groups: NonNegative = model(
@@ -44,8 +44,8 @@ class AttentionSettings(ModelSettings):
     )
     value_head_dim: OptionalWidth = model(
         0,
-        "channels per value head, if fewer than per query and key head (MiMo-V2-Flash); the others are "
-        "computed with weights of zero; 0: as many",
+        "channels per value head, if fewer than per query/key head (MiMo-V2-Flash); missing channels are "
+        "padded with zero weights; 0: as many as per query/key head",
         costs=False,
     )
     value_scale: float = model(1.0, "factor on values (MiMo-V2-Flash)", gt=0, costs=False)
@@ -59,8 +59,8 @@ class AttentionSettings(ModelSettings):
     )
     attention_gate: bool = model(
         False,
-        "multiply the result of attention by the sigmoid of a projection of its input, before the output "
-        "projection (Qwen3-Next, Afmoe)",
+        "multiply the attention output by a sigmoid gate projected from the attention input, before the "
+        "output projection (Qwen3-Next, Afmoe)",
     )
     attention_backend: Literal["auto", "sdpa", "flash-attn", "flex", "blocks"] = model(
         "auto",

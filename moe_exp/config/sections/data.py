@@ -140,8 +140,8 @@ class DataSettings(OptimizerSettings):
 
     @property
     def stages(self) -> list[DataStage]:
-        """The initial stage (TRAIN_DATA and SEQ_LEN), then those of DATA_STAGES. Stages given in tokens begin
-        at a batch boundary only in the settings that `with_stage_begins` returns.
+        """The initial stage (TRAIN_DATA and SEQ_LEN), then those of DATA_STAGES. Token-based stages start at
+        a batch boundary only in the result of `with_stage_begins`.
         """
         stages = [DataStage(0, self.train_data, self.seq_len)]
         for given in self._given_stages:
@@ -294,8 +294,9 @@ class DataSettings(OptimizerSettings):
         bad = [self.gbsz] if size % factor else sorted(n for n in {self.gbsz, *sizes} if n % unit)
         if not bad:
             return None
-        rule = f"has seq_len={stage.seq_len}, so a sample counts as {factor}, but a batch of {bad[0]} is not"
-        rule += f" a multiple of the {size} samples per micro-batch times DP={replicas}"
+        rule = f"has seq_len={stage.seq_len}, so each sample counts as {factor} samples of SEQ_LEN,"
+        rule += f" but a batch of {bad[0]} is not a multiple of the {size} samples per micro-batch"
+        rule += f" times DP={replicas}"
         rule += f" times PP={self.pp} (VPP)" if self.vpp else ""
         if not size % factor and self.gbsz % unit == 0:
             return rule, f"use multiples of {unit} for all steps of RAMPUP_BATCH_SIZE"

@@ -94,7 +94,7 @@ class LearningSettings(ParallelSettings):
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
-        """MTP_LOSS_COEFF in the next iteration after `consumed_samples`; as LR, by batches of GBSZ."""
+        """MTP_LOSS_COEFF of the iteration after `consumed_samples`, counted in batches of GBSZ, as for LR."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))

@@ -67,9 +67,9 @@ class ModelSettings(LaunchSettings):
     norm_bias: bool = model(True, "biases in norm layers (NORMALIZATION=LayerNorm)")
     norm_placement: Literal["pre", "post", "around", "around_moe", "parallel"] = model(
         "pre",
-        "norms before attention and MLP; post: after them instead (OLMo 2); around: before and after them "
-        "(Afmoe); around_moe: before them, and after MoE layers (A.X K1); parallel: one norm, before "
-        "attention and MLP, which are added to the same residual stream (Cohere2)",
+        "position of norms; pre: before attention and MLP; post: after them (OLMo 2); around: before and "
+        "after them (Afmoe); around_moe: before them, and also after MoE layers (A.X K1); parallel: one "
+        "norm before attention and MLP, which run in parallel (Cohere2)",
     )
     add_bias_linear: bool = model(False, "biases in all linear layers, including experts and router")
     qk_norm: bool = model(False, "normalize queries and keys; with MLA, normalize their compressed vectors")
@@ -112,12 +112,12 @@ class ModelSettings(LaunchSettings):
         "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
     )
     yarn_truncate: bool = model(
-        True, "round the ends of the range of frequencies between the two YARN_BETAs to whole channels (yarn)"
+        True, "round the bounds of the frequency range between the two YARN_BETAs to whole channels (yarn)"
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
     embedding_multiplier: float = model(1.0, "factor on the embeddings (Granite)", gt=0, costs=False)
     residual_multiplier: float = model(
-        1.0, "factor on what attention and MLP add to the residual stream (Granite)", gt=0, costs=False
+        1.0, "factor on attention and MLP outputs added to the residual stream (Granite)", gt=0, costs=False
     )
     attention_multiplier: Rate = model(
         0.0,
@@ -127,13 +127,13 @@ class ModelSettings(LaunchSettings):
     logits_scaling: float = model(1.0, "number by which logits are divided (Granite)", gt=0, costs=False)
     mtp_num_layers: FewLayers = model(
         0,
-        "layers after the last one for multi-token prediction (DeepSeek-V3): layer k predicts the token "
-        "k + 1 places ahead, in training only",
+        "number of multi-token prediction layers after the last layer (DeepSeek-V3): layer k predicts the "
+        "token k + 1 positions ahead, in training only",
     )
     mtp_loss_coeff: RateByIteration = model(
         0.3,
-        "coefficient of the multi-token prediction loss, the mean over MTP_NUM_LAYERS, or its values over "
-        "the run: 0.3:70%,0.1 is 0.3 for 70% of the iterations, then 0.1 (counted as in LR_DECAY_STYLE)",
+        "coefficient of the multi-token prediction loss (mean over MTP_NUM_LAYERS): a number, or a schedule "
+        "such as 0.3:70%,0.1 (0.3 for 70% of the iterations, then 0.1; iterations as in LR_DECAY_STYLE)",
         costs=False,
     )
     dropout: Probability = model(0.0, "dropout probability after attention, MLPs and the embedding")
@@ -293,7 +293,7 @@ class ModelSettings(LaunchSettings):
         return list(layers_of_pattern(pattern, self.num_layers, first))
 
     def pattern_problems(self, name: str, layers: Sequence[bool]) -> Iterator[str]:
-        """Yields a line if setting `name`, which chooses `layers`, lists more or fewer than the model has."""
+        """Yields a line if `layers`, chosen by setting `name`, has more or fewer layers than the model."""
         if len(layers) != self.num_layers:
             rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
             fix = f"give a number, n:m, or a pattern of {self.num_layers} zeros and ones"

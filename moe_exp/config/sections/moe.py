@@ -63,7 +63,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def all_moe_layers(self) -> list[bool]:
-        """`moe_layers`, then a flag per layer for multi-token prediction, which is like the last layer."""
+        """`moe_layers`, then the last layer's flag once per multi-token prediction layer."""
         return self.moe_layers + self.moe_layers[-1:] * self.mtp_num_layers
 
     @property

@@ -38,8 +38,8 @@ class OptimizerSettings(LearningSettings):
     )
     main_params: Literal["auto", "fp32", "remainder"] = learning(
         "auto",
-        "how bf16 runs keep fp32 main weights; fp32: beside the bf16 weights; remainder: as the bf16 weights "
-        "and 16 more bits, with the same results; auto: remainder on a GPU with OPTIMIZER=adam",
+        "storage of fp32 main weights in bf16 runs; fp32: a full copy; remainder: only the 16 bits that the "
+        "bf16 weights lack, with the same results; auto: remainder on a GPU with OPTIMIZER=adam",
         costs=True,
         compared=False,
     )
@@ -176,7 +176,7 @@ class OptimizerSettings(LearningSettings):
             if value // ways * num_bytes % row_bytes:
                 row = f"{name.upper()} / ETP={ways}" if ways > 1 else name.upper()
                 rule = (
-                    f"EXPERT_BACKEND={self.expert_backend} requires rows of a multiple of {row_bytes} bytes"
+                    f"EXPERT_BACKEND={self.expert_backend} requires row sizes divisible by {row_bytes} bytes"
                 )
                 sizes = multiples(row_bytes // num_bytes * ways, value)
                 fix = f"set {name.upper()} to {sizes}, or EXPERT_BACKEND=loop"

@@ -62,7 +62,7 @@ class OutputSettings(DataSettings):
     )
     keep_best: NonNegative = output(
         0,
-        "number of checkpoints with the lowest validation loss that are also kept (with KEEP_LAST); 0: none",
+        "also keep this number of checkpoints with the lowest validation loss (with KEEP_LAST); 0: none",
         measured=0,
         compared=False,
     )
@@ -121,7 +121,7 @@ class OutputSettings(DataSettings):
             (evaluate and self.train_data and not has_valid, "valid_data",
              f"required for EVAL_INTERVAL={evaluate}, as TRAIN_DATA={shown(self.train_data)} is not a"
              " folder or file of text on this machine",
-             "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0, or correct TRAIN_DATA if it should name text"),
+             "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0, or correct TRAIN_DATA if it should be text"),
             (evaluate and shares and not sum(shares[1:2]), "split",
              f"has no validation share, but EVAL_INTERVAL={evaluate}",
              "set for example SPLIT=99,1, or EVAL_INTERVAL=0"),

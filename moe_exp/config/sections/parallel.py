@@ -56,7 +56,7 @@ class ParallelSettings(BackendSettings):
     recompute: Literal["none", "moe_act", "selective", "full"] = layout(
         "none",
         "activation recomputation; moe_act: the experts' activation function; selective: MoE layers; full: "
-        "every layer (in a dense model, both moe_act and selective: the attention scores)",
+        "every layer (in a dense model, moe_act and selective recompute attention scores)",
     )
     recompute_modules: RecomputedModules = layout(
         "",
@@ -66,7 +66,7 @@ class ParallelSettings(BackendSettings):
     offload_modules: OffloadedModules = layout(
         "",
         "modules whose saved tensors are moved to host memory until backward, comma-separated "
-        f"({', '.join(OFFLOADED)}); mlp: of layers without experts",
+        f"({', '.join(OFFLOADED)}); mlp: the MLPs of dense layers",
     )
     cuda_graph: Literal["auto", "on", "off"] = layout(
         "auto",
@@ -87,13 +87,13 @@ class ParallelSettings(BackendSettings):
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """Modules whose saved tensors are moved to host memory; those that the model has."""
+        """OFFLOAD_MODULES that the model has; their saved tensors are moved to host memory."""
         ignored = {""} if self.use_moe else {"", "experts", "shared_expert"}
         return frozenset(self.offload_modules.split(",")) - ignored
 
     @property
     def needs_own_layers(self) -> bool:
-        """Whether Transformer Engine cannot compute the layers: it joins norms with the projections after."""
+        """Whether Transformer Engine, which fuses norms with the next projection, cannot run the layers."""
         return (
             "norm" in self.recomputed
             or (self.norm_placement, self.norm_bias, self.qk_norm_epsilon) != ("pre", True, 0)
@@ -183,7 +183,7 @@ class ParallelSettings(BackendSettings):
         )  # fmt: skip
 
     def offload_problems(self) -> Iterator[str]:
-        """Yields what is wrong with OFFLOAD_MODULES."""
+        """Yields a line for each OFFLOAD_MODULES error."""
         chosen, again = self.offloaded, self.recomputed
         if not chosen:
             return

@@ -61,14 +61,14 @@ class ReliabilitySettings(OutputSettings):
     )
     max_rollbacks: NonNegative = care(
         5,
-        "maximum number of rollbacks after loss spikes, and of those after silent corruption; a further one "
-        "makes the run fail",
+        "maximum number of rollbacks after loss spikes and, counted separately, after silent corruption; the "
+        "run fails if another is needed",
         compared=True,
     )
     sdc_check_every: NonNegative = care(
         0,
-        "iterations between checks for silent corruption: gradients are computed twice more, on the same and "
-        "on another rank, and compared; a difference restarts the run from before; 0: off",
+        "iterations between checks for silent corruption: gradients are recomputed on the same rank and on "
+        "another rank and compared; a mismatch restarts the run from an earlier checkpoint; 0: off",
         measured=0,
     )
     preflight: bool = care(
@@ -95,7 +95,7 @@ class ReliabilitySettings(OutputSettings):
     )
     slow_rank_every: NonNegative = care(
         5,
-        "iterations between exchanges of phase times, which tell slow ranks (event slow_rank); 0: off",
+        "iterations between exchanges of phase times to detect slow ranks (event slow_rank); 0: off",
         measured=0,
     )
     exclude_slow: bool = care(

@@ -289,7 +289,7 @@ class RouterSettings(AttentionSettings):
         0, "number of groups that a token may use (with NUM_ROUTER_GROUPS)"
     )
     router_group_best: NonNegative = experts(
-        0, "a group's rank is the sum of its scores of this many best experts; 0: TOPK / ROUTER_GROUP_TOPK"
+        0, "number of highest expert scores per group whose sum ranks the group; 0: TOPK / ROUTER_GROUP_TOPK"
     )
     force_routing: Literal["none", "balanced", "zipf"] = experts(
         "none",

@@ -40,7 +40,7 @@ _WORD = re.compile(
 
 @dataclass
 class BlockStep:
-    """Step that builds a datatrove block and runs it, both in the process of the step."""
+    """Step that builds a datatrove block in its own process and runs it there."""
 
     build: Callable[[], Any]
     stats: Any = None
@@ -122,7 +122,7 @@ def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | N
 
 @dataclass
 class SignNearDuplicates:
-    """Last step of the first pass: writes signatures (MinhashDedupSignature) and ranks of documents."""
+    """Last step of the first pass: writes documents' signatures (MinhashDedupSignature) and ranks."""
 
     how: NearDuplicates
     folder: str

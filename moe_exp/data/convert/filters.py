@@ -103,7 +103,7 @@ _MostCommon = PlainSerializer(lambda reasons: dict(reasons.most_common()))
 
 @dataclass
 class Counts(Counted):
-    """Documents that one task or all tasks read, dropped, changed and wrote.
+    """Counts of documents read, dropped, changed and written by one task or by all tasks.
 
     Args:
         written: counted when read back from the file.
@@ -121,7 +121,7 @@ class Counts(Counted):
     samples: list[dict[str, Any]] = field(default_factory=list)
 
     def check(self, who: str) -> None:
-        """Raises ValueError unless read equals filtered plus written, as multisets of texts."""
+        """Raises ValueError unless documents read = filtered + written, compared as multisets of texts."""
         before, after = Tally(), Tally()
         # an edited document enters as its old text and leaves as its new one
         for tally in (self.read, *(new for _, new in self.edited.values())):

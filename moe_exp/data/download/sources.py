@@ -188,8 +188,8 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
 
 
 def model_source(name: str) -> Source | None:
-    """Source of a model on the Hub, `hf://OWNER/NAME[@REVISION]`, or without `hf://` unless there is such a
-    file or folder; None if `name` is a path. ValueError if only `hf://` is right.
+    """Source of the model `hf://OWNER/NAME[@REVISION]` on the Hub; `hf://` is optional unless such a file or
+    folder exists. None if `name` is a path; ValueError if the name after `hf://` is invalid.
     """
     found, is_explicit = _MODEL.fullmatch(name), name.startswith("hf://")
     if found is None and is_explicit:

@@ -59,7 +59,7 @@ class Listing:
         return sum(file.bytes for file in self.files.values())
 
     def missing(self, folder: Path) -> "Listing":
-        """The files that a folder lacks or has with another size."""
+        """Files that are missing from `folder` or have a different size."""
         left = {name: one for name, one in self.files.items() if not has_size(folder / name, one.bytes)}
         return replace(self, files=left)
 
@@ -102,7 +102,7 @@ def has_size(path: Path, num_bytes: int) -> bool:
 
 
 def _place(source: Source) -> tuple[Store, dict[str, StoredFile]]:
-    """Store of a source, and its only file if the URL names a file."""
+    """Store of a source, and the source's file if the URL names a file."""
     parent, _, name = source.url.rpartition("/")
     # A folder may be named like a file: Spark writes folders called x.parquet.
     if ending(source.url) and (found := Store(parent).find(name)):
@@ -221,7 +221,7 @@ def _pulled(store: Store, name: str, folder: Path) -> list[Path]:
         for one, size in sizes.items():
             if not has_hash(folder / one, hashes[one]):
                 (folder / one).unlink()
-                rule = "the received bytes do not have the hash in its manifest"
+                rule = "the hash of the received bytes differs from its manifest"
                 fix = "repeat the command; if it fails again, push the file again"
                 raise ConnectionError(f"{store.url}/{one}: {rule}. Fix: {fix}.")
             advance(size)

@@ -288,7 +288,7 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Fraction of documents that are cut by samples of `seq_len` tokens, and fraction of padding (`filler`).
+    """Fraction of documents split across samples of `seq_len` tokens, and fraction of padding (`filler`).
 
     `concatenated`: a document of n tokens is cut with probability (n - 1) / seq_len. `best_fit`: only
     documents longer than a sample are cut. `filler`: with best fit.

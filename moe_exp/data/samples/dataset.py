@@ -151,7 +151,7 @@ class SampleStream:
         return stage.corpora[position], stage.taken[position] + window
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples with numbers [first, first + count): int64 token ids [count/F, S1]; a sample has F numbers.
+        """Samples with numbers [first, first + count): int64 token ids [count/F, S1]; each covers F numbers.
         Raises ValueError if the numbers do not cover whole samples of one stage.
         """
         number, seq_len, _ = self.stage_at(first)
@@ -331,7 +331,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
-    """Number that consumed sample `consumed` has in the stream. `skipped`: as returned by `merged`."""
+    """Stream index of the sample consumed as number `consumed`. `skipped`: as returned by `merged`."""
     for first, end in skipped:
         if consumed < first:
             break
@@ -340,7 +340,7 @@ def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
 
 
 def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
-    """Numbers in the stream of the consumed samples [first, end). `skipped`: as returned by `merged`."""
+    """Ranges of stream indices of the consumed samples [first, end). `skipped`: as returned by `merged`."""
     found = []
     begin = stream_number(first, skipped)
     while first < end:
@@ -357,7 +357,7 @@ def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
     """Ranges to skip after resuming: the checkpoint's (`saved`), plus the run's (`wanted`) beyond the
-    checkpoint's position. Which earlier samples were skipped is known only from the checkpoint.
+    checkpoint's position. Only the checkpoint records which earlier samples were skipped.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.

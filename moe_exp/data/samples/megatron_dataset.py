@@ -51,7 +51,7 @@ class MegatronSamples:
 
     def sample(self, index: int) -> Int64Array:
         """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because a longer
-        run has another order from the first sample on.
+        run would have a different order from the first sample on.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
@@ -123,7 +123,7 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
         ("VALID_DATA", order.valid or order.train, valid, order.num_valid_samples),
     ):
         if dataset is not None and len(dataset) < num_samples:
-            rule = f"has {len(dataset)} samples, which Megatron does not repeat without weights"
+            rule = f"has {len(dataset)} samples, which Megatron repeats only if weights are given"
             rule += f", but the run requires {num_samples}"
             fix = "add a weight before each prefix, or set DATA_ORDER=stream"
             raise ValueError(f"{name}={text}: {rule}. Fix: {fix}.")

@@ -154,11 +154,11 @@ def order_changes(
             fix = "use the versions of Python, PyTorch and moe_exp that created the embedded corpus"
         add("TRAIN_DATA", f"its files differ from the data of {checkpoint} {both('fingerprint')}", fix)
     elif "content" in differing:
-        rule = f"its files have other tokens than the data of {checkpoint}, with the same document lengths"
+        rule = f"its files differ from the data of {checkpoint} in tokens, but not in document lengths"
         fix = "restore the old files"
         add("TRAIN_DATA", f"{rule} {both('content')}", fix, consequence="the loss would jump")
     elif "manifest" in differing:
-        rule = f"its manifests list other file hashes than {checkpoint} records {both('manifest')}"
+        rule = f"the file hashes in its manifests differ from those in {checkpoint} {both('manifest')}"
         fix = "restore the old files (moe-exp data verify compares files with their manifest)"
         same = "although the sampled tokens are equal"
         add("TRAIN_DATA", f"{rule}, {same}", fix, consequence="some samples have other text")
@@ -184,7 +184,7 @@ def order_changes(
     if "num_samples" in differing and "data_order" not in differing:
         rule = f"with DATA_ORDER=megatron the order depends on TRAIN_ITERS * GBSZ = {order.num_samples}"
         rule += f", which was {saved['num_samples']} in {checkpoint} (DATA_ORDER=stream depends on neither)"
-        add("TRAIN_ITERS", rule, f"set TRAIN_ITERS and GBSZ to a product of {saved['num_samples']} again")
+        add("TRAIN_ITERS", rule, f"set TRAIN_ITERS and GBSZ so that their product is {saved['num_samples']}")
     return changes
 
 

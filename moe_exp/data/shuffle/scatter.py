@@ -123,7 +123,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets; with more, a bucket's part of a read buffer is too small to read alone."""
+    """Maximum number of buckets; beyond it, a bucket's segment of a block is not worth a separate read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 

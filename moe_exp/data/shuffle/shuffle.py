@@ -157,7 +157,7 @@ def _begin(
     stage: CorpusStage, settings: dict[str, Any], rule: TextRule, inputs: Sequence[Path], tasks: int,
     memory: Memory, *, is_alone: bool,
 ) -> TaskShuffle:  # fmt: skip
-    """Creates the shuffle. A resumed shuffle keeps its tasks and buckets, whatever the memory budget."""
+    """Creates the shuffle. A resumed shuffle keeps its tasks and buckets, regardless of the memory budget."""
     path, most = stage.folder / TASKS, most_buckets(memory.longest_bytes)
     if (stage.folder / "state.json").exists():
         rule_text = "was started by an earlier version of moe_exp and cannot be resumed"

@@ -69,7 +69,7 @@ def _outputs(scattered: "Scattered") -> list[_Output]:
         raise ValueError(f"input={job.first_input}: has no documents. Fix: set another input.")
     num_train = read.num_documents - valid.num_documents
     if not num_train:
-        rule = f"all {read.num_documents} documents are held out for validation, none is left for training"
+        rule = f"all {read.num_documents} documents are held out for validation, leaving none for training"
         fix = "set a smaller fraction, or add documents with different texts"
         raise ValueError(f"valid_fraction={job.settings['valid_fraction']}: {rule}. Fix: {fix}.")
     if valid.num_documents == 1:

@@ -250,7 +250,7 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
 
 
 def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
-    """The tokenizer with a vocabulary that reveals its splits; None for anything but a byte-level BPE."""
+    """Copy of the tokenizer, with a vocabulary that reveals splits; None unless it is a byte-level BPE."""
     content = orjson.loads(tokenizer.content) if tokenizer.kind == "huggingface" else {}
     if b'"ByteLevel"' not in orjson.dumps(content.get("pre_tokenizer")) or content["model"]["type"] != "BPE":
         return None

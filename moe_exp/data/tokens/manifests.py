@@ -74,7 +74,7 @@ def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentToken
 
 
 def tokenizer_problems(config: Config) -> Iterator[str]:
-    """Yields an error if, according to the manifests, the data and TOKENIZER do not share one tokenizer."""
+    """Yields an error if manifests record different tokenizers, or one other than TOKENIZER."""
     # Another check reports a tokenizer that does not exist.
     is_there = bool(config.tokenizer) and Path(config.tokenizer).exists()
     if is_there and not config.train_data:

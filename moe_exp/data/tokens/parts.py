@@ -234,7 +234,7 @@ class PartEncoder:
         self, part: Part, batch: Sequence[tuple[int, str]], ids: npt.NDArray[np.integer[Any]],
         lengths: npt.NDArray[np.int64], tally: Tally,
     ) -> Encoded:  # fmt: skip
-        """Removes the documents whose text was encoded with special tokens."""
+        """Removes documents whose text produced special tokens."""
         found = np.flatnonzero(self._is_special[ids])
         if not len(found):  # nearly all batches
             return ids, lengths
@@ -264,7 +264,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Excerpts to compare, of these documents: the first, random ones, the first with unusual characters."""
+    """Excerpts to compare, from the first document, random ones, and the first with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)

@@ -187,7 +187,7 @@ def _pinned_backend(
     stage: CorpusStage, encoders: Encoders, requested: str, inputs: Sequence[Path], settings: PartSettings,
     num_apart: int,
 ) -> str:  # fmt: skip
-    """Backend of this tokenization, which the first call chooses by means of a sample."""
+    """Backend of this tokenization, chosen by the first call from a sample."""
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]

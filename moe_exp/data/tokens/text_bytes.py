@@ -26,7 +26,7 @@ _SPACE = "\u2581"  # Metaspace's and SentencePiece's symbol for a space
 # Text that tokenizers may change, with examples that reveal it.
 _CHANGES = {
     "accents and ligatures": "\ufb01 e\u0301 \u00b2",
-    "spaces in a row and ends of lines": "a  b\n\nc ",
+    "repeated spaces and line ends": "a  b\n\nc ",
     "a space at the beginning of a document": " a",
 }
 
@@ -113,7 +113,7 @@ class TokenBytes:
 
 
 def _space_and_unknown(tokenizer: TextTokenizer) -> tuple[Int64Array | None, int | None]:
-    """Ids of the byte tokens that encode the space symbol (None: none do), and id of the unknown token."""
+    """Ids of the byte tokens that encode the space symbol (None if absent), and id of the unknown token."""
     if tokenizer.kind == "bytes":
         return None, None
     if tokenizer.kind == "sentencepiece":

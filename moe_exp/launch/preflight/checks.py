@@ -149,7 +149,7 @@ class LinkError(RuntimeError):
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Inside the block, the default process group has the global `ranks`; no other may use `store`."""
+    """Inside the block, the default process group has the global `ranks`; no other group may use `store`."""
     # Not subgroups: they need a group of all ranks first, which one bad link prevents, and torch numbers them
     # per process, so names would differ between ranks that were in different numbers of them.
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
@@ -225,7 +225,7 @@ def _affordable(device: torch.device, size: int) -> tuple[int, int]:
 
 
 def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest all-reduce of integers, which is exact in any order of additions."""
+    """Duration (seconds) of the fastest all-reduce of integers, which are exact in any summation order."""
     size, rank = dist.get_world_size(), dist.get_rank()
     factor = size * (size + 1) // 2
     most = max(2, min(1021, 2**24 // factor))  # integers are exact in fp32 up to 2^24
@@ -240,7 +240,7 @@ def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> flo
 
 
 def _best(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of the fastest of `repeats` calls."""
+    """Minimum duration of `repeats` calls, in seconds."""
     seconds = []
     for _ in range(repeats):
         synchronize(device)

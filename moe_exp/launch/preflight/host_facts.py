@@ -32,7 +32,7 @@ def host_facts(run_dir: Path) -> dict[str, Any]:
 
 
 def disk(path: Path) -> dict[str, Any]:
-    """Path and free bytes of a disk, and why a file on it cannot be written and read back, or ''."""
+    """Path and free bytes of a disk, and the error of a write-and-read test ('' if it passed)."""
     if not path.is_dir():
         return {"path": str(path), "free_bytes": None, "problem": "not found"}
     # random bytes, since zeros could come from a hole in the file

@@ -78,7 +78,7 @@ class _Rank:
             self.values["host_memory"] = check_memory(host, bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
-        """Measures links inside nodes, between pairs of nodes (on one node: of ranks), and of all ranks."""
+        """Measures links within nodes, between pairs of nodes (of ranks on one node), and among all ranks."""
         config = self.config
         if config.world_size == 1:
             return

@@ -253,7 +253,7 @@ def knock(address: str, port: int) -> str:
 
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Why this node cannot reach other nodes, by node; `doors`: address and port of every node."""
+    """Reasons why this node cannot reach others, by node; `doors`: address and port of every node."""
     peers = peers_of(node, doors)
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)

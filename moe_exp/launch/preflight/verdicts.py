@@ -184,7 +184,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    """Blames nodes for failed pairs of nodes; in a job with one node, that node for failed pairs of ranks."""
+    """Blames nodes for failed pairs of nodes or, in a single-node job, the node for failed pairs of ranks."""
     failed: dict[tuple[int, int], str] = {}
     for node, report in reports.items():
         for rank in report["ranks"]:
@@ -245,7 +245,7 @@ SPEEDS = (
 
 
 def _speeds(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]], slow: float) -> None:
-    """Compares each rank with the ranks of other nodes, or if a job has one node, with its other ranks."""
+    """Compares each rank with ranks of other nodes or, in a single-node job, with the other ranks."""
     for speed in SPEEDS:
         values = {
             (node, rank["rank"], rank["device"]): value
@@ -295,7 +295,7 @@ Pair = tuple[int, int]
 
 
 def rounds_of_pairs(count: int) -> list[list[Pair]]:
-    """At most 6 rounds of disjoint pairs (a, b), a < b < count; each number is in 2 or more if count > 2."""
+    """At most 6 rounds of disjoint pairs (a, b), a < b < count; if count > 2, each number is in 2+ pairs."""
     strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
     edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
     rounds: list[list[Pair]] = []

@@ -178,7 +178,7 @@ def _place_problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iter
         fix = "specify an image file, or set CONTAINER_RUNTIME=pyxis"
         yield problem("container", image, "not found", fix)
     if settings.exclude_file and Path(settings.exclude_file).is_dir():
-        fix = "specify a file (it may not exist yet)"
+        fix = "specify a file (it need not exist yet)"
         yield problem("exclude_file", settings.exclude_file, "is a folder", fix)
     if settings.container_mounts and not settings.container:
         rule, fix = "has no effect without CONTAINER", "set CONTAINER or omit CONTAINER_MOUNTS"

@@ -153,7 +153,7 @@ class _Exchanged(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Flight:
-    """State shared by `_Depart` and `_Arrive` outside the graph: collectives in flight in both directions."""
+    """State of `_Depart` and `_Arrive` outside the autograd graph: collectives in flight, both directions."""
 
     exchange: Exchange
     outward: Arrival | None = None

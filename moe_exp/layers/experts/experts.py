@@ -145,7 +145,7 @@ class Experts(nn.Module):
         return self._recomputed(run, rows_RD, weights_R)
 
     def _recomputed(self, run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights_R: Tensor) -> Tensor:
-        """`run(x, weights_R)`, again in backward (up to the last saved tensor) with `recompute_hidden`."""
+        """`run(x, weights_R)`, recomputed in backward (up to the last saved tensor) if `recompute_hidden`."""
         if not (self.recompute_hidden and torch.is_grad_enabled()):
             return run(x, weights_R)
         return cast(Tensor, checkpoint(run, x, weights_R, use_reentrant=False, preserve_rng_state=False))

@@ -217,7 +217,7 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: 
         found = str(dtype).removeprefix("torch.")
         return "loop", f"grouped GEMMs run as a single kernel only in bf16 and fp16, not in {found}"
     if not (rule := fused_problem(dtype=dtype, device_type=device_type, failure=failure)):
-        return "triton", "Triton kernels, which gather the rows and save the least for backward"
+        return "triton", "Triton kernels, which gather the rows and store the least data for backward"
     if dtype == torch.float16:
         return "loop", f"not triton: {rule}; the other grouped GEMMs run as a single kernel only in bf16"
     name, reason = _choose_on_gpu(has_grouped_mm)

@@ -167,7 +167,7 @@ def _backward(
     bias1_LF: Tensor | None, bias2_LD: Tensor | None, hidden_RF: Tensor, rows_per_expert_L: Tensor,
     bias2_start: int, activation: str, token_R: Tensor | None, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of the first six arguments of `_forward` (empty if not needed); for `x`, with R rows."""
+    """Gradients of the first six arguments of `_forward` (empty if not needed); that of `x` has R rows."""
     splits = rows_per_expert_L.tolist()
     inputs = x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
     results = _empty_gradients(grad, *inputs, needs)
@@ -215,7 +215,7 @@ def _backward(
 
 
 def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[int], Tensor]:
-    """Returns a function from a group to the group's rows: a part of `x`, or gathered tokens."""
+    """Returns a function that maps a group to its rows: a slice of `x`, or gathered tokens."""
     if token_R is None:
         return x.split(splits).__getitem__
     tokens = token_R.split(splits)

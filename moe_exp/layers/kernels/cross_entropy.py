@@ -69,7 +69,7 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
     ),
 )
 def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Computes what the loss needs from this rank's part of the vocabulary.
+    """Computes the loss statistics of this rank's part of the vocabulary.
 
     Args:
         logits_NV: logits of this rank's words.
@@ -192,7 +192,7 @@ class _TokenLosses(torch.autograd.Function):
 def _statistics_of_all_words(
     logits_NV: Tensor, target_N: Tensor, first: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_statistics` over the words of all ranks of the group."""
+    """`cross_entropy_statistics` over the whole vocabulary of the group."""
     log_sum_N, picked_N = cross_entropy_statistics(logits_NV, target_N, first)
     if group_size(group) > 1:  # logsumexp over ranks
         largest_N = log_sum_N.clone()
@@ -205,7 +205,7 @@ def _statistics_of_all_words(
 
 
 def _gradient(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int) -> Tensor:
-    """`cross_entropy_gradient`, by the kernel in the memory of the logits."""
+    """`cross_entropy_gradient`, written over the logits if the kernel can run."""
     is_fp64 = logits_NV.dtype == torch.float64
     is_eager = not torch.compiler.is_compiling()
     if is_eager and launch.runs_kernel(logits_NV) and logits_NV.is_contiguous() and not is_fp64:
@@ -220,7 +220,7 @@ def _gradient(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Te
 def linear_losses(
     hidden: Tensor, weight_VD: Tensor, target: Tensor, mask: Tensor, group: ProcessGroup | None = None
 ) -> Tensor:
-    """`token_losses` of the logits `hidden @ weight_VD.t()`, which exist for one chunk of tokens at a time.
+    """`token_losses` of the logits `hidden @ weight_VD.t()`, computed one chunk of tokens at a time.
 
     Computes the gradients together with the losses, before the gradient of the losses is known. That must
     therefore be c * mask with a number c: backward multiplies by c. Otherwise the gradients are NaN.
@@ -285,7 +285,7 @@ class _LinearLosses(torch.autograd.Function):
 
 
 def _add_product(total_MN: Tensor, a_MC: Tensor, b_CN: Tensor) -> None:
-    """total += a b, by 16-bit products with fp32 sums where torch has them."""
+    """total += a b, by 16-bit products with fp32 sums if torch supports them."""
     if total_MN.dtype == a_MC.dtype:
         total_MN.addmm_(a_MC, b_CN)
     elif launch.multiplies_16_bits(a_MC, b_CN):

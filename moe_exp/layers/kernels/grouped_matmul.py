@@ -25,8 +25,8 @@ CONFIGS = configs(
 
 
 def _by_library(at: dict[str, Any]) -> None:
-    """`_kernel` with torch._grouped_mm, which also ignores rows past the last expert's and leaves them as
-    allocated. `y` takes over the memory of the result.
+    """`_kernel` with torch._grouped_mm, which also leaves rows past the last expert's uninitialized.
+    `y` takes over the memory of the result.
     """
     memory = at["y"].untyped_storage()
     size = memory.nbytes()

@@ -161,7 +161,7 @@ def router_losses(
 
 
 class RouterLosses(torch.autograd.Function):
-    """The losses of `router_losses`, of which only the first has a gradient."""
+    """The losses of `router_losses`; only the first has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:

@@ -205,7 +205,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[_Case]:
-    """For each `rows_class`, calls with the run's sizes of the kernels that have several configs."""
+    """For each `rows_class`, calls of the kernels that have several configs, with the run's sizes."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts

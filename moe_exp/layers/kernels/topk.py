@@ -1,4 +1,4 @@
-"""One kernel for the router after the logits: scores, top-k, weights, all sums for losses and statistics.
+"""One kernel for all router steps after the logits: scores, top-k, weights, sums for losses and statistics.
 
 It never writes the scores of all experts, or their gradient, to memory. Shape suffixes: see `moe_exp.layers`.
 """
@@ -48,7 +48,7 @@ class TopK(NamedTuple):
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
-    """Logits (-inf past the last expert), whether a token exists, and whether the token is not padding."""
+    """Logits (-inf past the last expert), and masks of the existing tokens and of the non-padding tokens."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]

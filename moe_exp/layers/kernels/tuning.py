@@ -1,4 +1,4 @@
-"""Chooses among the configs of a kernel: by timing, from a file, or as rank 0 chose."""
+"""Chooses among the configs of a kernel: by timing, from a file, or as chosen by rank 0."""
 
 import functools
 import hashlib

@@ -253,7 +253,7 @@ def _launch(
 
 
 def main_grad_of(parameter: Any) -> Tensor | None:
-    """Megatron's `main_grad`, to which a backward pass may add, as in its tensor_parallel/layers.py."""
+    """Megatron's `main_grad`, if backward may accumulate into it, as in its tensor_parallel/layers.py."""
     # Megatron-FSDP creates `main_grad` on access, without valid old values.
     return None if hasattr(parameter, "__fsdp_param__") else getattr(parameter, "main_grad", None)
 

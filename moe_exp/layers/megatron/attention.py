@@ -201,7 +201,7 @@ class CausalAttention(nn.Module):
         return in_sequence_order(rows, sequence_blocks(size, num_stripes))
 
     def _with_neighbors(self, x: Tensor, num_before: int) -> list[Tensor]:
-        """This rank's two blocks of keys or values, each after the last `num_before` rows before it."""
+        """This rank's two blocks of keys or values, each with the preceding `num_before` rows prepended."""
         if not num_before:
             return list(x.chunk(2))
         size, rank = self.cp_group.size(), self.cp_group.rank()

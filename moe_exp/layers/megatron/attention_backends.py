@@ -19,7 +19,7 @@ from moe_exp.layers.megatron.documents import Documents
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """Which keys a query sees, and its logits.
+    """Rule for a query's visible keys and its logits.
 
     Args:
         scale: factor on q k^T.
@@ -35,7 +35,7 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but the causal mask."""
+        """Whether only the causal mask applies."""
         return not (self.window or self.softcap or self.has_sinks)
 
 
@@ -122,7 +122,7 @@ def attend_by_blocks(
 
 
 class _Block(NamedTuple):
-    """Blocks of queries that are computed at once; their keys do not overlap."""
+    """Blocks of queries that are computed together; no two blocks share keys."""
 
     queries: slice  # from the first block's first query to the last block's last
     keys: slice
@@ -229,7 +229,7 @@ def _blocks_of(query: Tensor, key: Tensor, rule: AttentionRule) -> Iterator[_Blo
 
 
 def _has_fused(q: Tensor, v: Tensor, rule: AttentionRule) -> bool:
-    """Whether the CPU's flash attention computes a block."""
+    """Whether PyTorch's CPU flash attention supports a block."""
     return q.device.type == "cpu" and q.size(-1) == v.size(-1) and not rule.softcap
 
 
@@ -247,7 +247,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 def _gradients(
     of_rows: list[Tensor], k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, from the rows' gradient, queries, results and log sums."""
+    """Gradients of queries, keys and values. `of_rows`: gradient, queries, results, log sums of the rows."""
     grad, q, out, log_sum = of_rows
     if _has_fused(q, v, rule):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -70,7 +70,7 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
 
 
 def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
-    """The losses of a TransformerConfig, in which types and coefficients are single values or lists."""
+    """Balancing losses of a TransformerConfig, whose types and coefficients may be scalars or lists."""
     kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coeffs = list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs] * len(kinds)
@@ -322,7 +322,7 @@ class MegatronMoELayer(MegatronMoE):
 
 
 def recomputed_modules(config: TransformerConfig) -> set[str]:
-    """Modules that backward recomputes: Megatron's names, and those of RECOMPUTE_MODULES."""
+    """Modules recomputed in backward, named as in Megatron or in RECOMPUTE_MODULES."""
     return set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
 
 

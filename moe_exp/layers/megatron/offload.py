@@ -1,4 +1,4 @@
-"""Moves what modules save for backward to host memory, and back in time (OFFLOAD_MODULES).
+"""Offloads tensors saved for backward to host memory, and prefetches them in backward (OFFLOAD_MODULES).
 
 Saved-tensor hooks replace what attention, MLP, experts or shared expert of a layer save. The copies run on a
 stream of their own: while a module computes, the tensors of the module before it leave, and in backward
@@ -46,7 +46,7 @@ class _View(NamedTuple):
 
 
 class _Group:
-    """The storages that a module saves in a forward pass. They die, and with them the group, after backward.
+    """The storages that a module saves in a forward pass. They and the group are freed after backward.
 
     `copies`: stream for the copies. `previous`: group of the module that ran before.
     """
@@ -82,14 +82,14 @@ class _Group:
         self._copy(copy)
 
     def free(self) -> None:
-        """Frees the device memory, for what the device computes after the copies."""
+        """Frees the device memory for reuse by kernels that run after the copies."""
         self._streams.current_stream().wait_event(self._copied)
         for saved in self._alive():
             saved.on_device = None
         self._state = "on the host"
 
     def fetch(self) -> None:
-        """Starts the copies back, unless they have started."""
+        """Starts copies to the device, unless already started."""
         if self._state != "on the host":
             return
         for saved in self._alive():
@@ -106,7 +106,7 @@ class _Group:
         self._state = "returning"
 
     def arrive(self) -> None:
-        """Makes the device wait for the copies back, and starts those of the previous group."""
+        """Makes the device wait for the fetched copies, and starts fetching the previous group."""
         self.fetch()
         if self._state == "returning":
             self._streams.current_stream().wait_event(self._copied)
@@ -125,7 +125,7 @@ class _Group:
 
 
 class ActivationOffload(ChunkHooks):
-    """Makes modules in the transformer layers of a model chunk keep what they save in host memory.
+    """Offloads the saved tensors of modules in a model chunk's transformer layers to host memory.
 
     `modules`: names of OFFLOAD_MODULES. A storage moves if one of them is the first to save it; a storage
     that others have saved before would stay on the device anyway.

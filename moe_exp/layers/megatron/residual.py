@@ -88,8 +88,8 @@ def scale_ends(chunk: Any, *, embedding: float, logits: float) -> None:
 
 
 def change_norms(chunk: Any, *, qk_epsilon: float, has_bias: bool) -> None:
-    """Sets the epsilon of the norms of queries and keys, or of their compressed vectors (0: unchanged), and
-    removes the biases of all LayerNorms without `has_bias`.
+    """Sets the epsilon of the query and key norms, or of the norms of their compressed vectors (0:
+    unchanged), and removes the biases of all LayerNorms unless `has_bias`.
     """
     of_qk = ("q_layernorm", "k_layernorm", "kv_layernorm")
     for name, module in chunk.named_modules():

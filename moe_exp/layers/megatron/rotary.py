@@ -1,4 +1,4 @@
-"""Rotary embedding (RoPE, arXiv:2104.09864) of queries and keys, a kernel for each in each direction.
+"""Rotary embedding (RoPE, arXiv:2104.09864): one kernel each for queries and keys in forward and backward.
 
 Shapes: S sequence length, B batch, H heads, D head size, P rotated channels of a head.
 """
@@ -35,7 +35,7 @@ def install_rotary() -> bool:
 
 
 class TwoRotaries(nn.Module):
-    """Megatron's rotary embedding, and a plain one with another base for layers with a window.
+    """Megatron's rotary embedding, plus a plain one with a different base for sliding-window layers.
 
     Megatron passes the same angles to every layer: [positions, 1, 1, 2 * P], P of each embedding. A layer
     takes its half, see `rotate_windows`.

@@ -61,7 +61,7 @@ class ChunkHooks(ABC):
 
     @abstractmethod
     def _pack(self, x: Tensor) -> Any:
-        """What autograd holds instead of a saved tensor."""
+        """Object that autograd stores in place of a saved tensor."""
 
     @abstractmethod
     def _unpack(self, saved: Any) -> Tensor:

@@ -30,7 +30,7 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """A rank's part of the experts: part `etp_rank` of `etp_size` in block `ep_rank` of `ep_size`."""
+    """Position of a rank's expert shard: `etp_rank` of `etp_size` within block `ep_rank` of `ep_size`."""
 
     ep_rank: int
     ep_size: int

@@ -63,7 +63,7 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
         self.final_layernorm = Norm(config, width, eps)
 
     def forward(self, hidden: Tensor, embedded: Tensor, **options: Any) -> Tensor:
-        """h^k from h^{k-1} and Emb(t_{i+k}), all [S, B, D], this rank's part with sequence parallelism.
+        """Returns h^k from h^{k-1} and Emb(t_{i+k}), all [S, B, D]; this rank's shard if sequence parallel.
 
         `options` are arguments of the transformer layer.
         """
@@ -83,13 +83,13 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
 
 
 class PredictingModel(GPTModel):  # type: ignore[misc]
-    """GPTModel that also returns the losses of its layers for multi-token prediction, if it has any."""
+    """GPTModel that also returns the losses of its multi-token prediction layers, if any."""
 
     def forward(
         self, *args: Any, future_tokens: Any = None, future_mask: Any = None, future_weight: Any = None,
         padding_mask: Any = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """As in GPTModel, with losses [1+K, B, S] if there are tensors `future_...` of `read_microbatch`.
+        """Like GPTModel, but returns losses [1+K, B, S] given the `future_...` tensors of `read_microbatch`.
 
         If the weight is 0, the balancing losses of these layers have no gradient either: the model trains as
         without them, and they do not train.

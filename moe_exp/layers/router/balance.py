@@ -36,7 +36,7 @@ class BalanceRule:
         """Counts the slots of a forward pass."""
 
     def count_choice(self, router: Any, choice_TE: Tensor, valid_T: Tensor | None) -> None:
-        """Counts the values that decide the choice in a forward pass: score plus expert bias."""
+        """Counts the selection values (score plus expert bias) of a forward pass."""
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
         """Counts a micro-batch's slots per expert, chosen by score alone, as in the losses."""

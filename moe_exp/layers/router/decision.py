@@ -37,7 +37,7 @@ class RoutingDecision:
         cls, expert_TK: Tensor, weights_TK: Tensor, *, scores_TE: Tensor, logits_TE: Tensor,
         valid_T: Tensor | None = None, used_TK: Tensor | None = None, use_kernels: bool | None = None,
     ) -> "RoutingDecision":  # fmt: skip
-        """Builds a decision and counts its slots; the attributes explain the arguments.
+        """Builds a decision and counts its slots; see the class attributes for the arguments.
 
         Args:
             used_TK: slots that a token uses, bool; None: all.

@@ -56,9 +56,9 @@ class Activations:
     moved_moe: Parts  # the same for an MoE layer; modules in the order in which they run
 
     def in_transit(self, num_dense: int, num_moe: int) -> tuple[float, float]:
-        """Returns the moved bytes on the device in the backward pass of a chunk's last layers, less what they
-        no longer keep; and at its start. In backward, the chunk has the tensors of two successive modules.
-        Layers with dense MLPs come first.
+        """Returns the offloaded bytes on the device during backward of a chunk's last layers, minus the bytes
+        that these layers have freed; and at the start of backward. During backward, the device holds the
+        tensors of two successive modules. Layers with dense MLPs come first.
         """
         kinds = ((num_dense, self.moved_dense, self.dense_parts), (num_moe, self.moved_moe, self.moe_parts))
         stack = [kind for number, *kind in kinds for _ in range(min(2, number)) if kind[0]]
@@ -75,12 +75,12 @@ class Activations:
 def activations_of(
     job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
-    """Returns a micro-batch's activations. `imbalance`: dropless, a rank's rows divided by its fair share."""
+    """Returns a micro-batch's activations. `imbalance`: a rank's rows / its fair share, if dropless."""
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
 
 def width_of(job: PlannedJob) -> int:
-    """Returns the bytes of a number in the job's compute type."""
+    """Returns the bytes per element in the job's compute dtype."""
     return 4 if job.precision == "fp32" else 2
 
 
@@ -164,7 +164,7 @@ class _Account:
         )  # fmt: skip
 
     def _moved(self, parts: Parts) -> Parts:
-        """Takes from a layer's parts what OFFLOAD_MODULES moves to host memory, and returns it by module."""
+        """Removes bytes offloaded by OFFLOAD_MODULES from a layer's `parts`, and returns them by module."""
         parts_of = {
             "attention": ("attention",), "mlp": ("dense MLP",), "shared_expert": ("shared expert",),
             "experts": ("dispatch", "experts"),
@@ -203,7 +203,7 @@ class _Account:
         return {name: size for name, size in sizes.items() if name in modules}
 
     def _saved_in_moe(self, experts: Parts) -> dict[str, float]:
-        """The same for the modules of an MoE layer, of which `_experts` returns the bytes."""
+        """Like `_saved`, for the modules of an MoE layer, whose bytes `_experts` returns."""
         modules, config = self._job.engine.recompute, self._config
         if not (experts and modules) or config.recompute != "none":
             return {}
@@ -264,7 +264,7 @@ class _Account:
 
     @cached_property
     def _channels(self) -> tuple[float, float, float, float]:
-        """Channels of queries, keys, values and results, the mean of all layers."""
+        """Channels of queries, keys, values and results, averaged over all layers."""
         config = self._config
         query = config.num_heads * config.kv_channels
         if config.multi_latent_attention:

@@ -156,7 +156,7 @@ class Group:
         return 2 * self.reduce_scatter(num_bytes, share)
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach; on devices up to Ampere, `older`."""
+        """Returns the share of `bytes_per_second` that rings reach (`older` on devices up to Ampere)."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share

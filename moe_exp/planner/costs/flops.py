@@ -53,8 +53,8 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
 
 def attended_tokens(config: Config, tile: int = 0) -> float:
-    """Returns keys per query before causal masking, twice those that a query sees: sample length, or document
-    length with DOCUMENT_MASK; mean over the layers with and without SLIDING_WINDOW.
+    """Returns keys per query before causal masking, twice the number that a query sees: the sample length, or
+    the document length with DOCUMENT_MASK; averaged over layers with and without SLIDING_WINDOW.
 
     Args:
         tile: queries that a kernel computes at once; all of them take the keys of each one's window.

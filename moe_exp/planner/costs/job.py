@@ -93,7 +93,7 @@ class PlannedJob:
 
     @property
     def num_outputs(self) -> int:
-        """Output layers on the last stage, one more for each layer of multi-token prediction."""
+        """Output layers on the last stage: one, plus one per multi-token prediction layer."""
         return 1 + self.engine.num_mtp_layers + self.config.mtp_num_layers
 
     @property

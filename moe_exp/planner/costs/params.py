@@ -118,8 +118,8 @@ def most_loaded_rank(config: Config) -> int:
 
 def optimizer_state_bytes(config: Config, *, on_cpu: bool = False, runs_kernels: bool = False) -> float:
     """Returns the bytes per parameter for main weight, moments and weight average, before sharding. With
-    OFFLOAD_OPTIMIZER they are 0 unless the device is the host (`on_cpu`). `runs_kernels`: whether the device
-    can run the AdamW kernel.
+    OFFLOAD_OPTIMIZER the bytes are 0, except on a CPU (`on_cpu`). `runs_kernels`: whether the device can run
+    the AdamW kernel.
 
         OPTIMIZER                            main weight   moments               together, bf16 or fp16 / fp32
         adam                                 4             4 + 4                 12      / 8
@@ -231,7 +231,7 @@ def counted(count: int) -> str:
 
 def split_layers(num_layers: int, num_stages: int, *, count_ends: bool = False) -> list[int]:
     """Splits layers over the stages as evenly as possible, with the longer stages in the middle. `count_ends`
-    counts embedding and output layer as a layer each: 106 layers on 12 stages become 8, ten times 9, and 8.
+    counts embedding and output layer as one layer each: 106 layers on 12 stages become 8,9*10,8.
     """
     if num_stages == 1:
         return [num_layers]

@@ -144,7 +144,7 @@ def hidden_bytes(config: Config) -> float:
 
 
 def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float:
-    """Returns how many of a micro-batch's `tokens` a rank has outside a layer's tensor-parallel products."""
+    """Returns a rank's share of a micro-batch's `tokens` outside a layer's tensor-parallel products."""
     return tokens / config.tp if sequence_parallel else tokens
 
 
@@ -157,7 +157,7 @@ def num_slots(config: Config, tokens: float, sequence_parallel: bool) -> float:
 
 
 def projections(config: Config, query: float, heads: float, *, tp: int) -> list[tuple[float, float]]:
-    """Returns (columns, depth) of the products before attention scores, for a rank's channels and heads."""
+    """Returns (columns, depth) of attention's input projections, for a rank's channels and heads."""
     hidden, latent, rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     if not config.multi_latent_attention:
         return [(query + 2 * config.num_query_groups * config.kv_channels / tp, hidden)]

@@ -120,7 +120,7 @@ class Space:
 
 def recompute_settings(level: str) -> dict[str, str]:
     """Returns the settings of a level in `Space.recompute`: a value of RECOMPUTE or a list for
-    RECOMPUTE_MODULES, and perhaps what is moved to the host.
+    RECOMPUTE_MODULES, plus the modules to offload, if any.
     """
     again, _, moved = level.partition(_HOST)
     is_list = again not in RECOMPUTE
@@ -129,7 +129,7 @@ def recompute_settings(level: str) -> dict[str, str]:
 
 
 def recompute_level(config: Config) -> str:
-    """Returns the level of these settings, as in `Space.recompute`."""
+    """Returns the `Space.recompute` level that matches these settings."""
     level = config.recompute_modules or config.recompute
     return f"{level}{_HOST}{config.offload_modules}" if config.offload_modules else level
 
@@ -153,7 +153,7 @@ def with_layout(config: Config, **layout: Any) -> Config:
 
 
 def model_problems(config: Config) -> list[str]:
-    """Returns the problems that no layout can fix: the problems of training on one GPU."""
+    """Returns the problems that no layout can fix, found by checking the settings on one GPU."""
     alone: dict[str, Any] = {"nnodes": 1, "gpus_per_node": 1, "node_rank": 0}
     alone |= {"profile_ranks": "0", "dump_ranks": ""}  # checked below, with the real number of ranks
     if config.dispatcher == "deepep":  # requires EP > 1; checked with each EP
@@ -204,7 +204,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns the reason of the first layout problem; without one, `fallback` if others exist, else ''."""
+    """Returns the reason for the first layout problem, `fallback` if there are only other problems, or ''."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 

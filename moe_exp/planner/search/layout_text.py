@@ -55,7 +55,7 @@ def parse_wanted(text: str, config: Config) -> dict[str, Any]:
 
 
 def _parsed(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Parses values of settings as in training; ConfigError with all that are invalid."""
+    """Parses setting values as training does; ConfigError lists all invalid values."""
     given: dict[str, Any] = {"gpus_per_node": 1, **{name: text.strip() for name, text in texts.items()}}
     try:
         config = Config(**given)

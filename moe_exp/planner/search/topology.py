@@ -95,8 +95,8 @@ _SPARE = 0.08
 
 
 def search_smaller(config: Config, hardware: Hardware, **options: Any) -> tuple[Search, dict[str, Any]]:
-    """Searches again with settings that need less memory, until a layout fits with 8% to spare; returns these
-    settings, too. The arguments are those of `search`.
+    """Repeats the search with settings that need less memory until a layout fits with 8% to spare; also
+    returns these settings. The arguments are those of `search`.
     """
 
     def has_room(found: Search) -> bool:
@@ -189,7 +189,7 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """Returns the settings that determine how long the layers take at least: their time without recompute."""
+    """Returns the settings that determine a lower bound of the layer time: the time without recompute."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 

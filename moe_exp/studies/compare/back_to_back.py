@@ -176,7 +176,7 @@ def check_runs(
     runs: Sequence[Case],
     problems_of: Callable[[Config], Iterable[str]] = lambda one: [*one.problems(), *check_environment(one)],
 ) -> None:
-    """Raises ConfigError with a line per problem if a run cannot start; names these runs unless all fail."""
+    """Raises ConfigError if runs cannot start: a line per problem, naming the runs unless it affects all."""
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:

@@ -114,7 +114,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
-    """Compares variants in pairs, seed by seed; many variants are compared with reference and dense only."""
+    """Compares variants in pairs, seed by seed; if there are many, only with the reference and with dense."""
     for (name, earlier), (other, later) in combinations(by_name.items(), 2):
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):

@@ -257,7 +257,7 @@ class Speedup:
 
 
 def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str, *, seed: int = 1) -> Speedup:
-    """Returns for each rung: compute of the baseline for the variant's mean loss / compute of the variant."""
+    """Returns per rung: compute that the baseline needs for the variant's mean loss / variant's compute."""
     points, means = variants[name], variants[name].means
     noise, generator = Noise.of(variants), np.random.default_rng(seed)
     values = _ratios(fit.laws[baseline], points.compute, means)

@@ -104,7 +104,7 @@ def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Resu
     num_left = sum(one.status not in ("finished", "failed", "oom", "timeout") for one in everything)
     predicted = read_prediction(ladder)
     if predicted and predicted.is_validated != is_validated:
-        missing.append("the prediction is omitted: the runs have another kind of loss (training, validation)")
+        missing.append("prediction omitted: it was made for a different kind of loss (training, validation)")
         predicted = None
     seconds = float(np.nansum([one.numbers.seconds for one in everything]))
     return Results(points, left_out, seconds, num_left, is_validated, fit, missing, found, predicted)
@@ -122,7 +122,7 @@ def prediction_file(ladder: Ladder) -> Path:
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts the losses of the last rung, unless this rung has started; returns why not, or ""."""
+    """Predicts the last rung's losses unless that rung has started; returns the reason if not, or ""."""
     # After a rung has started, its losses could no longer be called predicted.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):
@@ -266,8 +266,8 @@ def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
     yield (
         f"Losses are {kind} in nats per token; ± is the standard deviation over seeds. An effective speedup"
         f" of 2 means that {ladder.baseline} needs twice the compute for the same loss, by its fitted law."
-        " Brackets are 90% intervals (95% for parameters) from a bootstrap over seeds, without the error of"
-        " the law's form."
+        " Brackets are 90% intervals (95% for parameters) from a bootstrap over seeds, excluding the error"
+        " from the law's functional form."
     )
 
 

@@ -134,7 +134,7 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Job whose predicted memory is what is measured: resident on a CPU, allocated by PyTorch on a GPU."""
+    """Job whose predicted memory is of the measured kind: resident (CPU) or allocated by PyTorch (GPU)."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 

@@ -56,7 +56,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or `pipe` (requests it)."""
+    """Path of a rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or its request `pipe`."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 
@@ -184,7 +184,7 @@ def during(phase: str) -> Iterator[None]:
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
-    """For each byte in the pipe, writes the record of torch's flight recorder, or {}; it waits in C code."""
+    """Writes torch's flight recorder dump, or {}, for each byte in the pipe; blocks in C code."""
     # read and write: as a mere reader, `read` would return at once after the other side has closed
     pipe = os.open(rank_file(folder, rank, "pipe"), os.O_RDWR)
     path = rank_file(folder, rank, "collectives.json")

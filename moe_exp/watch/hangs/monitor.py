@@ -222,7 +222,7 @@ class HangWatch:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes this node's stacks; for a hang, waits for the verdict, obeys and returns it (or None)."""
+        """Writes this node's stacks; for a hang, waits for the verdict, applies and returns it (or None)."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         # the requesting launcher decides for all nodes, since it reads the answers of all

@@ -70,7 +70,7 @@ def main_stack(dump: RankDump) -> tuple[Frame, ...]:
 
 
 def is_waiting(dump: RankDump) -> bool:
-    """Whether a rank waits: in a torch collective, in the `wait` of one, or for its own work on a GPU."""
+    """Whether a rank waits in a torch collective, in its `wait`, or for the rank's own GPU work."""
     frames = main_stack(dump)
     if not frames:
         return False

@@ -283,7 +283,7 @@ def span(seconds: float) -> str:
 
 
 def all_texts(found: Mapping[str, str]) -> list[str]:
-    """Texts of problems, worst first: what has stopped the run comes before what may stop it."""
+    """Problem texts, worst first: problems that stopped the run precede those that may stop it."""
     order = (
         "unknown", "no_folder", "not_scheduled", "never_starts", "failed", "stopped", "no_squeue", "stuck",
         "circles", "checkpoint_does_not_fit",

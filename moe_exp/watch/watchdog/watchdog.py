@@ -176,7 +176,7 @@ class Watchdog:
                 check.memory.confirm(check.news, check.over, now)
 
     def unknown_runs(self) -> list[str]:
-        """One line per path that is not the folder of a run, existing or queued; sends no alerts."""
+        """One line per path that is not the folder of an existing or queued run; sends no alerts."""
         checks = [self._check_run(run, time.time()) for run in self.runs]
         return [check.found["unknown"] for check in checks if check.is_unknown]
 
@@ -227,7 +227,7 @@ def _warn(text: str) -> None:
 
 
 def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> None:
-    """Checks every `every_seconds`, the first time after that many, until a signal ends this process."""
+    """Checks every `every_seconds`, first after one interval, until a signal ends this process."""
     start = time.monotonic()
     while True:
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))

@@ -268,7 +268,7 @@ def test_resume_of_another_state_ends_with_a_line_and_an_event(tmp_path, capsys)
     code, printed = run_to_end(settings | {"train_iters": 4})
     assert code == 1  # a failure of this start, for a chain of jobs to try again
     line = next(line for line in printed.splitlines() if line.startswith("moe-exp: checkpoint="))
-    assert f"1 of {len(saved)} tensors differ from what was saved (by their fingerprints): {name}." in line
+    assert f"1 of {len(saved)} tensors differ from what was saved (fingerprint mismatch): {name}." in line
     (event,) = [event for event in records(tmp_path / "run", "event") if event["event"] == "restore_failed"]
     assert event["tensors"] == [name]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

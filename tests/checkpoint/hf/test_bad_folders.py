@@ -279,10 +279,10 @@ NORM = "model.layers.1.input_layernorm.weight"
 IN_INDEX: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
     "elsewhere": (
         lambda m: m.update({NORM: m["lm_head.weight"]}),
-        rf"00006\.\S+ for {NORM}, which is in model-",
+        rf"00006\.\S+ for {NORM}, but model-",
     ),
-    "not there": (lambda m: m.pop(NORM), rf"names no file for {NORM}, which is in model-"),
-    "too many": (lambda m: m.update(lost=m[NORM]), r"names .* for lost, which is in no file"),
+    "not there": (lambda m: m.pop(NORM), rf"lists no file for {NORM}, but model-"),
+    "too many": (lambda m: m.update(lost=m[NORM]), r"lists .* for lost, but no file contains it"),
     "outside": (lambda m: m.update(lost="../other.safetensors"), r"names a file outside the folder"),
     "empty": (lambda m: m.clear(), r"tensors missing: lm_head\.weight, .* and \d+ more"),
 }

@@ -83,7 +83,7 @@ def test_value_channels_that_are_not_zero_are_not_dropped(checkpoints):
         ("heads", torch.ones(8 * 12, 32), [(4 * 12, 32), (2 * 12, 32), (rows, 32)]),
     ):
         with pytest.raises(
-            ValueError, match="VALUE_HEAD_DIM=8: the weights of further channels are not zero"
+            ValueError, match="VALUE_HEAD_DIM=8: channels beyond it have nonzero weights"
         ):
             taken_apart(join, ours, theirs, config)
 

@@ -208,7 +208,7 @@ def test_a_file_of_the_old_format_behind_a_link_which_stays(tmp_path):
 def test_files_of_a_checkpoint_stay_as_its_manifest_says(tmp_path):
     path = write_checkpoint(tmp_path, tensors={}, common={"x": torch.arange(10_000)[:7]}) / "common.pt"
     before = path.read_bytes()
-    assert shrink(path).problem.startswith("belongs to a checkpoint with its checksum in manifest.json: ")
+    assert shrink(path).problem.startswith("belongs to a checkpoint whose manifest.json has its checksum: ")
     assert shrink(path, target=tmp_path / "elsewhere.pt").gain_bytes > 70_000
     assert path.read_bytes() == before
 

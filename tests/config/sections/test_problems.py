@@ -198,7 +198,7 @@ REFUSED = [
     ),
     (
         "moe_latent_size=6 expert_backend=torch",
-        "MOE_LATENT_SIZE=6: EXPERT_BACKEND=torch requires rows of a multiple of 16 bytes,",
+        "MOE_LATENT_SIZE=6: EXPERT_BACKEND=torch requires row sizes divisible by 16 bytes,",
     ),
     ("router_normalize=true", "ROUTER_NORMALIZE=true: ...TOPK=1"),
     ("aux_loss_type=aux_loss,seq_aux_loss aux_loss_coeff=1,2,3", "AUX_LOSS_COEFF=1,2,3: 3 weights for 2 "),
@@ -396,7 +396,7 @@ REFUSED = [
     ),
     (
         "lr_decay_style=linear:90%:101%",
-        "LR_DECAY_STYLE=linear:90%:101%: a piece must not end above 100% of LR",
+        "LR_DECAY_STYLE=linear:90%:101%: a piece's target must not exceed 100% of LR",
     ),
     ("lr_decay_style=constant:80%,linear:200", "LR_DECAY_STYLE=...: piece 2 ends at iteration 200, but the "),
     ("lr_decay_style=constant:20,linear", "...: piece 1 ends at iteration 20, but the warm-up ends at 20"),

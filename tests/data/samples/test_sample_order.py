@@ -67,7 +67,7 @@ def test_other_tokens_of_the_same_lengths():
     config, before = order()
     saved, now = before.facts(), SampleOrder.of(config, "00ff", "bbbb")
     (change,) = order_changes(config, now, saved, CHECKPOINT, 100)
-    assert change.problem.startswith("TRAIN_DATA=0.7 a 0.3 b: its files have other tokens than")
+    assert change.problem.startswith("TRAIN_DATA=0.7 a 0.3 b: its files differ from the data of")
     assert "(content bbbb instead of aaaa), so the loss would jump" in change.problem
 
 
@@ -97,7 +97,7 @@ def test_other_manifests_where_a_sample_of_the_tokens_is_the_same(tmp_path):
         orders.append(order(**settings))
     (line,) = problems(*orders)
     before, now = (one.manifest for _, one in orders)
-    assert f"its manifests list other file hashes than {CHECKPOINT} records" in line
+    assert f"the file hashes in its manifests differ from those in {CHECKPOINT}" in line
     assert f"(manifest {now} instead of {before})" in line and "moe-exp data verify" in line
     assert not is_same_order(orders[0][1].facts(), orders[1][1].facts())
     assert without[1].manifest is None
@@ -127,7 +127,7 @@ def test_megatrons_order_and_the_number_of_samples():
     assert problems(old, order(data_order="megatron", train_iters=5, gbsz=16)) == []
     (line,) = problems(old, order(data_order="megatron", train_iters=20))
     assert line.startswith("TRAIN_ITERS=20: with DATA_ORDER=megatron the order depends on ")
-    assert line.endswith(f"Fix: set TRAIN_ITERS and GBSZ to a product of 80 again, {FIX}")
+    assert line.endswith(f"Fix: set TRAIN_ITERS and GBSZ so that their product is 80, {FIX}")
 
 
 def write(prefix, first_id=1):
