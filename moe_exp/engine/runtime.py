@@ -55,6 +55,7 @@ def stand_by() -> None:
     import torch._dynamo
     import torch.utils.tensorboard  # noqa: F401
 
+    freeze_garbage()
     with os.fdopen(int(os.environ[STANDS_BY]), "rb") as file:
         environ = file.read()
     if not environ:  # the agent has ended
