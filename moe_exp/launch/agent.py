@@ -59,7 +59,7 @@ from moe_exp.host.exit_codes import (
 from moe_exp.host.processes import STOP_SIGNALS, send_signal, signals_blocked
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import Record, append, event_record, last_records
-from moe_exp.watch.hangs.heartbeat import failures_file, hung_file, read_beats
+from moe_exp.watch.hangs.heartbeat import failures_file, hung_file, read_beats, standby_file
 
 # Time for the ranks of a failed job to exit: they have nothing to save, and their peers are gone.
 _END_SECONDS = 5
@@ -81,8 +81,8 @@ class StandBys:
         self._commands: dict[str, tuple[Any, dict[str, str]]] = {}  # command, environment, by local rank
         self.waiting: dict[str, tuple[subprocess.Popen[bytes], int]] = {}  # process, pipe
 
-    def start(self) -> None:
-        """Starts the processes and imports modules needed after failures."""
+    def start(self, folder: Path) -> None:
+        """Starts the processes and imports modules needed after failures. `folder`: of heartbeats."""
         import moe_exp.watch.diagnosis  # noqa: F401
 
         for local_rank, (command, environ) in self._commands.items():
@@ -91,6 +91,7 @@ class StandBys:
             process = subprocess.Popen(command, env=environ, pass_fds=(reader,), start_new_session=True)
             os.close(reader)
             self.waiting[local_rank] = process, writer
+            standby_file(folder, process.pid).touch()
 
     def start_rank(self, command: Any, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         """Starts a rank, in its standby process if there is one."""
@@ -98,6 +99,7 @@ class StandBys:
         process, writer = self.waiting.pop(environ["LOCAL_RANK"], (None, -1))
         if process is None or process.poll() is not None:
             return subprocess.Popen(command, env=environ, start_new_session=True)
+        standby_file(Path(environ[HEARTBEATS]), process.pid).unlink(missing_ok=True)
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(json.dumps(environ).encode())
         return process
@@ -156,7 +158,7 @@ class Agent(LocalElasticAgent):
         trained = {beat.pid for beat in read_beats(Path(folder)) if beat.iteration > 1}
         if trained.issuperset(self._pcontext.pids().values()):
             with signals_blocked():
-                self._standbys.start()
+                self._standbys.start(Path(folder))
 
     def _has_moved(self) -> bool:
         """Whether the round ended on another node; False while node 0 is unreachable."""

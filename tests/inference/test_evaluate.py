@@ -218,7 +218,9 @@ def test_a_converted_model_was_not_trained_on_the_embedded_corpus(tmp_path, caps
         assert main(["generate", "--checkpoint", name, "--prompt", "a"]) == 1
         assert "TOKENIZER=: is unknown, because the training did not set it." in capsys.readouterr().err
         for setting in ("load_dir", "upcycle_from"):
-            rule = f"TRAIN_DATA=: {setting.upper()}={name} has a different vocabulary than the embedded corpus"
+            rule = (
+                f"TRAIN_DATA=: {setting.upper()}={name} has a different vocabulary than the embedded corpus"
+            )
             assert rule in "".join(check_files(Config(**{setting: name}, num_experts=4, vocab_size=2048)))
         assert main(["convert", "to-hf", name, f"{name}_hf"]) == 0
         assert not (tmp_path / f"{name}_hf/tokenizer.json").exists()

@@ -30,6 +30,7 @@ from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import append_event, read_metrics
 from moe_exp.watch.blame import recognised_lines
 from moe_exp.watch.excluded_nodes import read_excluded, slurm_name
+from moe_exp.watch.hangs.dump import ranks_of_node
 from moe_exp.watch.hangs.heartbeat import failures_file
 from moe_exp.watch.known_errors import CAUSES
 
@@ -213,6 +214,7 @@ def test_a_restarted_rank_is_the_process_that_stood_by(tmp_path):
     """With the environment of its round; a process that has died is replaced, others end with the agent."""
     command = [sys.executable, "-c", RANK_THAT_STANDS_BY, str(tmp_path)]
     environ = clean_environ(PYTHONPATH=ROOT, OMP_NUM_THREADS=1, LOCAL_RANK=0)
+    environ |= {"RANK": "0", HEARTBEATS: str(tmp_path)}
     standbys = StandBys()
 
     def start(number: int) -> int:
@@ -222,20 +224,21 @@ def test_a_restarted_rank_is_the_process_that_stood_by(tmp_path):
         return process.pid
 
     start(0)
-    standbys.start()
+    standbys.start(tmp_path)
     ((waiting, _),) = standbys.waiting.values()
-    assert start(1) == waiting.pid and not standbys.waiting
-    standbys.start()
+    assert not ranks_of_node(tmp_path)  # a launcher that ends a hang takes none for the rank
+    assert start(1) == waiting.pid and not standbys.waiting and not [*tmp_path.glob("standby_*")]
+    standbys.start(tmp_path)
     ((killed, _),) = standbys.waiting.values()
     killed.kill()
     killed.wait()
     assert start(2) != killed.pid
-    standbys.start()
+    standbys.start(tmp_path)
     ((left, pipe),) = standbys.waiting.values()
     os.close(pipe)  # as the end of the agent does
     assert left.wait(90) == 0
     standbys.waiting.clear()
-    standbys.start()
+    standbys.start(tmp_path)
     ((left, pipe),) = standbys.waiting.values()
     standbys.end()
     assert left.wait(90) == -signal.SIGKILL

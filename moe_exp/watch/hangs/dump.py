@@ -43,7 +43,8 @@ def ranks_of_node(local: Path) -> dict[int, int]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environ = process.environ()
-            if environ.get(HEARTBEATS) == str(local) and "LOCAL_RANK" in environ:
+            stands_by = heartbeat.standby_file(local, process.pid).exists()
+            if environ.get(HEARTBEATS) == str(local) and "LOCAL_RANK" in environ and not stands_by:
                 found[process.pid], parents[process.pid] = int(environ["RANK"]), process.ppid()
     # data loader workers inherit their rank's environment: keep only processes whose parent is not a rank
     return {rank: pid for pid, rank in found.items() if parents[pid] not in found}

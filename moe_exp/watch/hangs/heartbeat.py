@@ -70,6 +70,11 @@ def failures_file(folder: Path) -> Path:
     return folder / "failures"
 
 
+def standby_file(folder: Path, pid: int) -> Path:
+    """Path of the file that exists while process `pid` has the environment of a rank, but stands by."""
+    return folder / f"standby_{pid}"
+
+
 def read_beats(folder: Path) -> list[Heartbeat]:
     """Reads the heartbeats of a node's ranks, in rank order."""
     beats = []

@@ -82,9 +82,7 @@ def test_value_channels_that_are_not_zero_are_not_dropped(checkpoints):
         ("outputs", torch.ones(32, config.num_heads * 12), [(32, columns)]),
         ("heads", torch.ones(8 * 12, 32), [(4 * 12, 32), (2 * 12, 32), (rows, 32)]),
     ):
-        with pytest.raises(
-            ValueError, match="VALUE_HEAD_DIM=8: channels beyond it have nonzero weights"
-        ):
+        with pytest.raises(ValueError, match="VALUE_HEAD_DIM=8: channels beyond it have nonzero weights"):
             taken_apart(join, ours, theirs, config)
 
 

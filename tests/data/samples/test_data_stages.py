@@ -141,11 +141,13 @@ OF_MEGATRON = {"data_order": "megatron", "train_data": "a"}
         ("{from_samples: 80, seq_len: 100}", {}, "seq_len=100, which must be a multiple of SEQ_LEN=64",
             "set seq_len to 64 or 128"),
         ("{from_samples: 80, seq_len: 192}", {},
-            "counts as 3 samples of SEQ_LEN, but a batch of 8 is not a multiple of the 3 samples per micro-batch times DP=1",
+            "counts as 3 samples of SEQ_LEN, but a batch of 8 is not a multiple of the 3 samples per "
+            "micro-batch times DP=1",
             "set GBSZ to a multiple of 3, or MBSZ to a multiple of 3"),
         # of the ramp's batches after the stage begins, 4, 6 and 8, one is no multiple
         ("{from_samples: 8, seq_len: 128}", STEPS,
-            "counts as 2 samples of SEQ_LEN, but a batch of 6 is not a multiple of the 2 samples per micro-batch times DP=2",
+            "counts as 2 samples of SEQ_LEN, but a batch of 6 is not a multiple of the 2 samples per "
+            "micro-batch times DP=2",
             "use multiples of 4 for all steps of RAMPUP_BATCH_SIZE"),
         ("{from_samples: 80, seq_len: 256}", VPP,
             "a batch of 4 is not a multiple of the 4 samples per micro-batch times DP=1 times PP=2 (VPP)",
