@@ -114,7 +114,7 @@ class SlowRanks:
         self._past: deque[Floats] = deque(maxlen=60)  # before that, while no rank was slow
         self._slow = set[int]()
         self._since: dict[int, float] = {}  # when a rank was first found
-        self._hosts = np.array([place["host"] for place in places])
+        self._host_R = np.unique([place["host"] for place in places], return_inverse=True)[1]
         self._loaded: deque[NDArray[np.bool_]] = deque(maxlen=_LOAD_SAMPLES)
 
     def add(self, rows: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
@@ -133,7 +133,12 @@ class SlowRanks:
             recent_SRN -= usual_RN
         found = slow_ranks(recent_SRN[..., :-1], recent_SRN[..., -1], self._is_alone_R / max(1, num_past))
         is_over_R = np.median(recent_SRN[-_LENGTHS[0] :, :, -1], axis=0) < _OVER
-        now, is_loaded_R = time.monotonic(), self._overloaded(load_RN)
+        # Other programs that leave no processor of a host free slow its ranks at random.
+        own_R = np.bincount(self._host_R, load_RN[:, 0])[self._host_R]
+        busy_R, idle_R = load_RN[:, 1], load_RN[:, 2]
+        all_R, now = busy_R + idle_R, time.monotonic()
+        self._loaded.append((idle_R < 0.05 * all_R) & (busy_R - own_R > 0.1 * all_R))
+        is_loaded_R = np.sum(self._loaded, axis=0) >= _LOADED
         self._since = {rank: at for rank, at in self._since.items() if not is_over_R[rank]}
         changes = [
             ("slow_rank", rank, more)
@@ -151,14 +156,6 @@ class SlowRanks:
             with suppress(OSError):  # a full disk, which the metrics report
                 write_json(self._table, {"ranks": ranks})
         return [(name, {"rank": rank, **self._places[rank], **more}) for name, rank, more in changes]
-
-    def _overloaded(self, load_RN: Floats) -> NDArray[np.bool_]:
-        """Whether other programs occupy all processors of a rank's host, which slows its ranks at random."""
-        same_host_RR = self._hosts[:, None] == self._hosts
-        own_R, busy_R, idle_R = same_host_RR @ load_RN[:, 0], load_RN[:, 1], load_RN[:, 2]
-        all_R = busy_R + idle_R
-        self._loaded.append((idle_R < 0.05 * all_R) & (busy_R - own_R > 0.1 * all_R))
-        return np.sum(self._loaded, axis=0) >= _LOADED
 
 
 def report(name: str, found: Mapping[str, Any], excluded: Path | None) -> None:

@@ -191,7 +191,7 @@ def test_whatever_is_changed_after_a_load_is_named_on_every_rank(tmp_path):
     assert first == second
     assert first[0] == str(len(saved))
     named = [
-        line.partition("by their fingerprints): ")[2].partition(". The checkpoint")[0] for line in first[1:]
+        line.partition("(fingerprint mismatch): ")[2].partition(". The checkpoint")[0] for line in first[1:]
     ]
     assert named[0] == "decoder.layers.2.mlp.experts.experts.linear_fc1.weight"
     assert named[1].startswith("exp_avg of ")

@@ -142,7 +142,7 @@ def test_fp32_without_an_optimizer_is_what_bf16_was(tmp_path):
     ("flags", "text"),
     [
         *(([f"--{name}", "2"], f"{name.upper()}=2: .* Fix: omit --{name}") for name in SIZES),
-        (["--experts", "single", "--layers", "stacked"], "layers=stacked: .* single experts"),
+        (["--experts", "single", "--layers", "stacked"], "layers=stacked: .* one key per expert"),
     ],
 )
 def test_refused_flags(flags, text, tmp_path, capsys):
