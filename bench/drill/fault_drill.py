@@ -221,12 +221,15 @@ def report_times(outcomes: Sequence[Outcome], useful: float) -> dict[str, Any]:
     if not all(found):
         print("effective training time at Llama 3's rate: unknown, a kind of fault is missing")
         return times
-    mean = sum(n * fmean(one) for n, one in zip(LLAMA.values(), found, strict=True)) / sum(LLAMA.values())
-    for factor in (1, 100):
-        between = LLAMA_SECONDS / sum(LLAMA.values()) / factor
-        times[f"effective_at_{factor}_times_llama_3"] = effective = 1 - mean / between
-        rule = f"1 - {mean:.1f} s lost per interruption / {between:,.0f} s between two = {effective:.2%}"
-        print(f"effective training time at {factor} times Llama 3's rate, with its causes: {rule}")
+    for name, planned_too in (("unexpected", False), ("all", True)):
+        numbers = [n if planned_too or Terminated not in kinds else 0 for kinds, n in LLAMA.items()]
+        mean = sum(n * fmean(one) for n, one in zip(numbers, found, strict=True)) / sum(numbers)
+        for factor in (1, 100):
+            between = LLAMA_SECONDS / sum(numbers) / factor
+            effective = 1 - mean / between
+            times[f"effective_at_{factor}_times_{name}_of_llama_3"] = effective
+            rule = f"1 - {mean:.2f} s lost per interruption / {between:,.1f} s between two = {effective:.2%}"
+            print(f"effective training time at {factor} times Llama 3's rate, {name} interruptions: {rule}")
     return times
 
 

@@ -259,7 +259,7 @@ def train(given: Mapping[str, Any], slow: int, plan: Plan, by_calls: bool) -> fl
 
 def run(
     folder: Path, layout: Mapping[str, Any], slow: int = -1, plan: Plan = (), *, by_calls: bool = True,
-    **more: Any,
+    timeout: float = 500, **more: Any,
 ) -> list[Any]:  # fmt: skip
     """Records of a run on ranks of this machine."""
     data = folder / "tokens"
@@ -270,7 +270,7 @@ def run(
     ranks = given["gpus_per_node"]
     path = RunFolder(folder / "run").metrics
     path.unlink(missing_ok=True)
-    seconds = run_on_ranks(ranks, train, given, slow, plan, by_calls, join=False, timeout=500)
+    seconds = run_on_ranks(ranks, train, given, slow, plan, by_calls, join=False, timeout=timeout)
     print(f"{1e6 * max(seconds):.0f} us per iteration for exchanges")
     return read_metrics(path)
 
@@ -336,5 +336,5 @@ def test_nobody_is_named_beside_other_programs(seed, tmp_path):
     """2,000 iterations by wall time, as in use, on as many ranks as cores or twice as many."""
     layout = {"gpus_per_node": 4 if seed == 2 else 2}
     with stress():
-        records = run(tmp_path, layout, train_iters=2000, seed=seed, by_calls=False)
+        records = run(tmp_path, layout, train_iters=2000, seed=seed, by_calls=False, timeout=2000)
     assert not [one for one in records if "slow" in str(one.get("event"))]
