@@ -5,8 +5,6 @@ The gradient of the weighted activation is never written to memory. Shape suffix
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -182,6 +180,7 @@ def activation_grad_torch(
         hidden_RW.new_empty(hidden_RW.size(0), weight2_LDF.size(2)),
         hidden_RW.new_empty(hidden_RW.size(0), dtype=torch.promote_types(hidden_RW.dtype, torch.float32)),
     ),
+    twin=activation_grad_torch,
 )
 def activation_grad(
     dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, offsets_L1: Tensor, *, activation: str,
@@ -202,9 +201,6 @@ def activation_grad(
         Gradient of hidden_RW and a * w [R, F] (for the gradient of W2), both in the dtype of hidden_RW, and
         the gradient of the weights [R] in fp32. Rows from offsets[L] on are undefined.
     """
-    if not launch.runs_kernel(dy):
-        options: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
-        return activation_grad_torch(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
     num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
     dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)
     partials_CR = hidden_RW.new_empty(launch.cdiv(width, CHUNK_COLUMNS), num_rows, dtype=torch.float32)

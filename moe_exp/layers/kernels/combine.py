@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, jit, last_contiguous, runs_kernel, tl
+from moe_exp.layers.kernels.launch import cdiv, compilable, jit, last_contiguous, tl
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 # Predicted, not measured: 16 bytes per thread and load in bf16, with all K loads of a token in flight. All
@@ -43,7 +43,10 @@ def combine_torch(y_RD: Tensor, row_TK: Tensor) -> Tensor:
     return total_TD.to(y_RD.dtype)
 
 
-@compilable("combine", lambda y_RD, row_TK: y_RD.new_empty(row_TK.size(0), y_RD.size(1)))
+@compilable(
+    "combine", lambda y_RD, row_TK: y_RD.new_empty(row_TK.size(0), y_RD.size(1)), twin=combine_torch,
+    takes_fp64=False,
+)  # fmt: skip
 def combine(y_RD: Tensor, row_TK: Tensor) -> Tensor:
     """Sum of each token's K rows, [T, D] in the dtype of y; added in fp32 in slot order.
 
@@ -51,10 +54,7 @@ def combine(y_RD: Tensor, row_TK: Tensor) -> Tensor:
         y_RD: rows.
         row_TK: row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing.
     """
-    num_tokens, topk = row_TK.shape
-    if not runs_kernel(y_RD) or y_RD.dtype == torch.float64:
-        return combine_torch(y_RD, row_TK)
-    width = y_RD.size(1)
+    (num_tokens, topk), width = row_TK.shape, y_RD.size(1)
     out_TD = y_RD.new_empty(num_tokens, width)
     if out_TD.numel() == 0:
         return out_TD

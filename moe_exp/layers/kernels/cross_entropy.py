@@ -67,6 +67,8 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
     lambda logits_NV, *_: tuple(
         logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32) for part in range(2)
     ),
+    twin=cross_entropy_statistics_torch,
+    takes_fp64=False,
 )
 def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """Computes the loss statistics of this rank's part of the vocabulary.
@@ -79,8 +81,6 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
     Returns:
         Log-sum-exp of the logits, and the logit of the target (0 if it is on another rank), both fp32 [N].
     """
-    if not launch.runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:  # the kernel computes in fp32
-        return cross_entropy_statistics_torch(logits_NV, target_N, first)
     num_rows, width = logits_NV.shape
     (target_N,), logits_NV = launch.contiguous(target_N), launch.last_contiguous(logits_NV)
     log_sum_N, picked_N = (logits_NV.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
@@ -104,6 +104,8 @@ def cross_entropy_gradient_torch(
 @launch.compilable(
     "cross_entropy_gradient",
     lambda logits_NV, target_N, log_sum_N, grad_N, first: torch.empty_like(logits_NV),
+    twin=cross_entropy_gradient_torch,
+    takes_fp64=False,
 )
 def cross_entropy_gradient(
     logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int
@@ -115,8 +117,6 @@ def cross_entropy_gradient(
         log_sum_N: log-sum-exp over the words of all ranks.
         grad_N: gradient of each loss, fp32.
     """
-    if not launch.runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:
-        return cross_entropy_gradient_torch(logits_NV, target_N, log_sum_N, grad_N, first)
     logits_NV = launch.last_contiguous(logits_NV)
     dlogits_NV = logits_NV.new_empty(logits_NV.shape)
     _write_gradient(logits_NV, target_N, log_sum_N, grad_N, first, dlogits_NV)

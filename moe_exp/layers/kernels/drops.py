@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, tl
 from moe_exp.layers.kernels.slot_sort import slot_sort, slot_sort_torch
 
 _BLOCK = 1024
@@ -114,6 +114,7 @@ def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Te
 @compilable(
     "keep_within",
     lambda expert_TK, weights_TK, limits_E: expert_TK.new_empty(expert_TK.shape, dtype=torch.bool),
+    twin=keep_within_torch,
 )
 def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
     """Selects the slots that remain when every expert keeps at most its limit, bool [T, K].
@@ -123,7 +124,7 @@ def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) 
         weights_TK: fp32 router weights; the highest are kept (ties: by position). None: the first are kept.
         limits_E: maximum number of kept slots of each expert, int32, on the device.
     """
-    if not runs_kernel(expert_TK) or (weights_TK is not None and weights_TK.dtype != torch.float32):
+    if weights_TK is not None and weights_TK.dtype != torch.float32:
         return keep_within_torch(expert_TK, weights_TK, limits_E)
     num_slots, num_experts = expert_TK.numel(), limits_E.numel()
     kept_TK = torch.zeros(expert_TK.shape, dtype=torch.bool, device=expert_TK.device)
@@ -165,6 +166,7 @@ def padded_order_torch(
         expert_TK.new_empty(size, dtype=torch.int32)
         for size in (num_experts * rows_per_expert, expert_TK.numel())
     ),
+    twin=padded_order_torch,
 )
 def padded_order(
     expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None
@@ -179,8 +181,6 @@ def padded_order(
         slot_R: slot of each row, int32; N for a padding row.
         row_N: row of each slot, int32; R for a dropped slot.
     """
-    if not runs_kernel(expert_TK):
-        return padded_order_torch(expert_TK, num_experts, rows_per_expert, kept_TK)
     slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts, kept_TK)
     slot_R, padded_row_N = slot_N.new_empty(num_experts * rows_per_expert), torch.empty_like(row_N)
     most = max(slot_R.numel(), padded_row_N.numel())

@@ -114,7 +114,10 @@ def grouped_matmul_torch(
     return y_RO
 
 
-@launch.compilable("grouped_matmul", lambda x_RI, w_LIO, *_: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)))
+@launch.compilable(
+    "grouped_matmul", lambda x_RI, w_LIO, *_: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)),
+    twin=grouped_matmul_torch,
+)  # fmt: skip
 def grouped_matmul(
     x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
@@ -127,10 +130,7 @@ def grouped_matmul(
         bias_LO: bias of each expert; a row gets its expert's bias times its weight. None: no bias.
         weights_R: fp32, weight of each row, which multiplies only the bias.
     """
-    if not launch.runs_kernel(x_RI):
-        return grouped_matmul_torch(x_RI, w_LIO, offsets_L1, bias_LO, weights_R)
-    num_rows, depth = x_RI.shape
-    num_experts, _, width = w_LIO.shape
+    (num_rows, depth), (num_experts, _, width) = x_RI.shape, w_LIO.shape
     y_RO = x_RI.new_empty(num_rows, width)
     if num_rows == 0:
         return y_RO

@@ -1,8 +1,9 @@
 """Functions shared by all kernels: selection, launch sizes and torch.compile support.
 
 A kernel's module contains the kernel, a plain-torch reference for CPUs and tests (`..._torch`, also called
-the twin), and the public function that calls the kernel or the reference. If TRITON_INTERPRET=1 is set before
-the first import, Triton interprets the kernels (slowly) on CPU tensors, in place of the references.
+the twin), and the public function that calls the kernel; `compilable` replaces it by the reference where no
+kernel runs. If TRITON_INTERPRET=1 is set before the first import, Triton interprets the kernels (slowly) on
+CPU tensors, in place of the references.
 """
 
 import functools
@@ -262,12 +263,16 @@ def cdiv(number: int, divisor: int) -> int:
 
 
 def compilable(
-    name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = ()
-) -> Callable[[Function], Function]:
+    name: str, fake: Callable[..., Any], *, twin: Callable[..., Any] | None = None, takes_fp64: bool = True,
+    mutates: Sequence[str] = (),
+) -> Callable[[Function], Function]:  # fmt: skip
     """Decorator: runs a function on its first tensor's device; torch.compile sees an opaque operator.
 
     Args:
         fake: function of the same arguments that returns uninitialized results.
+        twin: plain-torch reference with the same arguments, which runs instead where no kernel does; None:
+            the function itself has no kernel or chooses.
+        takes_fp64: False: the kernel computes in fp32, so the twin also runs for fp64 tensors.
         mutates: names of the arguments that the function writes to.
     """
 
@@ -277,9 +282,10 @@ def compilable(
         @functools.wraps(function)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
             # Triton launches on the current device, which may differ from the device of the tensors.
-            x = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), None)
-            with current_device(x.device) if x is not None and x.is_cuda else nullcontext():
-                return function(*args, **kwargs)
+            x = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor))
+            takes_x = runs_kernel(x) and (takes_fp64 or x.dtype != torch.float64)
+            with current_device(x.device) if x.is_cuda else nullcontext():
+                return (function if twin is None or takes_x else twin)(*args, **kwargs)
 
         positional = _positional(on_its_device, signature)
         operator = torch.library.custom_op(f"moe_exp::{name}", positional, mutates_args=tuple(mutates))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, tl
 
 # Elements per program: 8 per thread with four warps.
 _TILE = 1024
@@ -61,7 +61,10 @@ def gather_rows_torch(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     return with_zero.index_select(0, (index_R // divisor).clamp(max=x.size(0)))
 
 
-@compilable("gather_rows", lambda x, index_R, divisor=1: x.new_empty(index_R.size(0), *x.shape[1:]))
+@compilable(
+    "gather_rows", lambda x, index_R, divisor=1: x.new_empty(index_R.size(0), *x.shape[1:]),
+    twin=gather_rows_torch,
+)  # fmt: skip
 def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     """x[index // divisor], [R, D] or [R]; zero for an index past the last row of x.
 
@@ -69,8 +72,6 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
         x: [T, D] or [T], any dtype.
         index_R: int32 or int64, not negative: token of each row or, if `divisor` is K, slot of each row.
     """
-    if not runs_kernel(x):
-        return gather_rows_torch(x, index_R, divisor)
     num_rows, width = index_R.size(0), 1 if x.dim() == 1 else x.size(1)
     out = x.new_empty(num_rows, *x.shape[1:])
     if out.numel() == 0:
@@ -100,6 +101,7 @@ def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 @compilable(
     "chunk_order",
     lambda rows_SL, num_rows: tuple(rows_SL.new_empty(num_rows, dtype=torch.int32) for _ in range(2)),
+    twin=chunk_order_torch,
 )
 def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Row order that transposes chunks of rows from [source, expert] to [expert, source] order.
@@ -112,8 +114,6 @@ def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         slot_R: original index of each sorted row, int32.
         row_R: the inverse permutation.
     """
-    if not runs_kernel(rows_SL):
-        return chunk_order_torch(rows_SL, num_rows)
     slot_R, row_R = (rows_SL.new_empty(num_rows, dtype=torch.int32) for _ in range(2))
     if num_rows == 0:
         return slot_R, row_R

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import compilable, jit, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.launch import compilable, jit, power_of_2, tl
 
 KERNEL_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 EPSILON: tl.constexpr = tl.constexpr(1e-20) if tl else None  # added to sums of weights, as in Router
@@ -132,7 +132,10 @@ def router_losses_torch(
     return torch.stack([aux_coeff * balance + z_coeff * z, balance, z]), unit_E1
 
 
-@compilable("router_losses", lambda sums_E, *_: (sums_E.new_empty(3), sums_E.new_empty(sums_E.size(0) + 1)))
+@compilable(
+    "router_losses", lambda sums_E, *_: (sums_E.new_empty(3), sums_E.new_empty(sums_E.size(0) + 1)),
+    twin=router_losses_torch, takes_fp64=False,
+)  # fmt: skip
 def router_losses(
     score_sums_E: Tensor, lse_squares: Tensor, counts_E: Tensor, total: Tensor | None, num_tokens: int,
     topk: int, aux_coeff: float, z_coeff: float,
@@ -147,10 +150,6 @@ def router_losses(
         Three losses: aux_coeff * balance + z_coeff * z, balance and z; and the gradient of the first with
         respect to `score_sums_E` and `lse_squares`, [E + 1].
     """
-    if not runs_kernel(score_sums_E) or score_sums_E.dtype == torch.float64:
-        return router_losses_torch(
-            score_sums_E, lse_squares, counts_E, total, num_tokens, topk, aux_coeff, z_coeff
-        )
     num_experts = score_sums_E.size(0)
     losses, unit_E1 = score_sums_E.new_empty(3), score_sums_E.new_empty(num_experts + 1)
     _losses_kernel[(1,)](

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, tl
 
 # A slot's place within its block is found by comparing all pairs, so a larger block costs more per slot.
 _BLOCK = 128
@@ -84,6 +84,7 @@ def slot_sort_torch(
         expert_TK.new_empty(size, dtype=torch.int32)
         for size in (expert_TK.numel(), expert_TK.numel(), num_experts + 1)
     ),
+    twin=slot_sort_torch,
 )
 def slot_sort(
     expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
@@ -99,8 +100,6 @@ def slot_sort(
         row_N: row of each slot, int32; N for a dropped slot.
         offsets_E1: first row of each expert; the last value is the number of kept slots.
     """
-    if not runs_kernel(expert_TK):
-        return slot_sort_torch(expert_TK, num_experts, kept_TK)
     num_slots = expert_TK.numel()
     slot_N, row_N = (expert_TK.new_empty(num_slots, dtype=torch.int32) for _ in range(2))
     offsets_E1 = expert_TK.new_empty(num_experts + 1, dtype=torch.int32)

@@ -162,7 +162,7 @@ def _outputs(
     return hidden_RW, x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation].gated else width)
 
 
-@launch.compilable("up_projection", _outputs)
+@launch.compilable("up_projection", _outputs, twin=up_projection_torch)
 def up_projection(
     x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None,
     weights_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
@@ -181,11 +181,9 @@ def up_projection(
         hidden [R, W] ([0, W] without `keeps_hidden`) and the weighted activation [R, F], in the dtype of x.
         Rows from offsets[L] on are undefined.
     """
-    options: dict[str, Any] = {"activation": activation, "token_R": token_R, "keeps_hidden": keeps_hidden}
-    if not launch.runs_kernel(x):
-        options |= {"weights_R": weights_R, "bias1_LW": bias1_LW}
-        return up_projection_torch(x, weight1_LWD, offsets_L1, **options)
-    hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, **options)
+    hidden_RW, active_RF = _outputs(
+        x, weight1_LWD, activation=activation, token_R=token_R, keeps_hidden=keeps_hidden
+    )
     (num_rows, width), num_experts = active_RF.shape, weight1_LWD.size(0)
     gated = ACTIVATIONS[activation].gated
     if num_rows == 0 or x.size(0) == 0:

@@ -75,6 +75,7 @@ def block_matmul_torch(
 @launch.compilable(
     "fp8_block_matmul",
     lambda x_RI, _x, w_LOI, _w, _offsets, dtype, *_: x_RI.new_empty(x_RI.size(0), w_LOI.size(1), dtype=dtype),
+    twin=block_matmul_torch,
 )
 def block_matmul(
     x_RI: Tensor, x_scale_RC: Tensor, w_LOI: Tensor, w_scale_LCC: Tensor, offsets_L1: Tensor,
@@ -89,8 +90,6 @@ def block_matmul(
         bias_LO: bias of each expert; a row gets its expert's bias times its weight. None: no bias.
         weights_R: fp32, weight of each row, which multiplies only the bias; None: 1.
     """
-    if not launch.runs_kernel(x_RI):
-        return block_matmul_torch(x_RI, x_scale_RC, w_LOI, w_scale_LCC, offsets_L1, dtype, bias_LO, weights_R)
     (num_rows, depth), (num_experts, width, _) = x_RI.shape, w_LOI.shape
     y_RO = x_RI.new_empty(num_rows, width, dtype=dtype)
     if num_rows:
@@ -154,7 +153,9 @@ def block_weight_grad_torch(
         out_LMN.copy_(sums_LMN)
 
 
-@launch.compilable("fp8_block_weight_grad", lambda *_: None, mutates=["out_LMN"])
+@launch.compilable(
+    "fp8_block_weight_grad", lambda *_: None, twin=block_weight_grad_torch, mutates=["out_LMN"]
+)
 def block_weight_grad(
     out_LMN: Tensor, a_BMR: Tensor, a_scale_BM: Tensor, b_BNR: Tensor, b_scale_BN: Tensor, offsets_L1: Tensor,
     adds: bool,
@@ -167,8 +168,6 @@ def block_weight_grad(
         b_BNR, b_scale_BN: from `quantize_columns`.
         adds: add to `out_LMN` instead of overwriting it.
     """
-    if not launch.runs_kernel(a_BMR):
-        return block_weight_grad_torch(out_LMN, a_BMR, a_scale_BM, b_BNR, b_scale_BN, offsets_L1, adds)
     num_experts, size_m, size_n = out_LMN.shape
     (offsets_L1,) = launch.contiguous(offsets_L1)
     _weight_grad_kernel[(num_experts * launch.cdiv(size_m, BLOCK) * launch.cdiv(size_n, BLOCK),)](
@@ -176,4 +175,3 @@ def block_weight_grad(
         out_LMN.stride(0), out_LMN.stride(1), BLOCK=BLOCK, ADDS=adds, BLOCK_E=launch.power_of_2(num_experts),
         INTERPRET=launch.INTERPRETED, **LAUNCH,
     )  # fmt: skip
-    return None

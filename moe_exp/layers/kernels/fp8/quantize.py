@@ -132,7 +132,7 @@ def _empty_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tenso
     return q_RD, x.new_empty(num_rows, launch.cdiv(x.size(1), BLOCK), dtype=torch.float32)
 
 
-@launch.compilable("fp8_quantize_rows", _empty_rows)
+@launch.compilable("fp8_quantize_rows", _empty_rows, twin=quantize_rows_torch)
 def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes each row in blocks of 128 columns: e4m3 [R, D] and fp32 scales [R, C].
 
@@ -140,8 +140,6 @@ def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Ten
         x: rows [R, D], or with `index_R`, the tensor [T, D] from which rows are gathered.
         index_R: int32, source of each row; T or more for a row of zeros.
     """
-    if not launch.runs_kernel(x):
-        return quantize_rows_torch(x, index_R)
     (q_RD, scale_RC), x = _empty_rows(x, index_R), launch.last_contiguous(x)
     (index_R,), num_rows = launch.contiguous(index_R), q_RD.size(0)
     if num_rows:
@@ -169,14 +167,12 @@ def _empty_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
     return w_LOI.new_empty(num_experts, height, width, dtype=E4M3), scale_LCC
 
 
-@launch.compilable("fp8_quantize_blocks", _empty_blocks)
+@launch.compilable("fp8_quantize_blocks", _empty_blocks, twin=quantize_blocks_torch)
 def quantize_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes matrices (any strides) in blocks of 128 x 128: e4m3 [L, O, I], scales [L, O/128, I/128].
 
     A transposed matrix has the same blocks, so forward and backward use the same quantized values.
     """
-    if not launch.runs_kernel(w_LOI):
-        return quantize_blocks_torch(w_LOI)
     q_LOI, scale_LCC = _empty_blocks(w_LOI)
     _, height, width = w_LOI.shape
     _kernel[scale_LCC.size(1), scale_LCC.size(2), scale_LCC.size(0)](
@@ -206,7 +202,7 @@ def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None)
     return x.new_empty(num_blocks, x.size(1), BLOCK, dtype=E4M3), scale_BM
 
 
-@launch.compilable("fp8_quantize_columns", _empty_columns)
+@launch.compilable("fp8_quantize_columns", _empty_columns, twin=quantize_columns_torch)
 def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes each column in blocks of 128 rows of one expert: e4m3 [B, M, 128] and fp32 scales [B, M].
 
@@ -216,8 +212,6 @@ def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = Non
         x: rows [R, M] sorted by expert, or with `index_R`, the tensor [T, M] from which rows are gathered.
         index_R: int32, source of each row; T or more for a row of zeros.
     """
-    if not launch.runs_kernel(x):
-        return quantize_columns_torch(x, offsets_L1, index_R)
     (q_BMR, scale_BM), x = _empty_columns(x, offsets_L1, index_R), launch.last_contiguous(x)
     (offsets_L1, index_R), num_experts = launch.contiguous(offsets_L1, index_R), offsets_L1.size(0) - 1
     _columns_kernel[q_BMR.size(0), launch.cdiv(x.size(1), _COLUMNS)](
