@@ -163,14 +163,20 @@ def activation_grad_torch(
     dactive_RF = grouped_matmul_torch(
         dy if token_R is None else gather_rows_torch(dy, token_R), weight2_LDF, offsets_L1
     )
-    # The kernel also computes in fp32 after the product.
+    weights_R = hidden_RW.new_ones(hidden_RW.size(0)) if weights_R is None else weights_R
+    return activation_backward_torch(dactive_RF, hidden_RW, weights_R, activation)
+
+
+def activation_backward_torch(
+    dactive_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Results of `activation_grad` from the product; computes in fp32, as the kernel does."""
     wide = torch.promote_types(hidden_RW.dtype, torch.float32)
-    scale_R = hidden_RW.new_ones(hidden_RW.size(0), dtype=wide) if weights_R is None else weights_R.to(wide)
-    scale_R1 = scale_R.unsqueeze(1)
+    weights_R1 = weights_R.to(wide).unsqueeze(1)
     dhidden_RW, dweights_R, product_RF = weighted_activation_backward(
-        dactive_RF.to(wide), hidden_RW.to(wide), scale_R1, activation
+        dactive_RF.to(wide), hidden_RW.to(wide), weights_R1, activation
     )
-    return dhidden_RW.to(hidden_RW.dtype), product_RF.mul_(scale_R1).to(hidden_RW.dtype), dweights_R
+    return dhidden_RW.to(hidden_RW.dtype), product_RF.mul_(weights_R1).to(hidden_RW.dtype), dweights_R
 
 
 @launch.compilable(

@@ -13,7 +13,9 @@ from torch import Tensor
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.activations import activate as activate_torch
 from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.grouped_matmul import grouped_matmul_torch
 from moe_exp.layers.kernels.launch import jit, tl
+from moe_exp.layers.kernels.rows import gather_rows_torch
 from moe_exp.layers.kernels.tiles import (
     activate,
     column_chunks,
@@ -135,22 +137,15 @@ def up_projection_torch(
     x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None,
     weights_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
-    hidden_RW.zero_(), active_RF.zero_()
-    wide = torch.promote_types(x.dtype, torch.float32)
-    padded = x if token_R is None else torch.cat([x, x.new_zeros(1, x.size(1))])
-    ends = offsets_L1.tolist()
-    for w_WD, first, end in zip(weight1_LWD.unbind(0), ends, ends[1:], strict=False):
-        rows_RD = x[first:end] if token_R is None else padded[token_R[first:end]]
-        torch.mm(rows_RD, w_WD.t(), out=hidden_RW[first:end])
+    rows_RD = x if token_R is None else gather_rows_torch(x, token_R)
+    hidden_RW = grouped_matmul_torch(rows_RD, weight1_LWD.transpose(1, 2), offsets_L1)
     if bias1_LW is not None:
-        hidden_RW[: ends[-1]] += bias1_LW.repeat_interleave(offsets_L1.diff(), dim=0)
+        hidden_RW[: int(offsets_L1[-1])] += bias1_LW.repeat_interleave(offsets_L1.diff(), dim=0)
         if token_R is not None:
             hidden_RW[token_R == x.size(0)] = 0
-    result_RF = activate_torch(hidden_RW.to(wide), activation)
-    result_RF = result_RF if weights_R is None else result_RF * weights_R.unsqueeze(1)
-    active_RF[: ends[-1]] = result_RF[: ends[-1]].to(x.dtype)
-    return hidden_RW if keeps_hidden else hidden_RW.new_empty(0, hidden_RW.size(1)), active_RF
+    active_RF = activate_torch(hidden_RW.to(torch.promote_types(x.dtype, torch.float32)), activation)
+    active_RF = active_RF if weights_R is None else active_RF * weights_R.unsqueeze(1)
+    return hidden_RW if keeps_hidden else hidden_RW.new_empty(0, hidden_RW.size(1)), active_RF.to(x.dtype)
 
 
 def _outputs(

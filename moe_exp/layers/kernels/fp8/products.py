@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_exp.layers.activations import weighted_activation, weighted_activation_backward
+from moe_exp.layers.activations import weighted_activation
+from moe_exp.layers.kernels.activation_grad import activation_backward_torch
 from moe_exp.layers.kernels.fp8.block import (
     block_matmul,
     block_matmul_torch,
@@ -66,18 +67,10 @@ def activation_grad(
 
 
 # Opaque to torch.compile, which cannot trace the writes to parts of a tensor.
-@compilable(
+_activation_backward = compilable(
     "fp8_activation_backward",
     lambda dactive, hidden, weights, _: tuple(torch.empty_like(x) for x in (hidden, dactive, weights)),
-)
-def _activation_backward(
-    dactive_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights_R1 = weights_R.unsqueeze(1)
-    dhidden_RW, dweights_R, active_RF = weighted_activation_backward(
-        dactive_RF.float(), hidden_RW.float(), weights_R1, activation
-    )
-    return dhidden_RW.to(hidden_RW.dtype), active_RF.mul_(weights_R1).to(hidden_RW.dtype), dweights_R
+)(activation_backward_torch)
 
 
 activation_grad_torch = partial(activation_grad, product=grouped_matmul_torch)
