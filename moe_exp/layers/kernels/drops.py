@@ -9,19 +9,11 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, tl
+from moe_exp.layers.kernels.scores import key_of
 from moe_exp.layers.kernels.slot_sort import slot_sort, slot_sort_torch
 
 _BLOCK = 1024
 _BLOCK_ROWS = 4096  # rows of one expert per step; one expert may have all rows
-
-
-@jit
-def _sort_key(x):
-    """Maps floats to unsigned integers in the same order. NaN is largest, -0 equals 0."""
-    x = tl.where(x == 0.0, 0.0, x.to(tl.float32))
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(x != x, 0x7FFFFFFF, bits)
-    return bits ^ ((bits >> 31) | (-(2**31)))
 
 
 @jit
@@ -38,9 +30,9 @@ def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
         count = tl.zeros((256,), dtype=tl.int32)
         for start in range(first, end, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            key = _sort_key(
-                tl.load(weights + tl.load(slot + rows, mask=rows < end, other=0), mask=rows < end, other=0.0)
-            )
+            mine = tl.load(slot + rows, mask=rows < end, other=0)
+            # As unsigned: with the sign bit flipped, digits have the order of the keys.
+            key = key_of(tl.load(weights + mine, mask=rows < end, other=0.0)) ^ (-(2**31))
             is_candidate = (rows < end) & ((key & known) == prefix)
             count += tl.histogram((key >> shift) & 255, 256, mask=is_candidate)
         at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count
@@ -48,16 +40,15 @@ def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
         wanted -= tl.sum(tl.where(digits > digit, count, 0), 0)
         prefix = prefix | (digit << shift)
         known = known | (255 << shift)
+    least = prefix ^ (-(2**31))  # smallest key that is kept
     equal_before = wanted * 0
     for start in range(first, end, BLOCK):
         rows = start + tl.arange(0, BLOCK)
         mine = tl.load(slot + rows, mask=rows < end, other=0)
-        key = _sort_key(tl.load(weights + mine, mask=rows < end, other=0.0))
-        is_equal = (key == prefix) & (rows < end)
+        key = key_of(tl.load(weights + mine, mask=rows < end, other=0.0))
+        is_equal = (key == least) & (rows < end)
         place = equal_before + tl.cumsum(is_equal.to(tl.int32), 0) - 1
-        # Unsigned comparison: flip the sign bit on both sides.
-        is_larger = (key ^ (-(2**31))) > (prefix ^ (-(2**31)))
-        keeps = (is_larger | (is_equal & (place < wanted))) & (limit > 0)
+        keeps = ((key > least) | (is_equal & (place < wanted))) & (limit > 0)
         tl.store(kept + mine, keeps, mask=rows < end)
         equal_before += tl.sum(is_equal.to(tl.int32), 0)
 

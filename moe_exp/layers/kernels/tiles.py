@@ -109,17 +109,7 @@ OFFSET: tl.constexpr = tl.constexpr(ACTIVATIONS["clamped_swiglu"].offset) if tl 
 @jit
 def activate(x, ACTIVATION: tl.constexpr):
     """The activation function, which is applied to the gate if there is one."""
-    if ACTIVATION == "swiglu":
-        y = x * tl.sigmoid(x)
-    elif ACTIVATION == "squared_relu":
-        x = tl.where(x < 0.0, 0.0, x)  # unlike a maximum, NaN stays NaN
-        y = x * x
-    elif ACTIVATION == "clamped_swiglu":
-        x = tl.where(x > LIMIT, LIMIT, x)
-        y = x * tl.sigmoid(x * QUICK)
-    else:
-        tl.static_assert(ACTIVATION == "geglu" or ACTIVATION == "gelu", "no such activation")
-        y = x * 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
+    y, _ = activate_with_derivative(x, ACTIVATION)  # Triton removes the unused derivative
     return y
 
 
@@ -131,7 +121,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
         y = x * s
         dy = s + y * (1.0 - s)
     elif ACTIVATION == "squared_relu":
-        positive = tl.where(x < 0.0, 0.0, x)
+        positive = tl.where(x < 0.0, 0.0, x)  # unlike a maximum, NaN stays NaN
         y = positive * positive
         dy = 2.0 * positive
     elif ACTIVATION == "clamped_swiglu":
