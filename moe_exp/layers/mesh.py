@@ -45,7 +45,6 @@ class TensorParallelDispatcher(LocalDispatcher):
         tp_mesh: the tensor parallel dimension of the mesh, e.g. `mesh["tp"]`.
     """
 
-    name = "tensor parallel"
     is_local = False  # every expert needs all ranks
 
     def __init__(self, num_experts: int, *, tp_mesh: DeviceMesh):

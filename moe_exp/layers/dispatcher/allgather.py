@@ -26,8 +26,6 @@ class AllGatherDispatcher(SpreadDispatcher):
     over ranks, in the dtype of the rows. Synchronizes with the device once, to read token and row counts.
     """
 
-    name = "allgather"
-
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
         super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
         self.first_expert = self.num_local_experts * (0 if ep_group is None else ep_group.rank())

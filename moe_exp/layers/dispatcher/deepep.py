@@ -33,8 +33,6 @@ class DeepEPDispatcher(SpreadDispatcher):
     `ep_group` must be an NCCL group; `etp_group` must be None or have one rank.
     """
 
-    name = "deepep"
-
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
         check_deepep(ep=group_size(ep_group), etp=group_size(etp_group))
         super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)

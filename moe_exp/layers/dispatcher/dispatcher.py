@@ -1,7 +1,7 @@
 """Token dispatchers: from tokens to rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
-`start` sends the tokens and `finish` receives the rows, so that other work can run in between; `dispatch`
-calls both. The result includes the record that `combine` needs; the dispatcher itself only caches sizes.
+`start` sends the tokens and `finish` receives the rows, so that other work can run in between. The result
+includes the record that `combine` needs; the dispatcher itself only caches sizes.
 
     start:   tokens [T, D] -> rows sorted by expert (RowOrder) -> exchange departs
     finish:  exchange arrives -> rows sorted by local expert [R, D] (a second RowOrder)
@@ -41,7 +41,7 @@ from moe_exp.layers.router import RoutingDecision
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """Record of the steps of a `dispatch`, which `combine` reverses."""
+    """Record of the steps of `start` and `finish`, which `combine` reverses."""
 
     order: RowOrder | None  # from this rank's tokens to the rows it sent; None: unchanged
     back: tuple[Exchange, ...] = ()  # exchanges that return the results, in order
@@ -84,7 +84,6 @@ class Dispatcher(ABC):
     dispatcher's groups must participate, even a rank without tokens.
     """
 
-    name: str
     is_local = False  # all experts are on this rank
     moves_rows = True  # False: the experts process the tokens directly
     pads = True  # uses `rows_per_expert`
@@ -111,12 +110,6 @@ class Dispatcher(ABC):
         """Waits for the rows of this rank's experts."""
         return pending()
 
-    def dispatch(
-        self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
-    ) -> Dispatched | RoutedTokens:
-        """`start`, then `finish`."""
-        return self.finish(self.start(x_TD, decision, rows_per_expert=rows_per_expert))
-
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
         """Sends the weighted results back, and sums the results of each token: [R, D] to [T, D]."""
         if record.by_expert is not None:
@@ -132,7 +125,6 @@ class LocalDispatcher(Dispatcher):
     If slots were dropped and rows are not padded, the host waits for the GPU to read the number of rows.
     """
 
-    name = "local"
     is_local = True
 
     def __init__(self, num_experts: int):
@@ -152,7 +144,6 @@ class TokensDispatcher(Dispatcher):
     `pads`: True if the experts need padded rows, so that shapes do not depend on the data.
     """
 
-    name = "tokens"
     is_local = True
     moves_rows = False
 
@@ -200,8 +191,6 @@ class AllToAllDispatcher(SpreadDispatcher):
     of this group gather the rows, each rank computes a part of every result, and `combine` sums the parts.
     The host waits for the GPU once, to read the row counts; with `rows_per_expert`, it does not wait.
     """
-
-    name = "alltoall"
 
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
         super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)

@@ -177,7 +177,7 @@ def through(kind, num_tokens: int, num_experts: int, rows_per_expert, *, device=
     weights_TK = random(num_tokens, 3, seed=20 + rank).to(device, router_dtype).requires_grad_()
     decision = decide(expert_TK.to(device), weights_TK, kept_TK=kept_TK.to(device), num_experts=num_experts)
     dispatcher = kind(num_experts, ep_group=dist.group.WORLD, etp_group=None)
-    dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
+    dispatched = dispatcher.finish(dispatcher.start(x_TD, decision, rows_per_expert))
     counts_L = dispatched.tokens_per_expert_L
     scales_L = random(len(dispatched.splits), seed=40 + rank).to(device, router_dtype)
     scales_R = scales_L.repeat_interleave(counts_L) * dispatched.weights_R

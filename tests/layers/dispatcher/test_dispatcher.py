@@ -28,7 +28,7 @@ def check_identity(dispatcher: Dispatcher, expert_TK, kept_TK, *, rows_per_exper
     # Whatever a padding token holds must not reach anything.
     x_TD = x_TD.masked_fill(~keep_TK.any(dim=1, keepdim=True), float("nan")).requires_grad_()
     decision = decide(expert_TK, weights_TK, kept_TK=kept_TK)
-    dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
+    dispatched = dispatcher.finish(dispatcher.start(x_TD, decision, rows_per_expert))
     results_RD = dispatched.rows_RD * dispatched.weights_R.unsqueeze(1) / parts
     y_TD = dispatcher.combine(results_RD, dispatched.record)
     y_TD.backward(grad_TD)
@@ -138,7 +138,7 @@ def count_waits():
             for _ in range(2):  # the second time, when constants are made
                 with Waits() as waits:
                     x_TD = random(9, HIDDEN, seed=2).requires_grad_()
-                    dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
+                    dispatched = dispatcher.finish(dispatcher.start(x_TD, decision, rows_per_expert))
                     weighted_RD = dispatched.rows_RD * dispatched.weights_R.unsqueeze(1)
                     dispatcher.combine(weighted_RD, dispatched.record).sum().backward()
             counts.setdefault(name, []).append(len(waits.found))
