@@ -75,17 +75,11 @@ class LossInputs:
     expert_TK: Tensor | None  # None after a routing kernel, which never runs with a sequence loss
     counted_TK: Tensor | None  # slots that tokens use; None: all
     topk: int
-    num_tokens: Tensor | int  # in the whole micro-batch
-    group: ProcessGroup | None
+    sizes: dict[str, Any]  # for the loss functions: `num_tokens` in the whole micro-batch, and `group`
     shape: torch.Size  # of the layer's input, without D
     batch_dim: int  # dimension of `shape` that counts sequences, if it has two
     balance: Tensor  # the load-balancing loss of the micro-batch, which the statistics always need
     global_counts_E: Tensor | None  # slots in the last global batch, if a loss needs them
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Arguments of the loss functions that describe the micro-batch."""
-        return {"num_tokens": self.num_tokens, "group": self.group}
 
     def by_sequence(self, x: Tensor) -> Tensor:
         """Reshapes [T, ...] to [B, S, ...]."""
@@ -99,7 +93,7 @@ def share_of(loss: AuxLoss, inputs: LossInputs) -> Tensor:
     """This rank's share of a loss, without its coefficient; ValueError if a custom loss is not a scalar."""
     if isinstance(loss.kind, str):
         return AUX_LOSSES[loss.kind](inputs)
-    share = loss.kind(inputs.decision, inputs.group)
+    share = loss.kind(inputs.decision, inputs.sizes["group"])
     if not isinstance(share, Tensor) or share.dim():
         rule = f"returned {list(share.shape) if isinstance(share, Tensor) else share!r}"
         fix = "return this rank's share of the loss, a scalar tensor"
@@ -256,7 +250,7 @@ def _of_sequences(inputs: LossInputs) -> Tensor:
         inputs.by_sequence(inputs.expert_TK),
         None if valid_T is None else inputs.by_sequence(valid_T),
         counted_BSK=None if counted_TK is None else inputs.by_sequence(counted_TK),
-        group=inputs.group,
+        group=inputs.sizes["group"],
     )
 
 

@@ -192,8 +192,8 @@ class MoELayer(nn.Module):
             balance = losses.load_balancing_loss_share(scores, counts_E, topk=topk, **sizes)
             z = losses.z_loss_share(logits, valid_T=decision.valid_T, **sizes)
         inputs = LossInputs(
-            decision, scores, counts_E, expert_TK, counted_TK, config.topk, num_tokens, group, shape,
-            settings.batch_dim, balance, getattr(self.router, "global_tokens_per_expert", None),
+            decision, scores, counts_E, expert_TK, counted_TK, config.topk, sizes, shape, settings.batch_dim,
+            balance, getattr(self.router, "global_tokens_per_expert", None),
         )  # fmt: skip
         shares = {loss.name: share_of(loss, inputs) for loss in settings.aux_losses}
         if self.is_training and is_counted_forward():
