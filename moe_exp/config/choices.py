@@ -112,7 +112,6 @@ class Optimizer:
 
     text: str  # for the help
     moments: str  # optimizers with the same value can load each other's moments
-    momentum: str = ""  # setting of its momentum
     is_sharded: bool = True  # can update arbitrary ranges of a tensor, so DISTRIBUTED_OPTIMIZER can split it
     has_bf16: bool = False  # supports moments in bf16
 
@@ -120,10 +119,8 @@ class Optimizer:
 OPTIMIZERS = {
     "adam": Optimizer("AdamW", "adam", has_bf16=True),
     "adam8bit": Optimizer("AdamW with 8-bit moments (bitsandbytes)", "adam"),
-    "sgd": Optimizer("", "sgd", momentum="sgd_momentum"),
-    "muon": Optimizer(
-        "Muon for matrices, AdamW for other weights", "muon", momentum="muon_momentum", is_sharded=False
-    ),
+    "sgd": Optimizer("", "sgd"),
+    "muon": Optimizer("Muon for matrices, AdamW for other weights", "muon", is_sharded=False),
 }
 
 
