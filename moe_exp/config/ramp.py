@@ -6,7 +6,6 @@ Megatron-Core lacks this calculator from 0.18 on. Used by training (`next_batch`
 """
 
 import bisect
-from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -45,24 +44,25 @@ class Batches(NamedTuple):
             return self.gbsz
         return start + int(consumed_samples / (samples / num_steps)) * increment
 
-    def steps(self, num_samples: int | None = None, consumed: int = 0) -> list[RampStep]:
+    def steps(
+        self, num_samples: int | None = None, consumed: int = 0, iterations: int | None = None
+    ) -> list[RampStep]:
         """Iterations at each batch size after `consumed` samples, in order; empty sizes are omitted.
 
-        If `num_samples` is given, the last iteration reaches it; else there are TRAIN_ITERS iterations.
+        If `num_samples` is given, the last iteration reaches it; else there are `iterations` (default:
+        TRAIN_ITERS).
         """
-        return list(self._steps(num_samples, consumed, self.train_iters))
+        found, left = [], self.train_iters if iterations is None else iterations
+        while consumed < num_samples if num_samples is not None else left:
+            size = self.size_at(consumed)
+            left = left if num_samples is None else -(-(num_samples - consumed) // size)
+            # The size never decreases, so bisect for the first iteration with another size.
+            is_other = lambda i, b=consumed, s=size: self.size_at(b + i * s) != s  # noqa: E731
+            count = bisect.bisect_left(range(left), True, key=is_other)
+            found.append(RampStep(size, count, count * size))
+            consumed, left = consumed + count * size, left - count
+        return found
 
     def samples_of(self, iterations: int, consumed_samples: int = 0) -> int:
         """Number of samples in the next `iterations` after `consumed_samples`."""
-        return sum(step.samples for step in self._steps(None, consumed_samples, max(iterations, 0)))
-
-    def _steps(self, num_samples: int | None, consumed: int, iterations_left: int) -> Iterator[RampStep]:
-        while consumed < num_samples if num_samples is not None else iterations_left:
-            size = self.size_at(consumed)
-            left = iterations_left if num_samples is None else -(-(num_samples - consumed) // size)
-            # The size never decreases, so bisect for the first iteration with another size.
-            begin = consumed
-            is_other = lambda i, b=begin, s=size: self.size_at(b + i * s) != s  # noqa: E731
-            count = bisect.bisect_left(range(left), True, key=is_other)
-            yield RampStep(size, count, count * size)
-            consumed, iterations_left = consumed + count * size, iterations_left - count
+        return sum(step.samples for step in self.steps(None, consumed_samples, max(iterations, 0)))
