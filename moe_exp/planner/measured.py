@@ -213,7 +213,7 @@ def job_of_row(row: Mapping[str, str]) -> PlannedJob:
     return PlannedJob(
         config=config, stage_layers=tuple(_stage_layers(row, config, of_deepspeed)), precision=precision,
         sharding=sharding, sequence_parallel=not of_deepspeed and config.tp > 1,
-        fused_attention=not of_deepspeed, learned_positions=of_deepspeed,
+        fused_attention=not of_deepspeed, of_deepspeed=of_deepspeed,
         software=(row.get("era") or "").partition(":")[0],
         measured_by=_MEASURED_BY.get(row.get("mem_kind") or "", usual), engine=engine,
     )  # fmt: skip

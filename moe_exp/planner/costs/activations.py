@@ -255,7 +255,7 @@ class _Account:
         positions = 0.0
         by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"
         is_shared = self._is_fused or not (by_megatron or config.recompute == "full")
-        if not (is_shared or self._job.learned_positions):
+        if not (is_shared or self._job.of_deepspeed):
             turned = config.kv_channels * config.rotary_fraction
             if config.multi_latent_attention:
                 turned = config.qk_pos_emb_head_dim

@@ -57,7 +57,7 @@ class PlannedJob:
     sharding: Sharding  # of the optimizer state: none, DeepSpeed's ZeRO-1, Megatron's distributed optimizer
     sequence_parallel: bool  # whether tensor-parallel ranks split the activations between the products
     fused_attention: bool  # whether scores are never written to memory (flash attention)
-    learned_positions: bool = False  # whether the embedding has a row per position
+    of_deepspeed: bool = False  # whether Megatron-DeepSpeed ran the job, with a row per position to embed
     # software period of a measured run, on which constants may depend; empty: this package
     software: str = ""
     # how memory is measured: `nvidia-smi` includes context, NCCL buffers and fragmentation; `allocated` is
@@ -87,11 +87,6 @@ class PlannedJob:
         )
 
     @property
-    def of_deepspeed(self) -> bool:
-        """Whether Megatron-DeepSpeed ran the job; no other engine here uses learned position embeddings."""
-        return self.learned_positions
-
-    @property
     def num_outputs(self) -> int:
         """Output layers on the last stage: one, plus one per multi-token prediction layer."""
         return 1 + self.engine.num_mtp_layers + self.config.mtp_num_layers
@@ -103,7 +98,7 @@ class PlannedJob:
 
     @cached_property
     def parameters(self) -> list[RankParameters]:
-        return parameters_of_stages(self.config, self.stage_layers, learned_positions=self.learned_positions)
+        return parameters_of_stages(self.config, self.stage_layers, learned_positions=self.of_deepspeed)
 
     @cached_property
     def products(self) -> dict[str, list[Shape]]:
