@@ -283,7 +283,7 @@ def compilable(
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
             # Triton launches on the current device, which may differ from the device of the tensors.
             x = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor))
-            takes_x = runs_kernel(x) and (takes_fp64 or x.dtype != torch.float64)
+            takes_x = runs_kernel(x) and not _by_twins and (takes_fp64 or x.dtype != torch.float64)
             with current_device(x.device) if x.is_cuda else nullcontext():
                 return (function if twin is None or takes_x else twin)(*args, **kwargs)
 
@@ -301,6 +301,22 @@ def compilable(
 
 
 current_device: Any = torch.cuda.device  # context manager for launches
+_by_twins = False
+
+
+def by_twins(function: Function) -> Function:
+    """The function with twins in place of all kernels that it calls."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        global _by_twins
+        _by_twins = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _by_twins = False
+
+    return call  # type: ignore[return-value]
 
 
 def _positional(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
