@@ -23,11 +23,7 @@ LAYOUT_SETTINGS = (
     "offload_modules",
 )  # fmt: skip
 RECOMPUTE = ("none", "moe_act", "selective", "full")  # fastest to smallest
-_ONE: dict[str, Any] = {
-    **dict.fromkeys(("tp", "pp", "ep", "etp", "cp", "mbsz"), 1),
-    **dict.fromkeys(("first_stage_layers", "last_stage_layers"), 0), "pipeline_layers": "", "vpp": None,
-    "recompute": "none", "recompute_modules": "", "offload_modules": "",
-}  # fmt: skip
+_ONE: dict[str, Any] = {name: Config.model_fields[name].default for name in LAYOUT_SETTINGS} | {"mbsz": 1}
 _HOST = "; host: "  # in a level, before the modules of OFFLOAD_MODULES
 _LARGEST_MICROBATCH, _LARGEST_VPP = 64, 8
 OUT_OF_MEMORY = "out of memory"
