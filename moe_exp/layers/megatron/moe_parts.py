@@ -104,11 +104,11 @@ class MegatronRouter(Router):
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Updates the fractions for `global_aux_loss`; called by Megatron's finalize_model_grads."""
-        self.update_rules(self.batch_group, GlobalFractions)
+        self.end_of_batch(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
         """Call after Megatron's finalize_model_grads: updates balance rules that Megatron does not have."""
-        self.update_rules(self.batch_group, QuantileBias, L1Factor)
+        self.end_of_batch(self.batch_group, QuantileBias, L1Factor)
 
 
 def router_in_megatron(router_class: type[Router]) -> type[MegatronRouter]:

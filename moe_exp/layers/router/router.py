@@ -168,19 +168,16 @@ class Router(nn.Module):
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
-    def end_of_batch(self, group: ProcessGroup | None = None) -> None:
+    @torch.no_grad()
+    def end_of_batch(self, group: ProcessGroup | None = None, *kinds: type[BalanceRule]) -> None:
         """Updates expert bias and loss state after a global batch's last forward pass.
 
         Args:
             group: all (data, context and tensor parallel) ranks that route tokens to these experts.
+            kinds: kinds of rules to update (default: all; Megatron itself updates SignBias).
         """
-        self.update_rules(group, BalanceRule)
-
-    @torch.no_grad()
-    def update_rules(self, group: ProcessGroup | None, *kinds: type[BalanceRule]) -> None:
-        """Runs `end_of_batch` only for rules of the given kinds (Megatron itself updates SignBias)."""
         for rule in self.rules:
-            if isinstance(rule, kinds):
+            if isinstance(rule, kinds or BalanceRule):
                 rule.end_of_batch(self, group)
 
     def counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor | None:

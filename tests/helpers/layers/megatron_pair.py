@@ -201,7 +201,7 @@ def _end_of_batch(layer: nn.Module) -> None:
     if hasattr(layer.router, "reset_global_aux_loss_tracker"):
         layer.router.reset_global_aux_loss_tracker()
     else:
-        layer.router.update_rules(group, GlobalFractions)
+        layer.router.end_of_batch(group, GlobalFractions)
     if getattr(layer.router, "local_tokens_per_expert", None) is not None:
         layer.router.local_tokens_per_expert.zero_()
 
