@@ -151,10 +151,6 @@ class Group:
         sent = (self.size - 1) / self.size * num_bytes
         return sent / (self.bytes_per_second * share) + self.latency_seconds
 
-    def all_reduce(self, num_bytes: float, share: float) -> float:
-        """Returns the seconds of an all-reduce, which is a reduce-scatter and an all-gather."""
-        return 2 * self.reduce_scatter(num_bytes, share)
-
     def ring_share(self, constants: TimeConstants, older: float) -> float:
         """Returns the share of `bytes_per_second` that rings reach (`older` on devices up to Ampere)."""
         if not self.hardware.is_recent:

@@ -200,12 +200,13 @@ def _layer(
         again += sum(repeated[name] for name in job.engine.recompute)
     compute = one.forward + one.backward + again
 
-    # All-reduce of the activations, or gather and scatter with sequence parallelism. Attention, MLP and
-    # shared expert gather the tokens of all tensor-parallel ranks; routed experts do not.
+    # All-reduce of the activations, or gather and scatter with sequence parallelism: both take two
+    # reduce-scatters. Attention, MLP and shared expert gather the tokens of all tensor-parallel ranks; routed
+    # experts do not.
     group = Group(config.tp, 1, hardware, config.gpus_per_node)
     share = group.ring_share(constants, constants.tensor_bandwidth)
     mlp_gathers = (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
-    tensor = group.all_reduce(hidden_bytes(config), share) * ((1 + forwards) + mlp_gathers)
+    tensor = 2 * group.reduce_scatter(hidden_bytes(config), share) * ((1 + forwards) + mlp_gathers)
 
     # keys and values of the other context-parallel ranks
     group = Group(config.cp, config.tp, hardware, config.gpus_per_node)

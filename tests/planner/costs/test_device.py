@@ -81,6 +81,5 @@ def test_all_to_all_by_hand():
     assert group(4, 1).all_to_all(4e8, 0.5) == pytest.approx(3e8 / (300e9 * 0.5) + A100.node_latency_seconds)
 
 
-def test_all_reduce():
-    assert group(8, 1).all_reduce(1e9, 1.0) == 2 * group(8, 1).reduce_scatter(1e9, 1.0)
-    assert group(1, 1).all_to_all(1e9, 1.0) == group(1, 8).all_reduce(1e9, 1.0) == 0  # one rank alone
+def test_one_rank_alone_sends_nothing():
+    assert group(1, 1).all_to_all(1e9, 1.0) == group(1, 8).reduce_scatter(1e9, 1.0) == 0
