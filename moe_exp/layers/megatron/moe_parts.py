@@ -245,11 +245,13 @@ class MegatronMoELayer(MegatronMoE):
             plain.moe_shared_expert_overlap = False
             options = {"pg_collection": groups, "gate": config.moe_shared_expert_gate}
             self.shared_experts = build_module(submodules.shared_experts, config=plain, **options)
-        self.fc1_latent_proj = self.fc2_latent_proj = None
+        self.fc1_latent_proj = self.fc2_latent_proj = down = up = None
         if config.moe_latent_size:
             projections = latent_projections(config, latent_linear, groups.tp, device_of_model())
             # The names that Megatron's checkpoints use.
             self.fc1_latent_proj, self.fc2_latent_proj = projections
+            # Partials, not closures: deepcopy of the layer then copies the projections.
+            down, up = (partial(_project, projection) for projection in projections)
         recomputed, shared = recomputed_modules(config), self.shared_experts
         self.moe_layer_recompute = "moe" in recomputed
         if shared is not None and not recomputed.isdisjoint({"shared_expert", "shared_experts"}):
@@ -262,8 +264,7 @@ class MegatronMoELayer(MegatronMoE):
         )  # fmt: skip
         layer = MoELayer(
             router=self.router, dispatcher=_dispatcher(dispatcher, config, groups), experts=self.experts,
-            settings=settings, shared=shared,
-            down=projecting(self.fc1_latent_proj), up=projecting(self.fc2_latent_proj),
+            settings=settings, shared=shared, down=down, up=up,
             microbatch_group=groups.tp_cp, context_parallel_size=groups.cp.size(),
             context_stripes=getattr(config, "context_stripes", 1), recompute_router="router" in recomputed,
         )  # fmt: skip
@@ -378,12 +379,6 @@ def latent_projections(
                 torch.nn.init.zeros_(projection.bias)
         projections.append(projection)
     return projections[0], projections[1]
-
-
-def projecting(projection: Any) -> Callable[[Tensor], Tensor] | None:
-    """Returns the projection as a function of tokens; None without a projection."""
-    # A partial, not a closure: deepcopy of the layer then copies the projection.
-    return None if projection is None else partial(_project, projection)
 
 
 def _project(projection: Any, x_TD: Tensor) -> Tensor:
