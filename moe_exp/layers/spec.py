@@ -260,15 +260,13 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
         """Calls Megatron's method without `packed_seq_params`, as they would drop a batch dimension of 1."""
-        if packed_seq_params is not None:
-            self.rotary_pos_emb.documents = packed_seq_params
+        self.rotary_pos_emb.documents = packed_seq_params  # for RestartingPositions
         try:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, position_ids, None, **options
             )
         finally:
-            if packed_seq_params is not None:
-                self.rotary_pos_emb.documents = None
+            self.rotary_pos_emb.documents = None
 
 
 def latent_attention_spec(config: TransformerConfig, *, norm: type, core: ModuleSpec) -> ModuleSpec:
