@@ -104,10 +104,8 @@ class ExpertSettings(RouterSettings):
         if not (problems or any(self.moe_layers)):
             name, fix = "moe_layer_freq", "add a 1 to the pattern, or set USE_MOE=false"
             if self.first_k_dense:
-                name, fix = (
-                    "first_k_dense",
-                    f"set FIRST_K_DENSE to at most {self.num_layers - 1}, or USE_MOE=false",
-                )
+                name = "first_k_dense"
+                fix = f"set FIRST_K_DENSE to at most {self.num_layers - 1}, or USE_MOE=false"
             yield self.problem(name, f"leaves no MoE layer among NUM_LAYERS={self.num_layers}", fix)
 
     def _size_problems(self, latent: int) -> Iterator[str]:
