@@ -50,12 +50,11 @@ class Tuned:
     """
 
     def __init__(
-        self, function: Any, configs: Sequence[KernelConfig], key: Sequence[str], trial: str | None = None,
+        self, function: Any, configs: Sequence[KernelConfig], key: Sequence[str],
         blocks: Callable[[dict[str, Any]], dict[str, list[int]]] | None = None,
         library: Callable[[dict[str, Any]], None] | None = None,
     ):  # fmt: skip
-        self.library = library
-        self.fn, self.configs, self._trial, self._blocks = function, list(configs), trial, blocks
+        self.fn, self.configs, self._blocks, self.library = function, list(configs), blocks, library
         self.name = function.fn.__module__.rpartition(".")[2]
         self._of_key = [(name, function.arg_names.index(name)) for name in key]
         self.choices: dict[Key, KernelConfig] = {}
@@ -111,8 +110,8 @@ class Tuned:
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Positional and keyword arguments for a launch with `config`."""
         kwargs = kwargs | config.constants
-        if self._trial:
-            kwargs[self._trial] = is_trial
+        if "is_trial" in self.fn.arg_names:
+            kwargs["is_trial"] = is_trial
         if kwargs.get("HAS_TMA"):
             if config.constants["TMA"]:
                 assert self._blocks is not None
@@ -279,24 +278,24 @@ def configs(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
 def tuned(
     configs: Sequence[dict[str, int]],
     key: Sequence[str],
-    trial: str | None = None,
     blocks: Callable[[dict[str, Any]], dict[str, list[int]]] | None = None,
     library: Callable[[dict[str, Any]], None] | None = None,
 ) -> Callable[[Any], Any]:
     """Decorator for a kernel that is launched with the fastest of `configs`; see Tuned.
 
+    A kernel that accumulates into its output has an argument `is_trial`, 1 while it is timed and 0 otherwise.
+    If it is 1, the kernel must leave the output unchanged.
+
     Args:
         configs: see KernelConfig. The keyword argument HAS_TMA says whether there are tensor descriptors.
             With deterministic algorithms, and in the interpreter, only the first config is used.
         key: names of kernel arguments; configs are timed for each new combination of their values.
-        trial: name of an argument that the tuner sets to 1 while timing and to 0 otherwise, for kernels that
-            accumulate into their output. If the argument is 1, the kernel must leave the output unchanged.
         blocks: function of all arguments that returns the block shape of each descriptor, by argument name;
             called before each launch with TMA=1, where values have two bytes.
         library: function of the positional arguments, by name, that computes the same with PyTorch; the last
             config. The keyword argument HAS_LIBRARY says whether it supports the operands.
     """
-    # Instead of `trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
+    # Without `is_trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
 
     def decorate(function: Any) -> Any:
         if triton is None:
@@ -304,7 +303,7 @@ def tuned(
         chosen = [make_config(config) for config in (configs[:1] if INTERPRETED else configs)]
         if library is not None and not INTERPRETED:
             chosen.append(KernelConfig({"LIBRARY": 1}))
-        kernel = Tuned(function, chosen, key, trial, blocks, library)
+        kernel = Tuned(function, chosen, key, blocks, library)
         TUNED[kernel.name] = kernel
         return kernel
 

@@ -51,7 +51,6 @@ def _order_kernel(offsets, order, num_experts, BLOCK: tl.constexpr):
 @tuned(
     CONFIGS,
     key=["num_experts", "rows_class", "num_m", "num_n", "ADDS", "HAS_TMA"],
-    trial="is_trial",
     blocks=lambda at: {"a_tma": [at["BLOCK_K"], at["BLOCK_M"]], "b_tma": [at["BLOCK_K"], at["BLOCK_N"]]},
 )
 @jit
