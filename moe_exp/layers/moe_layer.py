@@ -77,7 +77,7 @@ class MoELayer(nn.Module):
         self.down, self.up = down, up
         # If no loss needs the scores, the routing kernel may run, which returns only their sums.
         router.needs_scores = needs_scores(settings.aux_losses)
-        self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
+        self.microbatch_group = microbatch_group
         self.capacity = MicrobatchCapacity(
             settings, router.config, microbatch_group, context_parallel_size, context_stripes
         )

@@ -96,11 +96,6 @@ class MegatronRouter(Router):
         )
         self.batch_group = getattr(pg_collection, "tp_dp_cp", None)
         config.init_method(self.weight)
-        self.layer_number: int | None = None
-
-    def set_layer_number(self, layer_number: int) -> None:
-        """Sets the number of the layer in the whole model, from 1; called by Megatron's transformer layer."""
-        self.layer_number = layer_number
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Updates the fractions for `global_aux_loss`; called by Megatron's finalize_model_grads."""
@@ -282,8 +277,8 @@ class MegatronMoELayer(MegatronMoE):
         self._token_layer[0].timers = timers
 
     def set_layer_number(self, layer_number: int) -> None:
+        """Sets the number of the layer in the whole model, from 1; called by Megatron's transformer layer."""
         self.layer_number = layer_number
-        self.router.set_layer_number(layer_number)
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
