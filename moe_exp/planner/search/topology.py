@@ -98,16 +98,13 @@ def search_smaller(config: Config, hardware: Hardware, **options: Any) -> tuple[
     """Repeats the search with settings that need less memory until a layout fits with 8% to spare; also
     returns these settings. The arguments are those of `search`.
     """
-
-    def has_room(found: Search) -> bool:
-        predictions = [one.prediction for one in found.ranked]
-        return any(one.margin_bytes >= _SPARE * one.memory_bytes for one in predictions)
-
     changes: dict[str, Any] = {}
     found = search(config, hardware, **options)
     for change in _SMALLER:
+        predictions = [one.prediction for one in found.ranked]
+        has_room = any(one.margin_bytes >= _SPARE * one.memory_bytes for one in predictions)
         smaller = config.model_copy(update=changes | change)
-        if not has_room(found) and smaller != config and not rules.model_problems(smaller):
+        if not has_room and smaller != config and not rules.model_problems(smaller):
             changes |= change
             found = search(smaller, hardware, **options)
     return found, changes
