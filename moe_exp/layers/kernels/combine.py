@@ -59,11 +59,7 @@ def combine(y_RD: Tensor, row_TK: Tensor) -> Tensor:
     if out_TD.numel() == 0:
         return out_TD
     y_RD, row_TK = last_contiguous(y_RD), last_contiguous(row_TK)
-
-    def grid(constants: dict[str, int]) -> tuple[int, int]:
-        return num_tokens, cdiv(width, constants["BLOCK_D"])
-
-    _kernel[grid](
+    _kernel[lambda constants: (num_tokens, cdiv(width, constants["BLOCK_D"]))](
         y_RD, row_TK, out_TD, y_RD.size(0), rows_class(num_tokens), y_RD.stride(0), row_TK.stride(0),
         WIDTH=width, TOPK=topk,
     )  # fmt: skip

@@ -283,13 +283,10 @@ def attend_by_flex(
 
     attend: Any = _compiled(flex_attention) if query.is_cuda else flex_attention
     cap = rule.softcap
-
-    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
-
     mask = _block_mask(rule.window, query.size(0), key.size(0), query.device, documents)
     options: dict[str, Any] = {"scale": rule.scale, "block_mask": mask}
-    options |= {"enable_gqa": query.size(2) != key.size(2), "score_mod": capped if cap else None}
+    capped = (lambda score, b, h, i, j: cap * torch.tanh(score / cap)) if cap else None
+    options |= {"enable_gqa": query.size(2) != key.size(2), "score_mod": capped}
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     if sinks is None:
         return attend(q, k, v, **options).permute(2, 0, 1, 3)
