@@ -35,7 +35,6 @@ tl: Any = None if triton is None else triton.language
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Ampere, the first architecture with asynchronous copies and bf16 tensor cores.
 OLDEST_GPU = (8, 0)
-ROUTING_KERNELS = ("auto", "off")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -93,8 +92,6 @@ def choose_routing(
         router_problem: why the router cannot use its kernel, see `router.kernel_problem`.
         failure: why the kernels must not run, see `failure_of`.
     """
-    if name not in ROUTING_KERNELS:
-        raise ValueError(f"routing_kernels={name}: unknown choice. Fix: use {' or '.join(ROUTING_KERNELS)}.")
     if name == "off":
         return "torch", "set by ROUTING_KERNELS"
     if device_type == "cpu":

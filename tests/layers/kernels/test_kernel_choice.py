@@ -80,11 +80,6 @@ def test_the_reason_in_words(monkeypatch, name, device_type, missing, problem, e
     assert found == expected[0] and reason.startswith(expected[1]) and reason.endswith(problem)
 
 
-def test_an_unknown_choice():
-    with pytest.raises(ValueError, match=r"routing_kernels=on: .* Fix: use auto or off\."):
-        choose_routing("on", device_type="cuda")
-
-
 def test_a_failed_self_test_is_the_reason_of_its_part_alone(monkeypatch):
     monkeypatch.setattr(choice, "missing", lambda: "")
     failures = [KernelFailure("routing", ["slot_sort is wrong", "combine is wrong"], "torch")]
