@@ -103,10 +103,11 @@ def machine(arguments: argparse.Namespace, emit: Emit) -> None:
     factors = torch.ones(4, device=device())
     tokens, weight = torch.zeros(64, 64, device=device()), torch.zeros(4, 64, 64, device=device())
     offsets = torch.tensor([0, 16, 32, 48, 64], dtype=torch.int32, device=device())
+    ones = torch.ones(64, device=device())
     calls = {
         "add_": lambda: x.add_(1),
         "adamw_step": lambda: adamw.adamw_step(x, x, x, x, None, factors, betas=(0.9, 0.9), eps=1e-8),
-        "up_projection": lambda: up_projection(tokens, weight, offsets, activation="gelu"),
+        "up_projection": lambda: up_projection(tokens, weight, offsets, activation="gelu", weights_R=ones),
     }
     for name, call in calls.items():
         emit("host", call=name, us=host_us(call))

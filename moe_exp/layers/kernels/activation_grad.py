@@ -139,9 +139,7 @@ def _kernel(
         rows64 = rows.to(tl.int64)
         hidden_rows, dhidden_rows = hidden + rows64 * stride_hidden, dhidden + rows64 * HIDDEN
         weighted_rows = weighted + rows64 * width
-        scale = tl.full((BLOCK_M,), 1.0, tl.float32)
-        if weights is not None:
-            scale = tl.load(weights + rows, mask=is_row, other=0.0).to(tl.float32)
+        scale = tl.load(weights + rows, mask=is_row, other=0.0).to(tl.float32)
         # In chunks, so that a chunk's values leave the registers before the next chunk needs them. The next
         # chunk's operands are loaded before this chunk's results are stored.
         chunks = column_chunks(dactive, BLOCK_M, BLOCK_N, CHUNK)
@@ -158,12 +156,11 @@ def _kernel(
 
 def activation_grad_torch(
     dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, offsets_L1: Tensor, *, activation: str,
-    token_R: Tensor | None = None, weights_R: Tensor | None = None,
+    weights_R: Tensor, token_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dactive_RF = grouped_matmul_torch(
         dy if token_R is None else gather_rows_torch(dy, token_R), weight2_LDF, offsets_L1
     )
-    weights_R = hidden_RW.new_ones(hidden_RW.size(0)) if weights_R is None else weights_R
     return activation_backward_torch(dactive_RF, hidden_RW, weights_R, activation)
 
 
@@ -190,7 +187,7 @@ def activation_backward_torch(
 )
 def activation_grad(
     dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, offsets_L1: Tensor, *, activation: str,
-    token_R: Tensor | None = None, weights_R: Tensor | None = None,
+    weights_R: Tensor, token_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the pre-activation h and the router weight w.
 
@@ -201,7 +198,7 @@ def activation_grad(
         weight2_LDF: second projection of the experts, in PyTorch's (out, in) order.
         hidden_RW: pre-activation, gate half first.
         token_R: int32, token of each row; T for a padding row, whose gradient is zero.
-        weights_R: fp32 router weights; None: 1.
+        weights_R: fp32 router weights.
 
     Returns:
         Gradient of hidden_RW and a * w [R, F] (for the gradient of W2), both in the dtype of hidden_RW, and

@@ -121,9 +121,7 @@ def _kernel(
             total = tl.where(is_token[:, None], total, 0.0)
 
         is_row, rows64 = rows < row_end, rows.to(tl.int64)
-        scale = tl.full((BLOCK_M,), 1.0, tl.float32)
-        if weights is not None:
-            scale = tl.load(weights + rows, mask=is_row, other=0.0)
+        scale = tl.load(weights + rows, mask=is_row, other=0.0)
         # In chunks, so that a chunk's values leave the registers before the next chunk needs them.
         chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
@@ -134,8 +132,8 @@ def _kernel(
 
 
 def up_projection_torch(
-    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None,
-    weights_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
+    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, weights_R: Tensor,
+    token_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows_RD = x if token_R is None else gather_rows_torch(x, token_R)
     hidden_RW = grouped_matmul_torch(rows_RD, weight1_LWD.transpose(1, 2), offsets_L1)
@@ -143,8 +141,8 @@ def up_projection_torch(
         hidden_RW[: int(offsets_L1[-1])] += bias1_LW.repeat_interleave(offsets_L1.diff(), dim=0)
         if token_R is not None:
             hidden_RW[token_R == x.size(0)] = 0
-    active_RF = activate_torch(hidden_RW.to(torch.promote_types(x.dtype, torch.float32)), activation)
-    active_RF = active_RF if weights_R is None else active_RF * weights_R.unsqueeze(1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    active_RF = activate_torch(hidden_RW.to(wide), activation) * weights_R.unsqueeze(1)
     return hidden_RW if keeps_hidden else hidden_RW.new_empty(0, hidden_RW.size(1)), active_RF.to(x.dtype)
 
 
@@ -159,8 +157,8 @@ def _outputs(
 
 @launch.compilable("up_projection", _outputs, twin=up_projection_torch)
 def up_projection(
-    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, token_R: Tensor | None = None,
-    weights_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
+    x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, weights_R: Tensor,
+    token_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """hidden = x[token] W1^T + b1, and its activation times the router weight; sums are in fp32.
 
@@ -168,7 +166,7 @@ def up_projection(
         x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D].
         weight1_LWD: in PyTorch's (out, in) order, gate half first.
         token_R: int32, token of each row; T for a padding row, which is zero.
-        weights_R: fp32, router weight of each row; None: 1.
+        weights_R: fp32, router weight of each row.
         bias1_LW: b1 in the dtype of x; None: 0.
         keeps_hidden: write hidden for backward.
 

@@ -45,8 +45,9 @@ class Sizes:
 SIZES = Sizes()
 
 
-def gathered(gather: bool, at: Sizes) -> dict[str, torch.Tensor]:
-    return {"token_R": on_gpu(at.rows, dtype=INT), "weights_R": on_gpu(at.rows, dtype=FP32)} if gather else {}
+def gathered(gather: bool, at: Sizes) -> dict[str, torch.Tensor | None]:
+    token_R = on_gpu(at.rows, dtype=INT) if gather else None
+    return {"token_R": token_R, "weights_R": on_gpu(at.rows, dtype=FP32)}
 
 
 def offsets(at: Sizes) -> torch.Tensor:

@@ -32,10 +32,7 @@ def by_autograd(args, options):
     dy, weight2_LDF, hidden_RW, offsets_L1 = args
     ends = offsets_L1.tolist()
     hidden_RW = hidden_RW[: ends[-1]].double().requires_grad_()
-    weights_R = torch.ones(ends[-1], dtype=torch.float64, device=DEVICE)
-    if options["weights_R"] is not None:
-        weights_R = options["weights_R"][: ends[-1]].double()
-    weights_R.requires_grad_()
+    weights_R = options["weights_R"][: ends[-1]].double().requires_grad_()
     weighted_RF = formula(options["activation"], hidden_RW) * weights_R.unsqueeze(1)
     dy_RD = rows(dy, options["token_R"])[: ends[-1]]
     loss = sum(
@@ -93,14 +90,6 @@ def test_sizes_and_routings(counts, sizes):
     actual = activation_grad(*args, **options)
     assert max(errors(actual, by_autograd(args, options))) < 1e-6
     assert_same_rows(activation_grad(*args, **options), actual, sum(counts))
-
-
-def test_without_weights_they_are_one():
-    args, options = inputs((3, 0, 6), "geglu")
-    without = activation_grad(*args, **{**options, "weights_R": None})
-    ones = activation_grad(*args, **{**options, "weights_R": torch.ones_like(options["weights_R"])})
-    assert_same_rows(without, ones, 9)
-    assert max(errors(without, by_autograd(args, {**options, "weights_R": None}))) < 1e-6
 
 
 def test_no_rows_at_all():

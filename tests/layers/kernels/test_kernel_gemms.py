@@ -55,13 +55,13 @@ def up_case(
 ) -> tuple[tuple, dict]:
     rows, tokens = ends[-1] + WASTE, 21
     width = 2 * ffn if ACTIVATIONS[activation][1] else ffn
-    kwargs = {"activation": activation}
+    kwargs = {"activation": activation, "weights_R": spoiled(torch.rand(rows, device=DEVICE), ends[-1])}
     if bias:
         kwargs |= {"bias1_LW": random(len(ends), width, dtype=dtype)}
     if gather:  # some rows are padding; those past the last expert's must not be looked at
         token_R = torch.randint(0, tokens + 1, (rows,), dtype=torch.int32, device=DEVICE)
         token_R[ends[-1] :] = 10**9
-        kwargs |= {"token_R": token_R, "weights_R": spoiled(torch.rand(rows, device=DEVICE), ends[-1])}
+        kwargs |= {"token_R": token_R}
     x = random(tokens, dim, dtype=dtype) if gather else spoiled(random(rows, dim, dtype=dtype), ends[-1])
     return (x, random(len(ends), width, dim, dtype=dtype), offsets_of(ends)), kwargs
 
@@ -117,9 +117,10 @@ def test_grouped_matmul_by_descriptors(transposed: bool, monkeypatch: pytest.Mon
 
 
 def test_padding_of_no_tokens_is_zero() -> None:
-    token_R = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    options = {"token_R": torch.zeros(4, dtype=torch.int32, device=DEVICE)}
+    options["weights_R"] = torch.ones(4, device=DEVICE)
     x, w = random(0, 8, dtype=torch.float32), random(1, 6, 8, dtype=torch.float32)
-    found = up.up_projection(x, w, offsets_of([4]), activation="swiglu", token_R=token_R)
+    found = up.up_projection(x, w, offsets_of([4]), activation="swiglu", **options)
     assert [part.shape for part in found] == [(4, 6), (4, 3)]
     assert not any(part.any() for part in found)
 
@@ -156,7 +157,8 @@ def test_rows_and_matrices_of_wider_tensors() -> None:
     y_RO = down.grouped_matmul(x_RI, w_LIO, offsets)
     assert relative_error(y_RO, torch.cat([x_RI[:9] @ w_LIO[0], x_RI[9:] @ w_LIO[1]])) < 1e-6
     weight1_LWD = random(2, 64, 64, dtype=torch.float32)[:, 4:24, 16:56]
-    check_up(((x_RI, weight1_LWD, offsets), {"activation": "swiglu"}), 20)
+    kwargs = {"activation": "swiglu", "weights_R": torch.rand(20, device=DEVICE)}
+    check_up(((x_RI, weight1_LWD, offsets), kwargs), 20)
 
 
 @needs_descriptors

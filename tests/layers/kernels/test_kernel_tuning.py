@@ -348,13 +348,14 @@ def test_an_activation_with_a_gate_does_not_choose_for_one_without(stopwatch, mo
     watch = stopwatch(module)
     for activation, width in (("swiglu", 32), ("squared_relu", 16)):
         x_RD, offsets_L1 = drawn(9, 24, dtype=torch.float32, seed=1), offsets_of((4, 5))
+        options = {"activation": activation, "weights_R": torch.ones(9, device=x_RD.device)}
         if module is up_projection:
             weight1_LWD = drawn(2, width, 24, dtype=torch.float32, seed=2)
-            up_projection.up_projection(x_RD, weight1_LWD, offsets_L1, activation=activation)
+            up_projection.up_projection(x_RD, weight1_LWD, offsets_L1, **options)
         else:
             weight2_LDF = drawn(2, 24, 16, dtype=torch.float32, seed=2)
             hidden_RW = drawn(9, width, dtype=torch.float32, seed=3)
-            activation_grad.activation_grad(x_RD, weight2_LDF, hidden_RW, offsets_L1, activation=activation)
+            activation_grad.activation_grad(x_RD, weight2_LDF, hidden_RW, offsets_L1, **options)
     assert len(module._kernel.choices) == 2
     assert watch.num_timed >= 2 * sum(not config.get("TMA") for config in module.CONFIGS)
 
