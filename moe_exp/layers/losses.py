@@ -259,16 +259,13 @@ def _of_global_batch(inputs: LossInputs) -> Tensor:
     return global_balancing_loss_share(inputs.scores, inputs.global_counts_E, inputs.counts_E, **inputs.sizes)
 
 
-def _l1(inputs: LossInputs) -> Tensor:
-    weights_TE = inputs.decision.weights_for_l1()
-    return load_balancing_loss_share(weights_TE, inputs.counts_E, topk=inputs.topk, **inputs.sizes)
-
-
 # The functions of `choices.LOSSES`.
 AUX_LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
     "aux_loss": lambda inputs: inputs.balance,
     "seq_aux_loss": _of_sequences,
     "global_aux_loss": _of_global_batch,
-    "l1": _l1,
+    "l1": lambda inputs: load_balancing_loss_share(
+        inputs.decision.weights_for_l1(), inputs.counts_E, topk=inputs.topk, **inputs.sizes
+    ),
     "entropy": lambda inputs: entropy_loss_share(inputs.scores, **inputs.sizes),
 }
