@@ -94,20 +94,18 @@ def run_ladder(arguments: argparse.Namespace) -> int:
     sbatch = shlex.split(arguments.sbatch or os.environ.get("SBATCH", ""))
     if name not in climb.EXECUTORS:
         raise setting_error("executor", name, "unknown executor", f"use {' or '.join(climb.EXECUTORS)}")
-    executor = climb.Executor(name, tuple(sbatch), arguments.timeout)
     names = ("runs", "baseline", "repeats", "asymptote")
     # options override the definition, --sizes also its rungs
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     given |= {"variants": tuple(arguments.variant)} if arguments.variant else {}
     given |= {"sizes": tuple(_numbers("sizes", arguments.sizes)), "rungs": ()} if arguments.sizes else {}
     definition = Definition.read(arguments.definition) if arguments.definition else Definition()
-    ladder = Ladder.of(
-        replace(definition, **given), _flags(arguments), os.environ, executor.timeout, executor=executor.name
-    )
+    definition, flags = replace(definition, **given), _flags(arguments)
+    ladder = Ladder.of(definition, flags, os.environ, arguments.timeout, executor=name)
     if arguments.dry_run:
         print(climb.dry_run(ladder), flush=True)
         return 0
-    return climb.run_ladder(ladder, executor)
+    return climb.run_ladder(ladder, name, sbatch)
 
 
 def _flags(arguments: argparse.Namespace) -> dict[str, Any]:

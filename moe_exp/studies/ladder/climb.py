@@ -4,7 +4,6 @@ import math
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
@@ -20,15 +19,6 @@ from moe_exp.studies.sweep.table import TIME_LIMIT
 
 EXECUTORS = ("local", "slurm")
 _ENDED_BY_SLURM = re.compile(r"CANCELLED AT[^\n*]*")
-
-
-@dataclass(frozen=True)
-class Executor:
-    """How runs are started: on this node, or as SLURM jobs."""
-
-    name: str = "local"  # one of EXECUTORS
-    sbatch: tuple[str, ...] = ()  # sbatch options of the SLURM jobs
-    timeout: float = 0.0  # time limit of a run (seconds); 0: none or, with SLURM, a day
 
 
 def check(ladder: Ladder) -> None:
@@ -51,9 +41,13 @@ def dry_run(ladder: Ladder) -> str:
     return results.plan_text(ladder)
 
 
-def run_ladder(ladder: Ladder, executor: Executor) -> int:
+def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = ()) -> int:
     """Performs the remaining runs of a ladder and updates the reports after each run. Returns the exit code:
     1 if a run failed, timed out or diverged, else TO_BE_CONTINUED if runs remain.
+
+    Args:
+        executor: one of EXECUTORS.
+        sbatch: sbatch options of the SLURM jobs.
 
     Raises:
         ConfigError: if the settings cannot run on this machine or in this folder.
@@ -62,20 +56,20 @@ def run_ladder(ladder: Ladder, executor: Executor) -> int:
     """
     check(ladder)
     left = [run for comparison in ladder.rungs for run in comparison.runs() if not is_finished(run)]
-    if executor.name == "local":
+    if executor == "local":
         for run in left:
             wait_until_free(run.folder)
         check_runs(left)
-    with at_work(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder", executor=executor.name):
+    with at_work(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder", executor=executor):
         print(results.plan_text(ladder), end="\n\n", flush=True)
-        reasons = _climb(ladder, executor, left)
+        reasons = _climb(ladder, executor, sbatch, left)
         text = write_reports(ladder, reasons)
     print(f"\n{text}\n{ladder.folder}/report.md, report.html, ladder.json", flush=True)
     found = results.results_of(ladder, reasons)
     return 1 if found.left_out else TO_BE_CONTINUED if found.num_left else FINISHED
 
 
-def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str, str]:
+def _climb(ladder: Ladder, executor: str, sbatch: Sequence[str], left: Sequence[Case]) -> dict[str, str]:
     """Performs the runs in `left`; returns the reasons of failures by run name."""
     reasons: dict[str, str] = {}
     done, flops_done, started = 0, 0.0, time.monotonic()
@@ -94,7 +88,7 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
         for comparison in {id(one): one for one, _ in waiting}.values():
             comparison.folder.mkdir(exist_ok=True)
             comparison.keep({})
-        for ended in _ended(executor, ladder, waiting):
+        for ended in _ended(ladder, executor, sbatch, waiting):
             name = results.run_name(ended.run)
             if ended.reason:
                 reasons[name] = f"{ended.status}: {ended.reason}"
@@ -103,7 +97,7 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
                 stopped.append(name)
             done, flops_done, when = done + 1, flops_done + compute_of(ended.run.config), ""
             # Local runs are sequential, so their time is roughly proportional to FLOPs.
-            if done < len(left) and executor.name == "local":
+            if done < len(left) and executor == "local":
                 seconds = (flops_of_all / flops_done - 1) * (time.monotonic() - started)
                 when = f"; about {duration(seconds)} left"
             print(f"{done}/{len(left)} {back_to_back.ended_line(ended, name)}{when}", flush=True)
@@ -111,15 +105,18 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
     return reasons
 
 
-def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Comparison, Case]]) -> Iterator[Ended]:
+def _ended(
+    ladder: Ladder, executor: str, sbatch: Sequence[str], waiting: Sequence[tuple[Comparison, Case]]
+) -> Iterator[Ended]:
     """Runs the `waiting` runs on this node or as SLURM jobs, and yields their results as they end."""
-    if executor.name == "local":
+    if executor == "local":
         for comparison, run in waiting:
             yield run_one(comparison, run, f"{comparison.folder.name}/{run.name}")
         return
+    first = ladder.rungs[0]
     # Jobs always get a limit, so that a run that hangs does not occupy its nodes forever.
-    seconds = math.ceil(executor.timeout) or 86_400  # a day
-    options = JobOptions(executor.sbatch, seconds, on_gpus=ladder.rungs[0].reference.config.preset != "cpu")
+    seconds = math.ceil(first.options.timeout) or 86_400  # a day
+    options = JobOptions(sbatch, seconds, on_gpus=first.reference.config.preset != "cpu")
     by_name = {results.run_name(run).replace("/", "_"): run for _, run in waiting}
     for run, code in run_jobs(by_name, ladder.folder / "jobs", options):
         yield ended_job(run, code)

@@ -199,7 +199,7 @@ def test_the_last_rung_waits_for_a_run_that_has_stopped(ladder, monkeypatch, cap
 
     for name, replacement in (("check", lambda _: None), ("check_runs", lambda _: None), ("run_one", stop)):
         monkeypatch.setattr(climb, name, replacement)
-    assert climb.run_ladder(ladder, climb.Executor()) != 0
+    assert climb.run_ladder(ladder) != 0
     assert started == ["rung_1/dmoe"]
     assert "The last rung waits for unfinished runs: rung_1/dmoe." in capsys.readouterr().out
     assert not prediction_file(ladder).exists()
