@@ -72,14 +72,12 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
         rule = "no train record has a loss"
         raise ValueError(f"records={len(records)}: {rule}. Fix: train for at least LOG_INTERVAL iterations.")
     # not pyplot, which has global state and may choose a backend that needs a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     title = wrapped(title)
     # Fixed margins: computing the layout takes as long as drawing.
     figure = Figure(figsize=(8, 4.8), dpi=150)
     figure.subplots_adjust(left=0.09, right=0.92, bottom=0.11, top=0.88 - 0.029 * title.count("\n"))
-    FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
     rate_axes: Any = axes.twinx()
     handles = _draw_losses(axes, train, [record for record in records if record["kind"] == "valid"])
@@ -90,8 +88,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     rate_axes.tick_params(colors="#9a9a9a", labelsize=9)
     rate_axes.yaxis.get_offset_text().set_color("#9a9a9a")
-    for side in rate_axes.spines.values():
-        side.set_visible(False)
+    rate_axes.spines[:].set_visible(False)
     _draw_marks(axes, [(mark, float(mark.after)) for mark in marks_of(records)], _MARK)
     # Draws the loss over the learning rate; twinx puts the second axes on top.
     axes.set_zorder(rate_axes.get_zorder() + 1)
@@ -135,8 +132,7 @@ def _draw_losses(
     axes.set_ylabel("lm loss (nats per token)", color=_TEXT)
     axes.grid(axis="y", color="#ececec", linewidth=0.8)
     axes.tick_params(colors=_TEXT, labelsize=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     return list(handles)
 
 

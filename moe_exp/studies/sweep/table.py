@@ -281,5 +281,4 @@ def _draw_pairs(axes: Any, pairs: Sequence[tuple[Any, Any]], what: str) -> None:
 def _finish(axes: Any, label: str) -> None:
     axes.set_xlabel(label, fontsize=9, color=_TEXT)
     axes.tick_params(colors=_TEXT, labelsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
