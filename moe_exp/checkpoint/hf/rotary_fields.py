@@ -3,16 +3,8 @@
 import math
 from typing import Any
 
-from moe_exp.checkpoint.hf.fields import (
-    FULL,
-    WINDOWED,
-    FieldRule,
-    Fields,
-    Settings,
-    UnsupportedModel,
-    given,
-    refuse,
-)
+from moe_exp.checkpoint.hf import fields as rules
+from moe_exp.checkpoint.hf.fields import FieldRule, Fields, Settings, UnsupportedModel, given, refuse
 from moe_exp.config import Config
 from moe_exp.config.setting_types import layers_of_pattern, pattern_of
 
@@ -152,15 +144,16 @@ def rope_by_kind(
     def read(fields: Fields) -> Settings:
         both, of_windows = given(fields, name, {}), windows.read(fields)
         old_form = {key: fields[key] for key in old if fields.get(key) is not None}
-        if both.keys() - {FULL, WINDOWED} or (both and old_form):
-            rule = f"transformers only reads {FULL} and {WINDOWED} in it, and no older rope fields"
+        if both.keys() - {rules.FULL, rules.WINDOWED} or (both and old_form):
+            kinds = f"{rules.FULL} and {rules.WINDOWED}"
+            rule = f"transformers only reads {kinds} in it, and no older rope fields"
             raise refuse(name, both, rule, "correct the config.json")
         if old_form:
             scaling = old_form.pop("rope_scaling", {})  # its rope_theta has priority, its `type` no effect
-            both = {FULL: {"rope_type": "default"} | old_form | scaling}
+            both = {rules.FULL: {"rope_type": "default"} | old_form | scaling}
         of_full, of_windowed = (
             flat.read({**fields, **dict.fromkeys(old), name: both.get(kind) or {"rope_theta": base}})
-            for kind, base in ((FULL, full), (WINDOWED, windowed))
+            for kind, base in ((rules.FULL, full), (rules.WINDOWED, windowed))
         )
         if not (of_full.get("yarn_truncate", True) and of_windowed.get("yarn_truncate", True)):
             raise refuse("truncate", False, f"transformers ignores it if {name} is per kind of layer")
@@ -169,9 +162,10 @@ def rope_by_kind(
         if of_windows["window_pattern"] == "1":
             return of_windowed
         if (found := of_windowed["rope_scaling"]) != "none":
-            raise refuse(f"rope_type of {WINDOWED}", found, f"must be default or equal to that of {FULL}")
+            rule = f"must be default or equal to that of {rules.FULL}"
+            raise refuse(f"rope_type of {rules.WINDOWED}", found, rule)
         if (found := of_windowed["rotary_fraction"]) != of_full["rotary_fraction"]:
-            raise refuse(f"partial_rotary_factor of {WINDOWED}", found, f"must be that of {FULL}")
+            raise refuse(f"partial_rotary_factor of {rules.WINDOWED}", found, f"must be that of {rules.FULL}")
         return of_full | {"window_rotary_base": of_windowed["rotary_base"]}
 
     def write(config: Config) -> dict[str, Any]:
@@ -182,7 +176,7 @@ def rope_by_kind(
         if config.window_rotary_base:
             turned = {key: of_full[key] for key in of_full if key == "partial_rotary_factor"}
             of_windows = {"rope_type": "default", "rope_theta": config.window_rotary_base} | turned
-        return {name: {FULL: of_full, WINDOWED: of_windows}}
+        return {name: {rules.FULL: of_full, rules.WINDOWED: of_windows}}
 
     return FieldRule((name, *(old if legacy else ())), read, write)
 
