@@ -74,11 +74,13 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
         if named := text.partition("Unsupported global: GLOBAL ")[2].split():
             reason = f"contains more than tensors and plain containers ({named[0]})"
         return ShrunkFile(path, before, before, reason)
-    compact = _Compact(tensors)
-    if compact.gain_bytes <= 0:
+    islands = list(_islands_of(tensors))
+    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+    gain_bytes = sum(storages.values()) - sum(island.num_bytes for island in islands)
+    if gain_bytes <= 0:
         return ShrunkFile(path, before, before)
     if dry_run:
-        return ShrunkFile(path, before, max(0, before - compact.gain_bytes))
+        return ShrunkFile(path, before, max(0, before - gain_bytes))
     # For a symbolic link, the file it points to is replaced, not the link.
     place = path.resolve() if target is None else target
     if target is not None and target.exists():
@@ -86,7 +88,7 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
     try:
-        if problem := _write(temporary, loaded, compact, path):
+        if problem := _write(temporary, loaded, islands, path):
             return ShrunkFile(path, before, before, problem)
         temporary.replace(place)
     finally:
@@ -94,11 +96,16 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
     return ShrunkFile(path, before, place.stat().st_size)
 
 
-def _write(temporary: Path, loaded: Any, compact: "_Compact", path: Path) -> str:
+def _write(temporary: Path, loaded: Any, islands: Sequence["_Island"], path: Path) -> str:
     """Writes the smaller file and reads it back; returns a problem, or an empty string on success."""
     state = path.stat()
+    memo: dict[int, Any] = {}
+    for island in islands:
+        memo |= island.copied()
     with temporary.open("wb") as file:
-        torch.save(compact.replaced(loaded), file)
+        # deepcopy takes the copy of a tensor from `memo`, so it copies only the containers.
+        torch.save(deepcopy(loaded, memo), file)
+        memo.clear()  # frees the copies before both files are loaded
         file.flush()
         os.fsync(file.fileno())
     temporary.chmod(state.st_mode & 0o7777)
@@ -224,33 +231,22 @@ class _Island:
         return False
 
 
-class _Compact:
-    def __init__(self, tensors: list[Tensor]):
-        storages: dict[int, list[Tensor]] = {}
-        for tensor in tensors:
-            storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-        self._islands: list[_Island] = []
-        for members in storages.values():
-            # Sorted by first byte, so that overlapping views are adjacent and become one island.
-            found: list[_Island] = []
-            for tensor in sorted(members, key=_extent):
-                low, high = _extent(tensor)
-                if found and (low < found[-1].high or _view(tensor) == _view(found[-1].members[-1])):
-                    found[-1].high = max(found[-1].high, high)
-                    found[-1].members.append(tensor)
-                else:
-                    found.append(_Island(low, high, [tensor]))
-            self._islands += [part for island in found for part in island.parted()]
-        held = sum(members[0].untyped_storage().nbytes() for members in storages.values())
-        self.gain_bytes = held - sum(island.num_bytes for island in self._islands)
-
-    def replaced(self, value: Any) -> Any:
-        """Returns a copy of `value` with compact copies of its tensors."""
-        memo: dict[int, Any] = {}
-        for island in self._islands:
-            memo |= island.copied()
-        # deepcopy takes the copy of an object from `memo`, so it copies only the containers.
-        return deepcopy(value, memo)
+def _islands_of(tensors: Sequence[Tensor]) -> Iterator[_Island]:
+    storages: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        storages.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    for members in storages.values():
+        # Sorted by first byte, so that overlapping views are adjacent and become one island.
+        found: list[_Island] = []
+        for tensor in sorted(members, key=_extent):
+            low, high = _extent(tensor)
+            if found and (low < found[-1].high or _view(tensor) == _view(found[-1].members[-1])):
+                found[-1].high = max(found[-1].high, high)
+                found[-1].members.append(tensor)
+            else:
+                found.append(_Island(low, high, [tensor]))
+        for island in found:
+            yield from island.parted()
 
 
 def difference(a: Any, b: Any) -> str:
