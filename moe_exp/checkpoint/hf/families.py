@@ -9,7 +9,7 @@ from typing import Any
 from moe_exp.checkpoint.hf import fields as rules
 from moe_exp.checkpoint.hf import layer_tensors as t
 from moe_exp.checkpoint.hf.fields import FieldRule, must_be, same
-from moe_exp.checkpoint.hf.rotary_fields import ROTATED_CHANNELS, rope
+from moe_exp.checkpoint.hf.rotary_fields import rope, rotated_channels
 from moe_exp.checkpoint.hf.tensor_rules import ZERO_EXPERT_SIZE, TensorRule
 
 
@@ -149,7 +149,7 @@ QWEN3_MOE = Architecture(
     fields=(
         *common(), *HEADS, NO_BIAS, DENSE_WIDTH, EXPERT_WIDTH,
         same("num_experts|num_local_experts", "num_experts"), TOPK, rules.NORMALIZED_WEIGHTS,
-        rules.DENSE_LAYERS_BY_LIST, rules.windows(switched=True), rules.balancing(),
+        rules.dense_layers_by_list, rules.windows(switched=True), rules.balancing(),
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE, *t.EXPERTS),
     settings=SOFTMAX | {"qk_norm": True},
@@ -165,18 +165,16 @@ _WIDTH, _IS_ZERO = "shared_expert_intermediate_size", "shared_expert_is_zero"
 _ZEROS = {_WIDTH: ZERO_EXPERT_SIZE, _IS_ZERO: True}
 
 
-def _read_shared_expert(fields: rules.Fields) -> rules.Settings:
+@rules.field_rule(
+    _WIDTH, _IS_ZERO, write=lambda c: {_WIDTH: c.shared_expert_size} if c.shared_expert_size else _ZEROS
+)
+def _shared_expert(fields: rules.Fields) -> rules.Settings:
     width = rules.given(fields, _WIDTH)
     if rules.given(fields, _IS_ZERO, False):
         width = 0
     return {"shared_expert_size": width, "shared_expert_gate": width > 0}
 
 
-_SHARED_EXPERT = FieldRule(
-    (_WIDTH, _IS_ZERO),
-    _read_shared_expert,
-    lambda c: {_WIDTH: c.shared_expert_size} if c.shared_expert_size else _ZEROS,
-)
 # vLLM's class requires biases regardless of `qkv_bias`; a model without them is exported with zeros.
 _WITH_BIAS = FieldRule(
     ("qkv_bias",), lambda f: {"qkv_bias": rules.given(f, "qkv_bias")}, lambda c: {"qkv_bias": True}
@@ -187,9 +185,9 @@ _FIRST_WINDOWS = rules.windows(
 QWEN2_MOE = Architecture(
     "Qwen2MoeForCausalLM", "qwen2_moe",
     fields=(
-        *common(), *HEADS_BY_WIDTH, DENSE_WIDTH, EXPERT_WIDTH, _SHARED_EXPERT,
+        *common(), *HEADS_BY_WIDTH, DENSE_WIDTH, EXPERT_WIDTH, _shared_expert,
         same("num_experts", "num_experts"), TOPK, _WITH_BIAS, rules.NORMALIZED_WEIGHTS,
-        rules.DENSE_LAYERS_BY_LIST, _FIRST_WINDOWS, rules.balancing(),
+        rules.dense_layers_by_list, _FIRST_WINDOWS, rules.balancing(),
     ),
     tensors=(
         *t.MODEL, *t.ATTENTION, *t.QKV_BIAS, *t.DENSE, *t.EXPERTS, *t.shared("shared_expert"), *t.SHARED_GATE
@@ -226,7 +224,7 @@ DEEPSEEK_TRAITS = {
 _PREDICTS = {"mtp": ("none", "MoE")}
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",
-    fields=(*common(), *_DEEPSEEK_FIELDS, NO_BIAS, rules.LATENT_ATTENTION, _INTERLEAVED, rules.PREDICTION),
+    fields=(*common(), *_DEEPSEEK_FIELDS, NO_BIAS, rules.latent_attention, _INTERLEAVED, rules.PREDICTION),
     tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.DEEPSEEK_EXPERTS, *t.PREDICTION),
     settings=_LATENT,
     traits=DEEPSEEK_TRAITS | _PREDICTS | {"attention": _COMPRESSED},
@@ -292,7 +290,7 @@ SOLAR_OPEN = Architecture(
 MINIMAX_M2 = Architecture(
     "MiniMaxM2ForCausalLM", "minimax_m2",
     fields=(
-        *common(theta=5e6, fraction=1.0), *HEADS, ROTATED_CHANNELS, ONE_WIDTH,
+        *common(theta=5e6, fraction=1.0), *HEADS, rotated_channels, ONE_WIDTH,
         same("num_local_experts|num_experts", "num_experts"), TOPK, rules.balancing(),
         same("router_jitter_noise", "router_jitter"),
         must_be("scoring_func", "sigmoid", because="MiniMax-M2 uses sigmoid scores"),
@@ -315,8 +313,8 @@ MINIMAX_M2 = Architecture(
 GLM4_MOE_LITE = Architecture(
     "Glm4MoeLiteForCausalLM", "glm4_moe_lite",
     fields=(
-        *common(), DENSE_WIDTH, EXPERT_WIDTH, *BIASED_ROUTING, rules.DENSE_LAYERS_BY_TYPE, NO_BIAS,
-        rules.LATENT_ATTENTION, _INTERLEAVED, rules.PREDICTION,
+        *common(), DENSE_WIDTH, EXPERT_WIDTH, *BIASED_ROUTING, rules.dense_layers_by_type, NO_BIAS,
+        rules.latent_attention, _INTERLEAVED, rules.PREDICTION,
     ),
     tensors=DEEPSEEK_V3.tensors,
     settings=_LATENT,
@@ -348,7 +346,7 @@ DEEPSEEK_V2 = Architecture(
     "DeepseekV2ForCausalLM", "deepseek_v2",
     fields=(
         *common(), DENSE_WIDTH, EXPERT_WIDTH, same("n_routed_experts|num_experts", "num_experts"), TOPK,
-        rules.shared_experts(), _FIRST_DENSE, rules.LATENT_ATTENTION, NO_BIAS, NO_MLP_BIAS,
+        rules.shared_experts(), _FIRST_DENSE, rules.latent_attention, NO_BIAS, NO_MLP_BIAS,
         same("routed_scaling_factor", "router_scaling_factor"), rules.balancing("aux_loss_alpha"),
         rules.limited_groups(1, methods=("greedy", "group_limited_greedy")),
         must_be("norm_topk_prob", False, because="transformers' DeepSeek-V2 does not normalize weights"),
@@ -371,7 +369,7 @@ HY_V3 = Architecture(
     fields=(
         *common(theta=11158840.0), *HEADS, NO_BIAS, NO_MLP_BIAS, DENSE_WIDTH, EXPERT_WIDTH, TOPK,
         same("num_experts|num_local_experts", "num_experts"), rules.shared_experts("num_shared_experts"),
-        same("router_scaling_factor", "router_scaling_factor"), rules.DENSE_LAYERS_BY_TYPE,
+        same("router_scaling_factor", "router_scaling_factor"), rules.dense_layers_by_type,
         rules.balancing("aux_loss_alpha"),
         must_be("enable_moe_fp32_combine", True, False, because="must be true or false"),
     ),
@@ -396,7 +394,7 @@ ERNIE4_5_MOE = Architecture(
         *(rule for rule in common(theta=5e5) if rule.names != ("attention_dropout",)), *HEADS, DENSE_WIDTH,
         EXPERT_WIDTH, same("moe_num_experts|num_experts", "num_experts"),
         same("moe_k|num_experts_per_tok", "topk"), rules.shared_experts("moe_num_shared_experts"),
-        rules.first_dense_layers("moe_layer_start_index"), rules.LAST_LAYER_IS_MOE, rules.balancing(),
+        rules.first_dense_layers("moe_layer_start_index"), rules.last_layer_is_moe, rules.balancing(),
         must_be("moe_layer_interval", 1, because="all layers after the leading dense layers must be MoE"),
         must_be("use_bias", False, because="biases in all projections are not supported"),
         must_be("moe_norm_min", 1e-12, because="the sum of router weights must have no lower bound"),
@@ -470,7 +468,7 @@ HUNYUAN_MOE = Architecture(
     fields=(
         *common(rotary=rope(1e4, stretches=True)),
         rules.KEY_VALUE_HEADS, same("head_dim", "head_dim.kv_channels"), NO_BIAS, NO_MLP_BIAS,
-        same("num_experts|num_local_experts", "num_experts"), rules.HUNYUAN_EXPERTS,
+        same("num_experts|num_local_experts", "num_experts"), rules.hunyuan_experts,
         rules.balancing("aux_loss_alpha"),
         must_be("use_qk_norm", True, because="queries and keys must be normalized"),
         must_be("use_mixed_mlp_moe", True, because="must be true, as in transformers' class"),

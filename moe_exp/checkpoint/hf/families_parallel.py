@@ -105,7 +105,21 @@ def _write_prefix(config: Config) -> dict[str, Any]:
     return {_PREFIX: 2 if any(lacks_rotary and not is_moe for lacks_rotary, is_moe in layers) else 1}
 
 
-def _read_of_cohere_moe(fields: rules.Fields) -> rules.Settings:
+_ONE_WIDTH = "intermediate_size"
+
+
+@rules.field_rule(
+    _ONE_WIDTH, "prefix_dense_intermediate_size", "rms_norm_eps", "layer_norm_eps", "num_shared_experts",
+    "norm_topk_prob", _COMBINED, _SCORE,
+    write=lambda c: {
+        _ONE_WIDTH: c.expert_ffn_size, "prefix_dense_intermediate_size": c.ffn_hidden_size,
+        "rms_norm_eps" if c.normalization == "RMSNorm" else "layer_norm_eps": c.norm_epsilon,
+        "num_shared_experts": c.shared_expert_size // c.expert_ffn_size,
+        "norm_topk_prob": c.router_weights_sum is not None,
+        _COMBINED: "average" if averages(c) else "sum", _SCORE: c.router_score,
+    },
+)  # fmt: skip
+def _of_cohere_moe(fields: rules.Fields) -> rules.Settings:
     width, shared, score = (given(fields, name) for name in (_ONE_WIDTH, "num_shared_experts", _SCORE))
     norms = {"normalization": "RMSNorm", "norm_epsilon": fields.get("rms_norm_eps")}
     if norms["norm_epsilon"] is None:
@@ -119,28 +133,13 @@ def _read_of_cohere_moe(fields: rules.Fields) -> rules.Settings:
     }  # fmt: skip
 
 
-_ONE_WIDTH = "intermediate_size"
-_OF_COHERE_MOE = FieldRule(
-    (
-        _ONE_WIDTH, "prefix_dense_intermediate_size", "rms_norm_eps", "layer_norm_eps", "num_shared_experts",
-        "norm_topk_prob", _COMBINED, _SCORE,
-    ),
-    _read_of_cohere_moe,
-    lambda c: {
-        _ONE_WIDTH: c.expert_ffn_size, "prefix_dense_intermediate_size": c.ffn_hidden_size,
-        "rms_norm_eps" if c.normalization == "RMSNorm" else "layer_norm_eps": c.norm_epsilon,
-        "num_shared_experts": c.shared_expert_size // c.expert_ffn_size,
-        "norm_topk_prob": c.router_weights_sum is not None,
-        _COMBINED: "average" if averages(c) else "sum", _SCORE: c.router_score,
-    },
-)  # fmt: skip
 COHERE2_MOE = replace(
     COHERE2, name="Cohere2MoeForCausalLM", model_type="cohere2_moe",
     fields=(
         *_COHERE, *f.HEADS, f.NO_BIAS, _LOGIT_SCALE, w.NUM_EXPERTS, f.TOPK, rules.balancing("aux_loss_alpha"),
         must_be("rope_scaling", None, because="transformers ignores this field, unlike rope_parameters"),
         must_be(_COMBINED, "average", "sum", because="must be average or sum"),
-        must_be(_SCORE, "softmax", "sigmoid", because="must be softmax or sigmoid"), _OF_COHERE_MOE,
+        must_be(_SCORE, "softmax", "sigmoid", because="must be softmax or sigmoid"), _of_cohere_moe,
         w.layers_by_type(lambda fields: given(fields, _FIRST, 0)),
         rules.windows(
             _has_window, "sliding_window_pattern", rotated=True, also_rotated=_rotates_dense, unused=4096
@@ -196,7 +195,7 @@ MIMO_V2_FLASH = Architecture(
         ),
         same("attention_value_scale", "value_scale"),
         same("n_routed_experts|num_local_experts", "num_experts"), f.TOPK, rules.SIGMOID_ROUTING,
-        rules.limited_groups(2), rules.balancing("aux_loss_alpha"), rules.DENSE_LAYERS_BY_TYPE,
+        rules.limited_groups(2), rules.balancing("aux_loss_alpha"), rules.dense_layers_by_type,
     ),
     tensors=(
         *t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.DENSE, *t.EXPERTS, *t.EXPERT_BIAS,

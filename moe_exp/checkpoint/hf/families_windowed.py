@@ -15,8 +15,8 @@ NUM_EXPERTS = same("num_experts|num_local_experts", "num_experts")
 
 
 def layers_by_type(num_dense: Any) -> FieldRule:
-    """DENSE_LAYERS_BY_TYPE, but by default the first `num_dense(fields)` layers are dense."""
-    rule, name = rules.DENSE_LAYERS_BY_TYPE, "mlp_layer_types"
+    """dense_layers_by_type, but by default the first `num_dense(fields)` layers are dense."""
+    rule, name = rules.dense_layers_by_type, "mlp_layer_types"
 
     def read(fields: rules.Fields) -> rules.Settings:
         layers, first = given(fields, "num_hidden_layers"), num_dense(fields)
@@ -109,7 +109,7 @@ FLINT = Architecture(
     fields=(
         *f.common(), *f.HEADS, f.NO_BIAS, f.DENSE_WIDTH, f.EXPERT_WIDTH, NUM_EXPERTS, f.TOPK, _NORMALIZED,
         rules.balancing(), same("shared_expert_intermediate_size", "shared_expert_size"),
-        replace(rules.DENSE_LAYERS_BY_LIST, read=lambda fields: rules.DENSE_LAYERS_BY_LIST.read(
+        replace(rules.dense_layers_by_list, read=lambda fields: rules.dense_layers_by_list.read(
             {**fields, "mlp_only_layers": given(fields, "mlp_only_layers", [0, 1])}
         )),
         rules.windows(
@@ -135,7 +135,7 @@ FLINT = Architecture(
 SMOLLM3 = Architecture(
     "SmolLM3ForCausalLM", "smollm3",
     fields=(
-        *f.common(theta=2e6), *f.HEADS, f.NO_BIAS, f.NO_MLP_BIAS, f.DENSE_WIDTH, rotary.LAYERS_WITHOUT_ROPE,
+        *f.common(theta=2e6), *f.HEADS, f.NO_BIAS, f.NO_MLP_BIAS, f.DENSE_WIDTH, rotary.layers_without_rope,
         rules.windows(lambda i, fields: not rotary.rotates(i, fields), switched=True),
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.DENSE),

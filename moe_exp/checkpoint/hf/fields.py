@@ -31,6 +31,13 @@ class FieldRule:
     write: Callable[[Config], dict[str, Any]]  # settings -> fields, all or some of `names`
 
 
+def field_rule(
+    *names: str, write: Callable[[Config], dict[str, Any]]
+) -> Callable[[Callable[[Fields], Settings]], FieldRule]:
+    """Decorator that turns a function that reads fields into the rule for these fields."""
+    return lambda read: FieldRule(names, read, write)
+
+
 def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
     """Value of a field; if it is missing or null, `default`, or UnsupportedModel if there is no default."""
     value = fields.get(name)
@@ -158,7 +165,11 @@ def windows(
     return FieldRule(known, read, write)
 
 
-def _read_attention_multiplier(fields: Fields) -> Settings:
+@field_rule(
+    "attention_multiplier",
+    write=lambda c: {"attention_multiplier": c.attention_multiplier or c.kv_channels**-0.5},
+)
+def attention_multiplier(fields: Fields) -> Settings:
     if (factor := given(fields, "attention_multiplier")) == 0:
         raise refuse("attention_multiplier", factor, "must be above 0", "correct the config.json")
     return {"attention_multiplier": factor}
@@ -167,11 +178,7 @@ def _read_attention_multiplier(fields: Fields) -> Settings:
 # Granite
 MULTIPLIERS = (
     *(same(name, name) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
-    FieldRule(
-        ("attention_multiplier",),
-        _read_attention_multiplier,
-        lambda c: {"attention_multiplier": c.attention_multiplier or c.kv_channels**-0.5},
-    ),
+    attention_multiplier,
 )
 
 
@@ -183,24 +190,22 @@ NORMALIZED_WEIGHTS = FieldRule(
 )
 
 
-def _read_dense_layers(fields: Fields) -> Settings:
+# Qwen family
+@field_rule(
+    "mlp_only_layers",
+    "decoder_sparse_step",
+    write=lambda c: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, moe in enumerate(c.moe_layers) if not moe],
+    },
+)
+def dense_layers_by_list(fields: Fields) -> Settings:
     step, dense = given(fields, "decoder_sparse_step"), set(given(fields, "mlp_only_layers", []))
     num_layers = given(fields, "num_hidden_layers")
     if step < 1 or any(layer < 0 or layer >= num_layers for layer in dense):
         rule = f"must name layers from 0 to {num_layers - 1}"
         raise refuse("mlp_only_layers", sorted(dense), rule, "correct the config.json")
     return _layer_settings([layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)])
-
-
-# Qwen family
-DENSE_LAYERS_BY_LIST = FieldRule(
-    ("mlp_only_layers", "decoder_sparse_step"),
-    _read_dense_layers,
-    lambda c: {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, moe in enumerate(c.moe_layers) if not moe],
-    },
-)
 
 
 def _layer_settings(is_moe: list[bool]) -> Settings:
@@ -224,19 +229,22 @@ def first_dense_layers(name: str) -> FieldRule:
     )
 
 
-def _read_last_layer(fields: Fields) -> Settings:
+@field_rule("moe_layer_end_index", write=lambda c: {"moe_layer_end_index": c.num_layers - 1})
+def last_layer_is_moe(fields: Fields) -> Settings:
     name, last = "moe_layer_end_index", given(fields, "num_hidden_layers") - 1
     if (found := given(fields, name)) not in (-1, last):
         raise refuse(name, found, "all layers after the leading dense layers must be MoE")
     return {}
 
 
-LAST_LAYER_IS_MOE = FieldRule(
-    ("moe_layer_end_index",), _read_last_layer, lambda c: {"moe_layer_end_index": c.num_layers - 1}
-)
+def _write_layer_types(config: Config) -> dict[str, Any]:
+    first = config.moe_layers.index(True)
+    number = {"first_k_dense_replace": first} if all(config.moe_layers[first:]) else {}
+    return {"mlp_layer_types": ["sparse" if moe else "dense" for moe in config.moe_layers]} | number
 
 
-def _read_layer_types(fields: Fields) -> Settings:
+@field_rule("mlp_layer_types", "first_k_dense_replace", write=_write_layer_types)
+def dense_layers_by_type(fields: Fields) -> Settings:
     num_layers = given(fields, "num_hidden_layers")
     types = given(fields, "mlp_layer_types", ["dense"] + ["sparse"] * (num_layers - 1))
     if len(types) != num_layers or set(types) - {"dense", "sparse"}:
@@ -247,17 +255,6 @@ def _read_layer_types(fields: Fields) -> Settings:
     if (first := given(fields, "first_k_dense_replace", None)) not in (None, types.index("sparse")):
         raise refuse("first_k_dense_replace", first, "contradicts mlp_layer_types", "correct the config.json")
     return settings
-
-
-def _write_layer_types(config: Config) -> dict[str, Any]:
-    first = config.moe_layers.index(True)
-    number = {"first_k_dense_replace": first} if all(config.moe_layers[first:]) else {}
-    return {"mlp_layer_types": ["sparse" if moe else "dense" for moe in config.moe_layers]} | number
-
-
-DENSE_LAYERS_BY_TYPE = FieldRule(
-    ("mlp_layer_types", "first_k_dense_replace"), _read_layer_types, _write_layer_types
-)
 
 
 def shared_experts(name: str = "n_shared_experts") -> FieldRule:
@@ -278,23 +275,20 @@ def _of_all_layers(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
     return values[0]
 
 
-def _read_hunyuan(fields: Fields) -> Settings:
+@field_rule(
+    "intermediate_size", "moe_intermediate_size", "num_shared_expert", "moe_topk",
+    write=lambda c: {
+        "intermediate_size": c.expert_ffn_size, "moe_intermediate_size": c.expert_ffn_size,
+        "num_shared_expert": 1, "moe_topk": c.topk,
+    },
+)  # fmt: skip
+def hunyuan_experts(fields: Fields) -> Settings:
     width = given(fields, "intermediate_size")
     for name, needed in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
         if (found := _of_all_layers(fields, name, needed)) != needed:
             rule = f"must be {needed}: transformers' class has one shared expert, as wide as a routed expert"
             raise refuse(name, found, rule)
     return {"topk": _of_all_layers(fields, "moe_topk"), "ffn_hidden_size": width, "shared_expert_size": width}
-
-
-HUNYUAN_EXPERTS = FieldRule(
-    ("intermediate_size", "moe_intermediate_size", "num_shared_expert", "moe_topk"),
-    _read_hunyuan,
-    lambda c: {
-        "intermediate_size": c.expert_ffn_size, "moe_intermediate_size": c.expert_ffn_size,
-        "num_shared_expert": 1, "moe_topk": c.topk,
-    },
-)  # fmt: skip
 
 
 def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> FieldRule:
@@ -379,7 +373,14 @@ _LATENT_SIZES = {
 }  # fmt: skip
 
 
-def _read_latent_attention(fields: Fields) -> Settings:
+@field_rule(  # `qk_head_dim` follows from the others
+    *_LATENT_SIZES, "q_lora_rank", "num_key_value_heads", "head_dim", "qk_head_dim",
+    write=lambda c: (
+        {name: getattr(c, setting) for name, setting in _LATENT_SIZES.items()}
+        | {"q_lora_rank": c.q_lora_rank or None, "num_key_value_heads": c.num_heads}
+    ),
+)  # fmt: skip
+def latent_attention(fields: Fields) -> Settings:
     heads = given(fields, "num_attention_heads")
     if (found := given(fields, "num_key_value_heads", heads)) != heads:
         rule = f"must be equal to num_attention_heads={heads} in latent attention"
@@ -391,13 +392,3 @@ def _read_latent_attention(fields: Fields) -> Settings:
     epsilon = 0.0 if given(fields, "rms_norm_eps") == LATENT_EPSILON else LATENT_EPSILON
     settings |= {"q_lora_rank": given(fields, "q_lora_rank", 0), "num_query_groups": heads}
     return settings | {"qk_norm_epsilon": epsilon}
-
-
-LATENT_ATTENTION = FieldRule(  # `qk_head_dim` follows from the others
-    (*_LATENT_SIZES, "q_lora_rank", "num_key_value_heads", "head_dim", "qk_head_dim"),
-    _read_latent_attention,
-    lambda c: (
-        {name: getattr(c, setting) for name, setting in _LATENT_SIZES.items()}
-        | {"q_lora_rank": c.q_lora_rank or None, "num_key_value_heads": c.num_heads}
-    ),
-)

@@ -81,19 +81,15 @@ def rope(
     return FieldRule(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read, write)
 
 
-def _read_rotated_channels(fields: Fields) -> Settings:
+# MiniMax: another field for the rotated part of a head, without effect beside partial_rotary_factor
+@rules.field_rule("rotary_dim", write=lambda c: {"rotary_dim": int(c.kv_channels * c.rotary_fraction)})
+def rotated_channels(fields: Fields) -> Settings:
     ropes = [given(fields, name, {}) for name in ("rope_scaling", "rope_parameters")]
     if (rotated := given(fields, "rotary_dim", 0)) and not any(
         one.get("partial_rotary_factor") is not None for one in (fields, *ropes)
     ):
         return {"rotary_fraction": rotated / given(fields, "head_dim")}
     return {}
-
-
-# MiniMax: another field for the rotated part of a head, without effect beside partial_rotary_factor
-ROTATED_CHANNELS = FieldRule(
-    ("rotary_dim",), _read_rotated_channels, lambda c: {"rotary_dim": int(c.kv_channels * c.rotary_fraction)}
-)
 
 
 def _read_scaling(merged: dict[str, Any], fields: Fields) -> Settings:
@@ -216,19 +212,17 @@ def rope_by_layer(windows: FieldRule, theta: float) -> FieldRule:
     return FieldRule((*flat.names, name), read, write)
 
 
-def _read_layers_without_rope(fields: Fields) -> Settings:
-    layers = range(given(fields, "num_hidden_layers"))
-    return {"rotary_layers": pattern_of([rotates(layer, fields) for layer in layers])}
-
-
 def rotates(layer: int, fields: Fields) -> bool:
     """Whether a layer of SmolLM3 has a rotary embedding. 1 in `no_rope_layers` means yes."""
     listed = given(fields, "no_rope_layers", None)
     return bool(listed[layer] if listed else (layer + 1) % given(fields, "no_rope_layer_interval"))
 
 
-LAYERS_WITHOUT_ROPE = FieldRule(
-    ("no_rope_layers", "no_rope_layer_interval"),
-    _read_layers_without_rope,
-    lambda c: {"no_rope_layers": [int(not lacks_it) for lacks_it in c.layers_without_rotary]},
+@rules.field_rule(
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    write=lambda c: {"no_rope_layers": [int(not lacks_it) for lacks_it in c.layers_without_rotary]},
 )
+def layers_without_rope(fields: Fields) -> Settings:
+    layers = range(given(fields, "num_hidden_layers"))
+    return {"rotary_layers": pattern_of([rotates(layer, fields) for layer in layers])}
