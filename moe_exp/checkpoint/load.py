@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe_exp.checkpoint import state as training_state
 from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.fingerprints import Fingerprint, TensorPiece, fingerprints_of, shown
 from moe_exp.checkpoint.format.folders import first_few, iteration_of, iterations, one_checkpoint, unusable
@@ -20,16 +21,7 @@ from moe_exp.checkpoint.format.keys import ROUTER_BIAS, check_tensors, sharded_t
 from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common, read_metadata
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest, Owned, owned_state, shards_of
-from moe_exp.checkpoint.state import (
-    Progress,
-    Trained,
-    layout,
-    parameters_in_sync,
-    rng_state,
-    set_rng_state,
-    unwrapped,
-    weights_state,
-)
+from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.config.model_changes import optimizer_change
@@ -92,15 +84,15 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
             compare_restored(runtime, folder, trained, None)
         return Progress(num_averaged=int(config.ema_decay > 0))
     reader = CheckpointReader(folder)
-    state = weights_state(runtime, trained.model, reader)
+    state = training_state.weights_state(runtime, trained.model, reader)
     has_moments = optimizer_change(config, common["config"], str(folder)) is None
     request = OptimizerRequest(trained.optimizer, state, reader, with_moments=has_moments)
     state["optimizer_shards"] = request.shards
     check_tensors(state, reader)
-    if layout(config, runtime) == common["layout"]:
+    if training_state.layout(config, runtime) == common["layout"]:
         # Random streams depend on the tensor and pipeline layout and the device type. If these have changed,
         # the streams start from the seed.
-        state["rng_state"] = rng_state(runtime)
+        state["rng_state"] = training_state.rng_state(runtime)
     with parameters_in_sync(trained.model):
         loaded = _load_model(state, trained, reader)
         request.finish(common["optimizer"], trained.model)
@@ -108,7 +100,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         compare_restored(runtime, folder, trained, request.converted)
     trained.scheduler.load_state_dict(common["scheduler"])
     if "rng_state" in state:
-        set_rng_state(loaded["rng_state"][0])
+        training_state.set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
     return resumed_progress(config, common, has_average=request.has_average)
 
@@ -140,7 +132,7 @@ def compare_model(config: Config, folder: Path) -> dict[str, Any]:
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
     """Loads only the weights of an iter_ folder; ValueError if the weights do not match the model."""
     reader = CheckpointReader(folder)
-    state = weights_state(runtime, trained.model, reader)
+    state = training_state.weights_state(runtime, trained.model, reader)
     check_tensors(state, reader)
     with parameters_in_sync(trained.model):
         _load_model(state, trained, reader)
@@ -248,7 +240,7 @@ def compare_restored(
 
 def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[TensorPiece]:
     """Yields each value of model and optimizer on exactly one rank, under the key that a save gives it."""
-    weights = weights_state(runtime, trained.model, None)
+    weights = training_state.weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
     if converted is not None:
         # Moments kept in 8 bits or bf16 are compared as read: the optimizer's copy is rounded again, and
