@@ -29,6 +29,7 @@ from moe_exp.host.processes import free_port
 from moe_exp.host.progress import progress
 from moe_exp.launch.machine_checks import check_files, check_machine
 from moe_exp.planner.hardware import load_hardware, profile_of
+from moe_exp.planner.measured import GIBIBYTE
 from moe_exp.studies import child_runs
 from moe_exp.studies.child_runs import MEASURED_ONLY, Case, at_work, given_settings
 from moe_exp.studies.sweep import table
@@ -179,7 +180,14 @@ class Sweep:
                 status = "predicted-oom"
         if result:
             status, reason = result.status, result.reason
-        return Row(case, status, reason, result, prediction, device, gpu)
+        memory = result.memory_bytes if result else None
+        return Row(
+            case, status, reason, device, gpu,
+            seconds=result.seconds if result else None,
+            memory_gib=memory / GIBIBYTE if memory else None,
+            predicted_seconds=prediction.time.total if prediction else None,
+            predicted_gib=prediction.peak_bytes / GIBIBYTE if prediction else None,
+        )  # fmt: skip
 
 
 def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:

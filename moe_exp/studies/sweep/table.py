@@ -99,10 +99,12 @@ class Row:
     case: Case
     status: str  # of its result, or `rejected`, `predicted-oom`, or `left` (not yet run)
     reason: str  # why it is not ok
-    result: Result | None  # None if it has not run
-    prediction: Prediction | None  # None if the device is unknown or the layout invalid
     device: str  # as recorded by the run, else that of this host; empty if unknown
     gpu: str  # hardware profile; empty without one
+    seconds: float | None  # per iteration; None: not measured
+    memory_gib: float | None  # peak, maximum over ranks; None: not measured
+    predicted_seconds: float | None  # None if the device is unknown or the layout invalid
+    predicted_gib: float | None  # likewise
 
     @property
     def short_reason(self) -> str:
@@ -111,26 +113,9 @@ class Row:
         return "; ".join(text.partition(". Fix: ")[0] for text in problems)
 
     @property
-    def seconds(self) -> float | None:
-        return self.result.seconds if self.result else None
-
-    @property
-    def memory_gib(self) -> float | None:
-        """Measured peak memory, maximum over ranks."""
-        return self.result.memory_bytes / GIBIBYTE if self.result and self.result.memory_bytes else None
-
-    @property
     def tflops(self) -> float | None:
         seconds, config = self.seconds, self.case.config
         return flops_per_iteration(config) / seconds / config.world_size / 1e12 if seconds else None
-
-    @property
-    def predicted_seconds(self) -> float | None:
-        return self.prediction.time.total if self.prediction else None
-
-    @property
-    def predicted_gib(self) -> float | None:
-        return self.prediction.peak_bytes / GIBIBYTE if self.prediction else None
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
@@ -235,7 +220,7 @@ def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
     measured.sort(key=lambda row: (row.case.config.world_size, row.seconds))
     if not measured:
         return False
-    is_predicted = any(row.prediction for row in measured)
+    is_predicted = any(row.predicted_seconds is not None for row in measured)
     size = 13 if is_predicted else 8, 1.6 + 0.3 * max(len(measured), 8)
     figure = Figure(figsize=size, dpi=130, layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=[2.2, 1]) if is_predicted else None

@@ -1,47 +1,40 @@
 """The table: what calibrate reads back, what people read, and what is predicted to be out of memory."""
 
 import csv
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_exp.config import load_config
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.costs.memory import StageMemory
-from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.measured import read_runs
-from moe_exp.planner.prediction import Prediction, predict
+from moe_exp.planner.prediction import predict
 from moe_exp.studies.sweep import table
 from moe_exp.studies.sweep.driver import case_of
-from moe_exp.studies.sweep.table import Result, Row, by_rule, is_oom, to_csv, to_markdown
+from moe_exp.studies.sweep.table import Row, by_rule, is_oom, to_csv, to_markdown
 
 A100 = "NVIDIA A100-SXM4-80GB"
 GIB = 2**30
 
 
-def prediction(gib: float, seconds: float) -> Prediction:
-    parts = dict.fromkeys((field.name for field in fields(IterationTime)), 0.0) | {"compute": seconds}
-    memory = StageMemory(gib * GIB, 0, 0, 0, 0, 0)
-    return Prediction([memory], IterationTime(**parts), 80 * GIB, 0.1, 0.1, is_calibrated=True)
-
-
-def row(status, result=None, reason="", *, predicted=None, **layout: object) -> Row:
+def row(status, reason="", *, measured=(None, None), predicted=(None, None), **layout: object) -> Row:
     flags = {"preset": "reference", "gpus_per_node": "8"} | layout
     case = case_of(flags, Path("sweep"), local=False)
-    return Row(case, status, reason or " ".join(case.problems), result, predicted, A100, profile_of(A100))
+    reason = reason or " ".join(case.problems)
+    return Row(case, status, reason, A100, profile_of(A100), *measured, *predicted)
 
 
 def rows() -> list[Row]:
     return [
-        row("ok", Result("ok", "", 0.5123456789, 33.25 * GIB, A100), ep=4, predicted=prediction(32.0, 0.5)),
-        row("ok", Result("ok", "", 0.25, 20.5 * GIB, A100), ep=8, mbsz=4),
+        row("ok", ep=4, measured=(0.5123456789, 33.25), predicted=(0.5, 32.0)),
+        row("ok", ep=8, mbsz=4, measured=(0.25, 20.5)),
         row("rejected", ep=3, pp=5),
-        row("oom", Result("oom", "CUDA out of memory", device=A100), "CUDA out of memory", ep=2),
-        row("failed", Result("failed", "a|b, \"c\"", device=A100), "a|b, \"c\"", ep=1),
-        row("timeout", Result("timeout", "late", device=A100), "late", tp=1, pp=2, vpp=2),
-        row("predicted-oom", reason="needs 99.0 GiB", cp=2),
+        row("oom", "CUDA out of memory", ep=2),
+        row("failed", "a|b, \"c\"", ep=1),
+        row("timeout", "late", tp=1, pp=2, vpp=2),
+        row("predicted-oom", "needs 99.0 GiB", cp=2),
         row("left", etp=2),
     ]  # fmt: skip
 
