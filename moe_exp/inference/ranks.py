@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from moe_exp.checkpoint.format import keys as formats
 from moe_exp.checkpoint.format.folders import Manifest, damages, one_checkpoint
+from moe_exp.checkpoint.format.naming import weight_keys
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA, CheckpointReader
 from moe_exp.checkpoint.state import sharding_metadata
@@ -191,7 +192,7 @@ def check_files(folder: Path) -> None:
     if manifest is None:  # written by Megatron-LM
         return
     reader = CheckpointReader(folder)
-    needed = {chunk.file for key in formats.weight_keys(reader) for chunk in reader.tensors[key].chunks}
+    needed = {chunk.file for key in weight_keys(reader.tensors) for chunk in reader.tensors[key].chunks}
     needed |= {COMMON, METADATA}
     entries = {name: entry for name, entry in manifest.files.items() if name in needed}
     if damage := next(damages(folder, entries), ""):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moe_exp.checkpoint.format.folders import first_few, unusable
-from moe_exp.checkpoint.format.naming import is_optimizer, single_styles
+from moe_exp.checkpoint.format.naming import single_styles, weight_keys
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config.choices import LOSS_STATE
 
@@ -36,11 +36,6 @@ def has_router_biases(reader: CheckpointReader) -> bool:
     return any(key.endswith(ROUTER_BIAS) for key in reader.tensors)
 
 
-def weight_keys(reader: CheckpointReader) -> list[str]:
-    """Keys of the model's tensors."""
-    return [key for key in reader.tensors if not is_optimizer(key)]
-
-
 def model_state(
     model: GPTModel, metadata: Mapping[str, Any], reader: CheckpointReader | None = None
 ) -> dict[str, Any]:
@@ -49,7 +44,7 @@ def model_state(
     """
     if reader is None:
         return model.sharded_state_dict(metadata=dict(metadata))
-    single_layers, single_experts = single_styles(weight_keys(reader))
+    single_layers, single_experts = single_styles(weight_keys(reader.tensors))
     metadata = {**metadata, "singleton_local_shards": single_experts}
     whole = model.sharded_state_dict(metadata=dict(metadata))
     state = {name: value for name, value in whole.items() if not name.startswith("decoder.layers.")}
@@ -100,7 +95,7 @@ def check_tensors(
     mine = {(shard.key, tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in shards}
     torch.distributed.all_gather_object(gathered, mine)
     needed = {key: (shape, may_be_padded) for key, shape, may_be_padded in set().union(*gathered)}
-    others = set(weight_keys(reader)) - set(needed)
+    others = set(weight_keys(reader.tensors)) - set(needed)
     others = {key for key in others if not (key.endswith(LOSS_STATE) or key.startswith(unused))}
     differing = {"has no": set(needed) - set(reader.tensors), "has, unlike the model,": others}
     rules = [f"{what} {first_few(sorted(names), 3)}" for what, names in differing.items() if names]

@@ -106,6 +106,11 @@ def is_optimizer(key: str) -> bool:
     return _OPTIMIZER.match(key) is not None
 
 
+def weight_keys(keys: Iterable[str]) -> list[str]:
+    """The keys that belong to the model's tensors."""
+    return [key for key in keys if not is_optimizer(key)]
+
+
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
     """Whether layers have their own keys, and whether experts or halves of gated projections do."""
     keys = list(weights)

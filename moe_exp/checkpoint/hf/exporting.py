@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import check_target, new_folder, one_checkpoint, unusable
-from moe_exp.checkpoint.format.naming import is_optimizer, single_styles
+from moe_exp.checkpoint.format.naming import single_styles, weight_keys
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor, read_common
 from moe_exp.checkpoint.hf import model_folder
@@ -145,8 +145,8 @@ class _Weights:
         self._kept: tuple[str, tuple[int, ...], Tensor] | None = None
         needed = {piece.key: piece.shape for piece in planned if piece.key}
         found = {key: stored.shape for key in needed if (stored := self._stored(key))}
-        of_model = {key for key in reader.tensors if not is_optimizer(key)}
-        unused = sorted(key for key in of_model - set(needed) if not key.endswith(LOSS_STATE))
+        others = set(weight_keys(reader.tensors)) - set(needed)
+        unused = sorted(key for key in others if not key.endswith(LOSS_STATE))
         if lists := misfits(needed, found, unused):
             # Keys for single layers or experts are another Megatron-LM style, which `ckpt reshape` converts.
             fix = "use another checkpoint of the run"

@@ -5,7 +5,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def describe(folder: Path) -> dict[str, Any]:
     samples = progress.get("consumed_samples")
     facts = manifest.facts if manifest else {}
     files = [one for one in folder.iterdir() if one.is_file()]
-    of_weights = filterfalse(naming.is_optimizer, reader.tensors)
+    of_weights = naming.weight_keys(reader.tensors)
     styles = zip(("layers", "experts"), naming.single_styles(of_weights), strict=True)
     layout = {**config, **(common.get("layout") or {})}
     tokens = progress.get("consumed_tokens")  # older checkpoints only count samples

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ class _Work:
                 layers.setdefault(layer, set()).add((inner, tensor.shape))
         self.num_layers = len(layers)
         self.num_experts = max((_expert_of(name) + 1 for name in self.weights), default=0)
-        single_layers, single_experts = naming.single_styles(filterfalse(naming.is_optimizer, reader.tensors))
+        single_layers, single_experts = naming.single_styles(naming.weight_keys(reader.tensors))
         # Megatron's stacked styles: one key for all layers; one for all experts, with both gated halves.
         self.experts_stacked = changes.experts == "stacked" if changes.experts else not single_experts
         self.layers_stacked = not single_layers and self.experts_stacked
