@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +138,17 @@ class _Weights:
     def __init__(
         self, reader: CheckpointReader, planned: list[MappedPiece], *, main: bool, dtype: torch.dtype | None
     ):
-        self.reader, self.main, self.dtype = reader, main, dtype
+        self.reader, self.dtype = reader, dtype
         name = f"checkpoint={reader.folder}"
         if main and not any(key.startswith(_MAIN) for key in reader.tensors):
             raise unusable(name, "has no fp32 main weights", "omit --weights main")
         self._kept: tuple[str, tuple[int, ...], Tensor] | None = None
         needed = {piece.key: piece.shape for piece in planned if piece.key}
-        found = {key: stored.shape for key in needed if (stored := self._stored(key))}
+        self.stored: dict[str, StoredTensor] = {}  # by our key
+        for prefix, key in product((*_MAIN, "") if main else ("",), needed):
+            if prefix + key in reader.tensors:
+                self.stored.setdefault(key, reader.tensors[prefix + key])
+        found = {key: stored.shape for key, stored in self.stored.items()}
         others = set(weight_keys(reader.tensors)) - set(needed)
         unused = sorted(key for key in others if not key.endswith(LOSS_STATE))
         if lists := misfits(needed, found, unused):
@@ -161,9 +165,7 @@ class _Weights:
                 fix = f"convert the checkpoint's keys first: {shlex.join(command)}"
             raise unusable(name, f"tensors {lists}", fix)
 
-        stored = self._stored(planned[0].key)
-        assert stored is not None
-        self.usual_dtype = dtype or stored.dtype  # dtype of most written weights
+        self.usual_dtype = dtype or self.stored[planned[0].key].dtype  # dtype of most written weights
         self.entries = [  # all tensors to write, in order
             model_folder.Entry(part.name, part.shape, self.dtype_of(piece, part))
             for piece in planned
@@ -171,13 +173,9 @@ class _Weights:
         ]
         self.num_bytes = sum(entry.num_bytes for entry in self.entries)
 
-    def _stored(self, key: str) -> StoredTensor | None:
-        names = [prefix + key for prefix in (*_MAIN, "")] if self.main else [key]
-        return next((self.reader.tensors[name] for name in names if name in self.reader.tensors), None)
-
     def dtype_of(self, piece: MappedPiece, part: Theirs) -> torch.dtype:
         """Dtype of a written tensor."""
-        stored = self._stored(piece.key) if piece.key else None
+        stored = self.stored.get(piece.key)
         # Rounding the bias would change which experts are chosen; transformers always keeps it in fp32.
         if part.name.endswith(("e_score_correction_bias", "expert_bias")):
             return torch.float32 if stored is None else stored.dtype
@@ -185,8 +183,7 @@ class _Weights:
 
     def values(self, piece: MappedPiece) -> Tensor:
         """Reads a piece's values. Reads all experts of a layer at once, since one chunk may contain them."""
-        stored = self._stored(piece.key)
-        assert stored is not None
+        stored = self.stored[piece.key]
         num_axes = len(piece.theirs[0].shape) - (piece.join == "flat") + (piece.expert is not None)
         num_layer_axes = len(piece.shape) - num_axes
         layer, rest = piece.offsets[:num_layer_axes], piece.shape[num_layer_axes:]
