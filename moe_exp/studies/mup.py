@@ -115,17 +115,9 @@ class Optimum:
     """The best learning rate of a model."""
 
     name: str  # of the model
-    log2_rates: tuple[float, ...]  # log2 of the best learning rate for each seed
+    rate: float  # geometric mean over seeds
+    factor: float  # standard deviation over seeds, as a factor on the rate
     at_edge: bool  # whether it is the smallest or largest tried, so the true optimum may be outside
-
-    @property
-    def rate(self) -> float:
-        return float(2 ** fmean(self.log2_rates))
-
-    @property
-    def factor(self) -> float:
-        """Standard deviation of the best learning rate over seeds, as a factor on the rate."""
-        return float(2 ** stdev(self.log2_rates)) if len(self.log2_rates) > 1 else 1.0
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
@@ -146,8 +138,9 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
 
 def optimum(name: str, rates: Sequence[float], losses_by_seed: Sequence[Sequence[float]]) -> Optimum:
     """Returns a model's best learning rate. `losses_by_seed`: per seed, a loss per rate; inf if diverged."""
-    found = [best_rate(rates, losses) for losses in losses_by_seed]
-    return Optimum(name, tuple(log for log, _ in found), any(at_edge for _, at_edge in found))
+    logs, at_edges = zip(*(best_rate(rates, losses) for losses in losses_by_seed), strict=True)
+    factor = 2.0 ** stdev(logs) if len(logs) > 1 else 1.0
+    return Optimum(name, 2.0 ** fmean(logs), factor, any(at_edges))
 
 
 def moved(optima: Sequence[Optimum]) -> float:
