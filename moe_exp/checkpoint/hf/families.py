@@ -43,12 +43,11 @@ def _read_causal(fields: rules.Fields) -> rules.Settings:
     return {}
 
 
-_LENGTH = "max_position_embeddings"
 _SIZES = (
     same("num_hidden_layers", "num_layers"), same("hidden_size", "hidden_size"),
     same("num_attention_heads", "num_heads"), same("vocab_size", "vocab_size"),
-    FieldRule((_LENGTH,), same(_LENGTH, "seq_len").read, lambda c: {_LENGTH: c.longest_sample}),
-    same("initializer_range", "init_std"), same("attention_dropout", "attention_dropout"),
+    same("max_position_embeddings", "seq_len.longest_sample"), same("initializer_range", "init_std"),
+    same("attention_dropout", "attention_dropout"),
     must_be("hidden_act", "silu", because="activations other than SwiGLU are not supported"),
     FieldRule(("is_causal",), _read_causal, lambda c: {}),
 )  # fmt: skip
@@ -176,9 +175,7 @@ def _shared_expert(fields: rules.Fields) -> rules.Settings:
 
 
 # vLLM's class requires biases regardless of `qkv_bias`; a model without them is exported with zeros.
-_WITH_BIAS = FieldRule(
-    ("qkv_bias",), lambda f: {"qkv_bias": rules.given(f, "qkv_bias")}, lambda c: {"qkv_bias": True}
-)
+_WITH_BIAS = replace(same("qkv_bias", "qkv_bias"), write=lambda c: {"qkv_bias": True})
 _FIRST_WINDOWS = rules.windows(
     lambda i, f: i % 2 == 0 and i < rules.given(f, "max_window_layers"), switched=True
 )
