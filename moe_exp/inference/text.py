@@ -87,22 +87,18 @@ class TextStream:
     def push(self, token: int) -> str:
         """Returns the new text; sets `stopped` once a stop text is complete."""
         self._ids.append(token)
-        return self._stop(self._characters(final=False), final=False)
+        return self._released(final=False)
 
     def finish(self) -> str:
         """Returns the remaining text that was held back."""
-        return "" if self.stopped else self._stop(self._characters(final=True), final=True)
+        return "" if self.stopped else self._released(final=True)
 
-    def _characters(self, *, final: bool) -> str:
+    def _released(self, *, final: bool) -> str:
         known = self._decode(self._ids[self._first : self._read])
-        text = self._decode(self._ids[self._first :])
-        if text.endswith("\ufffd") and not final:  # ends in an incomplete character
-            return ""
-        self._first, self._read = self._read, len(self._ids)
-        return text[len(known) :]
-
-    def _stop(self, new: str, *, final: bool) -> str:
-        text = self._held + new
+        whole, text = self._decode(self._ids[self._first :]), self._held
+        if final or not whole.endswith("\ufffd"):  # the end of an incomplete character
+            self._first, self._read = self._read, len(self._ids)
+            text += whole[len(known) :]
         if found := [index for stop in self._stops if (index := text.find(stop)) >= 0]:
             self.stopped, self._held = True, ""
             return text[: min(found)]
