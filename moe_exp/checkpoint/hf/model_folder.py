@@ -122,8 +122,7 @@ class ModelFolder:
     def _read_header(self, file: str) -> None:
         if Path(file).name != file:
             raise _damaged(self.path / INDEX, f"names a file outside the folder, {file}")
-        with self._explained(file):
-            opened = self._opened(file)
+        with self._opened(file) as opened:
             for name in opened.keys():  # noqa: SIM118  # not a dict
                 if name in self.weights:
                     raise _damaged(self.path, f"{name} is in {self.weights[name].file} and in {file}")
@@ -151,25 +150,22 @@ class ModelFolder:
         if name + BLOCKS in self._packed:
             return unpacked(self.read(name + BLOCKS, index), self.read(name + SCALES, index))
         file = (self._packed.get(name) or self.weights[name]).file
-        with self._explained(file):
-            opened = self._opened(file)
+        with self._opened(file) as opened:
             return opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
 
-    def _opened(self, file: str) -> Any:
-        if self._open is None or self._open[0] != file:
-            path = self.path / file
-            if not path.is_file():
-                raise _damaged(path, "is missing")
-            # pread instead of mmap: mapped pages count as this process's memory until the file is closed.
-            self._open = file, safe_open(str(path), framework="pt", backend="pread")
-        return self._open[1]
-
     @contextlib.contextmanager
-    def _explained(self, file: str) -> Iterator[None]:
+    def _opened(self, file: str) -> Iterator[Any]:
+        """Yields an open safetensors file; errors while it is read name the file."""
+        path = self.path / file
         try:
-            yield
+            if self._open is None or self._open[0] != file:
+                if not path.is_file():
+                    raise _damaged(path, "is missing")
+                # pread instead of mmap: mapped pages count as this process's memory until the file is closed.
+                self._open = file, safe_open(str(path), framework="pt", backend="pread")
+            yield self._open[1]
         except SafetensorError as error:
-            raise _damaged(self.path / file, f"is damaged ({' '.join(str(error).split())})") from None
+            raise _damaged(path, f"is damaged ({' '.join(str(error).split())})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
