@@ -10,6 +10,7 @@ No code from files is executed: `.metadata` may only name the format's classes, 
 and plain values. A read checks a chunk's CRC-32, which `torch.save` stores and `torch.load` ignores.
 """
 
+import contextlib
 import io
 import math
 import os
@@ -19,7 +20,7 @@ import types
 import zipfile
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -129,14 +130,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 def read_metadata(folder: Path) -> Metadata:
     """Unpickles `.metadata`, allowing only the format's classes; ValueError if it is damaged."""
     path = folder / METADATA
-    try:
-        with regular(path).open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+    with _explained(path), regular(path).open("rb") as file:
+        metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"it contains a {type(metadata).__name__}")
-    # A damaged pickle can raise any exception.
-    except Exception as error:
-        raise _unusable(path, error) from None
     return metadata
 
 
@@ -150,12 +147,8 @@ def read_common(folder: Path) -> dict[str, Any]:
         reader = CheckpointReader(folder)
         if COMMON_OBJECT in reader.objects:
             return dict(reader.read_object(COMMON_OBJECT)[0])
-    try:
-        with regular(path).open("rb") as file:
-            return dict(_load_foreign(file))
-    # Depending on the damage, PyTorch raises RuntimeError, UnpicklingError, EOFError and others.
-    except Exception as error:
-        raise _unusable(path, error) from None
+    with _explained(path), regular(path).open("rb") as file:
+        return dict(_load_foreign(file))
 
 
 class Inert:
@@ -206,15 +199,21 @@ def _load_foreign(file: IO[bytes]) -> Any:
         return torch.load(file, map_location="cpu", pickle_module=_INERT_PICKLE, weights_only=False)
 
 
-def _unusable(path: Path, error: Exception) -> ValueError:
-    text = " ".join(str(error).split())
-    if isinstance(error, FileNotFoundError):
-        reason = "it is missing"
-    elif found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
-        reason = f"it names {found[1]}, which is not part of the format"
-    else:
-        reason = text[:200] or type(error).__name__
-    return unusable(path, f"cannot be used ({reason})")
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turns an error while `path` is read into a ValueError that names the file."""
+    try:
+        yield
+    # Depending on the damage, PyTorch raises RuntimeError, UnpicklingError, EOFError and others.
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if isinstance(error, FileNotFoundError):
+            reason = "it is missing"
+        elif found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
+            reason = f"it names {found[1]}, which is not part of the format"
+        else:
+            reason = text[:200] or type(error).__name__
+        raise unusable(path, f"cannot be used ({reason})") from None
 
 
 @dataclass(frozen=True)
@@ -336,19 +335,15 @@ class CheckpointReader:
 
     def _load(self, chunk: Chunk, *, foreign: bool = False) -> Any:
         path = self.folder / chunk.file
-        try:
-            with regular(path).open("rb") as file:
-                window = cast(IO[bytes], _Window(file, chunk.start, chunk.num_bytes))
-                with zipfile.ZipFile(window) as archive:
-                    if (name := archive.testzip()) is not None:
-                        raise ValueError(f"the checksum of {name} is wrong")
-                window.seek(0)
-                if foreign:
-                    return _load_foreign(window)
-                return torch.load(window, map_location="cpu", weights_only=True)
-        # any exception type, as in `read_common`
-        except Exception as error:
-            raise _unusable(path, error) from None
+        with _explained(path), regular(path).open("rb") as file:
+            window = cast(IO[bytes], _Window(file, chunk.start, chunk.num_bytes))
+            with zipfile.ZipFile(window) as archive:
+                if (name := archive.testzip()) is not None:
+                    raise ValueError(f"the checksum of {name} is wrong")
+            window.seek(0)
+            if foreign:
+                return _load_foreign(window)
+            return torch.load(window, map_location="cpu", weights_only=True)
 
 
 class _Window(io.RawIOBase):
