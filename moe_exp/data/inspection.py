@@ -6,7 +6,7 @@ Memory: a block of tokens or the longest document, plus about 50 bytes per docum
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,81 +97,66 @@ def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
 # Token files
 
 
-@dataclass
-class _Tokens:
-    eod_id: int | None
-    vocab_size: int | None
-    highest_id: int = -1
-    num_ending_with_eod: int = 0
-    num_eods: int = 0
-    num_only_eod: int = 0
-    num_out_of_vocabulary: int = 0
-    hashes: Hashes = field(default_factory=Hashes)
-
-    def add(self, tokens: npt.NDArray[np.integer], bounds: Int64Array) -> None:
-        """Adds consecutive documents; `bounds` are relative to `tokens`."""
-        for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            self.hashes.add(tokens[begin:end].data)
-        # only empty documents: max() of no tokens is an error
-        if not len(tokens):
-            return
-        self.highest_id = max(self.highest_id, int(tokens.max()))
-        if self.vocab_size is not None:
-            self.num_out_of_vocabulary += int(((tokens < 0) | (tokens >= self.vocab_size)).sum())
-        if self.eod_id is not None:
-            lengths = np.diff(bounds)
-            is_eod = tokens == self.eod_id
-            ends_with_eod = is_eod[bounds[1:][lengths > 0] - 1]
-            self.num_eods += int(is_eod.sum())
-            self.num_ending_with_eod += int(ends_with_eod.sum())
-            self.num_only_eod += int((ends_with_eod & (lengths[lengths > 0] == 1)).sum())
-
-
 def inspect_tokens(
     files: TokenFiles, *, tokenizer: Path | None = None, num_samples: int = 3, seq_len: int = 4096
 ) -> dict[str, Any]:
     """See `inspect_path`."""
     vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer else files.tokenizer_fact("vocab_size")
-    bounds = files.document_bounds
+    lengths, num_tokens = np.diff(files.document_bounds), int(files.document_bounds[-1])
     eod_id, eod_from = files.end_of_document
-    counts = _Tokens(eod_id, vocab_size)
-    with progress(f"reading {files.prefix}.bin", int(bounds[-1]) * files.dtype.itemsize) as advance:
-        for first, end in token_blocks(bounds, BLOCK_TOKENS):
-            tokens = files.read(int(bounds[first]), int(bounds[end]))
-            counts.add(tokens, bounds[first : end + 1] - bounds[first])
+    hashes, counts, highest_id = Hashes(), Counter[str](), -1
+    with progress(f"reading {files.prefix}.bin", num_tokens * files.dtype.itemsize) as advance:
+        for tokens, bounds in token_blocks(files, BLOCK_TOKENS):
+            for begin, end in pairwise(bounds.tolist()):
+                hashes.add(tokens[begin:end].data)
+            # only empty documents: max() of no tokens is an error
+            if not len(tokens):
+                continue
+            highest_id = max(highest_id, int(tokens.max()))
+            if vocab_size is not None:
+                counts["out_of_vocabulary"] += int(((tokens < 0) | (tokens >= vocab_size)).sum())
+            if eod_id is not None:
+                sizes, is_eod = np.diff(bounds), tokens == eod_id
+                ends_with_eod = is_eod[bounds[1:][sizes > 0] - 1]
+                counts["eods"] += int(is_eod.sum())
+                counts["ending_with_eod"] += int(ends_with_eod.sum())
+                counts["only_eod"] += int((ends_with_eod & (sizes[sizes > 0] == 1)).sum())
             advance(tokens.nbytes)
-    lengths = np.diff(bounds)
     return {
         "kind": "tokens",
         "prefix": files.prefix,
         "documents": files.num_documents,
         "sequences": files.num_sequences,
-        "tokens": int(bounds[-1]),
+        "tokens": num_tokens,
         "bytes": Path(f"{files.prefix}.bin").stat().st_size,
         "index_bytes": Path(f"{files.prefix}.idx").stat().st_size,
         "dtype": files.dtype.name,
-        "highest_id": counts.highest_id,
+        "highest_id": highest_id,
         "vocab_size": vocab_size,
-        "out_of_vocabulary": counts.num_out_of_vocabulary if vocab_size is not None else None,
+        "out_of_vocabulary": counts["out_of_vocabulary"] if vocab_size is not None else None,
         "eod_id": eod_id,
         "eod_from": eod_from,
-        "end_with_eod": counts.num_ending_with_eod,
-        "eods_inside": counts.num_eods - counts.num_ending_with_eod,
-        "empty_documents": int((lengths == 0).sum()) + counts.num_only_eod,
-        "duplicate_documents": counts.hashes.num_duplicates(),
+        "end_with_eod": counts["ending_with_eod"],
+        "eods_inside": counts["eods"] - counts["ending_with_eod"],
+        "empty_documents": int((lengths == 0).sum()) + counts["only_eod"],
+        "duplicate_documents": hashes.num_duplicates(),
         "cut_documents": cut_documents(lengths, seq_len),
         "lengths": length_summary(lengths),
         "samples": _token_samples(files, tokenizer, num_samples),
     }
 
 
-def token_blocks(bounds: Int64Array, block_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, end) document ranges of at most `block_tokens` tokens, or of one longer document."""
-    first, num_documents = 0, len(bounds) - 1
-    while first < num_documents:
+def token_blocks(
+    files: TokenFiles, block_tokens: int
+) -> Iterator[tuple[npt.NDArray[np.integer], Int64Array]]:
+    """Yields the tokens of consecutive documents, at most `block_tokens` or one longer document, and the
+    bounds of these documents in the block.
+    """
+    bounds, first = files.document_bounds, 0
+    while first < files.num_documents:
         end = int(np.searchsorted(bounds, bounds[first] + block_tokens, side="right")) - 1
-        end = min(max(end, first + 1), num_documents)
-        yield first, end
+        end = min(max(end, first + 1), files.num_documents)
+        yield files.read(int(bounds[first]), int(bounds[end])), bounds[first : end + 1] - bounds[first]
         first = end
 
 

@@ -211,11 +211,10 @@ def _all_hashes(path: Path, text_field: str, *, is_tokens: bool) -> inspection.H
     if is_tokens:
         # as int64, to compare files with different token types
         files = TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
-        bounds = files.document_bounds
-        for first, end in inspection.token_blocks(bounds, inspection.BLOCK_TOKENS):
-            tokens = files.read(int(bounds[first]), int(bounds[end])).astype(np.int64)
-            for begin, stop in pairwise((bounds[first : end + 1] - bounds[first]).tolist()):
-                hashes.add(tokens[begin:stop].data)
+        for tokens, bounds in inspection.token_blocks(files, inspection.BLOCK_TOKENS):
+            wide = tokens.astype(np.int64)
+            for begin, end in pairwise(bounds.tolist()):
+                hashes.add(wide[begin:end].data)
         return hashes
     paths = inspection.data_files(path, text_field)
     with progress("reading", total_bytes(paths)) as advance:

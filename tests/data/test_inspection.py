@@ -2,7 +2,8 @@
 
 import json
 import os
-from itertools import islice, pairwise
+from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -109,11 +110,12 @@ def test_documents_that_end_in_no_token_of_their_own(tmp_path):
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(1, 40))
 def test_blocks_are_all_documents_in_order(lengths, block_tokens):
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    blocks = list(token_blocks(bounds, block_tokens))
-    assert blocks[0][0] == 0
-    assert blocks[-1][1] == len(lengths)
-    assert all(end == first for (_, end), (first, _) in pairwise(blocks))
-    assert all(end == first + 1 or bounds[end] - bounds[first] <= block_tokens for first, end in blocks)
+    files = SimpleNamespace(document_bounds=bounds, num_documents=len(lengths), read=np.arange)
+    blocks = list(token_blocks(files, block_tokens))
+    assert np.concatenate([tokens for tokens, _ in blocks]).tolist() == list(range(sum(lengths)))
+    assert [size for _, inside in blocks for size in np.diff(inside)] == lengths
+    assert all(inside[0] == 0 and inside[-1] == len(tokens) for tokens, inside in blocks)
+    assert all(len(inside) == 2 or len(tokens) <= block_tokens for tokens, inside in blocks)
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=50))
