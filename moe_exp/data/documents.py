@@ -378,17 +378,30 @@ def _object_of(line: bytes) -> dict[str, Any]:
 
 
 def read_lines(
-    path: Path, *, text_field: str = "text", rule: TextRule = FILES
+    path: Path, start: int = 0, end: int | None = None, *, text_field: str = "text", rule: TextRule = FILES
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields (line number from 1, JSONL line without LF or CRLF); BadDocument if the file is damaged."""
+    """Yields (line number from 1, JSONL line without LF or CRLF); BadDocument if the file is damaged.
+
+    `start`, `end`: range of bytes at line boundaries, only for files that are not streams. The line at
+    `start` has number 1.
+    """
     number = 0
+    lines = raw_lines(path, text_field=text_field, rule=rule) if end is None else _lines_in(path, start, end)
     try:
-        for number, line in enumerate(raw_lines(path, text_field=text_field, rule=rule), 1):
-            if number == 1:
+        for number, line in enumerate(lines, 1):
+            if number == 1 and not start:
                 line = line.removeprefix(BOM)
             yield number, line.removesuffix(b"\n").removesuffix(b"\r")
     except DAMAGE as error:
         raise damaged(path, number + 1, error) from error
+
+
+def _lines_in(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with path.open("rb", buffering=2**20) as file:
+        file.seek(start)
+        while start < end and (line := file.readline()):
+            start += len(line)
+            yield line
 
 
 def lines_before(path: Path, start: int) -> int:

@@ -253,6 +253,18 @@ class Slice:
             return 0, None
         return _line_start(self.path, self.start), _line_start(self.path, self.end)
 
+    def line_number(self, number: int) -> int:
+        """Converts a line number of the slice to the whole file, which is read up to the slice."""
+        return number + lines_before(self.path, self.start)
+
+    @contextmanager
+    def numbered_errors(self) -> Iterator[None]:
+        """Converts the line number in an error of the block to the whole file."""
+        try:
+            yield
+        except BadDocument as error:
+            raise BadDocument(self.path, self.line_number(error.line_number), error.reason) from error
+
 
 def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
     """The input slices that each task reads, in order. Only plain JSONL is cut; tasks may have no slice."""
@@ -277,23 +289,17 @@ def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
 def read_slice(one: Slice, reader: DocumentBlocks) -> Iterator[Documents]:
     """Yields the documents of each block; errors give the line number in the whole file."""
     start, end = one.bounds()
-    try:
+    with one.numbered_errors():
         yield from reader.read(one.path, start=start, end=end)
-    except BadDocument as error:
-        # Counted only for an error, because it reads the file again.
-        number = error.line_number + lines_before(one.path, start)
-        raise BadDocument(one.path, number, error.reason) from error
 
 
 def _line_start(path: Path, place: int) -> int:
     """Byte offset of the first line that starts at `place` or later."""
     if not place:
         return 0
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         # Search from the preceding byte: if it is an LF, a line starts at `place` itself.
-        position = file.seek(place - 1)
-        while chunk := file.read(_SEARCH_BYTES):
-            if (found := chunk.find(b"\n")) >= 0:
-                return position + found + 1
-            position += len(chunk)
-    return position
+        file.seek(place - 1)
+        while (chunk := file.readline(_SEARCH_BYTES)) and not chunk.endswith(b"\n"):
+            continue
+        return file.tell()

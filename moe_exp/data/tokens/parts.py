@@ -13,9 +13,9 @@ import numpy.typing as npt
 import xxhash
 
 from moe_exp.config import setting_error
-from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Counted, Tally, lines_before, read_lines, text_of
+from moe_exp.data.documents import Counted, Tally, read_lines, skip_or_raise, text_of
 from moe_exp.data.execution import complete_files
-from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream, total_bytes
+from moe_exp.data.kinds import FILES, BadDocument, TextRule, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
@@ -31,7 +31,7 @@ JOINED = "joined.json"  # number of joined parts (without tasks)
 NOT_WRITTEN = (
     "does not match its recorded hash. Fix: check the disk and repeat the command, which remakes the part."
 )
-_BUFFER_BYTES, _COPY_BYTES = 2**20, 2**22
+_COPY_BYTES = 2**22
 # Sample of a part of the largest size for the comparison with the tokenizer's own package, which takes about
 # 0.1 s per 200 KB.
 _NUM_SAMPLED, _NUM_ODD, _CLIP_CHARACTERS = 32, 16, 4096
@@ -86,32 +86,6 @@ def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
     return parts
 
 
-def part_lines(
-    part: Slice, *, text_field: str = "text", rule: TextRule = FILES
-) -> Iterator[tuple[int, bytes]]:
-    """Yields line numbers (from 1 in the part) and lines without CR, LF; BadDocument for damaged files."""
-    if part.end is None:
-        yield from read_lines(part.path, text_field=text_field, rule=rule)
-        return
-    with part.path.open("rb", buffering=_BUFFER_BYTES) as file:
-        if part.start:
-            file.seek(part.start - 1)
-            file.readline()  # a line that starts before the cut belongs to the previous part
-        position = file.tell()
-        number = 0
-        while position < part.end and (line := file.readline()):
-            number += 1
-            position += len(line)
-            if position == len(line) and line.startswith(BOM):
-                line = line[len(BOM) :]
-            yield number, line.removesuffix(b"\n").removesuffix(b"\r")
-
-
-def line_number(part: Slice, number: int) -> int:
-    """Converts a part's line number to the line number in the whole file; reads the file up to the part."""
-    return number if part.end is None else number + lines_before(part.path, part.start)
-
-
 @dataclass(frozen=True)
 class PartSettings:
     """Settings that determine the tokens; raises ValueError for `append_eod` without an EOD token."""
@@ -158,7 +132,7 @@ class PartEncoder:
         digest, blocks = xxhash.xxh3_128(), BlockHash(CHECKED_BYTES)
         sample = _Sample(part.index, min(1.0, part.num_bytes / LARGEST_PART_BYTES))
         paths = [folder / f"{part.stem}{suffix}" for suffix in (".bin", ".lengths")]
-        with complete_files(paths) as (bin_path, lengths_path):
+        with part.numbered_errors(), complete_files(paths) as (bin_path, lengths_path):
             with bin_path.open("wb") as file:
                 for batch in self._batches(part, counts.tally, sample, advance):
                     tokens, batch_lengths = self._tokens(part, batch, counts)
@@ -179,15 +153,13 @@ class PartEncoder:
         """Yields batches of (line number, text) with up to BATCH_BYTES of text or one longer document."""
         batch: list[tuple[int, str]] = []
         batch_bytes = line_bytes = 0
-        for number, line in part_lines(part, text_field=self.settings.json_key, rule=self.settings.rule):
+        how: dict[str, Any] = {"text_field": self.settings.json_key, "rule": self.settings.rule}
+        for number, line in read_lines(part.path, *part.bounds(), **how):
             line_bytes += len(line) + 1
             try:
                 text = text_of(line, self.settings.json_key)
             except ValueError as error:
-                reason = str(error)
-                if not self.settings.skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
-                    raise BadDocument(part.path, line_number(part, number), reason) from error
-                tally.skipped[reason] += 1
+                skip_or_raise(part.path, number, str(error), tally, skip_bad=self.settings.skip_bad)
                 continue
             encoded = text.encode()
             if batch and batch_bytes + len(encoded) > BATCH_BYTES:
@@ -245,7 +217,7 @@ class PartEncoder:
             number, text = batch[document]
             reason = f"the tokenizer reads {self._special_tokens[int(token)]} in the text as a special token"
             if not self.settings.skip_bad:
-                raise BadDocument(part.path, line_number(part, number), reason)
+                raise BadDocument(part.path, number, reason)
             tally.add(text.encode(), -1)
             tally.skipped[reason] += 1
         is_kept = np.ones(len(lengths), bool)
@@ -258,7 +230,7 @@ class PartEncoder:
         clips = [*sample.chosen, *sample.odd]
         counts.num_checked = len(clips)
         if clips and (wrong := find_differences(self._encoder, self._reference, [text for _, text in clips])):
-            where = f"{part.path}:{line_number(part, clips[wrong[0]][0])}"
+            where = f"{part.path}:{part.line_number(clips[wrong[0]][0])}"
             rule = "gigatoken encodes this document differently than the tokenizer's own package"
             raise ValueError(f"{where}: {rule}. Fix: add --backend tokenizers --start-over.")
 

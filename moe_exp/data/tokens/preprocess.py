@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moe_exp.config import setting_error
-from moe_exp.data.documents import Tally, estimate_line_bytes, text_of
+from moe_exp.data.documents import Tally, estimate_line_bytes, read_lines, text_of
 from moe_exp.data.execution import Execution, Through, bytes_through, num_workers
 from moe_exp.data.jobs import WorkerPool, check_no_jobs
 from moe_exp.data.kinds import FILES, TextRule, is_stream, total_bytes
@@ -32,7 +32,6 @@ from moe_exp.data.tokens.parts import (
     PartSettings,
     default_part_bytes,
     is_complete,
-    part_lines,
     plan_parts,
 )
 from moe_exp.data.tokens.ranged import read_ranges
@@ -319,7 +318,7 @@ def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: Te
     texts: list[str] = []
     for part in dict.fromkeys(parts):
         left = num_bytes // len(parts)
-        for _, line in part_lines(part, text_field=json_key, rule=rule):
+        for _, line in read_lines(part.path, *part.bounds(), text_field=json_key, rule=rule):
             with suppress(ValueError):  # an invalid line
                 texts.append(text_of(line, json_key)[: num_bytes // len(parts)])
             left -= len(line)

@@ -29,7 +29,7 @@ from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.stage import Unfinished
 from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
-from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
+from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, plan_parts
 from moe_exp.data.tokens.preprocess import dry_run, merge_token_files, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
@@ -147,7 +147,7 @@ def test_parts_have_every_line_once(tmp_path_factory, lines, ends, part_bytes):
     path = write(tmp_path_factory.mktemp("parts") / "x.jsonl", b"\n".join(lines) + b"\n" * ends)
     found = []
     for part in plan_parts([path], part_bytes):
-        found += [(line_number(part, number), line) for number, line in part_lines(part)]
+        found += [(part.line_number(number), line) for number, line in read_lines(path, *part.bounds())]
     assert found == list(read_lines(path))
 
 
