@@ -140,7 +140,7 @@ def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
     settings = {"python": platform.python_version()}
     with run_stage("embed", folder, settings=settings, inputs=[], start_over=start_over) as stage:
         path = stage.folder / "python_stdlib.jsonl"
-        if not stage.was_done:
+        if stage.manifest is None:
             with path.open("wb") as file:
                 for name, text in python_stdlib_documents():
                     file.write(orjson.dumps({"text": text, "id": name}, option=orjson.OPT_APPEND_NEWLINE))

@@ -45,7 +45,6 @@ class CorpusStage:
         folder: working folder.
         key: contents of running.json: settings and inputs, as in the manifest, and whether it starts over.
         manifest: manifest of the finished step, or None while it is unfinished.
-        was_done: whether the step was already finished.
     """
 
     name: str
@@ -54,7 +53,6 @@ class CorpusStage:
     inputs: list[Path]
     key: dict[str, Any]
     manifest: dict[str, Any] | None = None
-    was_done: bool = False
     started: float = field(default_factory=time.time)
 
     def finish_folder(
@@ -117,7 +115,7 @@ def run_stage(
     name: str, output: Path, *, settings: Mapping[str, Any], inputs: Iterable[Path], is_folder: bool = True,
     start_over: bool = False, mends_outputs: bool = False, suffixes: Sequence[str] = (),
 ) -> Iterator[CorpusStage]:  # fmt: skip
-    """Opens a step. If `stage.was_done` is False, the block works in `stage.folder`.
+    """Opens a step. If `stage.manifest` is None, the block works in `stage.folder`.
 
     Files in `stage.folder` survive crashes and exceptions, and are available when the step is called again.
 
@@ -159,7 +157,7 @@ def run_stage(
                 shutil.rmtree(output.with_name(f".{output.name}.replaced"), ignore_errors=True)
             what = "%s: already created by %s with these settings and inputs; nothing to do"
             logger.info(what, output, name)
-            yield CorpusStage(name, output, place, inputs, done, done, was_done=True)
+            yield CorpusStage(name, output, place, inputs, done, done)
             return
         others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
         if start_over and others:

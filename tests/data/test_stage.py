@@ -31,7 +31,7 @@ def make(output, source, content="made", *, settings=None, stop=False, is_folder
     """A step that appends to a file what it is given; returns (manifest, whether it was done before)."""
     options |= {"settings": settings or {"a": 1}, "inputs": [source], "is_folder": is_folder}
     with run_stage("test", output, **options) as stage:
-        if stage.was_done:
+        if stage.manifest is not None:
             return stage.manifest, True
         path = stage.folder / f"{output.name}.out"
         with path.open("a") as file:
@@ -207,7 +207,7 @@ def test_the_order_of_inputs_counts(tmp_path, source):
 
     def run(inputs):
         with run_stage("test", tmp_path / "out", settings={}, inputs=inputs) as stage:
-            return stage.was_done or stage.finish_folder([])
+            return stage.manifest is not None or stage.finish_folder([])
 
     run([source, other])
     assert run([source, other]) is True

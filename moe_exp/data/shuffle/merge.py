@@ -49,8 +49,8 @@ def merge(
     settings = {"valid_file_name": valid_name, "text_field": text_field, "skip_bad": skip_bad}
     what: dict[str, Any] = {"settings": settings, "inputs": shards, "start_over": start_over}
     with run_stage("merge", output, **what, is_folder=False, suffixes=(".jsonl",)) as stage:
-        if stage.was_done:
-            return stage.manifest or {}
+        if stage.manifest is not None:
+            return stage.manifest
         merging = Merging(stage, shards, manifest)
         needed_bytes = estimate_line_bytes(shards) - merging.path.stat().st_size
         check_free_disk(stage.folder, needed_bytes, "the merged file")

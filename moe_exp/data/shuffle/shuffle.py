@@ -130,9 +130,9 @@ def shuffle_documents(
     settings |= {"valid_fraction": valid_fraction, "text_field": text_field, "skip_bad": skip_bad}
     settings |= rule.facts()
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
-        if stage.was_done:
+        if stage.manifest is not None:
             _clean(stage.output)
-            return stage.manifest or {}
+            return stage.manifest
         job = _begin(stage, settings, rule, inputs, tasks, memory, is_alone=is_local and tasks == 1)
         needed_bytes = disk_bytes(inputs)
         needed_bytes -= sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())

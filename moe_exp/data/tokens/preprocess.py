@@ -113,8 +113,8 @@ def tokenize_documents(
     what: dict[str, Any] = {"settings": stage_settings(settings, part_bytes), "inputs": inputs}
     what |= {"is_folder": False, "suffixes": (".bin", ".idx")}
     with run_stage("tokenize", output, **what, start_over=start_over) as stage:
-        if stage.was_done:
-            return stage.manifest or {}
+        if stage.manifest is not None:
+            return stage.manifest
         # a run without tasks cannot be resumed with tasks, or vice versa
         if tasks is not None and (stage.folder / JOINED).exists():
             rule, fix = f"{stage.output} was started without --tasks", "omit --tasks, or add --start-over"
@@ -364,8 +364,8 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
     what: dict[str, Any] = {"settings": {}, "inputs": inputs, "is_folder": False, "start_over": start_over}
     with run_stage("merge-tokens", output, **what, suffixes=(".bin", ".idx")) as stage:
-        if stage.was_done:
-            return stage.manifest or {}
+        if stage.manifest is not None:
+            return stage.manifest
         check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
         paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
         with paths[0].open("wb") as file, progress("merging", needed_bytes) as advance:

@@ -82,7 +82,7 @@ def train_tokenizer(
     with run_stage(
         "train-tokenizer", output, settings=settings, inputs=inputs, start_over=start_over
     ) as stage:
-        if stage.was_done and stage.manifest is not None:
+        if stage.manifest is not None:
             return stage.manifest
         tally = Tally()
 
