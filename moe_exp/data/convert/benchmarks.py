@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.filters import Filter, word_tokenizer
+from moe_exp.data.convert.filters import word_tokenizer
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import MAKE_AGAIN, fingerprint
@@ -82,14 +82,6 @@ def _questions_with_answers(task: Any, document: Any) -> list[str]:
     return [f"{question} {choices[one] if isinstance(one, int) and choices else one}" for one in targets]
 
 
-@dataclass
-class ContaminationFilter(Filter):
-    """Filter with a `contamination_block`. Its samples show the words shared with a benchmark."""
-
-    def sample_facts(self, document: Any) -> dict[str, Any]:
-        return {"words": document.metadata["contaminated_ngram"]}
-
-
 def contamination_block(index_folder: Path) -> Any:
     """NGramsDecontFilter that drops contaminated documents, with the benchmark's name as the reason."""
     from datatrove.pipeline.decont import NGramsDecontFilter
@@ -125,8 +117,7 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
 
     summary = folder / "index.json"
     if summary.is_file():
-        known: dict[str, Any] = read_json(summary, fix=MAKE_AGAIN)
-        return known
+        return read_json(summary, fix=MAKE_AGAIN)
     block = contamination_block(folder)
     hashes, tasks = dict[str, set[int]](), dict[str, dict[str, int]]()
     for benchmark in benchmarks:

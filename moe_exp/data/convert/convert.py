@@ -249,7 +249,7 @@ def _passes(
         filters = [*filters, NearDuplicateFilter("near duplicate", partial(near_filter, folder), folder)]
     if settings.decontaminate:
         build = partial(benchmarks.contamination_block, temporary / "benchmarks")
-        filters = [*filters, benchmarks.ContaminationFilter("contaminated", build)]
+        filters = [*filters, Filter("contaminated", build, words="contaminated_ngram")]
     write(stage.folder, f"{stage.output.name}.chunk", logs, filters)
     return passes, counted
 

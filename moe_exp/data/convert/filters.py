@@ -37,10 +37,12 @@ class Filter:
     Args:
         name: name in the manifest.
         build: creates the block where the step runs. Its `run` must forward or drop one document at a time.
+        words: metadata field with the words to show in samples of dropped documents.
     """
 
     name: str
     build: Callable[[], Any]
+    words: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         self.stats: Any = None
@@ -90,12 +92,8 @@ class Filter:
             self.reasons[self._reason] += 1
             if self.reasons[self._reason] <= _SAMPLES:
                 sample = {"filter": self.name, "reason": self._reason, "id": document.id}
-                sample |= self.sample_facts(document)
+                sample |= {"words": document.metadata[self.words]} if self.words else {}
                 self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
-
-    def sample_facts(self, document: Any) -> dict[str, Any]:
-        """Additional facts to show with a dropped document."""
-        return {}
 
 
 _MostCommon = PlainSerializer(lambda reasons: dict(reasons.most_common()))
