@@ -137,24 +137,22 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     num_bytes = sum((manifest.path.parent / name).stat().st_size for name in names)
     with progress("reading the documents", num_bytes) as advance:
         # Validation files first, because the training files are compared with them.
-        for is_validation in (True, False):
-            for name in [one for one in names if is_validation_file(Path(one)) == is_validation]:
-                tally, path = Tally(), manifest.path.parent / name
-                for _, text in inspection.documents_with_progress(
-                    path, tally, advance, text_field=manifest.text_field
-                ):
-                    digest = xxhash.xxh3_128_digest(text.encode())
-                    if is_validation:
-                        valid.add(digest)
-                    else:
-                        num_shared += digest in valid
-                total += tally
-                count = tally.num_documents
-                num_valid += count if is_validation else 0
-                # a shuffle counts documents per file, other steps only in total
-                listed = expected.get(name, count) if isinstance(expected, dict) else count
-                wrong = f"has {count:,} documents, the manifest lists {listed:,}" if count != listed else ""
-                found.append(Finding(name, wrong, f"{count:,} documents"))
+        for name in sorted(names, key=lambda one: not is_validation_file(Path(one))):
+            tally, path = Tally(), manifest.path.parent / name
+            is_validation, how = is_validation_file(path), {"text_field": manifest.text_field}
+            for _, text in inspection.documents_with_progress(path, tally, advance, **how):
+                digest = xxhash.xxh3_128_digest(text.encode())
+                if is_validation:
+                    valid.add(digest)
+                else:
+                    num_shared += digest in valid
+            total += tally
+            count = tally.num_documents
+            num_valid += count if is_validation else 0
+            # a shuffle counts documents per file, other steps only in total
+            listed = expected.get(name, count) if isinstance(expected, dict) else count
+            wrong = f"has {count:,} documents, the manifest lists {listed:,}" if count != listed else ""
+            found.append(Finding(name, wrong, f"{count:,} documents"))
     if not manifest.only:
         found.append(_total_finding(manifest, total))
     # a single file cannot be compared with itself
