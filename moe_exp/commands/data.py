@@ -125,7 +125,6 @@ def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = 
         )
         chosen.prog = prog or chosen.prog
         arguments = chosen.parse_args(argv)
-        result: int | None = arguments.run(arguments)
-        return result
+        return arguments.run(arguments)
 
     return ended_quietly(lambda: _data_guard(work))

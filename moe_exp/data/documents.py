@@ -71,8 +71,7 @@ class Counted:
     """Base of dataclasses with counts, which are stored as JSON. Unknown entries are ignored when read."""
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = TypeAdapter(type(self)).dump_python(self, mode="json")
-        return found
+        return TypeAdapter(type(self)).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls: type[C], content: Mapping[str, Any]) -> C:

@@ -325,10 +325,9 @@ def _check_first_documents(source: TextSource) -> None:
         field = source.text_field
         # raises an error for a table without this column
         _, line = next(read_lines(path, text_field=field, rule=source.rule), (0, b""))
-        names = None
+        row = None
         with suppress(orjson.JSONDecodeError):  # reading the file reports the line
             row = orjson.loads(line)
-            names = list(row) if isinstance(row, dict) else None
-        if names is not None and field not in names:
-            rule = f"{path.name} has no field {field!r}; its fields are {', '.join(names) or 'none'}"
+        if isinstance(row, dict) and field not in row:
+            rule = f"{path.name} has no field {field!r}; its fields are {', '.join(row) or 'none'}"
             raise setting_error(source.setting, source.name, rule, "set TEXT_FIELD to the text field")

@@ -60,7 +60,9 @@ class Listing:
 
     def missing(self, folder: Path) -> "Listing":
         """Files that are missing from `folder` or have a different size."""
-        left = {name: one for name, one in self.files.items() if not has_size(folder / name, one.bytes)}
+        there = {name for name in self.files if (folder / name).is_file()}
+        sizes = {name: (folder / name).stat().st_size for name in there}
+        left = {name: one for name, one in self.files.items() if sizes.get(name) != one.bytes}
         return replace(self, files=left)
 
 
@@ -94,11 +96,6 @@ def fetch_from_store(source: Source, listing: Listing, stage: CorpusStage) -> No
         facts: dict[str, Any] = {"licence": source.licence, "num_bytes": listing.num_bytes}
         facts["versions"] = {name: file.version for name, file in listing.files.items()}
         stage.finish_folder([stage.folder / name for name in listing.files], **facts)
-
-
-def has_size(path: Path, num_bytes: int) -> bool:
-    """Whether the file exists and has this size."""
-    return path.is_file() and path.stat().st_size == num_bytes
 
 
 def _place(source: Source) -> tuple[Store, dict[str, StoredFile]]:

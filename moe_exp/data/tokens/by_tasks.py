@@ -50,10 +50,6 @@ class TaskTokens:
                 rmtree(self.folder / folder, ignore_errors=True)
         write_json(path, facts)
 
-    def is_joined(self) -> bool:
-        """Whether the .bin is complete, in this folder or already published."""
-        return all(self.place("joined", task).exists() for task in range(self.num_tasks))
-
     def place(self, folder: str, task: int) -> Path:
         return self.folder / folder / f"{task:05d}.json"
 

@@ -136,7 +136,7 @@ def tokenize_documents(
             sizes = tasks, block_bytes, total_bytes(stage.inputs)
             job = TaskTokens(stage.folder, joined.bin_path, parts, settings, chosen, *sizes)
             job.begin(jobs_folder)
-            if job.is_joined():
+            if all(job.place("joined", task).exists() for task in range(tasks)):  # perhaps published already
                 joined.take_back(published)
             if (whole_hash := run_tasks(job, execution, stage)) is None:
                 return None

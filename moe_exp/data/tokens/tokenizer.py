@@ -279,8 +279,7 @@ def _gpt2_json(vocab_file: Path, merge_file: Path) -> dict[str, Any]:
         raise setting_error("vocab_file", vocab_file, rule, fix) from error
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    content: dict[str, Any] = orjson.loads(tokenizer.to_str())
-    return content
+    return orjson.loads(tokenizer.to_str())
 
 
 def _from_json(
