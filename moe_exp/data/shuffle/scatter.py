@@ -90,15 +90,10 @@ class ValidTally(Counted):
     at_smallest: Tally = field(default_factory=Tally)  # one text and its duplicates
 
     def add(self, choices: Keys, documents: Documents) -> None:
-        if not len(choices):
-            return
-        smallest = int(choices.min())
-        if smallest < self.smallest:
-            self.smallest, self.at_smallest = smallest, Tally()
-        if smallest == self.smallest:
-            self.at_smallest += documents.tally(choices == np.uint64(smallest))
-        if smallest < self.threshold:
-            self.below += documents.tally(choices < np.uint64(self.threshold))
+        if len(choices):
+            smallest, below = choices.min(), documents.tally(choices < np.uint64(self.threshold))
+            at_smallest = documents.tally(choices == smallest)
+            self.__iadd__(ValidTally(self.threshold, below, int(smallest), at_smallest))
 
     def limit(self) -> int:
         """Exclusive upper bound of the `text_choices` of validation documents."""
