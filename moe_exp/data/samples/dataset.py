@@ -118,7 +118,11 @@ class SampleStream:
     def _append(
         self, blend: Sequence[tuple[float, str]], seq_len: int, *, first_sample: int, key: str
     ) -> None:
-        weights = [0, *accumulate(integer_weights([weight for weight, _ in blend]))]
+        # Integer weights with the same ratios, from the decimal text, so that 0.3 becomes 3/10 and not the
+        # nearest binary fraction.
+        fractions = [Fraction(str(float(weight))) for weight, _ in blend]
+        denominator = lcm(*(fraction.denominator for fraction in fractions))
+        weights = [0, *accumulate(int(fraction * denominator) for fraction in fractions)]
         names: list[tuple[str, int, int]] = []
         for position, (_, prefix) in enumerate(blend):
             # A file listed twice in a blend gets two corpora, each with its own order.
@@ -233,14 +237,6 @@ def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
     return blend_counts(of_left, cumulative_weights[: middle + 1]) + blend_counts(
         count - of_left, cumulative_weights[middle:]
     )
-
-
-def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Integer weights with the same ratios."""
-    # Through the decimal text, so that 0.3 becomes 3/10 and not the nearest binary fraction.
-    fractions = [Fraction(str(float(weight))) for weight in weights]
-    denominator = lcm(*(fraction.denominator for fraction in fractions))
-    return [int(fraction * denominator) for fraction in fractions]
 
 
 # Batches
