@@ -46,7 +46,7 @@ SMALLEST_MEMORY_BYTES = 16 * 2**20
 DEFAULT_VALID_FRACTION = 0.005
 _FIXED_BYTES = 2**22  # small objects and allocator overhead, independent of the budget
 _BYTES_PER_SECOND = 120e6  # one core of 2023, with a fast enough disk
-_PASSES = ("indexed", "scattered", "written")
+_LAST_PASS = "written"
 _BYTES_PER_WORKER = 2**29  # two seconds of work; a process takes 0.6 s to start
 _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
@@ -125,7 +125,7 @@ def shuffle_documents(
         execution = replace(execution, workers=min(worth, num_workers(execution)))
     memory = Memory.of(memory_bytes or _default_memory(execution, tasks))
     if start_over or is_local:
-        check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove" / _PASSES[-1])
+        check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove" / _LAST_PASS)
     settings: dict[str, Any] = {"name": name, "seed": seed, "num_shards": num_shards}
     settings |= {"valid_fraction": valid_fraction, "text_field": text_field, "skip_bad": skip_bad}
     settings |= rule.facts()
@@ -198,13 +198,12 @@ def _run(job: TaskShuffle, execution: Execution, stage: CorpusStage, num_writing
                 if not job.place(folder, 0).exists():
                     step()
         return True
-    passes = [
-        (Step("🔢 - SHUFFLE: index", "documents", partial(index, job)), job.num_tasks),
-        (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter, job)), job.num_tasks),
-        (Step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)), num_writing),
-    ]
-    by_pass = dict(zip(_PASSES, passes, strict=True))
-    return run_stage_passes(by_pass, execution, stage, "shuffle", job.temporary)
+    passes = {
+        "indexed": (Step("🔢 - SHUFFLE: index", "documents", partial(index, job)), job.num_tasks),
+        "scattered": (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter, job)), job.num_tasks),
+        _LAST_PASS: (Step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)), num_writing),
+    }
+    return run_stage_passes(passes, execution, stage, "shuffle", job.temporary)
 
 
 def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str, Any]:

@@ -156,10 +156,10 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
 
 def run_tasks(job: TaskTokens, execution: Execution, stage: CorpusStage) -> str | None:
     """Makes and joins the parts; returns the hash of the .bin, or None while SLURM jobs are running."""
-    made = Step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job)), job.num_tasks
-    joined = Step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job)), job.num_tasks
-    steps = dict(zip(PASSES, (made, joined), strict=True))
-    if not run_stage_passes(steps, execution, stage, "tokenize", job.folder):
+    made = Step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job))
+    joined = Step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job))
+    passes = {name: (step, job.num_tasks) for name, step in zip(PASSES, (made, joined), strict=True)}
+    if not run_stage_passes(passes, execution, stage, "tokenize", job.folder):
         return None
     digests = [bytes.fromhex(digest) for done in job.facts("joined") for digest in done]
     return BlockHash.of_all(digests, job.block_bytes)
