@@ -129,7 +129,11 @@ def main() -> int:
     if not any(_distribution(line) in ("rich", "torch") for line in unmet):
         from moe_exp.host.progress import print_table
 
-        print_table("Versions", ["package", "version"], version_rows())
+        own = installed_version("moe-exp") or f"checkout {SETUP_PY.parent}"
+        rows = [["python", f"{platform.python_version()} ({sys.executable})"], ["moe-exp", own]]
+        names = map(_distribution, requirements())
+        rows += [[name, installed_version(name) or "missing"] for name in names]
+        print_table("Versions", ["package", "version"], rows)
         print_table("Devices", ["device", "what"], device_rows())
         print_table("Optional packages", ["package", "version", "without it", "install"], optional_rows())
         if not unmet:
@@ -224,14 +228,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return refused
     code = check_kernels() if arguments.kernels else 0
     return max(code, check_documents() if arguments.leak_test else 0)
-
-
-def version_rows() -> list[list[str]]:
-    """Returns table rows with the versions of Python, moe-exp and every required package."""
-    names = map(_distribution, requirements())
-    own = ["moe-exp", installed_version("moe-exp") or f"checkout {SETUP_PY.parent}"]
-    rows = [["python", f"{platform.python_version()} ({sys.executable})"], own]
-    return rows + [[name, installed_version(name) or "missing"] for name in names]
 
 
 def device_rows() -> list[list[str]]:
