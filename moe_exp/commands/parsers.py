@@ -197,9 +197,8 @@ def positive_options(arguments: argparse.Namespace, *names: str) -> dict[str, An
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     for name, value in given.items():
         if not 0 < value < float("inf"):
-            raise setting_error(
-                name, f"{value:g}", "must be a positive number", "set a positive number, or omit it"
-            )
+            fix = "set a positive number, or omit it"
+            raise setting_error(name, f"{value:g}", "must be a positive number", fix)
     return given
 
 

@@ -296,9 +296,8 @@ def check_apart(inputs: Iterable[Path], output: Path) -> None:
         for suffix in ("", ".partial", ".old"):
             folder = output.resolve().with_name(output.resolve().name + suffix)
             if any(folder in (place, *place.parents) for place in places):
-                raise input_error(
-                    f"output={output}", f"contains the input {path}", "choose another output folder"
-                )
+                rule = f"contains the input {path}"
+                raise input_error(f"output={output}", rule, "choose another output folder")
             if path.resolve() in folder.parents:
                 rule = f"must not be inside the input {path}"
                 raise input_error(f"output={output}", rule, "choose another output folder")

@@ -18,7 +18,7 @@ from rich.markup import escape
 from tokenizers import Tokenizer
 
 from moe_exp.data.documents import Tally, files_in, find_inputs, read_documents
-from moe_exp.data.kinds import is_stream, total_bytes
+from moe_exp.data.kinds import input_error, is_stream, total_bytes
 from moe_exp.data.samples.corpus import cut_documents
 from moe_exp.data.stage import read_json
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
@@ -51,9 +51,8 @@ def inspect_path(
         return report | filter_effects(path, num_samples)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if seq_len < 1:
-        raise ValueError(
-            f"--seq-len={seq_len}: must be at least 1. Fix: give the number of tokens per sample."
-        )
+        fix = "give the number of tokens per sample"
+        raise input_error(f"--seq-len={seq_len}", "must be at least 1", fix)
     return inspect_tokens(TokenFiles(prefix), tokenizer=tokenizer, num_samples=num_samples, seq_len=seq_len)
 
 

@@ -98,10 +98,8 @@ class CorpusStage:
     ) -> dict[str, Any]:
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
             if fingerprint(path) != before:
-                rule = f"changed while {self.name} was reading it"
-                raise input_error(
-                    path, rule, "repeat the command with --start-over while nothing modifies the file"
-                )
+                fix = "repeat the command with --start-over while nothing modifies the file"
+                raise input_error(path, f"changed while {self.name} was reading it", fix)
         files = []
         for path in outputs:
             known = {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size}

@@ -93,9 +93,8 @@ class NearDuplicates:
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < (name != "seed"):
                 rule = f"{name}={value}: must be a whole number of at least {int(name != 'seed')}"
-                raise input_error(
-                    "near_dedup", rule, f"use, for example, the default {getattr(type(self), name)}"
-                )
+                fix = f"use, for example, the default {getattr(type(self), name)}"
+                raise input_error("near_dedup", rule, fix)
 
     def config(self) -> Any:
         from datatrove.pipeline.dedup.minhash import MinhashConfig

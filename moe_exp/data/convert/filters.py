@@ -323,9 +323,8 @@ class NamedFilter:
         if not languages or not isinstance(languages, list) or {str} != set(map(type, languages)):
             raise self._error(f"languages={languages}: must be a list", "give, for example, [en, de]")
         if not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
-            raise self._error(
-                f"threshold={threshold}: must be between 0 and 1", "use, for example, 0.65 as FineWeb does"
-            )
+            rule, fix = "must be between 0 and 1", "use, for example, 0.65 as FineWeb does"
+            raise self._error(f"threshold={threshold}: {rule}", fix)
         if "model" not in self.options:
             self._check_packages(("py3langid",))
             identifier = language_identifier()

@@ -189,9 +189,8 @@ def _pulled(store: Store, name: str, folder: Path) -> list[Path]:
         sizes = {name: int(one["bytes"]) for name, one in outputs.items()}
         hashes = {name: str(one["hash"]) for name, one in outputs.items()}
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise input_error(
-            where, "is not a valid manifest of `moe-exp data`", "push the files again"
-        ) from None
+        rule = "is not a valid manifest of `moe-exp data`"
+        raise input_error(where, rule, "push the files again") from None
     check_names(list(outputs), where, {MANIFEST, RUNNING})
     fix = "choose another folder, or remove it"
     paths, target, begun = [folder / one for one in outputs], folder / name, folder / f".{name}.pulled"

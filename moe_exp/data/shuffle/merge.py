@@ -97,10 +97,9 @@ def find_shards(
     found = {str(file.relative_to(input_dir)) for file in files}
     # A missing file would lose documents; an extra one was never checked by the shuffle.
     for name in sorted(listed ^ found):
-        rule = (
-            "is listed in manifest.json but missing" if name in listed else "is not listed in manifest.json"
-        )
-        fix = "shuffle again, or move the file to another folder" if name in found else "shuffle again"
+        rule, fix = "is listed in manifest.json but missing", "shuffle again"
+        if name in found:
+            rule, fix = "is not listed in manifest.json", f"{fix}, or move the file to another folder"
         raise ValueError(f"{input_dir / name}: {rule}. Fix: {fix}.")
     return shards, manifest
 

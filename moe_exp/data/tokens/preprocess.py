@@ -410,9 +410,8 @@ def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
         if wrong := bin_idx_problem(prefix, in_order=False):
             raise setting_error("merge", prefix, wrong, "tokenize this shard again")
         if prefix.absolute() == output.absolute():
-            raise setting_error(
-                "output_prefix", output, "must not be one of the shards", "set another prefix"
-            )
+            rule = "must not be one of the shards"
+            raise setting_error("output_prefix", output, rule, "set another prefix")
     dtypes = {read_index(prefix).dtype.name: str(prefix) for prefix in prefixes}
     if len(dtypes) > 1:
         places = " and ".join(f"{dtype} in {prefix}" for dtype, prefix in dtypes.items())
