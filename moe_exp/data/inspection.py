@@ -31,6 +31,7 @@ _SHOWN_TOKENS, _SHOWN_LAST_TOKENS, _SHOWN_CHARACTERS = 80, 8, 300
 _BAR_CHARACTERS = 40
 _FIELDS_OF = 1000
 _ADVANCE_BYTES = 2**20
+_DIGEST = np.dtype("V16")  # numpy compares such values byte by byte
 
 
 def inspect_path(
@@ -62,33 +63,18 @@ def data_files(path: Path, text_field: str) -> list[Path]:
     return found or find_inputs([path], text_field=text_field)
 
 
-class Hashes:
-    """XXH3-128 hashes of documents, 16 bytes each, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def __len__(self) -> int:
-        return len(self._bytes) // 16
-
-    def add(self, document: bytes | memoryview) -> None:
-        self._bytes += xxhash.xxh3_128_digest(document)
-
-    @property
-    def values(self) -> npt.NDArray[np.void]:
-        """All hashes [N], which numpy compares byte by byte."""
-        return np.frombuffer(self._bytes, dtype="V16")
-
-    def num_duplicates(self) -> int:
-        """Number of documents that repeat an earlier one."""
-        return len(self) - len(np.unique(self.values))
+def num_duplicates(hashes: bytearray) -> int:
+    """Number of documents that repeat an earlier one. `hashes`: their XXH3-128 digests, one after another."""
+    digests = np.frombuffer(hashes, dtype=_DIGEST)
+    return len(digests) - len(np.unique(digests))
 
 
-def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
-    """Returns how many documents are only in `one`, and how many only in `other` (as multisets)."""
-    _, kinds = np.unique(np.concatenate([one.values, other.values]), return_inverse=True)
+def difference(one: bytearray, other: bytearray) -> tuple[int, int]:
+    """Returns how many documents are only in `one`, and how many only in `other` (as multisets), by hash."""
+    digests = np.frombuffer(one + other, dtype=_DIGEST)
+    _, kinds = np.unique(digests, return_inverse=True)
     # For each different hash: by how many `one` exceeds `other`.
-    sides = kinds[: len(one)], kinds[len(one) :]
+    sides = np.split(kinds, [len(one) // _DIGEST.itemsize])
     surplus = np.subtract(*(np.bincount(side, minlength=len(kinds)) for side in sides))
     return int(surplus[surplus > 0].sum()), int(-surplus[surplus < 0].sum())
 
@@ -103,11 +89,11 @@ def inspect_tokens(
     vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer else files.tokenizer_fact("vocab_size")
     lengths, num_tokens = np.diff(files.document_bounds), int(files.document_bounds[-1])
     eod_id, eod_from = files.end_of_document
-    hashes, counts, highest_id = Hashes(), Counter[str](), -1
+    hashes, counts, highest_id = bytearray(), Counter[str](), -1
     with progress(f"reading {files.prefix}.bin", num_tokens * files.dtype.itemsize) as advance:
         for tokens, bounds in token_blocks(files, BLOCK_TOKENS):
             for begin, end in pairwise(bounds.tolist()):
-                hashes.add(tokens[begin:end].data)
+                hashes += xxhash.xxh3_128_digest(tokens[begin:end].data)
             # only empty documents: max() of no tokens is an error
             if not len(tokens):
                 continue
@@ -138,7 +124,7 @@ def inspect_tokens(
         "end_with_eod": counts["ending_with_eod"],
         "eods_inside": counts["eods"] - counts["ending_with_eod"],
         "empty_documents": int((lengths == 0).sum()) + counts["only_eod"],
-        "duplicate_documents": hashes.num_duplicates(),
+        "duplicate_documents": num_duplicates(hashes),
         "cut_documents": cut_documents(lengths, seq_len),
         "lengths": length_summary(lengths),
         "samples": _token_samples(files, tokenizer, num_samples),
@@ -183,7 +169,7 @@ def inspect_documents(
     paths: Sequence[Path], *, num_samples: int = 3, text_field: str = "text"
 ) -> dict[str, Any]:
     """See `inspect_path`. Invalid lines are counted by reason."""
-    tally, hashes, lengths = Tally(), Hashes(), array("q")
+    tally, hashes, lengths = Tally(), bytearray(), array("q")
     fields: Counter[str] = Counter()
     per_file: dict[str, int] = {}
     samples: list[dict[str, Any]] = []
@@ -193,7 +179,7 @@ def inspect_documents(
             documents = documents_with_progress(path, tally, advance, text_field=text_field, skip_bad=True)
             for line, text in documents:
                 data = text.encode()
-                hashes.add(data)
+                hashes += xxhash.xxh3_128_digest(data)
                 lengths.append(len(data))
                 if tally.num_documents <= _FIELDS_OF:
                     # a list of names: from a dict, Counter would add the values
@@ -209,7 +195,7 @@ def inspect_documents(
         "text_bytes": tally.num_text_bytes,
         "text_hash": f"{tally.text_hash:032x}",
         "skipped": dict(sorted(tally.skipped.items())),
-        "duplicate_documents": hashes.num_duplicates(),
+        "duplicate_documents": num_duplicates(hashes),
         "fields": dict(sorted(fields.items())),
         "fields_of": min(tally.num_documents, _FIELDS_OF),
         "lengths": length_summary(np.frombuffer(lengths, dtype=np.int64)),
