@@ -144,7 +144,7 @@ def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
             with path.open("wb") as file:
                 for name, text in python_stdlib_documents():
                     file.write(orjson.dumps({"text": text, "id": name}, option=orjson.OPT_APPEND_NEWLINE))
-            stage.finish_folder([path])
+            stage.finish([path])
     return stage.output / path.name
 
 

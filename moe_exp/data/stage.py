@@ -44,6 +44,7 @@ class CorpusStage:
         output: output folder, or output path without suffix.
         folder: working folder.
         key: contents of running.json: settings and inputs, as in the manifest, and whether it starts over.
+        is_folder: whether `output` is a folder.
         manifest: manifest of the finished step, or None while it is unfinished.
     """
 
@@ -52,50 +53,20 @@ class CorpusStage:
     folder: Path
     inputs: list[Path]
     key: dict[str, Any]
+    is_folder: bool
     manifest: dict[str, Any] | None = None
     started: float = field(default_factory=time.time)
 
-    def finish_folder(
+    def finish(
         self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any
     ) -> dict[str, Any]:
-        """Turns the working folder into OUTPUT and returns the manifest.
+        """Turns the working folder into OUTPUT, or moves its files next to OUTPUT; returns the manifest.
 
         Args:
             outputs: files in the working folder to list in the manifest.
             hashes: `file_hash` of each output for which it is already known.
             facts: additional manifest entries.
         """
-        self.manifest = self._manifest(outputs, facts, hashes or {})
-        write_json(self.folder / "manifest.json", self.manifest)
-        sync_folder(self.folder)
-        # a rename cannot replace a non-empty folder: move the old output, which stays until here, aside
-        replaced = self.output.with_name(f".{self.output.name}.replaced")
-        if self.output.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            self.output.rename(replaced)
-        self.folder.rename(self.output)
-        shutil.rmtree(replaced, ignore_errors=True)
-        (self.output / RUNNING).unlink()  # last: a crash before this line loses nothing
-        sync_folder(self.output.parent)
-        return self.manifest
-
-    def finish_files(
-        self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any
-    ) -> dict[str, Any]:
-        """Moves the files to OUTPUT's parent folder; returns the new manifest. Args: see `finish_folder`."""
-        manifest_path = _manifest_path(self.output, is_folder=False)
-        self.manifest = self._manifest(outputs, facts, hashes or {})
-        manifest_path.unlink(missing_ok=True)  # without it, partly replaced files do not count as finished
-        for path in outputs:
-            path.replace(self.output.parent / path.name)
-        write_json(manifest_path, self.manifest)
-        sync_folder(self.output.parent)
-        shutil.rmtree(self.folder)
-        return self.manifest
-
-    def _manifest(
-        self, outputs: Sequence[Path], facts: Mapping[str, Any], hashes: Mapping[Path, str]
-    ) -> dict[str, Any]:
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
             if fingerprint(path) != before:
                 fix = "repeat the command with --start-over while nothing modifies the file"
@@ -103,9 +74,32 @@ class CorpusStage:
         files = []
         for path in outputs:
             known = {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size}
-            files.append(known | {"hash": hashes.get(path) or file_hash(path)})
+            files.append(known | {"hash": (hashes or {}).get(path) or file_hash(path)})
         made_at, seconds = time.strftime("%Y-%m-%dT%H:%M:%S%z"), round(time.time() - self.started, 1)
-        return {**self.key, **facts, "outputs": files, "made_at": made_at, "seconds": seconds}
+        facts |= {"outputs": files, "made_at": made_at, "seconds": seconds}
+        self.manifest = manifest = {**self.key, **facts}
+        if self.is_folder:
+            write_json(self.folder / "manifest.json", manifest)
+            sync_folder(self.folder)
+            # a rename cannot replace a non-empty folder: move the old output, which stays until here, aside
+            replaced = self.output.with_name(f".{self.output.name}.replaced")
+            if self.output.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                self.output.rename(replaced)
+            self.folder.rename(self.output)
+            shutil.rmtree(replaced, ignore_errors=True)
+            (self.output / RUNNING).unlink()  # last: a crash before this line loses nothing
+            sync_folder(self.output.parent)
+        else:
+            manifest_path = _manifest_path(self.output, is_folder=False)
+            # without it, partly replaced files do not count as finished
+            manifest_path.unlink(missing_ok=True)
+            for path in outputs:
+                path.replace(self.output.parent / path.name)
+            write_json(manifest_path, manifest)
+            sync_folder(self.output.parent)
+            shutil.rmtree(self.folder)
+        return manifest
 
 
 @contextmanager
@@ -155,7 +149,7 @@ def run_stage(
                 shutil.rmtree(output.with_name(f".{output.name}.replaced"), ignore_errors=True)
             what = "%s: already created by %s with these settings and inputs; nothing to do"
             logger.info(what, output, name)
-            yield CorpusStage(name, output, place, inputs, done, done)
+            yield CorpusStage(name, output, place, inputs, done, is_folder, done)
             return
         others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
         if start_over and others:
@@ -175,7 +169,7 @@ def run_stage(
         begun |= key
         # before any work: from here on, a crash can be resumed
         write_json(folder / RUNNING, begun)
-        yield CorpusStage(name, output, folder, inputs, begun)
+        yield CorpusStage(name, output, folder, inputs, begun, is_folder)
 
 
 def _place(output: Path) -> Path:

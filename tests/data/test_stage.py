@@ -38,8 +38,7 @@ def make(output, source, content="made", *, settings=None, stop=False, is_folder
             file.write(content)
         if stop:
             raise KeyboardInterrupt
-        finish = stage.finish_folder if is_folder else stage.finish_files
-        return finish([path], num_documents=7), False
+        return stage.finish([path], num_documents=7), False
 
 
 def begin(*given, **options):
@@ -207,7 +206,7 @@ def test_the_order_of_inputs_counts(tmp_path, source):
 
     def run(inputs):
         with run_stage("test", tmp_path / "out", settings={}, inputs=inputs) as stage:
-            return stage.manifest is not None or stage.finish_folder([])
+            return stage.manifest is not None or stage.finish([])
 
     run([source, other])
     assert run([source, other]) is True
@@ -254,7 +253,7 @@ def test_hashes_that_are_known_are_not_made_again(tmp_path, source):
         paths = [stage.folder / name for name in ("a", "b")]
         for path in paths:
             path.write_text("x")
-        manifest = stage.finish_folder(paths, hashes={paths[0]: "known"})
+        manifest = stage.finish(paths, hashes={paths[0]: "known"})
     assert [file["hash"] for file in manifest["outputs"]] == ["known", xxhash.xxh3_128_hexdigest(b"x")]
 
 
@@ -300,7 +299,7 @@ def test_an_input_that_changes_meanwhile(tmp_path, source, is_folder):
     options = {"settings": {}, "inputs": [source], "is_folder": is_folder}
     with pytest.raises(ValueError, match=rule), run_stage("test", tmp_path / "out", **options) as stage:
         source.write_text("inp\n")
-        (stage.finish_folder if is_folder else stage.finish_files)([])
+        stage.finish([])
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.manifest.json").exists()
 
 

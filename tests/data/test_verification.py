@@ -48,7 +48,7 @@ def shuffled_folder(folder, train, valid, changes=None):
         texts = {"read": [*train, *valid], "train": train, "valid": valid}
         facts = {name: tally_of(part).to_json() for name, part in texts.items()}
         facts |= {"num_documents": {name: len(part) for name, part in shards.items()}}
-        stage.finish_folder([stage.folder / name for name in shards], **(facts | (changes or {})))
+        stage.finish([stage.folder / name for name in shards], **(facts | (changes or {})))
     return folder
 
 
@@ -56,7 +56,7 @@ def token_files(prefix, documents, **facts):
     prefix.parent.mkdir(exist_ok=True)
     with run_stage("tokenize", prefix, settings={}, inputs=[], is_folder=False) as stage:
         write_tokens(stage.folder / prefix.name, documents)
-        stage.finish_files([stage.folder / f"{prefix.name}{suffix}" for suffix in (".bin", ".idx")], **facts)
+        stage.finish([stage.folder / f"{prefix.name}{suffix}" for suffix in (".bin", ".idx")], **facts)
     return prefix
 
 
@@ -134,7 +134,7 @@ def test_manifests_of_other_steps(texts, tmp_path):
         settings = {"text_field": "content"} if name == "convert" else {}  # its inputs'
         with run_stage(name, output, settings=settings, inputs=[], is_folder=False) as stage:
             (stage.folder / "merged.jsonl").write_text("\n" + lines(texts[:50]))
-            stage.finish_files([stage.folder / "merged.jsonl"], **facts)
+            stage.finish([stage.folder / "merged.jsonl"], **facts)
         for path in (output, output.with_suffix(".jsonl"), output.with_name("merged.manifest.json")):
             assert problems(path) == {}
     with (tmp_path / "written" / "merged.jsonl").open("a") as file:

@@ -311,4 +311,4 @@ def _publish(
     if samples := totals.pop("samples"):
         write_json(main.folder / "samples.json", samples)
     hashes = {path: passes[-1]["hash"] for path, passes in zip(outputs, of_tasks, strict=True)}
-    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=tasks)
+    return stage.finish(outputs, hashes=hashes, **totals, **facts, tasks=tasks)

@@ -93,7 +93,7 @@ def download(
                 "sha256": {name: sha256 for name, (_, sha256) in hashes.items()},
             }  # fmt: skip
             places = {stage.folder / name: whole for name, (whole, _) in hashes.items()}
-            manifest = stage.finish_folder(list(places), hashes=places, **facts)
+            manifest = stage.finish(list(places), hashes=places, **facts)
             rows: dict[str, object] = {source.repo_type: source.repository, "commit": listing.commit}
             rows |= {"files": len(hashes), "bytes": facts["num_bytes"], "license": source.licence}
             rows |= {"folder": stage.output, "seconds": manifest["seconds"]}

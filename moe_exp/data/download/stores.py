@@ -95,7 +95,7 @@ def fetch_from_store(source: Source, listing: Listing, stage: CorpusStage) -> No
     if stage.manifest is None:
         facts: dict[str, Any] = {"licence": source.licence, "num_bytes": listing.num_bytes}
         facts["versions"] = {name: file.version for name, file in listing.files.items()}
-        stage.finish_folder([stage.folder / name for name in listing.files], **facts)
+        stage.finish([stage.folder / name for name in listing.files], **facts)
 
 
 def _place(source: Source) -> tuple[Store, dict[str, StoredFile]]:

@@ -141,7 +141,7 @@ class Merging:
             "num_documents": {shard.name: count for shard, count in zip(self.shards, counts, strict=True)},
             "checked_by": "manifest" if self.manifest else "lines",
         }
-        return self.stage.finish_files([self.path], hashes={self.path: self._check_written()}, **facts)
+        return self.stage.finish([self.path], hashes={self.path: self._check_written()}, **facts)
 
     def _write(self, shard: Path, descriptor: int) -> dict[str, Any]:
         """Writes a shard and compares it with the manifest; returns byte count, hash and document count."""

@@ -221,7 +221,7 @@ def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str
         getattr(read, name) - getattr(valid, name) for name in ("num_documents", "num_text_bytes")
     )
     train = Tally(num_train, num_text_bytes, (read.text_hash - valid.text_hash) % 2**128)
-    return stage.finish_folder(
+    return stage.finish(
         [stage.folder / name for name in made],
         hashes={stage.folder / name: facts["hash"] for name, facts in made.items()}, read=read.to_json(),
         train=train.to_json(), valid=valid.to_json(), line_hash=f"{indexed.line_hash:032x}",

@@ -160,7 +160,7 @@ def _publish(
     if not counts.tally.num_documents:
         raise setting_error("input", stage.inputs[0], "the inputs have no documents", "set files with text")
     joined.write_index(parts)
-    return stage.finish_files(
+    return stage.finish(
         [joined.bin_path, joined.idx_path], hashes=hashes, num_tokens=counts.num_tokens,
         num_eods=counts.num_eods, dtype=joined.settings.dtype.name, backend=backend,
         num_checked=counts.num_checked, num_rerouted=counts.num_rerouted, **counts.tally.to_json(),
@@ -387,7 +387,7 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
             known["tokenizer"] = tokenizer_facts(first)
         known |= {"num_documents": sum(map(len, last)), "num_tokens": int(sizes.sum(dtype=np.int64))}
         known["dtype"] = dtype
-        return stage.finish_files(paths, **known)
+        return stage.finish(paths, **known)
 
 
 def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:

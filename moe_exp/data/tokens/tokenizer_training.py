@@ -110,4 +110,4 @@ def train_tokenizer(
         outputs = [stage.folder / "tokenizer.json", stage.folder / "tokenizer_config.json"]
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         outputs[1].write_text(text, encoding="utf-8")
-        return stage.finish_folder(outputs, **tally.to_json(), vocab_size=tokenizer.get_vocab_size())
+        return stage.finish(outputs, **tally.to_json(), vocab_size=tokenizer.get_vocab_size())
