@@ -309,7 +309,7 @@ def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
         return config  # avoids importing numpy
     from moe_exp.config.loading import given_values
     from moe_exp.config.setting_types import blend_members
-    from moe_exp.data.tokens.manifests import with_vocab_size
+    from moe_exp.data.tokens.manifests import with_document_tokens, with_vocab_size
 
     config, reason = with_vocab_size(config, given_values(flags, os.environ))
     if reason:
@@ -317,8 +317,6 @@ def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
     members = [prefix for _, prefix in blend_members(config.train_data)]
     if not all(Path(f"{prefix}.idx").is_file() for prefix in members):
         return config  # unprepared text, or data on another machine
-    from moe_exp.data.tokens.manifests import with_document_tokens
-
     return with_document_tokens(config, config.train_data)
 
 

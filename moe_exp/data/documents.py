@@ -384,7 +384,7 @@ def read_lines(
     `start` has number 1.
     """
     number = 0
-    lines = raw_lines(path, text_field=text_field, rule=rule) if end is None else _lines_in(path, start, end)
+    lines = raw_lines(path, text_field=text_field, rule=rule) if end is None else lines_in(path, start, end)
     try:
         for number, line in enumerate(lines, 1):
             if number == 1 and not start:
@@ -394,7 +394,8 @@ def read_lines(
         raise damaged(path, number + 1, error) from error
 
 
-def _lines_in(path: Path, start: int, end: int) -> Iterator[bytes]:
+def lines_in(path: Path, start: int, end: int) -> Iterator[bytes]:
+    """Yields the lines in a range of bytes of a file."""
     with path.open("rb", buffering=2**20) as file:
         file.seek(start)
         while start < end and (line := file.readline()):
