@@ -122,14 +122,12 @@ def num_workers(execution: Execution) -> int:
 
 
 class Through:
-    """Publishes a task's progress (bytes) in an 8-byte file in `folder`, or nowhere if `folder` is ""."""
+    """Publishes a task's progress (bytes) in an 8-byte file in `folder`."""
 
-    def __init__(self, folder: str, rank: int):
-        self._file = None
+    def __init__(self, folder: Path, rank: int):
         self._ended = self._bytes = self._reported = 0.0
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self._file = os.open(Path(folder, f"{rank:05d}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(folder / f"{rank:05d}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def advance(self, num_bytes: float) -> None:
         """Adds bytes read from the current file."""
@@ -146,11 +144,10 @@ class Through:
     def _write(self) -> None:
         # 8 bytes in one call: a reader never sees a partial number
         self._reported = self._bytes
-        if self._file is not None:
-            os.pwrite(self._file, int(self._bytes).to_bytes(8, "little"), 0)
+        os.pwrite(self._file, int(self._bytes).to_bytes(8, "little"), 0)
 
     def __del__(self) -> None:
-        if self._file is not None:
+        if hasattr(self, "_file"):  # not if the disk is full
             os.close(self._file)
 
 

@@ -149,7 +149,7 @@ def test_a_pass_does_not_begin_before_the_one_before_it_is_complete(tmp_path):
 
 
 def test_ray_is_datatroves_executor(tmp_path):
-    reader = ReadFiles(str(tmp_path), ["a.jsonl"], 3)
+    reader = ReadFiles(str(tmp_path), ["a.jsonl"], 3, tmp_path / "through")
     # executor="ray" would need the package
     execution = Execution(workers=2, cpus_per_task=2, mem_per_cpu_gb=8)
     executor = ray_executor(Pass([reader], 3, tmp_path / "logs"), execution)

@@ -184,7 +184,7 @@ def convert(
                     logger.warning(what, task, counts["num_short"], counts["num_texts"])
         # a progress bar over the input bytes of all passes that read, from the files written by their tasks
         firsts = [one.pipeline[0] for one in passes]
-        reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
+        reading = [first.progress_folder for first in firsts if isinstance(first, ReadFiles)]
         total = len(reading) * total_bytes(inputs)  # approximate: later passes may read filtered files
         bar = progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total)
         with nullcontext() if execution.executor == "slurm" else bar:
@@ -215,8 +215,7 @@ def _passes(
 
     def reader(name: str) -> ReadFiles:
         options = {one: getattr(settings, one) for one in ("text_field", "skip_bad", "limit", "rule")}
-        through = str(temporary / f"through_{name}")
-        return ReadFiles(*_names_below(files), num_tasks, **options, progress_folder=through)
+        return ReadFiles(*_names_below(files), num_tasks, temporary / f"through_{name}", **options)
 
     def write(folder: Path, stem: str, logs: Path, steps: list[Filter]) -> None:
         first = reader(logs.name)

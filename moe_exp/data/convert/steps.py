@@ -31,17 +31,17 @@ class ReadFiles:
     Args:
         files: paths relative to `root`.
         num_tasks: number of tasks that share the files.
+        progress_folder: where tasks publish their progress, see `Through`.
         limit: documents to read, divided evenly among the tasks; None for all.
-        progress_folder: where tasks publish their progress, see `Through`; "" for nowhere.
     """
 
     root: str
     files: list[str]
     num_tasks: int
+    progress_folder: Path
     text_field: str = "text"
     skip_bad: bool = False
     limit: int | None = None
-    progress_folder: str = ""
     rule: TextRule = FILES
 
     def __post_init__(self) -> None:

@@ -159,7 +159,7 @@ class TaskShuffle:
         return self.temporary / folder / f"{task:05d}{suffix}"
 
     def through(self, folder: str, task: int) -> Through:
-        return Through(str(self.temporary / folder / "through"), task)
+        return Through(self.temporary / folder / "through", task)
 
     def lines(self, block_bytes: int) -> LineBlocks:
         how = {"text_field": self.settings["text_field"], "rule": self.rule}

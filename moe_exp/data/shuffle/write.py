@@ -230,8 +230,7 @@ class _Writer:
 class LineBuffer:
     """Memory for the lines of a piece, reused by the next piece."""
 
-    def __init__(self) -> None:
-        self.view = memoryview(b"")
+    view = memoryview(b"")
 
     def allocate(self, num_bytes: int) -> None:
         """Grows the buffer to at least `num_bytes`; the old content is lost."""

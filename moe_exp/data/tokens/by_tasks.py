@@ -62,7 +62,7 @@ class TaskTokens:
 
     def through(self, folder: str, task: int) -> Through:
         """Progress of a task, in input bytes."""
-        return Through(str(self.folder / folder / "through"), task)
+        return Through(self.folder / folder / "through", task)
 
 
 def make_parts(job: TaskTokens, rank: int) -> int:

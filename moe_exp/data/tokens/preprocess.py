@@ -215,7 +215,7 @@ class _PartMaker:
 
     @cached_property
     def _through(self) -> Through:
-        return Through(str(self.folder / "through"), os.getpid())
+        return Through(self.folder / "through", os.getpid())
 
     def __call__(self, part: Part) -> None:
         with one_thread():
