@@ -139,8 +139,8 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
         # Validation files first, because the training files are compared with them.
         for name in sorted(names, key=lambda one: not is_validation_file(Path(one))):
             tally, path = Tally(), manifest.path.parent / name
-            is_validation, how = is_validation_file(path), {"text_field": manifest.text_field}
-            for _, text in inspection.documents_with_progress(path, tally, advance, **how):
+            is_validation, field = is_validation_file(path), manifest.text_field
+            for _, text in inspection.documents_with_progress(path, tally, advance, text_field=field):
                 digest = xxhash.xxh3_128_digest(text.encode())
                 if is_validation:
                     valid.add(digest)
