@@ -23,18 +23,8 @@ from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find
 from moe_exp.data.execution import Execution, Step, bytes_through, num_workers
 from moe_exp.data.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.kinds import FILES, TextRule, input_error, total_bytes
+from moe_exp.data.shuffle import scatter
 from moe_exp.data.shuffle.blocks import cut_inputs
-from moe_exp.data.shuffle.scatter import (
-    BUCKET_FILL,
-    TEMPORARY,
-    Indexed,
-    TaskShuffle,
-    check_size,
-    index,
-    index_and_scatter,
-    most_buckets,
-    scatter,
-)
 from moe_exp.data.shuffle.write import write
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, check_free_disk, run_stage
 from moe_exp.host.devices import available_memory_bytes
@@ -156,9 +146,9 @@ def _default_memory(execution: Execution, tasks: int) -> int:
 def _begin(
     stage: CorpusStage, settings: dict[str, Any], rule: TextRule, inputs: Sequence[Path], tasks: int,
     memory: Memory, *, is_alone: bool,
-) -> TaskShuffle:  # fmt: skip
+) -> scatter.TaskShuffle:  # fmt: skip
     """Creates the shuffle. A resumed shuffle keeps its tasks and buckets, regardless of the memory budget."""
-    path, most = stage.folder / TASKS, most_buckets(memory.longest_bytes)
+    path, most = stage.folder / TASKS, scatter.most_buckets(memory.longest_bytes)
     if (stage.folder / "state.json").exists():
         rule_text = "was started by an earlier version of moe_exp and cannot be resumed"
         raise ValueError(f"tasks={tasks}: {stage.output} {rule_text}. Fix: add --start-over.")
@@ -172,7 +162,7 @@ def _begin(
     begun.setdefault("bucket_bytes", memory.piece_bytes)
     cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
     buffers = memory.longest_bytes, memory.piece_bytes
-    job = TaskShuffle(
+    job = scatter.TaskShuffle(
         stage.folder, settings, rule, inputs[0], cut, *buffers, *limits, begun.get("num_buckets")
     )
     if not path.exists():
@@ -184,11 +174,11 @@ def _begin(
     return job
 
 
-def _run(job: TaskShuffle, execution: Execution, stage: CorpusStage, num_writing: int) -> bool:
+def _run(job: scatter.TaskShuffle, execution: Execution, stage: CorpusStage, num_writing: int) -> bool:
     """Runs all tasks and returns whether they are complete."""
     # A single task runs in this process, without datatrove.
     if execution.executor == "local" and job.num_buckets:
-        steps: dict[str, Callable[[], int]] = {"indexed": partial(index_and_scatter, job)}
+        steps: dict[str, Callable[[], int]] = {"indexed": partial(scatter.index_and_scatter, job)}
         steps["written"] = partial(write, job, 1, 0)
         through = [job.temporary / folder / "through" for folder in steps]
         total = len(steps) * sum(one.num_bytes for one in job.slices[0])
@@ -198,21 +188,22 @@ def _run(job: TaskShuffle, execution: Execution, stage: CorpusStage, num_writing
                 if not job.place(folder, 0).exists():
                     step()
         return True
+    tasks = job.num_tasks
     passes = {
-        "indexed": (Step("🔢 - SHUFFLE: index", "documents", partial(index, job)), job.num_tasks),
-        "scattered": (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter, job)), job.num_tasks),
+        "indexed": (Step("🔢 - SHUFFLE: index", "documents", partial(scatter.index, job)), tasks),
+        "scattered": (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter.scatter, job)), tasks),
         _LAST_PASS: (Step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)), num_writing),
     }
     return run_stage_passes(passes, execution, stage, "shuffle", job.temporary)
 
 
-def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str, Any]:
+def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str, Any]:
     """Publishes the validation file and the shards, and returns the manifest."""
-    indexed, made = Indexed(job), dict[str, dict[str, Any]]()  # made: by file name, validation first
+    indexed, made = scatter.Indexed(job), dict[str, dict[str, Any]]()  # made: by file name, validation first
     for task in range(num_writing):
         made |= read_json(job.place("written", task), fix=MAKE_AGAIN)
     for name, facts in made.items():
-        check_size(stage.folder / name, facts["bytes"])
+        scatter.check_size(stage.folder / name, facts["bytes"])
     if sum(int(facts["line_hash"], 16) for facts in made.values()) % 2**128 != indexed.line_hash:
         rule = "the lines read back differ from the inputs; the disk or another program has changed the files"
         raise ValueError(f"{stage.folder}: {rule}. Fix: add --start-over.")
@@ -232,7 +223,7 @@ def _publish(job: TaskShuffle, stage: CorpusStage, num_writing: int) -> dict[str
 
 def _clean(output: Path) -> None:
     # Only after publishing, so that a crash loses nothing.
-    rmtree(output / TEMPORARY, ignore_errors=True)
+    rmtree(output / scatter.TEMPORARY, ignore_errors=True)
     (output / TASKS).unlink(missing_ok=True)
 
 
@@ -250,7 +241,7 @@ def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) ->
         "input_bytes": sum(sizes.values()),
         "line_bytes": line_bytes,
         "memory_bytes": memory.budget_bytes,
-        "num_buckets": max(1, math.ceil(line_bytes / (BUCKET_FILL * memory.piece_bytes))),
+        "num_buckets": max(1, math.ceil(line_bytes / (scatter.BUCKET_FILL * memory.piece_bytes))),
         "disk_bytes": disk_bytes(inputs),
         "seconds": math.ceil(line_bytes / _BYTES_PER_SECOND),
     }

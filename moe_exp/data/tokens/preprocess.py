@@ -22,6 +22,7 @@ from moe_exp.data.jobs import WorkerPool, check_no_jobs
 from moe_exp.data.kinds import FILES, TextRule, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, Unfinished, check_free_disk, free_disk, run_stage
+from moe_exp.data.tokens import tokens as token_files
 from moe_exp.data.tokens.by_tasks import BLOCK_BYTES, PASSES, TASKS, TaskTokens, run_tasks
 from moe_exp.data.tokens.encoders import BACKENDS, Encoders, one_thread, probe_backend
 from moe_exp.data.tokens.parts import (
@@ -35,17 +36,6 @@ from moe_exp.data.tokens.parts import (
     plan_parts,
 )
 from moe_exp.data.tokens.ranged import read_ranges
-from moe_exp.data.tokens.tokens import (
-    bin_idx_problem,
-    bin_idx_tokens,
-    manifest_of,
-    order_problem,
-    other_tokenizer,
-    read_index,
-    tokenizer_fact,
-    tokenizer_facts,
-    write_index,
-)
 from moe_exp.host.devices import num_cores
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import print_summary, progress, progress_of
@@ -345,8 +335,8 @@ def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
 
 def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:
     """Yields byte ranges of the sequences in index order, as Megatron reads them."""
-    index = read_index(prefix)
-    if order_problem(prefix) is None:  # contiguous, so copy large pieces
+    index = token_files.read_index(prefix)
+    if token_files.order_problem(prefix) is None:  # contiguous, so copy large pieces
         end = int(index.sizes.sum(dtype=np.int64)) * index.dtype.itemsize
         yield from ((start, min(start + _COPY_BYTES, end)) for start in range(0, end, _COPY_BYTES))
         return
@@ -375,16 +365,18 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
                     advance(len(chunk))
             file.flush()
             os.fsync(file.fileno())
-        indices = [read_index(prefix) for prefix in prefixes]
+        indices = [token_files.read_index(prefix) for prefix in prefixes]
         sizes = np.concatenate([index.sizes for index in indices])
         firsts = np.cumsum([0, *(len(index.sizes) for index in indices)])
         last = [first + index.documents[1:] for first, index in zip(firsts, indices, strict=False)]
-        write_index(paths[1], sizes, indices[0].dtype, np.concatenate([np.zeros(1, np.int64), *last]))
-        first = manifest_of(str(prefixes[0]))
-        facts = {name: tokenizer_fact(first, name) for name in ("vocab_size", "eod_id")}
+        token_files.write_index(
+            paths[1], sizes, indices[0].dtype, np.concatenate([np.zeros(1, np.int64), *last])
+        )
+        first = token_files.manifest_of(str(prefixes[0]))
+        facts = {name: token_files.tokenizer_fact(first, name) for name in ("vocab_size", "eod_id")}
         known: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
-        if not other_tokenizer(map(str, prefixes)):
-            known["tokenizer"] = tokenizer_facts(first)
+        if not token_files.other_tokenizer(map(str, prefixes)):
+            known["tokenizer"] = token_files.tokenizer_facts(first)
         known |= {"num_documents": sum(map(len, last)), "num_tokens": int(sizes.sum(dtype=np.int64))}
         known["dtype"] = dtype
         return stage.finish(paths, **known)
@@ -395,8 +387,8 @@ def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
     dtype, needed_bytes = _check_shards(prefixes, output)
     rows = {
         "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
-        "documents": sum(len(read_index(prefix).documents) - 1 for prefix in prefixes),
-        "tokens": sum(bin_idx_tokens(prefix) for prefix in prefixes),
+        "documents": sum(len(token_files.read_index(prefix).documents) - 1 for prefix in prefixes),
+        "tokens": sum(token_files.bin_idx_tokens(prefix) for prefix in prefixes),
         "disk": f"{bytes_text(needed_bytes)} of {bytes_text(free_disk(output.parent))} free",
         "output": f"{output}.bin, {output}.idx",
     }
@@ -407,17 +399,20 @@ def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
 def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
     """Checks the shards; returns their token dtype and total size in bytes."""
     for prefix in prefixes:
-        if wrong := bin_idx_problem(prefix, in_order=False):
+        if wrong := token_files.bin_idx_problem(prefix, in_order=False):
             raise setting_error("merge", prefix, wrong, "tokenize this shard again")
         if prefix.absolute() == output.absolute():
             rule = "must not be one of the shards"
             raise setting_error("output_prefix", output, rule, "set another prefix")
-    dtypes = {read_index(prefix).dtype.name: str(prefix) for prefix in prefixes}
+    dtypes = {token_files.read_index(prefix).dtype.name: str(prefix) for prefix in prefixes}
     if len(dtypes) > 1:
         places = " and ".join(f"{dtype} in {prefix}" for dtype, prefix in dtypes.items())
         fix = "merge only shards tokenized with the same tokenizer"
         raise setting_error("merge", prefixes[0], f"tokens are stored as {places}", fix)
-    if wrong := other_tokenizer(map(str, prefixes)):
+    if wrong := token_files.other_tokenizer(map(str, prefixes)):
         logger.warning("merge: %s", wrong)
-    tokens = sum(bin_idx_tokens(prefix) * read_index(prefix).dtype.itemsize for prefix in prefixes)
+    tokens = sum(
+        token_files.bin_idx_tokens(prefix) * token_files.read_index(prefix).dtype.itemsize
+        for prefix in prefixes
+    )
     return next(iter(dtypes)), tokens + sum(Path(f"{prefix}.idx").stat().st_size for prefix in prefixes)
