@@ -22,6 +22,7 @@ from moe_exp.host.quantities import (
     rate_text,
     target_text,
 )
+from moe_exp.report import headline
 from moe_exp.report.comparison import (
     NATS,
     VALIDATION,
@@ -32,20 +33,7 @@ from moe_exp.report.comparison import (
     in_words,
     why_not_compared,
 )
-from moe_exp.report.headline import (
-    AXES,
-    RANKING_RULE,
-    Axis,
-    Ranking,
-    amount_text,
-    difference,
-    headline,
-    opposite_text,
-    other_winners,
-    pair_text,
-    pairs,
-    ranking,
-)
+from moe_exp.report.headline import Axis, Ranking
 from moe_exp.report.run_data import LAYER_KEYS, SPIKE_FACTOR, SPIKE_WINDOW, RunRecords, spikes
 from moe_exp.runs.records import time_of
 
@@ -106,15 +94,15 @@ def how(rule: str) -> str:
 
 def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
     """Headline, warnings, losses at equal tokens, FLOPs and time, and the cost of reaching the same loss."""
-    text, about_seeds = headline(runs)
+    text, about_seeds = headline.headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
     lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
     box = f'<div class="warning" role="note">{lines}</div>' if lines else ""
     if len(runs) == 1:
         return "".join([*parts, box])
-    parts += [f"<p>{escape(text)}</p>" for text in other_winners(runs)]
-    found = {axis: one for axis in AXES if (one := ranking(runs, axis))}
-    parts += [how(RANKING_RULE), box]
+    parts += [f"<p>{escape(text)}</p>" for text in headline.other_winners(runs)]
+    found = {axis: one for axis in headline.AXES if (one := headline.ranking(runs, axis))}
+    parts += [how(headline.RANKING_RULE), box]
     names, rows = list[str](), []
     for one in found.values():
         losses = {standing.group.name: standing.loss for standing in one.standings}
@@ -122,12 +110,12 @@ def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
         names = names or list(losses)
         css = {name: "less" if loss == min(losses.values()) else "" for name, loss in losses.items()}
         cells = "".join(f'<td class="{css[name]}">{loss_text(losses[name])}</td>' for name in names)
-        where = f"equal {AXES[one.axis]}: {one.what} after {amount_text(one.axis, one.at)}"
+        where = f"equal {headline.AXES[one.axis]}: {one.what} after {headline.amount_text(one.axis, one.at)}"
         rows.append(f'<tr><th scope="row">{escape(where)}</th>{cells}</tr>')
     head = [f'<span class="run" title="{escape(name)}">{escape(name)}</span>' for name in names]
     if rows:
         parts.append(table(["", *head], rows, "Losses at equal tokens, FLOPs and time"))
-    return "".join(parts) + parity_html(pairs(runs), found)
+    return "".join(parts) + parity_html(headline.pairs(runs), found)
 
 
 _PARITY_RULE = (
@@ -159,16 +147,16 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
             ]
             figures = ""
             for share, axis, what in shares:
-                css = "less" if share < 1 and not difference(one, rankings.get(axis)) >= 0 else ""
+                css = "less" if share < 1 and not headline.difference(one, rankings.get(axis)) >= 0 else ""
                 figures += f'<div><b class="{css}">{percent(share, 0)}</b><span>{what}</span></div>'
             figures = "" if one.reason else f'<div class="figures">{figures}</div>'
-            text = escape(pair_text(one, rankings.get("consumed_tokens")))
+            text = escape(headline.pair_text(one, rankings.get("consumed_tokens")))
             cards += f'<div class="card">{figures}<p>{text}</p></div>'
         return f'<h3>{title}</h3><div class="cards">{cards}</div>{how(_PARITY_RULE)}'
     rows, opposite = [], ""
     for one in found:
         pair = f"{escape(one.run.name)} against {escape(one.other.name)}"
-        if text := opposite_text(one, rankings.get("consumed_tokens")):
+        if text := headline.opposite_text(one, rankings.get("consumed_tokens")):
             opposite += f"<p>{pair}:{escape(text)}</p>"
         if one.reason:
             cells = f'<td class="text" colspan="4">{escape(one.reason)}</td>'
@@ -237,7 +225,7 @@ def cost_html(
     rows = []
     for index, view in enumerate(views):
         # the script finds the cells to update by these attributes
-        cells = zip([*AXES, "iteration"], cost_texts(view.cost), strict=True)
+        cells = zip([*headline.AXES, "iteration"], cost_texts(view.cost), strict=True)
         values = "".join(f'<td data-axis="{axis}">{text}</td>' for axis, text in cells)
         rows.append(f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{values}</tr>')
     head = ["run", "tokens", "FLOPs", "training time", "iteration"]
