@@ -21,26 +21,8 @@ import orjson
 import xxhash
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
-from moe_exp.data.kinds import (
-    BOM,
-    DAMAGE,
-    FILES,
-    JSON_FILES,
-    JSON_SUFFIXES,
-    KINDS,
-    NOT_JSON,
-    PARQUET_SUFFIX,
-    RECORD_SUFFIXES,
-    TEXT_SUFFIXES,
-    BadDocument,
-    TextRule,
-    check_regular,
-    damaged,
-    decompressed,
-    input_error,
-    is_compressed,
-    raw_lines,
-)
+from moe_exp.data import kinds
+from moe_exp.data.kinds import BOM, DAMAGE, FILES, KINDS, BadDocument, TextRule, input_error, raw_lines
 from moe_exp.host.files import bytes_text, ending
 
 logger = logging.getLogger(__name__)
@@ -115,7 +97,7 @@ class Tally(Counted):
 def is_validation_file(path: Path) -> bool:
     """Whether a file's name marks it as validation data, such as x.val.jsonl."""
     kind = ending(path.name)
-    return kind in JSON_SUFFIXES and path.name.lower().endswith(f".val{kind}")
+    return kind in kinds.JSON_SUFFIXES and path.name.lower().endswith(f".val{kind}")
 
 
 def files_in(
@@ -123,7 +105,7 @@ def files_in(
 ) -> list[Path]:
     """Data files (`data_among`) in a folder and its subfolders, sorted; by default without *.val.jsonl."""
     paths = sorted(files_below(folder))
-    check_regular(path for path in paths if ending(path))
+    kinds.check_regular(path for path in paths if ending(path))
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.is_file()}
     has_text = partial(_has_field, folder, text_field)
     files = [folder / name for name in data_among(sizes, str(folder), what, text_field, has_text)]
@@ -157,26 +139,26 @@ def data_among(
     """
     about = {name for name in sizes if _BESIDE_DATA.fullmatch(name)}
     about |= {name for name in sizes if name.endswith(".bin") and f"{name[:-4]}.idx" in sizes}
-    records = [name for name in sizes if ending(name) in RECORD_SUFFIXES]
-    plain = [name for name in records if ending(name) not in JSON_FILES]
+    records = [name for name in sizes if ending(name) in kinds.RECORD_SUFFIXES]
+    plain = [name for name in records if ending(name) not in kinds.JSON_FILES]
     if has_text:
-        records = [name for name in records if ending(name) not in JSON_FILES or has_text(name)]
+        records = [name for name in records if ending(name) not in kinds.JSON_FILES or has_text(name)]
     else:
         records = plain or [name for name in records if name not in about]
-    chosen = records or [name for name in sizes if ending(name) in TEXT_SUFFIXES]
+    chosen = records or [name for name in sizes if ending(name) in kinds.TEXT_SUFFIXES]
     left_out = {name: sizes[name] for name in sizes.keys() - chosen - about}
     if not left_out or not chosen:
         return chosen
-    kinds: Counter[str] = Counter()
+    by_kind: Counter[str] = Counter()
     # counted by ending, because there may be thousands
     for name in left_out:
         kind = ending(name) or Path(name).suffix.lower() or "without an ending"
-        if kind in JSON_FILES and text_field:
+        if kind in kinds.JSON_FILES and text_field:
             kind += f" without a field {text_field!r}"
-        elif kind in (*JSON_FILES, *TEXT_SUFFIXES):
+        elif kind in (*kinds.JSON_FILES, *kinds.TEXT_SUFFIXES):
             kind += " next to records"
-        kinds[kind] += 1
-    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items(), key=lambda one: (-one[1], one)))
+        by_kind[kind] += 1
+    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(by_kind.items(), key=lambda one: (-one[1], one)))
     num_files = f"{len(left_out)} {'file' if len(left_out) == 1 else 'files'}"
     line = f"left out {num_files}, {bytes_text(sum(left_out.values()))}: {counts} ({_some(sorted(left_out))})"
     # a warning is easily overlooked: refuse to ignore most of the data
@@ -184,7 +166,7 @@ def data_among(
         suffix = ending(chosen[0])
         pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
         fix = f"select files with a pattern such as {pattern}, or convert the other files to .txt or .jsonl"
-        if has_text and any(ending(name) in JSON_FILES for name in left_out):
+        if has_text and any(ending(name) in kinds.JSON_FILES for name in left_out):
             fix = f"{_OTHER_FIELD}, or {fix}"
         raise input_error(f"{what}={where}", f"{line}, which is most of the data", fix)
     _warn_once(f"{where}: {line}")
@@ -264,7 +246,7 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
                 rule, fix = "the folder contains token files", f"give their prefix, {prefixes[0]}"
                 raise input_error(f"{what}={one}", rule, fix)
             below = list(files_below(one))
-            if any(ending(path) in JSON_FILES for path in below):
+            if any(ending(path) in kinds.JSON_FILES for path in below):
                 rule = f"its .json files have no field {text_field!r}"
                 raise input_error(f"{what}={one}", rule, _OTHER_FIELD)
             others = sorted({path.suffix for path in below if path.suffix})[:_MOST_NAMED]
@@ -273,7 +255,7 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
             raise input_error(f"{what}={one}", rule + ", ".join(others), fix)
     if not found:
         raise input_error(f"{what}=", "no files given", f"give files ({KINDS}) or folders with such files")
-    check_regular(found)
+    kinds.check_regular(found)
     # resolved, so that a link and its target count as the same file
     for path, times in Counter(file.resolve() for file in found).items():
         if times > 1:
@@ -352,9 +334,9 @@ def text_in(document: dict[str, Any], text_field: str = "text") -> str:
     if text_field not in document:
         raise ValueError(f"no field {text_field!r}")
     if not isinstance(text, str):
-        kinds = {type(None): "null", bool: "a boolean", list: "a list", dict: "an object"}
-        kinds |= {int: "a number", float: "a number"}
-        kind = kinds.get(type(text), f"a {type(text).__name__}")
+        words = {type(None): "null", bool: "a boolean", list: "a list", dict: "an object"}
+        words |= {int: "a number", float: "a number"}
+        kind = words.get(type(text), f"a {type(text).__name__}")
         raise ValueError(f"field {text_field!r} is {kind}, not a text")
     if not text:
         raise ValueError(EMPTY_TEXT)
@@ -369,7 +351,7 @@ def _object_of(line: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         # an escaped lone surrogate is valid UTF-8, but not valid JSON: UTF-8 cannot encode it
         is_utf8 = line.decode(errors="ignore").encode() == line
-        raise ValueError(NOT_JSON if is_utf8 else "invalid UTF-8") from error
+        raise ValueError(kinds.NOT_JSON if is_utf8 else "invalid UTF-8") from error
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
     return document
@@ -391,7 +373,7 @@ def read_lines(
                 line = line.removeprefix(BOM)
             yield number, line.removesuffix(b"\n").removesuffix(b"\r")
     except DAMAGE as error:
-        raise damaged(path, number + 1, error) from error
+        raise kinds.damaged(path, number + 1, error) from error
 
 
 def lines_in(path: Path, start: int, end: int) -> Iterator[bytes]:
@@ -424,10 +406,10 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
         by_suffix.setdefault(ending(path), []).append(path)
     for suffix, files in by_suffix.items():
         sizes, ratio = [path.stat().st_size for path in files], 1.0
-        if is_compressed(files[0]):
+        if kinds.is_compressed(files[0]):
             with suppress(BadDocument):  # reading the file reports the error
                 ratio = compression_ratio(files[sizes.index(max(sizes))])
-        elif suffix == PARQUET_SUFFIX:
+        elif suffix == kinds.PARQUET_SUFFIX:
             ratio = 2.5  # typical for text
         total_bytes += int(sum(sizes) * ratio)
     return total_bytes
@@ -438,7 +420,7 @@ def compression_ratio(path: Path) -> float:
     num_compressed = num_bytes = 0
     with path.open("rb") as file:
         try:
-            for chunk in decompressed(path, file):
+            for chunk in kinds.decompressed(path, file):
                 num_compressed, num_bytes = file.tell(), num_bytes + len(chunk)
                 if num_bytes >= 2**22:
                     break
@@ -446,5 +428,5 @@ def compression_ratio(path: Path) -> float:
             # reading the lines raises the error with the number of the damaged line
             for _ in read_lines(path):
                 pass
-            raise damaged(path, 1, error) from error
+            raise kinds.damaged(path, 1, error) from error
     return num_bytes / num_compressed if num_bytes else 1.0

@@ -16,18 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert import benchmarks
-from moe_exp.data.convert.duplicates import (
-    BlockStep,
-    ClusterNearDuplicates,
-    NearDuplicateFilter,
-    NearDuplicates,
-    SignNearDuplicates,
-    exact_block,
-    near_duplicates,
-    near_filter,
-    pair_near_duplicates,
-)
+from moe_exp.data.convert import benchmarks, duplicates
+from moe_exp.data.convert.duplicates import BlockStep, NearDuplicateFilter, exact_block, near_filter
 from moe_exp.data.convert.filters import (
     LANGUAGE,
     Counts,
@@ -83,7 +73,7 @@ class ConvertSettings:
     skip_bad: bool = False
     filters: tuple[NamedFilter, ...] = ()
     dedup: bool = False
-    near_dedup: NearDuplicates | None = None
+    near_dedup: duplicates.NearDuplicates | None = None
     decontaminate: tuple[benchmarks.Benchmark, ...] = ()
     rule: TextRule = FILES
 
@@ -112,7 +102,7 @@ class ConvertSettings:
             tasks,
             languages=tuple(languages),
             filters=tuple(map(NamedFilter.parse, filters)),
-            near_dedup=near_duplicates(given.near_dedup),
+            near_dedup=duplicates.near_duplicates(given.near_dedup),
             decontaminate=benchmarks.benchmarks_of(given.decontaminate),
             rule=TextRule(given.text_documents),
             **{name: getattr(given, name) for name in same},
@@ -229,22 +219,22 @@ def _passes(
         files = [temporary / "filtered" / f"filtered.{task:05d}.jsonl" for task in range(num_tasks)]
         settings, filters = replace(settings, text_field="text", skip_bad=False, limit=None, rule=FILES), []
     if settings.dedup:
-        signatures, duplicates = str(temporary / "exact_signed"), str(temporary / "exact_found")
+        signatures, found = str(temporary / "exact_signed"), str(temporary / "exact_found")
         finders = min(num_tasks, _MOST_FINDERS)
         write_signatures = partial(exact_block, "ExactDedupSignature", signatures, finder_workers=finders)
         sign = [reader("sign"), *filters, BlockStep(write_signatures)]
         passes.append(Pass(sign, num_tasks, logs / "exact_sign"))
-        find = [BlockStep(partial(exact_block, "ExactFindDedups", signatures, duplicates))]
+        find = [BlockStep(partial(exact_block, "ExactFindDedups", signatures, found))]
         passes.append(Pass(find, finders, logs / "exact_find"))
-        filters = [*filters, Filter("duplicate", partial(exact_block, "ExactDedupFilter", duplicates))]
+        filters = [*filters, Filter("duplicate", partial(exact_block, "ExactDedupFilter", found))]
     if settings.near_dedup:
         how, folder = settings.near_dedup, str(temporary / "near")
-        sign = [reader("near"), *filters, SignNearDuplicates(how, folder)]
+        sign = [reader("near"), *filters, duplicates.SignNearDuplicates(how, folder)]
         passes.append(Pass(sign, num_tasks, logs / "near_signatures"))
-        pair = [BlockStep(partial(pair_near_duplicates, how, folder))]
+        pair = [BlockStep(partial(duplicates.pair_near_duplicates, how, folder))]
         passes.append(Pass(pair, how.num_buckets, logs / "near_pairs"))
         # one task, because clusters span all documents
-        passes.append(Pass([ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
+        passes.append(Pass([duplicates.ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
         filters = [*filters, NearDuplicateFilter("near duplicate", partial(near_filter, folder), folder)]
     if settings.decontaminate:
         build = partial(benchmarks.contamination_block, temporary / "benchmarks")
