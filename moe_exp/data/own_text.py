@@ -12,19 +12,10 @@ import orjson
 
 from moe_exp.config import Config, ConfigError, problem, setting_error
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
+from moe_exp.data import prepared_text
 from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
 from moe_exp.data.kinds import TEXT_SUFFIXES, BadDocument, TextRule, total_bytes
-from moe_exp.data.prepared_text import (
-    FACTS,
-    Prepared,
-    TextSource,
-    ensure_prepared,
-    find_prepared,
-    folder_name,
-    known_places,
-    matching,
-    place_of,
-)
+from moe_exp.data.prepared_text import FACTS, Prepared, TextSource, ensure_prepared
 from moe_exp.data.tokens.ranged import ensure_index, find_tokens
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
 from moe_exp.host.exit_codes import PREPARED_TEXT
@@ -72,7 +63,7 @@ def already_prepared(config: Config) -> Config | None:
         return None
 
     def found(source: TextSource) -> Prepared:
-        if (made := matching(source, Path(config.data_dir))) is None:
+        if (made := prepared_text.matching(source, Path(config.data_dir))) is None:
             raise LookupError
         return made
 
@@ -105,16 +96,16 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
     ValueError if none exists. `trained`: `tokenizer_fingerprint` that the tokenizer of the preparation must
     have.
     """
-    known = known_places(Path(config.data_dir))
+    known = prepared_text.known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training
 
     def is_known(name: str) -> bool:
-        return is_text(name) or place_of(name) in known
+        return is_text(name) or prepared_text.place_of(name) in known
 
     members = blend_members(config.train_data) + blend_members(config.valid_data)
     if not any(is_known(name) or is_url(name) for _, name in members):
         return config
-    find = partial(find_prepared, data_dir=Path(config.data_dir), trained=trained)
+    find = partial(prepared_text.find_prepared, data_dir=Path(config.data_dir), trained=trained)
     return _resolved(config, find, is_known)
 
 
@@ -137,13 +128,13 @@ def plan_text(config: Config) -> list[str]:
     lines = [f"{url}: {how}" for url in _remote_tokens(config)]
     for source in _text_sources(config):
         what = f"{source.setting.upper()}: {len(source.files)} files, {bytes_text(total_bytes(source.files))}"
-        if found := matching(source, Path(config.data_dir)):
+        if found := prepared_text.matching(source, Path(config.data_dir)):
             lines.append(f"{what}, already prepared in {found.folder}")
             continue
         tokenizer = source.tokenizer.name if source.tokenizer else ""
         made = tokenizer or f"a {source.vocab_size}-token tokenizer trained on this text"
         held_out = ", documents held out for validation" if source.holds_out else ""
-        folder = Path(config.data_dir) / folder_name(source)
+        folder = Path(config.data_dir) / prepared_text.folder_name(source)
         lines.append(f"{what}, would be tokenized into {folder} with {made}{held_out}")
     return lines
 

@@ -7,22 +7,8 @@ from typing import Literal
 import numpy as np
 
 from moe_exp.host.quantities import count_text, duration, flops_text, loss_text
-from moe_exp.report.comparison import (
-    NATS,
-    TRAINING,
-    VALIDATION,
-    Group,
-    Parity,
-    in_words,
-    is_validated_alike,
-    loss_unit,
-    parity,
-    parity_text,
-    run_curve,
-    seed_groups,
-    why_not_compared,
-    window_of,
-)
+from moe_exp.report import comparison
+from moe_exp.report.comparison import NATS, TRAINING, VALIDATION, Group, Parity, in_words, parity, run_curve
 from moe_exp.report.run_data import Floats, RunRecords
 
 Axis = Literal["consumed_tokens", "consumed_flops", "training_seconds"]
@@ -71,12 +57,12 @@ def baseline_of(runs: Sequence[RunRecords]) -> int:
 
 def ranking(runs: Sequence[RunRecords], axis: Axis = "consumed_tokens") -> Ranking | None:
     """Ranks the groups at equal amounts of `axis` (see RANKING_RULE); None if fewer than two qualify."""
-    window = window_of(runs)
-    runs = [run for run in runs if not why_not_compared(run, window)]
-    groups, unit = seed_groups(runs), loss_unit(runs)
+    window = comparison.window_of(runs)
+    runs = [run for run in runs if not comparison.why_not_compared(run, window)]
+    groups, unit = comparison.seed_groups(runs), comparison.loss_unit(runs)
     if len(groups) < 2 or unit is None:
         return None
-    for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
+    for what in (VALIDATION, TRAINING) if comparison.is_validated_alike(runs) else (TRAINING,):
         curves: dict[int, tuple[Floats, Floats]] = {}  # x and loss by id of the run
         for run in runs:
             if curve := run_curve(run, what, unit, window):
@@ -124,15 +110,15 @@ def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
             return f"{run.name} has no loss yet.", ""
         after = f" after {count_text(tokens)} tokens" if np.isfinite(tokens) else ""
         return f"{run.name} has {what} of {loss:.4f} {NATS}{after}.", ""
-    found, window = ranking(runs), window_of(runs)
-    refused = [f"{run.name} {reason}" for run in runs if (reason := why_not_compared(run, window))]
+    found, window = ranking(runs), comparison.window_of(runs)
+    refused = [f"{run.name} {reason}" for run in runs if (reason := comparison.why_not_compared(run, window))]
     if found is None:
         why = ""
         if refused:
             why = f": {'; '.join(refused)}"
-        elif loss_unit(runs) is None:
+        elif comparison.loss_unit(runs) is None:
             why = ": their tokenizers differ, and bits per byte are not known for all runs"
-        elif len(seed_groups(runs)) == 1:
+        elif len(comparison.seed_groups(runs)) == 1:
             why = ": they differ only in SEED"
         return f"No two of the runs can be compared at equal tokens{why}.", ""
     best, second = found.standings[:2]
@@ -184,7 +170,7 @@ def other_winners(runs: Sequence[RunRecords]) -> list[str]:
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
     """Compares every MoE model with every dense model; if all are of one kind, each with the baseline."""
-    groups = seed_groups(runs)
+    groups = comparison.seed_groups(runs)
     dense = [group for group in groups if group.runs[0].kind == "dense"]
     if found := [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]:
         return found
@@ -207,7 +193,7 @@ def difference(pair: Parity, found: Ranking | None) -> float:
 
 def pair_text(pair: Parity, found: Ranking | None) -> str:
     """Describes the comparison, and adds a sentence if the ranking at equal tokens contradicts it."""
-    return parity_text(pair) + opposite_text(pair, found)
+    return comparison.parity_text(pair) + opposite_text(pair, found)
 
 
 def opposite_text(pair: Parity, found: Ranking | None) -> str:

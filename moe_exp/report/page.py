@@ -15,20 +15,9 @@ import numpy as np
 from moe_exp.config import ConfigError, problem
 from moe_exp.host.files import write_atomically
 from moe_exp.host.quantities import target_text
+from moe_exp.report import comparison
 from moe_exp.report import page_parts as parts
-from moe_exp.report.comparison import (
-    BITS,
-    NATS,
-    Overview,
-    bits_per_nat,
-    common_loss,
-    differing_settings,
-    in_words,
-    loss_unit,
-    smoothed,
-    warnings_of,
-    window_of,
-)
+from moe_exp.report.comparison import BITS, NATS, Overview, differing_settings, warnings_of, window_of
 from moe_exp.report.headline import baseline_of, headline, other_winners, pair_text, pairs, ranking
 from moe_exp.report.run_data import (
     AXES,
@@ -113,7 +102,7 @@ def check_out(out: Path | None) -> list[str]:
 
 def _views(runs: Sequence[RunRecords], loss: float | None) -> tuple[list[Overview], float, str | None]:
     """Returns the overview of each run, the loss for the cost comparison, and its unit."""
-    found, unit = common_loss(runs)
+    found, unit = comparison.common_loss(runs)
     chosen = found if loss is None else loss
     window = window_of(runs)
     return [Overview(run, chosen, unit, window) for run in runs], chosen, unit
@@ -121,7 +110,7 @@ def _views(runs: Sequence[RunRecords], loss: float | None) -> tuple[list[Overvie
 
 def title_of(runs: Sequence[RunRecords]) -> str:
     """Default heading for a report on these runs."""
-    return f"{len(runs)} runs" if len(runs) > 3 else in_words([run.name for run in runs])
+    return f"{len(runs)} runs" if len(runs) > 3 else comparison.in_words([run.name for run in runs])
 
 
 def report_html(
@@ -178,14 +167,14 @@ def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.
     """Data for the script as JSON values. `loss`: see `write_report`; `detail` scales the resolution."""
     # limits that keep the page far below 5 MB
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
-    window, unit = window_of(runs), loss_unit(runs)
+    window, unit = window_of(runs), comparison.loss_unit(runs)
     budget = detail * 600_000 / max(sum(bool(run.load) for run in runs), 1)
     return {
         "unit": unit or NATS,
         "groups": grouped_by_seed([run.settings for run in runs]),
         "baseline": baseline_of(runs),
         "window_tokens": _rounded(window),
-        "loss": _rounded(common_loss(runs)[0] if loss is None else loss),
+        "loss": _rounded(comparison.common_loss(runs)[0] if loss is None else loss),
         "runs": [
             _run(run, points, unit or NATS, window) | {"experts": _experts(run, budget)} for run in runs
         ],
@@ -206,7 +195,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
     curves = {key: _curve(train[key], starts, with_range=key in ("lm_loss", "grad_norm")) for key in _DRAWN}
     memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
     curves["memory_bytes"] = _curve(memory, starts)
-    best = smoothed(run, unit, window)
+    best = comparison.smoothed(run, unit, window)
     spiked = spikes(train["grad_norm"])[:_MOST_SPIKES]
     step = max(1, (num_valid := len(run.valid["iteration"])) // points)
     every = slice((num_valid - 1) % step, None, step)  # the offset keeps the latest validation
@@ -219,7 +208,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
         "name": run.name,
         "kind": run.kind,
         "seed": run.settings.get("seed"),
-        "bits_per_nat": _rounded(bits_per_nat(run)) if unit == BITS else None,
+        "bits_per_nat": _rounded(comparison.bits_per_nat(run)) if unit == BITS else None,
         "x": {key: _list(values[ends]) for key, values in axes.items()},
         "curves": {key: curve for key, curve in curves.items() if curve},
         "valid": {

@@ -22,17 +22,8 @@ from moe_exp.host.quantities import (
     rate_text,
     target_text,
 )
-from moe_exp.report import headline
-from moe_exp.report.comparison import (
-    NATS,
-    VALIDATION,
-    Cost,
-    Overview,
-    Parity,
-    has_loss,
-    in_words,
-    why_not_compared,
-)
+from moe_exp.report import comparison, headline
+from moe_exp.report.comparison import NATS, VALIDATION, Cost, Overview, Parity, in_words
 from moe_exp.report.headline import Axis, Ranking
 from moe_exp.report.run_data import LAYER_KEYS, SPIKE_FACTOR, SPIKE_WINDOW, RunRecords, spikes
 from moe_exp.runs.records import time_of
@@ -215,11 +206,11 @@ def cost_html(
     if unit is None:
         note = "The tokenizers differ and bits per byte are not known, so losses cannot be compared."
         return f'<p class="note">{note}</p>'
-    why = {view.run.name: why_not_compared(view.run, window_tokens) for view in views}
+    why = {view.run.name: comparison.why_not_compared(view.run, window_tokens) for view in views}
     reasons = [f"{name} {reason}" for name, reason in why.items() if reason]
     left_out = escape(f" Left out: {'; '.join(reasons)}.") if reasons else ""
     if not math.isfinite(loss):
-        has_any = any(has_loss(view.run) for view in views)
+        has_any = any(comparison.has_loss(view.run) for view in views)
         note = f"No loss can be compared.{left_out}" if has_any else "No loss has been recorded yet."
         return f'<p class="note">{note}</p>'
     rows = []

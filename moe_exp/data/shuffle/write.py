@@ -15,16 +15,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from moe_exp.data.execution import Through, complete_files
+from moe_exp.data.shuffle import scatter
 from moe_exp.data.shuffle.blocks import LineBlocks, sum_digests, write_all
-from moe_exp.data.shuffle.scatter import (
-    BUCKET_FILL,
-    DOCUMENT_BYTES,
-    RECORD,
-    Indexed,
-    TaskShuffle,
-    check_size,
-    first_key,
-)
+from moe_exp.data.shuffle.scatter import BUCKET_FILL, DOCUMENT_BYTES, RECORD, TaskShuffle, first_key
 from moe_exp.data.stage import MAKE_AGAIN
 from moe_exp.host.files import read_json, write_json
 
@@ -117,13 +110,13 @@ class Scattered:
     """Files of the second pass of all tasks; raises ValueError if a file has the wrong size."""
 
     def __init__(self, job: TaskShuffle):
-        self.job, self.indexed = job, Indexed(job)
+        self.job, self.indexed = job, scatter.Indexed(job)
         total = np.zeros((self.indexed.buckets.number, 2), dtype=np.int64)
         for task in range(job.num_tasks):
             sizes = np.array(read_json(job.place("scattered", task), fix=MAKE_AGAIN), dtype=np.int64)
             num_documents, num_bytes = sizes.sum(axis=0).tolist()
-            check_size(job.place("scattered", task, ".lines"), num_bytes)
-            check_size(job.place("scattered", task, ".records"), num_documents * RECORD.itemsize)
+            scatter.check_size(job.place("scattered", task, ".lines"), num_bytes)
+            scatter.check_size(job.place("scattered", task, ".records"), num_documents * RECORD.itemsize)
             total += sizes
         self.sizes: list[tuple[int, int]] = [(count, num_bytes) for count, num_bytes in total.tolist()]
 
