@@ -15,20 +15,11 @@ import numpy as np
 from moe_exp.config import ConfigError, problem
 from moe_exp.host.files import write_atomically
 from moe_exp.host.quantities import target_text
-from moe_exp.report import comparison
+from moe_exp.report import comparison, run_data
 from moe_exp.report import page_parts as parts
 from moe_exp.report.comparison import BITS, NATS, Overview, differing_settings, warnings_of, window_of
 from moe_exp.report.headline import baseline_of, headline, other_winners, pair_text, pairs, ranking
-from moe_exp.report.run_data import (
-    AXES,
-    NUM_COLUMNS,
-    VALID_CURVES,
-    Floats,
-    RunRecords,
-    read_runs,
-    run_problems,
-    spikes,
-)
+from moe_exp.report.run_data import AXES, VALID_CURVES, Floats, RunRecords, read_runs, run_problems, spikes
 from moe_exp.runs.curves import grouped_by_seed, marks_of
 
 # These mark a file as a report, which a new report may replace: in HTML and in Markdown.
@@ -275,7 +266,7 @@ def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
     """Expert load [columns, layers, experts] as uint16 (LOAD_SCALE is a fair share), and curves per layer."""
     if not run.load:
         return None
-    num_columns = int(min(NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))
+    num_columns = int(min(run_data.NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))
     if not num_columns:
         return None  # the tables still show the latest state
     bounds, shares_CLE, means = run.load.columns(num_columns)

@@ -11,17 +11,8 @@ from typing import Any
 
 from moe_exp.config import TRAITS, Config, module_arguments
 from moe_exp.config.presets import PRESETS, preset_values
-from moe_exp.host.quantities import (
-    bytes_text,
-    count_text,
-    digits_text,
-    duration,
-    flops_text,
-    loss_text,
-    percent,
-    rate_text,
-    target_text,
-)
+from moe_exp.host import quantities
+from moe_exp.host.quantities import count_text, digits_text, duration, flops_text, loss_text, percent
 from moe_exp.report import comparison, headline
 from moe_exp.report.comparison import NATS, VALIDATION, Cost, Overview, Parity, in_words
 from moe_exp.report.headline import Axis, Ranking
@@ -189,9 +180,9 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
         ("validation loss", [loss_text(view.valid_loss) for view in views]),
         ("validation perplexity", [digits_text(view.valid_ppl) for view in views]),
         ("bits per byte", [loss_text(view.bits_per_byte) for view in views]),
-        ("tokens per second", [rate_text(view.tokens_per_second) for view in views]),
+        ("tokens per second", [quantities.rate_text(view.tokens_per_second) for view in views]),
         ("TFLOP/s per rank", [digits_text(view.tflops_per_gpu, 3) for view in views]),
-        ("peak memory per rank", [bytes_text(view.peak_memory_bytes) for view in views]),
+        ("peak memory per rank", [quantities.bytes_text(view.peak_memory_bytes) for view in views]),
     ]
     # a dash is a missing measurement
     return [(name, values) for name, values in rows if any(value != "–" for value in values)]
@@ -221,7 +212,7 @@ def cost_html(
         rows.append(f'<tr data-run="{index}"><th scope="row">{run_name(view.run, index)}</th>{values}</tr>')
     head = ["run", "tokens", "FLOPs", "training time", "iteration"]
     step = 0.01 if unit == NATS else 0.001
-    shown = target_text(loss)
+    shown = quantities.target_text(loss)
     field = f'<input id="target-loss" type="number" step="{step}" value="{shown}">'
     choose = f'<p id="target" hidden><label>loss to reach, {unit} {field}</label></p>'
     rule = (
