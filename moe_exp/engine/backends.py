@@ -57,33 +57,25 @@ def backends_of(
 
     `kernel_failures` is from `check_run`, `graph_failure` from `training.microbatch.start_graphs`.
     """
+
+    def options(part: str) -> dict[str, Any]:
+        return {"device_type": device_type, "failure": failure_of(part, kernel_failures)}
+
     has_te, te = use_te(config), ("Transformer Engine", "IMPL=te, or IMPL=auto and it is installed")
     found = {
         "communication": choose_communication(),
         **_attention_backends(config, device_type, te if has_te else None),
         "norm": te if has_te else choose_norm(device_type),
-        "grouped GEMM": _expert_backend(config, device_type, failure_of("experts", kernel_failures)),
+        "grouped GEMM": _expert_backend(config, **options("experts")),
         "routing": choose_routing(
-            config.routing_kernels,
-            device_type=device_type,
-            router_problem=router_problem(config),
-            failure=failure_of("routing", kernel_failures),
+            config.routing_kernels, router_problem=router_problem(config), **options("routing")
         ),
-        "cross entropy": choose_cross_entropy(
-            config.cross_entropy,
-            device_type=device_type,
-            failure=failure_of("cross entropy", kernel_failures),
-        ),
-        "optimizer": choose_optimizer(
-            config, device_type=device_type, failure=failure_of("optimizer", kernel_failures)
-        ),
+        "cross entropy": choose_cross_entropy(config.cross_entropy, **options("cross entropy")),
+        "optimizer": choose_optimizer(config, **options("optimizer")),
     }
     if device_type == "cuda" and not has_te:
-        found["rotary embedding"] = choose_rotary(
-            transformer_config(config).apply_rope_fusion,
-            device_type=device_type,
-            failure=failure_of("rotary embedding", kernel_failures),
-        )
+        is_fused = transformer_config(config).apply_rope_fusion
+        found["rotary embedding"] = choose_rotary(is_fused, **options("rotary embedding"))
     found["graph"] = choose_graph(
         config, device_type=device_type, expert_backend=found["grouped GEMM"][0] if config.use_moe else "",
         has_te=has_te, overlaps=overlaps(config), failure=graph_failure,
@@ -214,21 +206,16 @@ def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]
 
 def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
     """Parts (keys of PARTS) that run on Triton kernels with these settings."""
-    parts = []
-    if config.use_moe and _expert_backend(config, device.type)[0] == "triton":
-        parts.append("experts")
-    # not with Triton's interpreter, see `choose_routing`
-    routing = choose_routing(config.routing_kernels, device_type=device.type)
-    if config.use_moe and routing[0] == "triton":
-        parts.append("routing")
-    if choose_cross_entropy(config.cross_entropy, device_type=device.type)[0] != "megatron":
-        parts.append("cross entropy")
-    if choose_step(config, device_type=device.type) != "torch":
-        parts.append("optimizer")
-    is_fused = transformer_config(config).apply_rope_fusion and not use_te(config)
-    if choose_rotary(is_fused, device_type=device.type)[0] == "triton":
-        parts.append("rotary embedding")
-    return parts
+    kind, is_fused = device.type, transformer_config(config).apply_rope_fusion and not use_te(config)
+    # routing: not with Triton's interpreter, see `choose_routing`
+    runs = {
+        "experts": config.use_moe and _expert_backend(config, kind)[0] == "triton",
+        "routing": config.use_moe and choose_routing(config.routing_kernels, device_type=kind)[0] == "triton",
+        "cross entropy": choose_cross_entropy(config.cross_entropy, device_type=kind)[0] != "megatron",
+        "optimizer": choose_step(config, device_type=kind) != "torch",
+        "rotary embedding": choose_rotary(is_fused, device_type=kind)[0] == "triton",
+    }
+    return [part for part, is_run in runs.items() if is_run]
 
 
 def sizes_of(config: Config) -> Sizes:
@@ -237,14 +224,8 @@ def sizes_of(config: Config) -> Sizes:
     num_tokens = config.mbsz * config.seq_len // config.cp // config.tp  # routed by one rank per micro-batch
     if config.use_moe and not router_problem(config):
         rules = router_config(transformer_config(config), moe_options(config)["router"])
-        router = {
-            "num_experts": rules.num_experts,
-            "score": rules.score,
-            "pre_softmax": rules.pre_softmax,
-            "normalize": rules.normalizes,
-            "scaling_factor": rules.scaling_factor,
-            "expert_bias": rules.expert_bias,
-        }
+        names = ("num_experts", "score", "pre_softmax", "scaling_factor", "expert_bias")
+        router = {name: getattr(rules, name) for name in names} | {"normalize": rules.normalizes}
     return Sizes(
         dtype=DTYPES[config.dtype],
         hidden_size=config.expert_hidden_size,
