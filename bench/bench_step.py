@@ -39,7 +39,7 @@ from moe_exp.config import Config, load_config
 from moe_exp.engine import optimizer_setup
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_classes import Adam
-from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
 from moe_exp.engine.runtime import Runtime, start, stop
 from moe_exp.host.processes import free_port
 from moe_exp.layers.dispatcher import LocalDispatcher
@@ -71,8 +71,8 @@ class Ours:
         train_stream, _ = samples.build_data(config)
         model = build_model(config, rank, has_graph=graph)
         optimizer = build_optimizer(config, model)
-        trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-        loop.set_megatron_hooks(model, trained.optimizer)
+        trained = Trained(model, optimizer, LearningRateScheduler(config, optimizer))
+        loop.optimizer_setup.set_megatron_hooks(model, trained.optimizer)
         self.job = loop.Job(config, rank, RunFolder.of(config), trained, train_stream, None)
         self.progress = Progress()
         self.interval = Interval(config, rank, model)

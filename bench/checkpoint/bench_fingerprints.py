@@ -28,7 +28,7 @@ from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
 from moe_exp.host.processes import free_port
 from moe_exp.training.replica_checks import check_replicas
 
@@ -71,7 +71,7 @@ def saves(folder: Path, num_pairs: int) -> None:
     rank = runtime.start(config)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
-    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
+    trained = Trained(model, optimizer, LearningRateScheduler(config, optimizer))
     seconds: dict[bool, list[float]] = {False: [], True: []}
     num_bytes = 0
     for pair in range(num_pairs + 1):

@@ -207,10 +207,8 @@ def build_optimizer(
 
 def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Sets Megatron's hooks for zeroing and finalizing gradients, loss scaling and delayed communication."""
-    settings, overwritten = (
-        get_model_config(model[0]),
-        [p for chunk in model for p in leave_to_kernels(chunk)],
-    )
+    settings = get_model_config(model[0])
+    overwritten = [p for chunk in model for p in leave_to_kernels(chunk)]
 
     def finalize(*args: Any, **kwargs: Any) -> None:
         for parameter in overwritten:
@@ -264,19 +262,9 @@ class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
         )  # fmt: skip
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """Learning rate of a parameter group after the samples so far."""
+        """Learning rate of a parameter group after the samples so far; `{}`: LR itself (LR_GROUPS)."""
         bounds = {name: param_group[name] for name in ("max_lr", "min_lr") if name in param_group}
         return learning_rate(self._config, self.num_steps, **bounds)
-
-
-def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> LearningRateScheduler:
-    """Learning rate scheduler of `optimizer` (LR_DECAY_STYLE)."""
-    return LearningRateScheduler(config, optimizer)
-
-
-def base_learning_rate(scheduler: LearningRateScheduler) -> float:
-    """Learning rate of parameters without a multiplier (LR_GROUPS)."""
-    return scheduler.get_lr({})
 
 
 def next_batch(config: Config, consumed_samples: int, seq_len: int) -> tuple[int, int, int]:

@@ -32,17 +32,10 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text import prepared_by_launcher
 from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.data.tokens.manifests import with_vocab_size
-from moe_exp.engine import faults, runtime
+from moe_exp.engine import faults, optimizer_setup, runtime
 from moe_exp.engine.averaged_weights import averaged_weights
 from moe_exp.engine.backends import backends_of, check_run, tune_run
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import (
-    base_learning_rate,
-    build_optimizer,
-    build_scheduler,
-    set_megatron_hooks,
-    skip_steps_not_finite,
-)
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.params import startup_report
@@ -191,12 +184,12 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     tune_run(config, rank, kernel_failures)
     has_graph = graph == "on"
     model = build_model(config, rank, kernel_failures, has_graph=has_graph)
-    optimizer = build_optimizer(config, model, kernel_failures)
-    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    set_megatron_hooks(model, optimizer)
+    optimizer = optimizer_setup.build_optimizer(config, model, kernel_failures)
+    trained = Trained(model, optimizer, optimizer_setup.LearningRateScheduler(config, optimizer))
+    optimizer_setup.set_megatron_hooks(model, optimizer)
     # After set_megatron_hooks, whose finalize_model_grads it wraps. From here on optimizer.step() changes
     # nothing if the gradient norm is not finite.
-    skip_steps_not_finite(optimizer, model)
+    optimizer_setup.skip_steps_not_finite(optimizer, model)
     job = Job(
         config, rank, folder, trained,
         data.read_ahead(config, rank, samples) if config.num_workers else samples,
@@ -377,10 +370,9 @@ def mean_valid_loss(job: Job) -> float:
 
 def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:
     """Logs the interval that ends with `step`. Called by every rank."""
-    scale, rate = job.trained.optimizer.get_loss_scale(), base_learning_rate(job.trained.scheduler)
     record = interval.record(
-        progress, learning_rate=rate, grad_norm=step.done.grad_norm, num_zeros=step.num_zeros,
-        loss_scale=float(scale),
+        progress, learning_rate=job.trained.scheduler.get_lr({}), grad_norm=step.done.grad_norm,
+        num_zeros=step.num_zeros, loss_scale=float(job.trained.optimizer.get_loss_scale()),
     )  # fmt: skip
     if metrics is not None:
         metrics.train(record)

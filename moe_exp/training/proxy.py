@@ -25,7 +25,7 @@ class Proxy:
         self.config, self._runtime = config, share_alone(config)
         self.model = build_model(config, self._runtime)
         self._optimizer = optimizer_setup.build_optimizer(config, self.model)
-        self._scheduler = optimizer_setup.build_scheduler(config, self._optimizer)
+        self._scheduler = optimizer_setup.LearningRateScheduler(config, self._optimizer)
         optimizer_setup.set_megatron_hooks(self.model, self._optimizer)
         optimizer_setup.skip_steps_not_finite(self._optimizer, self.model)
         self._samples, _ = build_data(config)

@@ -26,7 +26,7 @@ from moe_exp.checkpoint.state import Progress, Trained, whole_state
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model, transformer_config
-from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
 from moe_exp.layers.spec import decoder_spec
 
 from megatron.core import dist_checkpointing
@@ -120,7 +120,7 @@ def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
     rank = runtime.start(config)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
-    return config, rank, Trained(model, optimizer, build_scheduler(config, optimizer))
+    return config, rank, Trained(model, optimizer, LearningRateScheduler(config, optimizer))
 
 
 def on_ranks(function: Any, folder: Path, *args: Any, num: int = 1, **changes: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from moe_exp.cli import main
 from moe_exp.config import ConfigError, choices, load_config
 from moe_exp.config.sections.router import NAMES, RouterConfig
 from moe_exp.config.settings import Config
-from moe_exp.engine.optimizer_setup import build_scheduler, choose_optimizer
+from moe_exp.engine.optimizer_setup import LearningRateScheduler, choose_optimizer
 from moe_exp.launch.machine_checks import check_machine
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, FUSED, choose_backend
@@ -100,7 +100,7 @@ def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):
         with pytest.raises(
             ValueError, match=r"lr_decay_style=dummy: has no pieces in config/sections/learning"
         ):
-            build_scheduler(config_with(added), SimpleNamespace(param_groups=[{}]))
+            LearningRateScheduler(config_with(added), SimpleNamespace(param_groups=[{}]))
     elif added == "optimizer":
         with pytest.raises(ValueError, match="optimizer=dummy: has no class"):
             choose_optimizer(config_with(added))

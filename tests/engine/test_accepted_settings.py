@@ -92,15 +92,15 @@ def failures(seed: int, count: int, trains: bool) -> list[str]:
 def train_step(config: Config) -> None:
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
     from moe_exp.training import loop
 
     rank = runtime.start_alone(config)
     try:
         model = build_model(config, rank)
         optimizer = build_optimizer(config, model)
-        build_scheduler(config, optimizer)
-        loop.set_megatron_hooks(model, optimizer)
+        LearningRateScheduler(config, optimizer)
+        loop.optimizer_setup.set_megatron_hooks(model, optimizer)
         trained = SimpleNamespace(model=model)
         job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None, graphs=None)
         ((total, num_counted), *_) = loop.forward_backward(job, RandomTokens(config.seq_len, 100), 0, 1)

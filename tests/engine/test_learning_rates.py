@@ -12,7 +12,7 @@ from helpers.relative_error import relative_error
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config.parameter_groups import KINDS, kind_of
 from moe_exp.engine import runtime
-from moe_exp.engine.optimizer_setup import base_learning_rate, parameter_names
+from moe_exp.engine.optimizer_setup import parameter_names
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
@@ -58,7 +58,7 @@ def updates_of(settings: dict[str, Any], port: int) -> tuple[dict[str, tuple[Ten
     before = [parameter.detach().double() for parameter in parameters]
     interval = Interval(job.config, job.runtime, job.trained.model)
     loop.train_step(job, Progress(), interval, count_zeros=False)
-    rate = base_learning_rate(job.trained.scheduler)
+    rate = job.trained.scheduler.get_lr({})
     runtime.stop()
     pairs = zip(parameters, before, strict=True)
     return {names[id(p)]: (start, p.detach().double() - start) for p, start in pairs}, rate

@@ -109,7 +109,7 @@ def _packed(settings: dict[str, Any], without_mask: bool, port: int) -> dict[str
         Documents.are_whole_samples = property(lambda self: True)  # type: ignore[assignment,method-assign]
     job = built(settings, port)
     config, model, groups = job.config, job.trained.model, job.runtime.groups
-    loop.set_megatron_hooks(model, job.trained.optimizer)
+    loop.optimizer_setup.set_megatron_hooks(model, job.trained.optimizer)
     num_microbatches = config.gbsz // (config.mbsz * config.data_parallel_size)
     losses = loop.forward_backward(job, DocumentTokens(config.seq_len, 200), 0, num_microbatches)
     found = _found(job)

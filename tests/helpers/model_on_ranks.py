@@ -88,7 +88,7 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
     from moe_exp.checkpoint.state import Progress, Trained
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
     from moe_exp.training import loop
 
     load_from, iterations = settings.pop("load", None), settings.pop("iterations", 2)
@@ -101,8 +101,8 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
     for chunk in model:
         draw_vectors(chunk.module)
     optimizer = build_optimizer(config, model)
-    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    loop.set_megatron_hooks(model, trained.optimizer)
+    trained = Trained(model, optimizer, LearningRateScheduler(config, optimizer))
+    loop.optimizer_setup.set_megatron_hooks(model, trained.optimizer)
     progress = Progress() if load_from is None else load(config, rank, Path(load_from), trained)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=EOD, graphs=None)
     found: dict[str, Any] = {"losses": {}, "norms": [], "pieces": []}

@@ -68,7 +68,7 @@ def _one_batch(settings: dict[str, Any], tokens: Tensor, has_filler: bool, port:
     job = built(MODEL | settings, port)
     config, model, groups = job.config, job.trained.model, job.runtime.groups
     job.valid_stream = Rows(tokens, has_filler=has_filler)
-    loop.set_megatron_hooks(model, job.trained.optimizer)
+    loop.optimizer_setup.set_megatron_hooks(model, job.trained.optimizer)
     interval, num = Interval(config, job.runtime, model), config.num_microbatches
     losses = loop.forward_backward(job, job.valid_stream, 0, num)
     interval.add(losses, num_microbatches=num, batch_size=config.gbsz, flops=1)

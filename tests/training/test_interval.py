@@ -18,7 +18,7 @@ from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
 from moe_exp.layers.experts import RoutedTokens
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval, IterationEnd, end_of_iteration, expert_record
@@ -68,8 +68,8 @@ def record_on_rank(settings: dict[str, Any], port: int) -> tuple[dict[str, Any],
     rank = runtime.start(config)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
-    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    loop.set_megatron_hooks(model, trained.optimizer)
+    trained = Trained(model, optimizer, LearningRateScheduler(config, optimizer))
+    loop.optimizer_setup.set_megatron_hooks(model, trained.optimizer)
     stream = RandomTokens(config.seq_len, config.vocab_size)
     job: Any = SimpleNamespace(
         config=config, runtime=rank, trained=trained, train_stream=stream, eod_id=None, graphs=None

@@ -21,7 +21,7 @@ from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import base_learning_rate, build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
@@ -132,14 +132,14 @@ def build_job(config: Config, rank: Any) -> Any:
     """What `loop.build` builds, without a run folder."""
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
-    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    loop.set_megatron_hooks(model, trained.optimizer)
+    trained = Trained(model, optimizer, LearningRateScheduler(config, optimizer))
+    loop.optimizer_setup.set_megatron_hooks(model, trained.optimizer)
     samples, _ = build_data(config)
     return loop.Job(config, rank, RunFolder(Path(config.run_dir)), trained, samples, None)
 
 
 def _step(job: Any, progress: Any, interval: Any, grad_norm: float) -> Step:
-    facts = {"learning_rate": base_learning_rate(job.trained.scheduler), "grad_norm": grad_norm}
+    facts = {"learning_rate": job.trained.scheduler.get_lr({}), "grad_norm": grad_norm}
     record = interval.record(progress, **facts, num_zeros=None, loss_scale=1.0)
     names = ("lm_loss", "load_balancing_loss", "z_loss", "grad_norm", "params_norm", "learning_rate")
     tokens = [layer["tokens_per_expert"] for layer in record["experts"]]

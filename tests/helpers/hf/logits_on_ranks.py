@@ -17,7 +17,7 @@ from moe_exp.checkpoint.state import Trained
 from moe_exp.config import Config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
 from moe_exp.training.microbatch import forward_step, read_microbatch
 
 
@@ -93,7 +93,7 @@ def _loaded(
             rank = runtime.start(config)
         model = build_model(config, rank)
         optimizer = build_optimizer(config, model)
-        trained = Trained(model, optimizer, build_scheduler(config, optimizer))
+        trained = Trained(model, optimizer, LearningRateScheduler(config, optimizer))
         load_weights(rank, one_checkpoint(Path(folder)), trained)
         model[0].eval()
         yield config, rank, model

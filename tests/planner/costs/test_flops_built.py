@@ -76,7 +76,7 @@ def _counted(settings: dict[str, Any], port: int) -> int:
     os.environ["MASTER_PORT"] = str(port)
     rank = runtime.start(config)
     model = build_model(config, rank)
-    loop.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
+    loop.optimizer_setup.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
     trained = SimpleNamespace(model=model)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None, graphs=None)
     with Counter() as counter:

@@ -277,7 +277,7 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
     os.environ["MASTER_PORT"] = str(port)
     rank = runtime.start(config)
     model = build_model(config, rank)
-    loop.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
+    loop.optimizer_setup.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
     ledger, saved = Ledger(model), offload._Saved
     offload._Saved = counted(ledger, saved)  # type: ignore[misc]
     trained = SimpleNamespace(model=model)

@@ -337,7 +337,7 @@ def train_alone(settings: dict[str, Any]) -> tuple[int, int]:
     """In a process of its own: its resident size when it begins, and the largest over two iterations."""
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
     from moe_exp.training import loop
 
     config = load_config(settings, {})
@@ -345,9 +345,9 @@ def train_alone(settings: dict[str, Any]) -> tuple[int, int]:
     begin = _resident_bytes("VmRSS")
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
-    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
+    trained = Trained(model, optimizer, LearningRateScheduler(config, optimizer))
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None, graphs=None)
-    loop.set_megatron_hooks(model, job.trained.optimizer)
+    loop.optimizer_setup.set_megatron_hooks(model, job.trained.optimizer)
     data = RandomTokens(config.seq_len, config.vocab_size)
     for _ in range(2):
         for chunk in model:
