@@ -1,5 +1,6 @@
 """All-gather and reduce-scatter that are also fast on gloo. Measurements: docs/performance.md."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,20 +30,13 @@ def reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup | None = None, as
     # summed on this rank in rank order, not along the way as in a ring
     parts = torch.empty_like(x, memory_format=torch.contiguous_format).view(dist.get_world_size(group), -1)
     work = dist.all_to_all_single(parts.view(-1), x.contiguous().view(-1), group=group, async_op=async_op)
-    pending = _Sum(out, parts, work)
-    return pending if async_op else pending.wait()
 
+    def wait() -> None:
+        if work is not None:
+            work.wait()
+        torch.sum(parts, dim=0, out=out.view(-1))
 
-class _Sum:
-    """Handle of a reduce-scatter; `wait` computes the sum."""
-
-    def __init__(self, out: Tensor, parts: Tensor, work: Any):
-        self.out, self.parts, self.work = out, parts, work
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        torch.sum(self.parts, dim=0, out=self.out.view(-1))
+    return SimpleNamespace(wait=wait) if async_op else wait()
 
 
 def _is_gloo(group: ProcessGroup | None) -> bool:

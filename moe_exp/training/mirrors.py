@@ -186,24 +186,16 @@ class _Wandb:
 Mirror = _TensorBoard | Prometheus | _Wandb
 
 
-def wandb_problems(config: Config) -> list[str]:
-    """An error if wandb is requested but not installed, else an empty list."""
-    if config.wandb_project and config.wandb_mode != "disabled":
-        try:
-            from wandb import init  # noqa: F401 - a folder named wandb can be imported, but has no init
-        except ImportError:
-            fix = "run `pip install moe-exp[wandb]`, or unset WANDB_PROJECT"
-            return [problem("wandb_project", config.wandb_project, "the wandb package is not installed", fix)]
-    return []
-
-
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
     """The wandb mirror, or [] if not requested; ConfigError if it cannot start. Send it old records first."""
     if not config.wandb_project or config.wandb_mode == "disabled":
         return []
-    if problems := wandb_problems(config):
-        raise ConfigError(problems)
-    import wandb
+    try:
+        from wandb import errors, init  # a folder named wandb can be imported, but has no init
+    except ImportError:
+        rule = "the wandb package is not installed"
+        fix = "run `pip install moe-exp[wandb]`, or unset WANDB_PROJECT"
+        raise ConfigError([problem("wandb_project", config.wandb_project, rule, fix)]) from None
 
     if config.wandb_mode == "offline":
         # wandb cannot append to offline files, so every start writes the complete run again under the same
@@ -220,13 +212,13 @@ def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
         run_id.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(run_id, secrets.token_hex(4))
     try:
-        run = wandb.init(
+        run = init(
             project=config.wandb_project, mode=config.wandb_mode, name=config.name, group=group_of(config),
             id=run_id.read_text(encoding="utf-8").strip(), tags=[group_of(config)],
             config=config.model_dump(), dir=str(folder.path),
             resume="allow" if config.wandb_mode == "online" else None,
         )  # fmt: skip
-    except wandb.errors.Error as error:
+    except errors.Error as error:
         fix, reason = "run `wandb login`, or set WANDB_MODE=offline", " ".join(str(error).split())
         if key := os.environ.get("WANDB_API_KEY"):
             reason = reason.replace(key, "the key")

@@ -46,17 +46,11 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Situation:
-    """How the failed start went.
+    """How the failed start went."""
 
-    Args:
-        iterations: iterations that it trained.
-        trained_before: whether an earlier start with the same settings trained.
-        repeats: earlier failures after the same iteration with the same message.
-    """
-
-    iterations: int = 0
-    trained_before: bool = False
-    repeats: int = 0
+    iterations: int = 0  # that it trained
+    trained_before: bool = False  # whether an earlier start with the same settings trained
+    repeats: int = 0  # earlier failures after the same iteration with the same message
 
     @property
     def is_new(self) -> bool:

@@ -268,7 +268,6 @@ def test_wandb_missing_says_what_to_install(config, folder, monkeypatch):
     with pytest.raises(ConfigError, match=r"^WANDB_PROJECT=p: .* Fix: run `pip install moe-exp\[wandb\]`"):
         Metrics(wanted, folder)
     for off in (config, wanted.model_copy(update={"wandb_mode": "disabled"})):
-        assert mirrors.wandb_problems(off) == []
         Metrics(off, folder).close()
 
 
