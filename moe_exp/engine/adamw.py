@@ -75,8 +75,7 @@ def split(main: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three arguments of `join` for main weights (fp32) and second moments (fp32 or bf16)."""
     weight = main.bfloat16()
     low = main.view(torch.int32) - weight.view(torch.int16).int() * 65536
-    signs = torch.where(low == 32768, -1.0, 1.0).to(square.dtype)
-    return weight, low.short(), square.copysign(signs)
+    return weight, low.short(), square.copysign(torch.where(low == 32768, -1.0, 1.0).to(square.dtype))
 
 
 def step_factors(

@@ -101,8 +101,7 @@ def _attention_backends(
     if te and not (config.document_mask or config.needs_own_attention):
         return {"attention": te}
     found = {}
-    kinds = set(zip(config.window_layers, config.sink_layers, strict=True))
-    for has_window, has_sinks in sorted(kinds):
+    for has_window, has_sinks in sorted(set(zip(config.window_layers, config.sink_layers, strict=True))):
         window = config.sliding_window if has_window else 0
         rule = AttentionRule(1.0, window, config.attention_softcap, has_sinks)
         chosen, reason = choose_attention(

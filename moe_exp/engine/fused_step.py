@@ -169,8 +169,7 @@ def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
         if isinstance(part, DistributedOptimizer):
             place = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
             buffer, _, bucket = part.model_param_gbuf_map[model]
-            values = part.buffers[buffer].buckets[bucket].param_data.view(-1)
-            yield main, values[place.start : place.end]
+            yield main, part.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
         else:
             yield main, model.detach()
 

@@ -158,8 +158,7 @@ def share_alone(config: Config) -> Runtime:
     device = _device(config, 0)
     if not parallel_state.model_parallel_is_initialized():
         return joined(config, 0, device)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return Runtime(0, 1, device, socket.gethostname(), groups)
+    return Runtime(0, 1, device, socket.gethostname(), ProcessGroupCollection.use_mpu_process_groups())
 
 
 def joined(config: Config, rank: int, device: torch.device) -> Runtime:

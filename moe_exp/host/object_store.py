@@ -214,8 +214,7 @@ class Store:
 
 
 def _stored(info: Mapping[str, Any]) -> StoredFile:
-    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-    return StoredFile(int(info["size"]), version)
+    return StoredFile(int(info["size"]), next((str(info[key]) for key in _VERSIONS if info.get(key)), ""))
 
 
 def _may_pass(error: Exception) -> bool:

@@ -104,8 +104,7 @@ class _Counter:
 
 def print_table(title: str, header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Prints a table of plain texts to standard output."""
-    columns = (Column(name, overflow="fold") for name in header)
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table(*(Column(name, overflow="fold") for name in header), title=title, title_justify="left")
     for row in rows:
         table.add_row(*map(Text, row))
     table_console().print(table)

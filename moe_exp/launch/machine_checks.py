@@ -370,8 +370,7 @@ def _data_dir(c: Config) -> Iterator[str]:
     place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         rule = f"needed for {what}, but {place} is {'not writable' if place.is_dir() else 'a file'}"
-        fix = "set DATA_DIR to a writable folder, or set TRAIN_DATA"
-        yield c.problem("data_dir", rule, fix)
+        yield c.problem("data_dir", rule, "set DATA_DIR to a writable folder, or set TRAIN_DATA")
 
 
 def memory_warnings(config: Config) -> list[str]:

@@ -92,10 +92,8 @@ def _placed(config: Config, source: _Source) -> tuple[Config, list[str], list[st
         return staged, lines, list(staged.stage_begin_problems())
     from moe_exp.data.samples.order import place_stages
 
-    rollbacks = read_rollbacks(RunFolder.of(config))
-    staged, lines, skipped = place_stages(config, source.progress, rollbacks)
-    consumed = source.progress["consumed_samples"]
-    return staged, lines, list(staged.stage_begin_problems(consumed, skipped))
+    staged, lines, skipped = place_stages(config, source.progress, read_rollbacks(RunFolder.of(config)))
+    return staged, lines, list(staged.stage_begin_problems(source.progress["consumed_samples"], skipped))
 
 
 def _data_problems(config: Config, source: _Source) -> list[str]:

@@ -152,8 +152,7 @@ class Interval:
 
     def _reduced(self) -> list[list[float]]:
         """Sums over all ranks: losses, squared norm, bad iterations, memory, phases, layer statistics."""
-        width = self.row_width if self.config.use_moe else 0
-        sizes = len(self.config.all_moe_layers), width
+        sizes = len(self.config.all_moe_layers), self.row_width if self.config.use_moe else 0
         table = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
             table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])

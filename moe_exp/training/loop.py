@@ -104,8 +104,7 @@ def checked_config(flags: Mapping[str, Any]) -> Config:
 def run(config: Config, stop: faults.StopSignal) -> int:
     """Builds the job, resumes or starts training, and records the end; returns this process's exit code."""
     heartbeat.start()
-    rank = runtime.start(config)
-    job, progress = build(config, rank)
+    job, progress = build(config, runtime.start(config))
     # If rank 0 cannot open the metrics, every rank exits; otherwise the others would hang in a collective.
     with on_first_rank(lambda: Metrics(config, job.folder, progress.iteration)) or nullcontext() as metrics:
         start = time.monotonic()

@@ -177,8 +177,7 @@ def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup)
     # Megatron averages over all micro-batches of all data parallel ranks. One that EOD_MASK_LOSS masks
     # completely has loss 0 and would lower the mean.
     num_counting = torch.stack([batch["num_counted"] > 0 for batch in microbatches]).sum()
-    num_all = len(microbatches) * dp.size()
-    weight = num_all / sum_over(num_counting, dp).clamp(min=1).double()
+    weight = len(microbatches) * dp.size() / sum_over(num_counting, dp).clamp(min=1).double()
     for batch in microbatches:
         batch["weight"] = weight
 

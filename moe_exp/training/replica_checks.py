@@ -158,8 +158,7 @@ def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
         "tensor": pp.rank(),
         "tied": tp.rank() if held["tied"] else -1,
     }
-    problems = group_problems(config, trained.model, trained.optimizer)
-    return _Held(runtime.host, problems, places, held)
+    return _Held(runtime.host, group_problems(config, trained.model, trained.optimizer), places, held)
 
 
 def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
@@ -404,8 +403,7 @@ class GradientCheck:
             sums = [grad.view(bits[grad.element_size()]).sum(dtype=torch.int64) for grad in grads]
             self._expected.append(torch.stack(sums))
         else:
-            norms = torch._foreach_norm(grads, dtype=torch.float32)
-            self._expected.append(torch.stack(norms).double())
+            self._expected.append(torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).double())
 
     def _compare(self) -> None:
         self._keep()

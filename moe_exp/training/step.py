@@ -115,8 +115,7 @@ def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None
     """Waits for the last step's gradient norm, then `complete`s the step, unless already completed."""
     if step.late_norm is not None:
         (norm,), step.late_norm = step.late_norm(), None
-        updated = count_step(job.trained.optimizer, norm)
-        complete(job, progress, interval, step, updated=updated, norm=norm)
+        complete(job, progress, interval, step, updated=count_step(job.trained.optimizer, norm), norm=norm)
 
 
 def complete(

@@ -84,8 +84,7 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
     if not path.exists():
         return []
     with _lock(path):
-        lines = _text(path).splitlines()
-        kept = [line for line in lines if line.partition("#")[0].strip() not in gone]
+        kept = [line for line in _text(path).splitlines() if line.partition("#")[0].strip() not in gone]
         found = [host for host in read_reasons(path) if host in gone]
         if found:
             write_atomically(path, "".join(f"{line}\n" for line in kept))

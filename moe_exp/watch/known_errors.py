@@ -329,6 +329,5 @@ def recognised(message: str) -> Fault | None:
         pattern, what = _MILD.get(number, (r"(?!)", ""))
         if re.search(pattern, message):
             return Fault(f"Xid {number}: {what}", "hardware", "monitor the GPU")
-        unknown = Fault(f"Xid {number}", "driver", "look it up in NVIDIA's Xid error catalog")
-        return XIDS.get(number, unknown)
+        return XIDS.get(number, Fault(f"Xid {number}", "driver", "look it up in NVIDIA's Xid error catalog"))
     return next((fault for pattern, fault in PATTERNS if pattern.search(message)), None)

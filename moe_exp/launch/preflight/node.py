@@ -216,8 +216,7 @@ def passes(config: Config) -> bool:
         hosts = [node.host for node in verdict.to_exclude()]
         details = {"grade": verdict.grade, "seconds": round(time.monotonic() - start, 1)}
         details |= {"findings": findings_lines(verdict), "exclude": hosts}
-        iteration = max(folder.checkpoint_iterations(), default=0)
-        append_event(folder.metrics, "preflight", iteration, **details)
+        append_event(folder.metrics, "preflight", max(folder.checkpoint_iterations(), default=0), **details)
         wait_for_port(config)
     if verdict.grade != "failed":
         return True

@@ -132,8 +132,7 @@ class _Rank:
 
 def main() -> None:
     """Runs all steps with the settings that the launcher has written to RESULTS_FOLDER."""
-    settings = Path(os.environ[RESULTS_FOLDER]) / SETTINGS
-    rank = _Rank(Config.model_validate_json(settings.read_text()))
+    rank = _Rank(Config.model_validate_json((Path(os.environ[RESULTS_FOLDER]) / SETTINGS).read_text()))
     try:
         rank.check_device()
         rank.check_links()

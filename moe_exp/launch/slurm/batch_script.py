@@ -99,8 +99,7 @@ def _options(job: RunJob) -> list[str]:
 def checked_line(text: str) -> str:
     """Returns `text`, or raises ConfigError on control characters, which unchecked paths may contain."""
     if not is_one_line(text):
-        fix = "rename the file or folder"
-        raise ConfigError([problem("sbatch file", text, NOT_ONE_LINE_RULE, fix)])
+        raise ConfigError([problem("sbatch file", text, NOT_ONE_LINE_RULE, "rename the file or folder")])
     return text
 
 
@@ -162,8 +161,7 @@ def _word(text: str) -> str:
 
 def mounts(job: RunJob) -> list[str]:
     """Folders to mount in the container: `own_folders` and CONTAINER_MOUNTS."""
-    more = filter(None, job.slurm.container_mounts.split(","))
-    return list(dict.fromkeys([*own_folders(job), *more]))
+    return list(dict.fromkeys([*own_folders(job), *filter(None, job.slurm.container_mounts.split(","))]))
 
 
 def own_folders(job: RunJob) -> list[str]:

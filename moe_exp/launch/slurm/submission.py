@@ -52,8 +52,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
         asked = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES")).lower()
         given = fixed_for(Nodes(gpus=0 if asked in ("true", "1", "yes", "on") else None), given)
         config = load_config(given, {})
-        run_dir = str(Path(config.run_dir).expanduser().absolute())
-        given |= {"run_name": config.name, "run_dir": run_dir}
+        given |= {"run_name": config.name, "run_dir": str(Path(config.run_dir).expanduser().absolute())}
         config, vocabulary = with_vocab_size(config, given, RunFolder.of(config).config)
         given |= {"vocab_size": str(config.vocab_size)} if vocabulary else {}
         config = load_config(given, {})
@@ -131,8 +130,7 @@ def submit(job: RunJob) -> list[str]:
     num_calls = 1 if job.slurm.chain == "array" else job.slurm.num_jobs
     try:
         for _ in range(num_calls):
-            before = _dependency(ids[-1:] or job.slurm.jobs_before)
-            command = ["sbatch", "--parsable", *before, str(path)]
+            command = ["sbatch", "--parsable", *_dependency(ids[-1:] or job.slurm.jobs_before), str(path)]
             fix = f"correct the setting that sbatch names, or retry: {shlex.join(command)}"
             ids.append(sbatch(command, _NO_SBATCH, fix))
             # recorded immediately: the first job may end before the last is submitted

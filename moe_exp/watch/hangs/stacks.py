@@ -257,8 +257,7 @@ def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Sum
     if not run.config.exists():
         return summarize(place), place
     folder = run.path / "hang" / ask(run.path / "hang", "stacks", "stacks on demand").folder
-    answers = wait_for_answers(folder, first_seconds=first_seconds, all_seconds=_ALL_SECONDS)
-    if not answers:
+    if not wait_for_answers(folder, first_seconds=first_seconds, all_seconds=_ALL_SECONDS):
         shutil.rmtree(folder)
         fix = "check that the job is running; under plain torchrun, which has no launcher, use py-spy"
         rule = f"no launcher of this run answered in {first_seconds:.0f} s"

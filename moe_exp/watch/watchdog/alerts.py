@@ -68,8 +68,7 @@ class Mail:
         message["Auto-Submitted"] = "auto-generated"  # prevents out-of-office replies
         message.set_content(text)
         context = ssl.create_default_context()
-        is_tls = self.security == "tls"
-        connect = partial(smtplib.SMTP_SSL, context=context) if is_tls else smtplib.SMTP
+        connect = partial(smtplib.SMTP_SSL, context=context) if self.security == "tls" else smtplib.SMTP
         with connect(self.host, self.port, timeout=_SECONDS) as server:
             if self.security == "starttls":
                 server.starttls(context=context)
@@ -183,8 +182,7 @@ class _Flags:
         number = int(port) if port.isdecimal() else 0
         password = self._secret("smtp_password_file", PASSWORD_VARIABLE)
         user, sender = given["smtp_user"], given["mail_from"] or f"moe-exp@{socket.getfqdn()}"
-        addresses = [("--mail-to", address) for address in to] + [("--mail-from", sender)]
-        for name, address in addresses:
+        for name, address in [("--mail-to", address) for address in to] + [("--mail-from", sender)]:
             if address.count("@") != 1 or not address.isprintable() or not address.isascii():
                 self._wrong(name, address, "is not an e-mail address", "write name@host")
         if not 0 < number < 65536 or not host:
