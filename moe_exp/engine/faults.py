@@ -14,17 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from moe_exp.host import exit_codes
 from moe_exp.host.devices import rank_place
-from moe_exp.host.exit_codes import (
-    BAD_INPUT,
-    CAUSED_BY_ANOTHER,
-    LAUNCH_TIME,
-    complain,
-    leave_reasons,
-    report_exit_code,
-    report_first,
-    reported_exit_code,
-)
+from moe_exp.host.exit_codes import BAD_INPUT, CAUSED_BY_ANOTHER, LAUNCH_TIME, complain, leave_reasons
 from moe_exp.host.processes import STOP_SIGNALS, end_with_parent, signals_handled
 
 logger = logging.getLogger(__name__)
@@ -112,7 +104,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
         time.sleep(1.0)  # lets NCCL finish sending over the network
     # On a nonzero exit code torchrun prints a page of text that would bury the lines, so our launcher gets
     # the code from a file. os._exit skips the cleanup of process groups, which would wait for other ranks.
-    has_launcher = report_exit_code(code)
+    has_launcher = exit_codes.report_exit_code(code)
     os._exit(0 if has_launcher else code)
 
 
@@ -129,13 +121,14 @@ def named_by_rank(stop: StopSignal, memory_text: Callable[[Exception], str] = st
         # error until torchrun terminates them (SIGTERM sets `stop`): only the first rank prints its error.
         deadline = time.monotonic() + 5.0
         while any(text in str(error) for text in CAUSED_BY_ANOTHER) and time.monotonic() < deadline:
-            if stop.reason or reported_exit_code() == BAD_INPUT:  # another rank prints the user error
+            # another rank prints the user error
+            if stop.reason or exit_codes.reported_exit_code() == BAD_INPUT:
                 os._exit(1)
             time.sleep(0.1)
         _leave_error(error)
         if isinstance(error, ValueError) and ". Fix: " in str(error):
             # A user error, which a restart would not fix. The first rank of the node to get here prints it.
-            if report_first(BAD_INPUT):
+            if exit_codes.report_first(BAD_INPUT):
                 complain(*str(error).splitlines())
                 leave_reasons(*str(error).splitlines())
             os._exit(BAD_INPUT)

@@ -19,27 +19,12 @@ from moe_exp.config.settings_file import read_settings, warn_of_misspelt
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text import facts_for_ranks, plan_text, with_prepared_text
 from moe_exp.data.tokens.manifests import with_vocab_size
-from moe_exp.host.exit_codes import (
-    BAD_INPUT,
-    EXCLUDE_FILE,
-    FAILED,
-    FINISHED,
-    LAUNCH_TIME,
-    METRICS_FILE,
-    PREPARED_TEXT,
-    complain,
-)
+from moe_exp.host import exit_codes
+from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import expanded, is_url
 from moe_exp.host.processes import own_command, signals_handled
-from moe_exp.launch.machine_checks import (
-    check_environment,
-    check_files,
-    check_machine,
-    data_problems,
-    disk_problems,
-    disk_warnings,
-    memory_warnings,
-)
+from moe_exp.launch import machine_checks
+from moe_exp.launch.machine_checks import check_environment
 from moe_exp.launch.source_checks import data_warnings, source_problems, stage_lines, start_of
 from moe_exp.launch.torchrun_job import child_environment, run_job, shared_key, torchrun_command
 from moe_exp.planner.costs.params import startup_report
@@ -96,7 +81,7 @@ def train(
             raise
         for line in error.problems:
             complain(line)
-        return BAD_INPUT
+        return exit_codes.BAD_INPUT
 
 
 def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -143,7 +128,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
             raise ConfigError(str(error).splitlines()) from None
     prepared = with_prepared_text(config)  # replaces text by token files and a tokenizer
     if prepared is not config:
-        if problems := [*data_problems(prepared), *source_problems(prepared)]:
+        if problems := [*machine_checks.data_problems(prepared), *source_problems(prepared)]:
             raise ConfigError(problems)
         _warn(data_warnings(prepared))
     if config.remote_dir or is_url(config.load_dir):
@@ -162,15 +147,15 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
         from moe_exp.launch.preflight.node import passes
 
         if not passes(config):
-            return FAILED
+            return exit_codes.FAILED
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     try:
         environ = child_environment(config, shared_key(folder.rendezvous_key) if config.nnodes > 1 else "")
     except (OSError, ValueError) as error:
         raise ConfigError([str(error)]) from None
-    environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
-    environ[EXCLUDE_FILE] = str(exclude_list(config.run_dir))
-    environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
+    environ |= {exit_codes.METRICS_FILE: str(folder.metrics.absolute()), exit_codes.LAUNCH_TIME: str(start)}
+    environ[exit_codes.EXCLUDE_FILE] = str(exclude_list(config.run_dir))
+    environ |= {exit_codes.PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     agent = torchrun_command(config, rank_arguments(config, flags))
     # the ranks' port, as in `rank_arguments`
     of_ranks = config.model_copy(update={"master_port": config.rendezvous_port})
@@ -193,7 +178,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     status, text = ended
     print(f"\n{text}", flush=True)
     # the teardown of finished ranks may fail, for instance if a peer exited earlier
-    return FINISHED if status == "finished" else code or FAILED
+    return exit_codes.FINISHED if status == "finished" else code or exit_codes.FAILED
 
 
 _OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
@@ -209,12 +194,12 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
     """Prints the plan even if files are missing; only warns of a full disk."""
     print(dry_run_text(config, flags, sources, start), flush=True)
     # the run may be for another machine, so problems of this one come after everything else
-    problems = check_files(config, with_space=False)
+    problems = machine_checks.check_files(config, with_space=False)
     if not problems:
         for line in [*plan_text(config), *stage_lines(config)]:
             print(line, flush=True)
-    room = () if run_folder_problems(config) else disk_problems(config)
-    _warn([*check_machine(config), *room, *_warnings(config, start)])
+    room = () if run_folder_problems(config) else machine_checks.disk_problems(config)
+    _warn([*machine_checks.check_machine(config), *room, *_warnings(config, start)])
     _report_changes(config)
     if problems:
         raise ConfigError(problems)
@@ -224,8 +209,8 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
 def _warnings(config: Config, start: Start) -> Iterator[str]:
     """Warnings that do not prevent a run from starting; reads token files and calls the planner."""
     yield from schedule_warnings(config, start)
-    yield from disk_warnings(config)
-    yield from memory_warnings(config)
+    yield from machine_checks.disk_warnings(config)
+    yield from machine_checks.memory_warnings(config)
     yield from data_warnings(config)
     if config.grad_dtype == "bf16" and config.num_microbatches >= 8:
         rule = f"sums the gradients of {config.num_microbatches} micro-batches in bf16. With 8, this changed "

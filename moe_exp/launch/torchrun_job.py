@@ -16,17 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from moe_exp.config import Config, problem
+from moe_exp.host import processes
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain, settings_file
-from moe_exp.host.processes import (
-    children_of,
-    end_with_parent,
-    free_port,
-    orphans_adopted,
-    send_signal,
-    signals_blocked,
-    signals_handled,
-)
+from moe_exp.host.processes import children_of, end_with_parent, free_port, send_signal
 
 TRAIN_MODULE = "moe_exp.train"
 
@@ -113,15 +106,16 @@ def run_job(
     """
     received: list[int] = []
     num_sent = 0
-    receiving = signals_handled(lambda number, _: received.append(number))
-    with receiving, orphans_adopted(), tempfile.TemporaryDirectory() as folder:
+    receiving = processes.signals_handled(lambda number, _: received.append(number))
+    with receiving, processes.orphans_adopted(), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         if config:
             settings_file(str(code_file)).write_text(config.model_dump_json())
         # PET_LOG_DIR: otherwise torchrun would leave a folder for error files in the temporary folder
         environ = {"PET_LOG_DIR": folder, **environ, EXIT_CODE_FILE: str(code_file)}
-        # a separate session: the terminal's Ctrl-C must reach the agent and ranks only through the launcher
-        with signals_blocked():  # signals during the agent's imports stay pending until it can forward them
+        # Signals during the agent's imports stay pending until it can forward them. A separate session: the
+        # terminal's Ctrl-C must reach the agent and ranks only through the launcher.
+        with processes.signals_blocked():
             agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
         stillness = _Stillness(alive_file(str(code_file)))
         before, orphans = set(children_of(os.getpid())), _Orphans()

@@ -17,19 +17,10 @@ from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import read_json
 from moe_exp.host.processes import children_of, end_with_parent, send_signal
 from moe_exp.host.progress import progress_of
+from moe_exp.launch.preflight import verdicts
 from moe_exp.launch.preflight.host_facts import host_facts, own_name, planned_hosts, query_gpus
 from moe_exp.launch.preflight.roll_call import Door, NotReached, RollCall, Server, data_address, unreached
-from moe_exp.launch.preflight.verdicts import (
-    Finding,
-    NodeVerdict,
-    Verdict,
-    add_to_list,
-    blame_pairs,
-    findings_lines,
-    judge,
-    print_report,
-    rounds_of_pairs,
-)
+from moe_exp.launch.preflight.verdicts import Finding, NodeVerdict, Verdict
 from moe_exp.launch.torchrun_job import child_environment, port_problem, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.records import append_event
@@ -92,7 +83,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
                 named.findings += [] if named.node in lost else [_WENT_AWAY]
             pairs = {(node, int(peer)): why for node, peers in lost.items() for peer, why in peers.items()}
             failed = {(min(pair), max(pair)): reason for pair, reason in pairs.items()}
-            blame_pairs(verdict, failed, "has no connection")
+            verdicts.blame_pairs(verdict, failed, "has no connection")
             return verdict
         # 3. Each node checks itself, then runs its ranks with torchrun (rank.py): arithmetic, memory, links.
         clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
@@ -103,7 +94,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
         # 4. With the reports of all nodes, each reaches the same verdict.
         reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
     needed_bytes = checkpoint_bytes(config) if config.save_at_end or config.save_interval else 0
-    verdict = judge(reports, slow=config.preflight_slow, needed_bytes=needed_bytes)
+    verdict = verdicts.judge(reports, slow=config.preflight_slow, needed_bytes=needed_bytes)
     for node in sorted(set(came) - set(reports)):
         verdict.nodes.append(NodeVerdict(node, came[node]["host"], [_WENT_AWAY]))
     return verdict
@@ -165,7 +156,7 @@ def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
     links = 0
     if config.world_size > 1:  # join, links and all ranks; inside the node; pairs of nodes or ranks
         units = config.nnodes if config.nnodes > 1 else config.world_size
-        links = 3 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units))
+        links = 3 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(verdicts.rounds_of_pairs(units))
 
     def num_done() -> int:
         return 1 + _read_rank(folder, rank).get("steps_done", -1)
@@ -207,20 +198,20 @@ def passes(config: Config) -> bool:
         complain(str(error))
         return False
     if config.node_rank == 0:
-        print_report(verdict, num_ranks=config.world_size)
+        verdicts.print_report(verdict, num_ranks=config.world_size)
         path = exclude_list(config.run_dir)
-        if added := add_to_list(verdict, path):
+        if added := verdicts.add_to_list(verdict, path):
             complain(f"{path}: added {', '.join(added)}")
         folder = RunFolder.of(config)
         folder.path.mkdir(parents=True, exist_ok=True)
         hosts = [node.host for node in verdict.to_exclude()]
         details = {"grade": verdict.grade, "seconds": round(time.monotonic() - start, 1)}
-        details |= {"findings": findings_lines(verdict), "exclude": hosts}
+        details |= {"findings": verdicts.findings_lines(verdict), "exclude": hosts}
         append_event(folder.metrics, "preflight", max(folder.checkpoint_iterations(), default=0), **details)
         wait_for_port(config)
     if verdict.grade != "failed":
         return True
-    complain(*(f"preflight {line}" for line in findings_lines(verdict) if line.startswith("failed")))
+    complain(*(f"preflight {line}" for line in verdicts.findings_lines(verdict) if line.startswith("failed")))
     fix = "restart the job without that node, or set PREFLIGHT=0 to train anyway"
     complain(f"not training: a node failed the preflight. Fix: {fix}.")
     return False

@@ -21,15 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 from moe_exp.config import Config
 from moe_exp.host.devices import device_label
 from moe_exp.host.files import write_json
-from moe_exp.launch.preflight.checks import (
-    DTYPES,
-    LinkError,
-    bytes_to_fill,
-    check_matmul,
-    check_memory,
-    measure_group,
-    process_group,
-)
+from moe_exp.launch.preflight import checks
+from moe_exp.launch.preflight.checks import DTYPES, LinkError
 from moe_exp.launch.preflight.node import RESULTS_FOLDER, SETTINGS, rank_file
 from moe_exp.launch.preflight.verdicts import rounds_of_pairs
 
@@ -69,13 +62,13 @@ class _Rank:
             self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
         torch.set_num_threads(self.config.threads_per_rank or 1)
-        self.values["matmul"] = check_matmul(self.device, DTYPES[self.config.dtype], seed=self.number)
+        self.values["matmul"] = checks.check_matmul(self.device, DTYPES[self.config.dtype], seed=self.number)
         self.begin("memory")
         num_ranks, host = self.config.gpus_per_node, torch.device("cpu")
-        self.values["memory"] = check_memory(self.device, bytes_to_fill(self.device, num_ranks))
+        self.values["memory"] = checks.check_memory(self.device, checks.bytes_to_fill(self.device, num_ranks))
         if self.device != host:
             torch.cuda.empty_cache()
-            self.values["host_memory"] = check_memory(host, bytes_to_fill(host, num_ranks))
+            self.values["host_memory"] = checks.check_memory(host, checks.bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
         """Measures links within nodes, between pairs of nodes (of ranks on one node), and among all ranks."""
@@ -119,8 +112,8 @@ class _Rank:
         self._meet(step)
         store = PrefixStore(name, self._store)
         try:
-            with process_group(store, ranks, self.number, self.device, _LINK_TIMEOUT):
-                found = measure_group(ranks, self.device, twin)
+            with checks.process_group(store, ranks, self.number, self.device, _LINK_TIMEOUT):
+                found = checks.measure_group(ranks, self.device, twin)
                 dist.barrier()  # leaving earlier would close connections that other ranks still use
                 return found
         except Exception as error:

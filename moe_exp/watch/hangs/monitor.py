@@ -36,17 +36,9 @@ from moe_exp.host.exit_codes import HEARTBEATS, complain
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.hangs import heartbeat
+from moe_exp.watch.hangs import files, heartbeat
 from moe_exp.watch.hangs.dump import dump_node, is_traced, nccl_environment, ranks_of_node
-from moe_exp.watch.hangs.files import (
-    Answer,
-    Request,
-    ask,
-    latest_request,
-    wait_for_answers,
-    wait_for_verdict,
-    write_answer,
-)
+from moe_exp.watch.hangs.files import Answer, Request
 from moe_exp.watch.hangs.heartbeat import ITERATION_PHASES, PAUSED, Heartbeat, read_beats
 from moe_exp.watch.hangs.stacks import summarize
 
@@ -94,7 +86,7 @@ class HangWatch:
         self._looked = self._running_since = time.monotonic()
         self._missing_since: float | None = None
         self._judged = -math.inf  # start of the newest phase that was already examined
-        self._answered = latest_request(self._hang)
+        self._answered = files.latest_request(self._hang)
         self._thread: threading.Thread | None = None
         self._hung, self._hung_at, self._stopping_since = "", math.inf, math.inf
 
@@ -153,7 +145,7 @@ class HangWatch:
         self._thread.start()
 
     def _new_request(self) -> Request | None:
-        before, self._answered = self._answered, latest_request(self._hang) or self._answered
+        before, self._answered = self._answered, files.latest_request(self._hang) or self._answered
         return self._answered if self._answered != before else None
 
     def _hang_reason(self, now: float) -> str:
@@ -226,7 +218,7 @@ class HangWatch:
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         # the requesting launcher decides for all nodes, since it reads the answers of all
-        verdict = wait_for_verdict(folder, 2 * _ANSWER_SECONDS) if request.kind == "hang" else None
+        verdict = files.wait_for_verdict(folder, 2 * _ANSWER_SECONDS) if request.kind == "hang" else None
         if verdict:
             self._end_ranks()
         return verdict
@@ -244,9 +236,9 @@ class HangWatch:
                 busy.append(f"{where} (limit {limit:.0f} s)")
         place = config.node_rank, config.nnodes, config.world_size, os.uname().nodename
         answer = Answer(*place, ranks, busy, done=False)
-        write_answer(folder, answer)
+        files.write_answer(folder, answer)
         dump_node(self._local, folder, calls=self._hang / "calls", is_hang=is_hang)
-        write_answer(folder, replace(answer, done=True))
+        files.write_answer(folder, replace(answer, done=True))
 
     def _end_hang(self, reason: str) -> None:
         """Collects the stacks of all nodes, and kills the ranks if the hang is confirmed."""
@@ -266,10 +258,10 @@ class HangWatch:
 
     def _investigate(self, reason: str, before: dict[int, float]) -> bool:
         """Requests the stacks of all nodes and reports the summary; returns whether the run hangs."""
-        request = ask(self._hang, "hang", reason)
+        request = files.ask(self._hang, "hang", reason)
         self._answered, folder = request, self._hang / request.folder
         self._dump(folder, is_hang=True)
-        answers = wait_for_answers(folder, first_seconds=0, all_seconds=_ANSWER_SECONDS)
+        answers = files.wait_for_answers(folder, first_seconds=0, all_seconds=_ANSWER_SECONDS)
         summary = summarize(folder)
         write_atomically(folder / "summary.txt", summary.whole + "\n")
         doubt = self._doubt(before, answers)

@@ -21,17 +21,9 @@ from typing import NamedTuple
 
 from moe_exp.host.files import write_atomically
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.watch.hangs import files
 from moe_exp.watch.hangs.dump import DISK, GONE, STOPPED, TRACED
-from moe_exp.watch.hangs.files import (
-    MAIN,
-    Frame,
-    RankDump,
-    ask,
-    latest_request,
-    read_answers,
-    read_dumps,
-    wait_for_answers,
-)
+from moe_exp.watch.hangs.files import MAIN, Frame, RankDump, read_answers, read_dumps
 
 _IN_TORCH = (
     "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
@@ -169,7 +161,7 @@ class Summary(NamedTuple):
 
 def summarize(folder: Path) -> Summary:
     """Summarizes a folder of answers, RUN/hang/TIME; raises ValueError if the folder has no stacks."""
-    dumps, answers, request = read_dumps(folder), read_answers(folder), latest_request(folder)
+    dumps, answers, request = read_dumps(folder), read_answers(folder), files.latest_request(folder)
     if not dumps and not answers:
         fix = "specify a folder in RUN/hang, or a run folder to request new stacks from its launchers"
         raise ValueError(f"stacks={folder}: has no stacks. Fix: {fix}.")
@@ -256,8 +248,8 @@ def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Sum
     run = RunFolder(place)
     if not run.config.exists():
         return summarize(place), place
-    folder = run.path / "hang" / ask(run.path / "hang", "stacks", "stacks on demand").folder
-    if not wait_for_answers(folder, first_seconds=first_seconds, all_seconds=_ALL_SECONDS):
+    folder = run.path / "hang" / files.ask(run.path / "hang", "stacks", "stacks on demand").folder
+    if not files.wait_for_answers(folder, first_seconds=first_seconds, all_seconds=_ALL_SECONDS):
         shutil.rmtree(folder)
         fix = "check that the job is running; under plain torchrun, which has no launcher, use py-spy"
         rule = f"no launcher of this run answered in {first_seconds:.0f} s"

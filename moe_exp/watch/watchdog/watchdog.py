@@ -22,21 +22,9 @@ from moe_exp.config import ConfigError
 from moe_exp.host.files import expanded, write_json
 from moe_exp.host.slurm_queue import NoSqueue, Queue, QueueError, read_queue
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.watch.watchdog import rules
 from moe_exp.watch.watchdog.alerts import Channel, channels_of, send_to_all
-from moe_exp.watch.watchdog.rules import (
-    EVENT,
-    Limits,
-    Memory,
-    Sight,
-    all_texts,
-    count_events,
-    default_folder,
-    memory_file,
-    problems_before_start,
-    problems_of,
-    read_memory,
-    state_line,
-)
+from moe_exp.watch.watchdog.rules import EVENT, Limits, Memory, Sight, all_texts
 from moe_exp.watch.watchdog.run import disk_of, no_folder, view_run, with_sample, within
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -61,7 +49,7 @@ class Watchdog:
     limits: Limits = field(default_factory=Limits)
     again_seconds: float = 6 * 3600.0  # interval between reports of an ongoing problem
     user: str = ""  # owner of the jobs; empty: the current user
-    folder: Path = field(default_factory=default_folder)  # for state files
+    folder: Path = field(default_factory=rules.default_folder)  # for state files
     _kept: dict[Path, Memory] = field(default_factory=dict)  # lets a daemon survive a full disk
 
     def check(self, *, now: float | None = None) -> list[RunCheck]:
@@ -93,8 +81,8 @@ class Watchdog:
         return checks
 
     def _check_run(self, run: Watched, now: float) -> RunCheck:
-        path = memory_file(self.folder, run.path)
-        memory = self._kept.get(path) or read_memory(path)
+        path = rules.memory_file(self.folder, run.path)
+        memory = self._kept.get(path) or rules.read_memory(path)
         check = RunCheck(run, path, memory)
         try:
             # once the folder has been seen, its absence is an error
@@ -120,11 +108,11 @@ class Watchdog:
         memory.disk = with_sample(memory.disk, now, free)
         queue, silent = self._queue(check) if view.status != "finished" else (None, "")
         sight = Sight(view, disk_of(view, memory.disk), queue, silent)
-        check.found |= problems_of(sight, memory, self.limits, run.slurm_name)
+        check.found |= rules.problems_of(sight, memory, self.limits, run.slurm_name)
         before = dict(memory.untold_events)
-        check.found |= count_events(view, memory, check.found)
+        check.found |= rules.count_events(view, memory, check.found)
         check.has_new_events = memory.untold_events != before
-        check.state = state_line(sight)
+        check.state = rules.state_line(sight)
 
     def _check_queued(self, check: RunCheck, now: float) -> None:
         """Checks a run by its jobs alone, before the first job has created the run folder."""
@@ -134,7 +122,7 @@ class Watchdog:
         if job_ids:  # submitted by `moe-exp slurm`, so the path is right
             check.memory.busy = check.memory.busy or now
         jobs = f"from {submitted}" if job_ids else f"named {run.slurm_name}" if run.slurm_name else ""
-        check.found |= problems_before_start(
+        check.found |= rules.problems_before_start(
             queue, silent, check.memory, self.limits, now, jobs=jobs, missing=no_folder(run.path)
         )
         parts = ["no run folder yet"]
@@ -272,7 +260,7 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
     if options.get("every") is not None and not options["every"] > 0:
         rule = "must be more than 0 seconds. Fix: set it to, for instance, 300"
         problems.append(f"--every={options['every']:g}: {rule}.")
-    folder = expanded(options.get("state") or default_folder())
+    folder = expanded(options.get("state") or rules.default_folder())
     try:
         channels = channels_of(options, environ)
     except ConfigError as error:
