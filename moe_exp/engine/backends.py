@@ -24,17 +24,9 @@ from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.engine.runtime import Runtime, choose_communication, from_first_rank
 from moe_exp.layers import native
 from moe_exp.layers.experts.grouped_gemm import choose_backend
+from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.cross_entropy import choose_cross_entropy
-from moe_exp.layers.kernels.launch import KernelFailure as KernelFailure
-from moe_exp.layers.kernels.launch import (
-    and_more,
-    choose_routing,
-    failure_of,
-    in_one_line,
-    leave_free,
-    missing,
-    processors,
-)
+from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure_of, missing
 from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels, timing_cases
 from moe_exp.layers.kernels.tuning import TUNED, Key, choices, take_choices
 from moe_exp.layers.megatron.attention import choose_norm
@@ -133,7 +125,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
     parts = parts_with_kernels(config, device)
     if not parts or not can_check(device):
         return []
-    margin, available = config.moe_sm_margin, processors(device)
+    margin, available = config.moe_sm_margin, launch.processors(device)
     if margin >= available:
         rule = f"must be less than the device's {available} multiprocessors"
         raise ConfigError([problem("moe_sm_margin", margin, rule, f"set at most {available - 1}")])
@@ -141,7 +133,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
         # the expert GEMMs then run on fewer multiprocessors, and communication kernels overlap with them
         line = "MOE_SM_MARGIN=%d: expert GEMMs use %d of %d multiprocessors"
         logger.info(line, margin, available - margin, available)
-    leave_free(margin)
+    launch.leave_free(margin)
     sizes = sizes_of(config)
     found = [
         [check.line(device) for check in _checks(part, sizes, device) if check.problem] for part in parts
@@ -158,7 +150,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
             continue
         name = PARTS[part]
         if name and getattr(config, name.lower()) != "auto":
-            rule = f"the self-test of its kernels failed: {and_more(lines)}"
+            rule = f"the self-test of its kernels failed: {launch.and_more(lines)}"
             raise ConfigError([config.problem(name.lower(), rule, f"set {name}=auto")])
         of_megatron = part in ("cross entropy", "rotary embedding")
         failure = KernelFailure(part, lines, backend="megatron" if of_megatron else "torch")
@@ -189,7 +181,7 @@ def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]
                     case.run()
             except torch.OutOfMemoryError as error:
                 logger.warning(
-                    "some kernels are not tuned because GPU memory is full: %s", in_one_line(error)
+                    "some kernels are not tuned because GPU memory is full: %s", launch.in_one_line(error)
                 )
                 torch.cuda.empty_cache()
             logger.info("tuned kernels in %.1f s", time.monotonic() - start)

@@ -30,15 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_exp.checkpoint import state
 from moe_exp.checkpoint.format.fingerprints import multilinear_sum
-from moe_exp.checkpoint.state import (
-    Progress,
-    Trained,
-    parameters_in_sync,
-    rng_state,
-    set_rng_state,
-    unwrapped,
-)
+from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config
 from moe_exp.config.parameter_groups import are_alike, multiples_of
 from moe_exp.config.parameter_names import is_norm_or_bias
@@ -337,17 +331,17 @@ class GradientCheck:
             check_replicas(self._config, self._runtime, self._trained, self._progress, None)
         neighbour, streams = (dp.rank() + self._shift) % dp.size(), [dict[str, Any]()] * dp.size()
         # dropout of documents may have drawn other numbers there
-        torch.distributed.all_gather_object(streams, rng_state(self._runtime).data[0], group=dp)
+        torch.distributed.all_gather_object(streams, state.rng_state(self._runtime).data[0], group=dp)
         before, self._expected = [x.clone() for x in self._state()], []
         for rank in dict.fromkeys((neighbour, dp.rank())):
             self._zero()
-            set_rng_state(streams[rank])
+            state.set_rng_state(streams[rank])
             with parameters_in_sync(self._trained.model), self._before_sum(self._keep):
                 compute(dp_rank=rank)
             for tensor, value in zip(self._state(), before, strict=True):
                 tensor.copy_(value)
         self._zero()
-        set_rng_state(streams[dp.rank()])
+        state.set_rng_state(streams[dp.rank()])
         wait()
         seconds, every, number = time.monotonic() - start, self._config.sdc_check_every, len(self._expected)
         if is_first:

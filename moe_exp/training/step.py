@@ -18,12 +18,12 @@ from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.engine.averaged_weights import update_average
-from moe_exp.engine.backends import KernelFailure
 from moe_exp.engine.fused_step import count_step
 from moe_exp.engine.graphs import MicrobatchGraphs
 from moe_exp.engine.optimizer_setup import next_batch
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.groups import start_copy
+from moe_exp.layers.kernels.launch import KernelFailure
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.interval import Interval, PhaseTimers, timed
