@@ -21,16 +21,10 @@ from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.choices import EXPERT_BACKENDS, ExpertBackend
 from moe_exp.config.setting_types import is_prepared_first, names_text
 from moe_exp.data.own_text import needs_preparation, text_problems, validation_setting
+from moe_exp.data.tokens import tokens
 from moe_exp.data.tokens.manifests import check_ends, tokenizer_problems
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
-from moe_exp.data.tokens.tokens import (
-    Share,
-    TokenFiles,
-    bin_idx_problem,
-    parse_blend,
-    parse_split,
-    part_tokens,
-)
+from moe_exp.data.tokens.tokens import Share, TokenFiles, parse_blend, parse_split
 from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, device_name, torch_has_cuda
 from moe_exp.host.files import bytes_text, expanded, is_url
 from moe_exp.launch.source_checks import source_problems
@@ -262,7 +256,7 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
         rule = f"not found: no text at this path, and no token files {prefix}.bin and .idx"
         yield problem(name, prefix, rule, "specify a text file or folder, or token files without .bin")
         return
-    if reason := bin_idx_problem(prefix):
+    if reason := tokens.bin_idx_problem(prefix):
         fix = f"set {name.upper()} to the path of an existing .bin and .idx pair, without the suffix"
         yield problem(name, prefix, reason, fix)
         return
@@ -270,7 +264,7 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
     for part, share in zip(("training", "validation"), shares, strict=True):
         if share is None or (part == "validation" and not c.eval_interval):
             continue
-        num_tokens = part_tokens(files, share, by_sequence=c.data_order == "megatron")
+        num_tokens = tokens.part_tokens(files, share, by_sequence=c.data_order == "megatron")
         if num_tokens <= c.seq_len:
             of = f" with SPLIT={c.split}" if c.split else ""
             needed = f"but a sample needs SEQ_LEN + 1 = {c.seq_len + 1}"

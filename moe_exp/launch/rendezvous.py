@@ -24,12 +24,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo, api
 
 # Keys of the agents' store. All but the first have the job's key (`torchrun_job.shared_key`) as a prefix, so
 # that jobs that share a port by mistake do not interfere.
@@ -221,7 +216,7 @@ class RestartRendezvous(RendezvousHandler):
         if self._node_rank == 0:
             store.set("key", fingerprint)
         elif store.get("key") != fingerprint.encode():
-            raise RendezvousConnectionError(
+            raise api.RendezvousConnectionError(
                 f"node 0 at {self._host}:{self._port} has a different key: another job uses the"
                 " port, or the nodes do not share RUN_DIR. Fix: set MASTER_PORT to an unused port and RUN_DIR"
                 " to a folder on a shared file system"
@@ -241,7 +236,7 @@ class RestartRendezvous(RendezvousHandler):
             if self._current != self.round:
                 return False
         if self.is_over:  # another node joined, but was stopped while it waited
-            raise RendezvousClosedError
+            raise api.RendezvousClosedError
         return True
 
     def _open(self, port: int, *, serve: bool, deadline: float) -> TCPStore:
@@ -255,7 +250,7 @@ class RestartRendezvous(RendezvousHandler):
 
                     rule = f"node 0 cannot listen on it ({str(error).splitlines()[0]})"
                     line = port_problem(port, rule, num_nodes=self._num_nodes)
-                    raise RendezvousConnectionError(line) from error
+                    raise api.RendezvousConnectionError(line) from error
                 self._wait(deadline)
             else:
                 store.set_timeout(timedelta(seconds=self._join_seconds))
@@ -283,9 +278,9 @@ class RestartRendezvous(RendezvousHandler):
         if self._agents is not None and self._is_stopping():
             self.set_closed()  # the other nodes must not wait for this one
         if self._is_stopping() or (self._agents is not None and self.is_over):
-            raise RendezvousClosedError
+            raise api.RendezvousClosedError
         if time.monotonic() > deadline:
-            raise RendezvousTimeoutError(
+            raise api.RendezvousTimeoutError(
                 f"not all {self._num_nodes} nodes joined within {self._join_seconds:.0f} s"
             )
         time.sleep(_POLL_SECONDS)
