@@ -107,8 +107,7 @@ def _leak(config: Config, device: torch.device, model: Any) -> tuple[float, floa
     changed[0, :first] = (tokens[0, :first] + 1) % config.vocab_size
     changed[1, last] = (tokens[1, last] + 1) % config.vocab_size
     with torch.no_grad():
-        again = model(changed, positions, None, packed_seq_params=Documents(_LENGTHS, positions))
-    differ = again != packed
+        differ = model(changed, positions, None, packed_seq_params=Documents(_LENGTHS, positions)) != packed
     reach = config.num_layers * (config.sliding_window - 1) + 1 if config.sliding_window else config.seq_len
     differ[0, :first] = differ[1, last : last + reach] = False
     return errors[0], errors[1], int(differ.sum())

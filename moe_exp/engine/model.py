@@ -222,12 +222,11 @@ def _latent_settings(config: Config) -> dict[str, Any]:
 
 def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -> dict[str, Any]:
     """MoE options without a field in TransformerConfig; `kernel_failures` is from `backends.check_run`."""
-    normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
     routing, _ = choose_routing(
         config.routing_kernels, device_type=_device_type(), failure=failure_of("routing", kernel_failures)
     )
     router: dict[str, Any] = {
-        "normalize": normalize,
+        "normalize": {"auto": None, "true": True, "false": False}[config.router_normalize],
         "use_kernels": routing == "triton",
         "top_p": config.router_top_p,
         "num_null_experts": config.null_experts,

@@ -191,11 +191,10 @@ class Adam8bit(Adam):
         if self.state[p] or p.numel() < SMALL:
             super().allocate(p, group)
             return
-        num_blocks = -(-p.numel() // BLOCK)
         for name in ("exp_avg", "exp_avg_sq"):
             # Code 0 is the lowest value of the table, not 0. With a scale of 0 every code means 0.
             self.state[p][name] = torch.zeros_like(p, dtype=torch.uint8)
-            self.state[p][f"{name}_scale"] = torch.zeros(num_blocks, device=p.device)
+            self.state[p][f"{name}_scale"] = torch.zeros(-(-p.numel() // BLOCK), device=p.device)
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]

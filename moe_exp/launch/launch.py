@@ -247,6 +247,5 @@ def dry_run_text(
         setting = f"{name.upper()}={as_given(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
-    folder = f"run folder: {RunFolder.of(config).path}"
     report = [startup_report(config), learning_rate_text(config, start), *group_lines(config)]
-    return "\n".join([*lines, "", folder, command, "", *report])
+    return "\n".join([*lines, "", f"run folder: {RunFolder.of(config).path}", command, "", *report])

@@ -156,9 +156,8 @@ class RestartRendezvous(RendezvousHandler):
 
     def said(self, number: int) -> list[dict[str, Any]]:
         """Valid reports on failures in round `number` so far."""
-        keys = [f"said/{number}/{node}" for node in range(self._num_nodes)]
         found: list[Any] = []
-        for key in keys:
+        for key in (f"said/{number}/{node}" for node in range(self._num_nodes)):
             with suppress(ValueError):
                 report = json.loads(self._store.get(key)) if self._store.check([key]) else []
                 found += report if isinstance(report, list) else []

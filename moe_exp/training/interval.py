@@ -107,12 +107,9 @@ class Interval:
         config = self.config
         (lm_loss_sum, num_counted, *mtp), (norm_squared,), not_finite, peaks, phases, sums = self._reduced()
         seconds = (time.monotonic() - self.start) / self.num_iterations
-        num_shares = self.num_microbatches * config.data_parallel_size
-        tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
-        losses, experts = self._expert_records(sums, num_shares)
-        mtp_losses = [
-            total / num if num else math.nan for total, num in zip(mtp[::2], mtp[1::2], strict=True)
-        ]
+        losses, experts = self._expert_records(sums, self.num_microbatches * config.data_parallel_size)
+        pairs = zip(mtp[::2], mtp[1::2], strict=True)
+        mtp_losses = [total / num if num else math.nan for total, num in pairs]
         on_gpu = self.runtime.device.type == "cuda"
         # ETA per sample, not per iteration: with a batch ramp-up, later iterations take longer.
         iterations = config.train_iters - progress.iteration
@@ -137,7 +134,7 @@ class Interval:
             "max_attention_logits": self._max_attention_logits() if config.qk_clip else None,
             "loss_scale": loss_scale,
             "elapsed_time_per_iteration_ms": seconds * 1e3,
-            "tokens_per_second": tokens_per_iteration / seconds,
+            "tokens_per_second": self.num_samples * config.seq_len / self.num_iterations / seconds,
             "tflops_per_gpu": self.flops / self.num_iterations / seconds / config.world_size / 1e12,
             "eta_seconds": seconds * self.num_iterations / self.num_samples * num_left,
             "skipped_iterations": self.num_skipped,

@@ -115,7 +115,6 @@ def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names
 def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
     """Runs this node's ranks with a timeout and returns the results in rank order; `key`: node 0's key."""
     first = config.node_rank * config.gpus_per_node
-    ranks = range(first, first + config.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
         folder = Path(name)
         # a hung collective must raise in the waiting rank; by default, torch aborts the process
@@ -137,7 +136,7 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
                         send_signal(pid, signal.SIGKILL)
                     torchrun.wait()
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
-        reports = [_read_rank(folder, rank) for rank in ranks]
+        reports = [_read_rank(folder, rank) for rank in range(first, first + config.gpus_per_node)]
     # the first error of a rank, since torchrun's summary at the end does not show the cause
     errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line]
     last = (errors or printed[-1:] or ["no output"])[0][:200]

@@ -127,9 +127,8 @@ def submit(job: RunJob) -> list[str]:
     path = job.folder / f"{datetime.now():%Y%m%d-%H%M%S}.sbatch"
     write_atomically(path, script)
     ids: list[str] = []
-    num_calls = 1 if job.slurm.chain == "array" else job.slurm.num_jobs
     try:
-        for _ in range(num_calls):
+        for _ in range(1 if job.slurm.chain == "array" else job.slurm.num_jobs):
             command = ["sbatch", "--parsable", *_dependency(ids[-1:] or job.slurm.jobs_before), str(path)]
             fix = f"correct the setting that sbatch names, or retry: {shlex.join(command)}"
             ids.append(sbatch(command, _NO_SBATCH, fix))
