@@ -50,6 +50,7 @@ import bench_arguments
 import torch
 from gpu_attempts import Attempts, DeviceLost, LeftOut, free
 from gpu_clock import (
+    Again,
     at_most,
     backward_in_this_thread,
     elapsed_ms,
@@ -77,7 +78,7 @@ from gpu_peers import OUR_KERNELS, OURS, OURS_SORTING, PEERS, PROVIDERS
 from gpu_warm import run_at_once
 from torch import Tensor
 
-from moe_exp.engine.graphs import Graph
+from moe_exp.engine.graphs import CudaGraph
 from moe_exp.layers.kernels import tuning
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -111,7 +112,7 @@ class Turn:
         self.forward_ms: list[float] = []
         self.both_ms: list[float] = []
         self.graph_ms: list[float] = []
-        self.graph: Graph | None = None  # forward of all sets
+        self.graph: CudaGraph | Again | None = None  # forward of all sets
         self.errors: dict[str, float] = {}
         self.saved_bytes, self.peak_bytes = 0, None
 

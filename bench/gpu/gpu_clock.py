@@ -10,7 +10,7 @@ import torch
 from gpu_attempts import LeftOut
 from torch import Tensor
 
-from moe_exp.engine.graphs import CudaGraph, Graph
+from moe_exp.engine.graphs import CudaGraph
 
 
 class Again:
@@ -25,7 +25,7 @@ class Again:
         self.result.resize_(found.shape).copy_(found)
 
 
-def make_graph() -> Graph:
+def make_graph() -> CudaGraph | Again:
     return CudaGraph() if torch.cuda.is_available() else Again()
 
 

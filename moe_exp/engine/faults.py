@@ -17,6 +17,7 @@ from typing import NoReturn
 from moe_exp.host import exit_codes
 from moe_exp.host.devices import rank_place
 from moe_exp.host.exit_codes import BAD_INPUT, CAUSED_BY_ANOTHER, LAUNCH_TIME, complain, leave_reasons
+from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import STOP_SIGNALS, end_with_parent, signals_handled
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,5 @@ def _leave_error(error: Exception) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         data = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
-        whole = Path(f"{file}.whole")
         with contextlib.suppress(OSError):
-            whole.write_text(json.dumps({"message": data}))
-            whole.replace(file)  # the agent would crash on a partial file
+            write_atomically(Path(file), json.dumps({"message": data}))  # the agent would crash on a part

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +36,6 @@ WARMUP = 2  # eager micro-batches of each key, which compile kernels and allocat
 Batch = dict[str, Any]
 
 
-class Graph(Protocol):
-    """Interface of CudaGraph, for which tests substitute another class."""
-
-    def capture(self, region: Callable[[], Tensor]) -> Tensor:
-        """Records the operations of `region` without executing them; `replay` fills the returned tensor."""
-
-    def replay(self) -> None: ...
-
-
 class CudaGraph:
     """A CUDA graph captured by PyTorch. All graphs of a process share one memory pool: they run in turn."""
 
@@ -54,6 +45,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, region: Callable[[], Tensor]) -> Tensor:
+        """Records the operations of `region` without executing them; `replay` fills the returned tensor."""
         if CudaGraph._pool is None:
             CudaGraph._pool = torch.cuda.graph_pool_handle()
         before = torch.cuda.current_stream()
@@ -133,12 +125,12 @@ class MicrobatchGraphs:
         parameters: trained parameters. If one or its gradient moves, all graphs are captured again.
         statistics: statistics of the MoE layers.
         state: other tensors that a micro-batch changes, such as the routers' counters.
-        graph: creates a Graph.
+        graph: creates a CudaGraph; in tests, an object with its methods.
     """
 
     def __init__(
         self, region: Callable[[Batch, int], Tensor], parameters: Iterable[torch.nn.Parameter],
-        statistics: Iterable[MoEStatistics], state: Iterable[Tensor], graph: Callable[[], Graph],
+        statistics: Iterable[MoEStatistics], state: Iterable[Tensor], graph: Callable[[], CudaGraph],
     ):  # fmt: skip
         self._region, self._make = region, graph
         self._parameters: list[Any] = list(parameters)  # with Megatron's main_grad
@@ -241,7 +233,7 @@ class MicrobatchGraphs:
 
 
 class _Captured:
-    def __init__(self, graph: Graph, inputs: Batch, logged: Tensor, statistics: Sequence[MoEStatistics]):
+    def __init__(self, graph: CudaGraph, inputs: Batch, logged: Tensor, statistics: Sequence[MoEStatistics]):
         self._graph, self._inputs, self._logged, self._statistics = graph, inputs, logged, statistics
 
     def run(self, batch: Batch) -> Tensor:

@@ -33,10 +33,9 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
         (" number of skipped iterations: {:3d}", "skipped_iterations"),
         (" number of nan iterations: {:3d}", "nan_iterations"),
     ]
-    line = f"[{now:%Y-%m-%d %H:%M:%S}] iteration {record['iteration']:8d}/{train_iters:8d} |"
-    return line + "".join(
-        text.format(record[key]) + " |" for text, key in fields if record.get(key) is not None
-    )
+    head = f"[{now:%Y-%m-%d %H:%M:%S}] iteration {record['iteration']:8d}/{train_iters:8d}"
+    shown = (text.format(record[key]) for text, key in fields if record.get(key) is not None)
+    return " |".join([head, *shown, ""])
 
 
 def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:

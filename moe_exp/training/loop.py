@@ -291,10 +291,7 @@ def agree_with_all_ranks(
     """
     # tensor parallel ranks have the same losses: one of them counts
     losses = step.losses if job.runtime.groups.tp.rank() == 0 else []
-    read = end_of_iteration(
-        stop=stop, reasons=tuple(faults.STOP_REASONS), is_writing=is_writing, losses=losses,
-        device=job.runtime.device,
-    )  # fmt: skip
+    read = end_of_iteration(stop=stop, is_writing=is_writing, losses=losses, device=job.runtime.device)
     return lambda: (step.done, read())
 
 

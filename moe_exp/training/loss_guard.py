@@ -153,15 +153,14 @@ class LossGuard:
     def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
         config = self._config
         if self._num_bad == 1:
-            values: dict[str, Any] = {"loss": end.lm_loss, "grad_norm": done.grad_norm}
-            for name, value in values.items():
-                # JSON has neither NaN nor infinity
-                values[name] = value if value is None or math.isfinite(value) else str(value)
+            values = {"loss": end.lm_loss, "grad_norm": done.grad_norm}
+            # JSON has neither NaN nor infinity
+            shown = {name: x if x is None or math.isfinite(x) else str(x) for name, x in values.items()}
             self._warn(
                 "skipped the optimizer step of iteration %d: loss %s, gradient norm %s, samples %s",
                 done.iteration, _text(end.lm_loss), _text(done.grad_norm), _ranges_text(self._stream([done])),
             )  # fmt: skip
-            self._event("bad_step", iteration=done.iteration, **values, **self._batches([done]))
+            self._event("bad_step", iteration=done.iteration, **shown, **self._batches([done]))
         if not config.max_bad_steps or self._num_bad < config.max_bad_steps:
             return
         self._finish_save()

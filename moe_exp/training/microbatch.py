@@ -13,7 +13,7 @@ from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, ConfigError
 from moe_exp.data.samples.dataset import Samples, context_part, filler_mask, future_batch, split_batch
 from moe_exp.data.samples.prefetch import microbatch_start
-from moe_exp.engine.graphs import CudaGraph, Graph, MicrobatchGraphs
+from moe_exp.engine.graphs import CudaGraph, MicrobatchGraphs
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.optimizer_setup import next_batch
 from moe_exp.engine.runtime import Runtime
@@ -141,7 +141,7 @@ def start_graphs(
     return None, failure
 
 
-def build_graphs(model: Sequence[Any], graph: Callable[[], Graph]) -> MicrobatchGraphs:
+def build_graphs(model: Sequence[Any], graph: Callable[[], CudaGraph]) -> MicrobatchGraphs:
     """CUDA graphs for the micro-batches of this rank's model, which has one chunk."""
     (chunk,) = model
     settings = get_model_config(chunk)

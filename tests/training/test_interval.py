@@ -224,13 +224,11 @@ def test_an_iteration_is_bad_once_and_the_ramp_is_in_the_eta():
 
 # Values of an iteration that every rank knows
 
-REASONS = ("time", "signal")
-
 
 def on_rank(stops: list[str], writing: list[bool], losses: list[list[tuple[float, int]]]) -> IterationEnd:
     rank = dist.get_rank()
     return end_of_iteration(
-        stop=stops[rank], reasons=REASONS, is_writing=writing[rank],
+        stop=stops[rank], is_writing=writing[rank],
         losses=[torch.tensor(loss) for loss in losses[rank]], device=torch.device("cpu"),
     )()  # fmt: skip
 
@@ -240,9 +238,9 @@ def on_rank(stops: list[str], writing: list[bool], losses: list[list[tuple[float
     [
         (["", ""], [False] * 2, [[(1.0, 1), (2.0, 1)], [(3.0, 1), (6.0, 1)]], IterationEnd("", False, 3.0)),
         # the first of the reasons that any rank has, and a rank without losses, as of an early stage
-        (["signal", "time"], [False, True], [[], [(1.0, 1), (8.0, 5)]], IterationEnd("time", True, 1.5)),
+        (["EXIT", "SIGTERM"], [False, True], [[], [(1.0, 1), (8.0, 5)]], IterationEnd("SIGTERM", True, 1.5)),
         # of one rank no token counts
-        (["", "signal"], [True, False], [[(0.0, 0)], [(9.0, 2)]], IterationEnd("signal", True, 4.5)),
+        (["", "EXIT"], [True, False], [[(0.0, 0)], [(9.0, 2)]], IterationEnd("EXIT", True, 4.5)),
     ],
 )
 def test_every_rank_knows_the_mean_loss_and_why_to_stop(stops, writing, losses, expected):

@@ -26,10 +26,11 @@ from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.excluded_nodes import exclude_list
+from moe_exp.watch.hangs.heartbeat import rank_file
 
 MODULE = "moe_exp.launch.preflight.rank"
 RESULTS_FOLDER = "MOE_EXP_PREFLIGHT_RESULTS"  # environment variable for the ranks
-SETTINGS = "settings.json"  # in that folder, for the ranks
+SETTINGS = "settings.json"  # in that folder, for the ranks; rank_file(..., "json"): a rank's results so far
 # timeout for all steps of the ranks, which normally take a fraction of it
 _RANKS_SECONDS = 150.0
 _REACH_SECONDS = 30.0
@@ -164,15 +165,10 @@ def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
         yield
 
 
-def rank_file(folder: Path, rank: int) -> Path:
-    """Path of the file to which a rank writes its results so far, for its launcher."""
-    return folder / f"rank_{rank}.json"
-
-
 def _read_rank(folder: Path, rank: int) -> dict[str, Any]:
     found = {"rank": rank, "device": "no device yet", "step": "start", "pairs": []}
     with contextlib.suppress(OSError, ValueError):  # before its first step
-        found |= read_json(rank_file(folder, rank))
+        found |= read_json(rank_file(folder, rank, "json"))
     return found
 
 

@@ -23,8 +23,9 @@ from moe_exp.host.devices import device_label
 from moe_exp.host.files import write_json
 from moe_exp.launch.preflight import checks
 from moe_exp.launch.preflight.checks import DTYPES, LinkError
-from moe_exp.launch.preflight.node import RESULTS_FOLDER, SETTINGS, rank_file
+from moe_exp.launch.preflight.node import RESULTS_FOLDER, SETTINGS
 from moe_exp.launch.preflight.verdicts import rounds_of_pairs
+from moe_exp.watch.hangs.heartbeat import rank_file
 
 _LINK_TIMEOUT = datetime.timedelta(seconds=20)
 _STEP_TIMEOUT = datetime.timedelta(seconds=60)  # how far other ranks may be behind
@@ -53,7 +54,7 @@ class _Rank:
         self.write()
 
     def write(self) -> None:
-        write_json(rank_file(Path(os.environ[RESULTS_FOLDER]), self.number), self.values)
+        write_json(rank_file(Path(os.environ[RESULTS_FOLDER]), self.number, "json"), self.values)
 
     def check_device(self) -> None:
         """Checks arithmetic and memory of this rank's device, and also host memory if the device is a GPU."""

@@ -161,11 +161,9 @@ def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[s
             rule = "must have the form --name=value"
             yield problem("extra_sbatch", option, rule, "write '-p x' as --partition=x")
         elif name in _OURS:
-            fix = (
-                "list the nodes in EXCLUDE_FILE"
-                if name == "exclude"
-                else "use the corresponding setting, or omit the option"
-            )
+            fix = "use the corresponding setting, or omit the option"
+            if name == "exclude":
+                fix = "list the nodes in EXCLUDE_FILE"
             yield problem("extra_sbatch", option, f"--{name} is set by this command", fix)
     yield from _place_problems(settings, environ)
 

@@ -18,16 +18,12 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.watch.hangs.heartbeat import rank_file
 
 logger = logging.getLogger(__name__)
 
 _LINE_BYTES = 128
 _NAME_BYTES = _LINE_BYTES - 12 - 1 - 14 - 1 - 1
-
-
-def calls_file(folder: Path, rank: int) -> Path:
-    """Path of a rank's trace in `folder` (RUN/hang/calls)."""
-    return folder / f"rank_{rank:05d}.txt"
 
 
 class CallTrace:
@@ -100,7 +96,7 @@ def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> No
     if not _has_started and 0 < config.trace_calls_from <= iteration:
         _has_started = True
         modules = [name.strip() for name in config.trace_calls_in.split(",") if name.strip()]
-        path = calls_file(run.path / "hang" / "calls", rank)
+        path = rank_file(run.path / "hang" / "calls", rank, "txt")
         try:
             CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)  # sys.setprofile keeps it alive
         except OSError as error:  # no reason to end a run

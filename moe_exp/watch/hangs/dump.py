@@ -25,7 +25,7 @@ import psutil
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.watch.hangs import heartbeat
-from moe_exp.watch.hangs.call_trace import calls_file, latest_calls
+from moe_exp.watch.hangs.call_trace import latest_calls
 from moe_exp.watch.hangs.files import parse_stacks, write_dump
 from moe_exp.watch.hangs.heartbeat import Heartbeat
 
@@ -88,7 +88,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
         if is_hang and tool == "py-spy" and not is_held:
             native, reason = py_spy(pid, "--native", seconds=_NATIVE_SECONDS)
             native = native or f"none: {reason}"
-        latest = latest_calls(calls_file(calls, rank), _NUM_CALLS)
+        latest = latest_calls(heartbeat.rank_file(calls, rank, "txt"), _NUM_CALLS)
         write_dump(folder, rank, facts, stacks, native=native, calls=latest)
         if collectives:
             text = json.dumps(last_collectives(json.loads(collectives)))

@@ -56,7 +56,7 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's `beat`, `stacks` (by faulthandler), `collectives.json`, or its request `pipe`."""
+    """Path of a rank's file, such as its `beat`, `stacks` (by faulthandler), or request `pipe`."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from moe_exp.watch.hangs.call_trace import calls_file, latest_calls
+from moe_exp.watch.hangs.call_trace import latest_calls
+from moe_exp.watch.hangs.heartbeat import rank_file
 
 PROGRAM = """
 import os, signal, sys, threading
@@ -52,7 +53,7 @@ def test_end_of_the_trace_survives_a_kill(num_calls, tmp_path):
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(num_calls)]
     assert subprocess.run(command, env=environ, timeout=60).returncode == -signal.SIGKILL
-    path = calls_file(tmp_path / "hang" / "calls", 3)
+    path = rank_file(tmp_path / "hang" / "calls", 3, "txt")
     assert latest_calls(path.with_name("none.txt"), 3) == []
     assert path.stat().st_size <= 1_000_000
     calls = latest_calls(path, 3)
