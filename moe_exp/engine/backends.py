@@ -180,9 +180,8 @@ def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]
                 for case in timing_cases(parts, sizes_of(config), runtime.device):
                     case.run()
             except torch.OutOfMemoryError as error:
-                logger.warning(
-                    "some kernels are not tuned because GPU memory is full: %s", launch.in_one_line(error)
-                )
+                line = "some kernels are not tuned because GPU memory is full: %s"
+                logger.warning(line, launch.in_one_line(error))
                 torch.cuda.empty_cache()
             logger.info("tuned kernels in %.1f s", time.monotonic() - start)
         return choices()

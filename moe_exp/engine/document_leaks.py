@@ -76,9 +76,8 @@ def find_leaks() -> Iterator[Leak]:
         config = load_config(_MODEL | settings, {})
         rank = share_alone(config)
         model = build_chunk(config, transformer_config(config), rank, 0).to(rank.device).eval()
-        (kernel, _), *_ = (
-            found for part, found in backends_of(config, rank.device.type).items() if "attention" in part
-        )
+        found = backends_of(config, rank.device.type)
+        kernel = next(name for part, (name, _) in found.items() if "attention" in part)
         yield Leak(kernel, heads, dtype, *_leak(config, rank.device, model))
 
 

@@ -17,7 +17,6 @@ from typing import NoReturn
 from moe_exp.host import exit_codes
 from moe_exp.host.devices import rank_place
 from moe_exp.host.exit_codes import BAD_INPUT, CAUSED_BY_ANOTHER, LAUNCH_TIME, complain, leave_reasons
-from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import STOP_SIGNALS, end_with_parent, signals_handled
 
 logger = logging.getLogger(__name__)
@@ -33,8 +32,7 @@ STOP_REASONS = {name: f"a rank received {name}" for name in ("SIGTERM", "SIGINT"
 class StopSignal:
     """Stop signal that this rank has received; `interval.end_of_iteration` informs the other ranks."""
 
-    def __init__(self) -> None:
-        self.reason = ""  # key of STOP_REASONS, or empty
+    reason = ""  # key of STOP_REASONS, or empty
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
@@ -150,5 +148,7 @@ def _leave_error(error: Exception) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         data = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+        whole = Path(f"{file}.whole")
         with contextlib.suppress(OSError):
-            write_atomically(Path(file), json.dumps({"message": data}))  # the agent would crash on a part
+            whole.write_text(json.dumps({"message": data}))
+            whole.replace(file)  # the agent would crash on a partial file

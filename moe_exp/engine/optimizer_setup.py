@@ -162,9 +162,8 @@ def build_optimizer(
     config: Config, model: list[DistributedDataParallel], kernel_failures: Sequence[KernelFailure] = ()
 ) -> MegatronOptimizer:
     """Megatron's optimizer for all model chunks of this rank, without weight decay on norms and biases."""
-    step = choose_step(
-        config, device_type=device_of_model().type, failure=failure_of("optimizer", kernel_failures)
-    )
+    failure = failure_of("optimizer", kernel_failures)
+    step = choose_step(config, device_type=device_of_model().type, failure=failure)
     settings = OptimizerConfig(
         optimizer="sgd" if config.optimizer == "sgd" else "adam", sgd_momentum=config.sgd_momentum,
         lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay, adam_beta1=config.adam_beta1,

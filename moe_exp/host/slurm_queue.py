@@ -153,10 +153,9 @@ def job_environment() -> str:
     # Not if installed: this Python finds the package anyway, and its site-packages would hide a container's.
     if package_root.name not in ("site-packages", "dist-packages"):
         paths["PYTHONPATH"] = package_root
-    exports = (
+    return "; ".join(
         f'export {name}={shlex.quote(str(path))}"${{{name}:+:${name}}}"' for name, path in paths.items()
     )
-    return "; ".join(exports)
 
 
 def _squeue(*options: str) -> str:

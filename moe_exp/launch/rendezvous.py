@@ -279,9 +279,8 @@ class RestartRendezvous(RendezvousHandler):
         if self._is_stopping() or (self._agents is not None and self.is_over):
             raise api.RendezvousClosedError
         if time.monotonic() > deadline:
-            raise api.RendezvousTimeoutError(
-                f"not all {self._num_nodes} nodes joined within {self._join_seconds:.0f} s"
-            )
+            line = f"not all {self._num_nodes} nodes joined within {self._join_seconds:.0f} s"
+            raise api.RendezvousTimeoutError(line)
         time.sleep(_POLL_SECONDS)
 
 

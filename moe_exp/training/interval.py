@@ -388,9 +388,7 @@ class RankTimes:
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; when due, starts an exchange of mean COLUMNS and PROCESSORS, whose result the
-        next call returns.
-        """
+        """Ends an iteration; when due, exchanges mean COLUMNS and PROCESSORS, which the next call returns."""
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
         self._rows.append([*self.timers.take(is_late=True).values(), waited])

@@ -355,9 +355,8 @@ def mean_valid_loss(job: Job) -> float:
     assert job.valid_stream is not None
     config, total = job.config, torch.zeros(2, dtype=torch.float64, device=job.runtime.device)
     for index in range(config.eval_iters):
-        losses = forward_backward(
-            job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True
-        )
+        first, number = index * config.gbsz, config.num_microbatches
+        losses = forward_backward(job, job.valid_stream, first, number, forward_only=True)
         if losses and job.runtime.groups.tp.rank() == 0:  # other tensor parallel ranks have the same losses
             total += torch.stack(losses).double().sum(dim=0)
     torch.distributed.all_reduce(total)

@@ -216,10 +216,8 @@ def loss_with_future(batch: Mapping[str, Any], losses: Tensor) -> tuple[Tensor, 
     """
     masks = batch["loss_mask"], *batch["future_mask"].unbind(dim=2)
     counts, weight = (batch["num_counted"], *batch["num_future"]), batch.get("weight", 1.0)
-    parts = [
-        lm_loss(mask, count, loss, weight=weight)
-        for mask, count, loss in zip(masks, counts, losses, strict=True)
-    ]
+    depths = zip(masks, counts, losses, strict=True)
+    parts = [lm_loss(mask, count, loss, weight=weight) for mask, count, loss in depths]
     main, *others = (loss for loss, _ in parts)
     logged = torch.cat([shown["lm_loss"] for _, shown in parts])
     return main + batch["future_weight"] * torch.stack(others).sum(), {"lm_loss": logged}

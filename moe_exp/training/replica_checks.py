@@ -178,9 +178,7 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
 
 
 def _problems(held: list[_Held], *, distributed: bool) -> dict[str, dict[int, str]]:
-    """One line for each tensor that differs between replicas or is not updated exactly once; see
-    `replica_problems`.
-    """
+    """One line per tensor that differs between replicas or is not updated once; see `replica_problems`."""
     lines: dict[str, dict[int, str]] = {}
     hosts = [one.host for one in held]
     of_optimizer: dict[str, list[int]] = defaultdict(list)

@@ -134,9 +134,7 @@ def forward_backward(
     job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
     interval: Interval | None = None, dp_rank: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Reads the micro-batches (of `dp_rank`, None: of this rank) and runs Megatron's schedule; returns the
-    losses like `run_schedule`.
-    """
+    """Reads the micro-batches (of `dp_rank`; None: of this rank) and returns the losses of `run_schedule`."""
     config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
     timers, own_timers = (interval.timers, interval.own_timers) if interval else (None, None)
     heartbeat.enter("data")

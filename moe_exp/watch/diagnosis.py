@@ -150,9 +150,8 @@ def situation_of(records: Sequence[Record], failures: Sequence[Mapping[str, Any]
     first = since[0].get("iteration", 0) if since else 0
     last = max((one["iteration"] for one in since if one.get("kind") == "train"), default=first)
     changed = max((i for i, one in enumerate(records) if one.get("event") == "changed_settings"), default=0)
-    before = Counter(
-        one["cause"] for one in records if one.get("event") == "rank_failed" and one["iteration"] == last
-    )
+    failed = (one for one in records if one.get("event") == "rank_failed")
+    before = Counter(one["cause"] for one in failed if one["iteration"] == last)
     return Situation(
         iterations=last - first,
         trained_before=any(one.get("kind") == "train" for one in records[changed:start]),

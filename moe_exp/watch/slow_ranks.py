@@ -118,9 +118,7 @@ class SlowRanks:
         self._loaded: deque[NDArray[np.bool_]] = deque(maxlen=_LOAD_SAMPLES)
 
     def add(self, rows: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
-        """Takes a sample, COLUMNS and PROCESSORS of each rank; returns an event for each rank whose state
-        changes.
-        """
+        """Takes a sample, COLUMNS and PROCESSORS of each rank; returns an event per rank that changes."""
         table_RN, load_RN = np.split(np.array(rows), [len(COLUMNS)], axis=1)
         if not self._slow and len(self._recent) >= _LENGTHS[0]:
             self._past.append(self._recent[-_LENGTHS[0]])
