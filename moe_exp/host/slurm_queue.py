@@ -128,8 +128,7 @@ def parse_queue(text: str) -> Queue:
 
 def slurm_seconds(text: str) -> int | None:
     """Seconds of a SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for others, such as UNLIMITED."""
-    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip())
-    if not match:
+    if not (match := re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip())):
         return None
     numbers = [int(part) for part in match.groups() if part is not None]
     if match[1] is None:  # H:M:S, or M or M:S

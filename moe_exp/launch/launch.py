@@ -194,8 +194,7 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
     """Prints the plan even if files are missing; only warns of a full disk."""
     print(dry_run_text(config, flags, sources, start), flush=True)
     # the run may be for another machine, so problems of this one come after everything else
-    problems = machine_checks.check_files(config, with_space=False)
-    if not problems:
+    if not (problems := machine_checks.check_files(config, with_space=False)):
         for line in [*plan_text(config), *stage_lines(config)]:
             print(line, flush=True)
     room = () if run_folder_problems(config) else machine_checks.disk_problems(config)

@@ -82,8 +82,7 @@ def progress_line(record: Mapping[str, Any]) -> str:
 def timers_line(timers: Mapping[str, float]) -> str:
     """Milliseconds per iteration by phase; phases in parentheses are part of the preceding phase."""
     values = {phase: f"{phase.replace('_', '-')} {value:.1f}" for phase, value in timers.items()}
-    inside = ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values)
-    if inside:
+    if inside := ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values):
         values["forward_backward"] = f"{values['forward_backward']} ({inside})"
     return f"ms per iteration: {', '.join(values.values())}"
 

@@ -82,8 +82,7 @@ class Baseline:
 
     def accept(self, value: float) -> None:
         """Adds `value` to the windows."""
-        level = self.level
-        if level is not None:
+        if (level := self.level) is not None:
             self.departures.append(value - level)
         self.values.append(value)
 

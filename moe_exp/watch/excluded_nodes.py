@@ -85,8 +85,7 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
         return []
     with _lock(path):
         kept = [line for line in _text(path).splitlines() if line.partition("#")[0].strip() not in gone]
-        found = [host for host in read_reasons(path) if host in gone]
-        if found:
+        if found := [host for host in read_reasons(path) if host in gone]:
             write_atomically(path, "".join(f"{line}\n" for line in kept))
     return found
 

@@ -210,8 +210,7 @@ class RollCall:
         try:
             self._lines.write(json.dumps(question) + "\n")
             self._lines.flush()
-            line = self._lines.readline()
-            if not line:
+            if not (line := self._lines.readline()):
                 raise ConnectionError("connection closed")
             return dict(json.loads(line))
         except (OSError, ValueError) as error:

@@ -132,8 +132,7 @@ def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dic
 
 
 def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:
-    limit = slurm_seconds(settings.time_limit)
-    if not limit:
+    if not (limit := slurm_seconds(settings.time_limit)):
         fix = "write MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS or DAYS-HOURS:MINUTES:SECONDS"
         yield problem("time_limit", settings.time_limit, "must be a SLURM time limit", fix)
     # otherwise each job of the chain would get the signal at its start, save and exit without training

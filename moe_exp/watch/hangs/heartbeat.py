@@ -145,8 +145,7 @@ _files: list[TextIO] = []  # keeps faulthandler's file open
 def start() -> None:
     """Starts this rank's heartbeat, once per process, if its launcher requests one."""
     global _heart
-    folder_name = os.environ.get(HEARTBEATS)
-    if not folder_name:
+    if not (folder_name := os.environ.get(HEARTBEATS)):
         return
     folder, rank = Path(folder_name), int(os.environ["RANK"])
     allow_tracers()

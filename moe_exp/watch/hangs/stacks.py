@@ -63,8 +63,7 @@ def main_stack(dump: RankDump) -> tuple[Frame, ...]:
 
 def is_waiting(dump: RankDump) -> bool:
     """Whether a rank waits in a torch collective, in its `wait`, or for the rank's own GPU work."""
-    frames = main_stack(dump)
-    if not frames:
+    if not (frames := main_stack(dump)):
         return False
     source = dump.facts.get("source", "")
     in_native = any(name in function for function in dump.native for name in _NATIVE_WAITS)
@@ -79,8 +78,7 @@ def is_waiting(dump: RankDump) -> bool:
 
 def where(dump: RankDump) -> str:
     """Describes the function that a rank is in, inside or outside of a collective."""
-    frames = main_stack(dump)
-    if not frames:
+    if not (frames := main_stack(dump)):
         return f"has no stack ({dump.facts.get('without', 'no tool returned one')})"
     named = (frame for frame in frames if not frame.key[0].startswith("<"))  # no <listcomp>
     inside = next((frame for frame in named if frame.file.endswith(_COLLECTIVE_CODE)), None)
@@ -117,8 +115,7 @@ def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
     if found:
         return {dump.rank: found[dump.rank] for dump in dumps if dump.rank in found}
     newest = max((dump.iteration for dump in dumps), default=0)
-    late = [dump for dump in dumps if dump.iteration < newest]
-    if late:
+    if late := [dump for dump in dumps if dump.iteration < newest]:
         return {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in late}
     # a group's name may be reused for other ranks: name and ranks together identify it
     most: dict[tuple[str, str], Mapping[str, object]] = {}

@@ -171,8 +171,7 @@ class _Flags:
 
     def mail(self) -> Mail | None:
         given = {name: self.options.get(name) or "" for name in _MAIL_FLAGS}
-        to = tuple(given["mail_to"].replace(",", " ").split())
-        if not to:
+        if not (to := tuple(given["mail_to"].replace(",", " ").split())):
             if given["smtp"]:
                 self._wrong("--smtp", given["smtp"], "requires --mail-to", "set --mail-to or omit --smtp")
             return None

@@ -84,8 +84,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
         found |= _scheduling(queue, memory, limits, view.now, jobs, f"at {view.progress}")
         begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
         since = f"no job {jobs} is running or queued" if "not_scheduled" in found else _NO_OTHER
-        failed = _failed(view, begun, since)
-        if failed:  # explains why no job is left
+        if failed := _failed(view, begun, since):  # explains why no job is left
             found.pop("not_scheduled", None)
             found |= failed
         elif queue.running:

@@ -111,8 +111,7 @@ class RunView:
     @property
     def real_seconds_per_iteration(self) -> float | None:
         """Average, including saves and evaluations; a forward pass is taken as a third of an iteration."""
-        pace = self.seconds_per_iteration
-        if pace is None:
+        if (pace := self.seconds_per_iteration) is None:
             return None
         evaluate, save = int(self.settings["eval_interval"]), int(self.settings["save_interval"])
         added = pace / 3 * int(self.settings["eval_iters"]) / evaluate if evaluate else 0.0
@@ -241,8 +240,7 @@ def event_time(event: Record) -> float:
 
 def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float | None) -> int:
     """Number of further jobs that a run needs; `in_this_job`: seconds until the running job's time limit."""
-    beyond = left_seconds - in_this_job
-    if beyond <= 0:
+    if (beyond := left_seconds - in_this_job) <= 0:
         return 0
     return 1 if not limit_seconds else math.ceil(beyond / limit_seconds)
 
