@@ -21,7 +21,7 @@ from moe_exp.engine.fused_step import choose_step
 from moe_exp.engine.graphs import choose_graph
 from moe_exp.engine.model import DTYPES, moe_options, overlaps, router_problem, transformer_config, use_te
 from moe_exp.engine.optimizer_setup import choose_optimizer
-from moe_exp.engine.runtime import Runtime, choose_communication, from_first_rank
+from moe_exp.engine.runtime import Runtime, choose_communication, from_all_ranks, from_first_rank
 from moe_exp.layers import native
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.kernels import launch
@@ -140,8 +140,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
     ]
     if dist.is_initialized():
         mine = [[f"{line} (rank {runtime.rank}, {runtime.host})" for line in lines] for lines in found]
-        of_ranks: list[list[list[str]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, mine)
+        of_ranks = from_all_ranks(mine)
         # each part's problems on the first rank that has any, the same on all ranks
         found = [next((lines for lines in part if lines), []) for part in zip(*of_ranks, strict=True)]
     failures = []

@@ -293,8 +293,13 @@ def on_every_rank(make: Callable[[], T]) -> T:
         value = make()
     except ValueError as caught:
         line = str(caught)
-    lines: list[str] = [""] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(lines, line)
-    if found := next((text for text in lines if text), ""):
+    if found := next(filter(None, from_all_ranks(line)), ""):
         raise ValueError(found)
     return cast(T, value)
+
+
+def from_all_ranks(value: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
+    """The `value` of every rank of `group` (None: of all), in rank order. Called by each of them."""
+    found: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(found, value, group=group)
+    return found

@@ -21,7 +21,7 @@ from moe_exp.config import Config
 from moe_exp.engine.faults import STOP_REASONS
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.qk_clip import attention_cores
-from moe_exp.engine.runtime import Runtime
+from moe_exp.engine.runtime import Runtime, from_all_ranks
 from moe_exp.host.devices import device_name, peak_resident_bytes
 from moe_exp.layers.groups import start_copy
 from moe_exp.layers.statistics import statistics_names, update
@@ -368,11 +368,9 @@ class RankTimes:
     def __init__(self, config: Config, runtime: Runtime, model: Sequence[Any]):
         self._runtime, self._every, groups = runtime, config.slow_rank_every, runtime.groups
         measure_waits()
-        places: list[dict[str, str]] = [{}] * runtime.world_size
         work = f"stage {groups.pp.rank()}, experts {groups.ep.rank()}"
         place = {"host": runtime.host, "device": str(runtime.device), "work": work}
-        torch.distributed.all_gather_object(places, place)
-        self.slow = SlowRanks(places, RunFolder.of(config).ranks)  # for rank 0
+        self.slow = SlowRanks(from_all_ranks(place), RunFolder.of(config).ranks)  # for rank 0
         self.timers = PhaseTimers(runtime.device, RANK_PHASES, lambda: time.perf_counter() - _seconds_waited)
         start, stop, names = self.timers.start, self.timers.stop, ("forward", "backward")
         spans = {

@@ -16,7 +16,7 @@ from moe_exp.data.samples.prefetch import microbatch_start
 from moe_exp.engine.graphs import CudaGraph, MicrobatchGraphs
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.optimizer_setup import next_batch
-from moe_exp.engine.runtime import Runtime
+from moe_exp.engine.runtime import Runtime, from_all_ranks
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.kernels.launch import in_one_line
 from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
@@ -127,9 +127,7 @@ def start_graphs(
         failure = graphs.check(batch, number)
     except RuntimeError as error:  # also if memory is full
         failure = in_one_line(error)
-    failures: list[str] = [""] * runtime.world_size
-    torch.distributed.all_gather_object(failures, failure)
-    if not (failure := next(filter(None, failures), "")):
+    if not (failure := next(filter(None, from_all_ranks(failure)), "")):
         return graphs, ""
     if config.cuda_graph == "on":
         rule = f"the CUDA graph of a micro-batch failed: {failure}"

@@ -40,7 +40,7 @@ from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.optimizer_setup import parameter_names
 from moe_exp.engine.qk_clip import attention_cores
-from moe_exp.engine.runtime import Runtime
+from moe_exp.engine.runtime import Runtime, from_all_ranks
 from moe_exp.training.metrics import Metrics
 from moe_exp.watch.hangs import heartbeat
 
@@ -99,9 +99,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict
     mine = _held(config, runtime, trained)
     if not _problems(_sums_of_all(runtime, mine), distributed=config.distributed_optimizer):
         return {}
-    found: list[Any] = [None] * runtime.world_size
-    torch.distributed.all_gather_object(found, mine)
-    problems = list(_problems(found, distributed=config.distributed_optimizer).items())
+    problems = list(_problems(from_all_ranks(mine), distributed=config.distributed_optimizer).items())
     if len(problems) > _NUM_SHOWN:
         problems[_NUM_SHOWN:] = [(f"and {len(problems) - _NUM_SHOWN} more", {})]
     return dict(problems)
@@ -327,9 +325,9 @@ class GradientCheck:
         is_first = self._progress.checked == self._begin
         if not is_first:  # else the start has just compared them
             check_replicas(self._config, self._runtime, self._trained, self._progress, None)
-        neighbour, streams = (dp.rank() + self._shift) % dp.size(), [dict[str, Any]()] * dp.size()
+        neighbour = (dp.rank() + self._shift) % dp.size()
         # dropout of documents may have drawn other numbers there
-        torch.distributed.all_gather_object(streams, state.rng_state(self._runtime).data[0], group=dp)
+        streams = from_all_ranks(state.rng_state(self._runtime).data[0], dp)
         before, self._expected = [x.clone() for x in self._state()], []
         for rank in dict.fromkeys((neighbour, dp.rank())):
             self._zero()
@@ -420,9 +418,7 @@ class GradientCheck:
             self._progress.checked = self._progress.iteration + 1
             return
         named = zip(self._parameters, (gaps_P > self._bound).tolist(), strict=True)
-        gathered: list[Any] = [None] * runtime.world_size
-        mine = runtime.host, [name for name, is_wrong in named if is_wrong]
-        torch.distributed.all_gather_object(gathered, mine)
+        gathered = from_all_ranks((runtime.host, [name for name, is_wrong in named if is_wrong]))
         hosts, (first, *more) = [host for host, _ in gathered], next(names for _, names in gathered if names)
         what = f"{first} and of {len(more)} more parameters" if more else first
         problem = f"the gradient of {what} differs from {how}: {_ranks(wrong, hosts)}"
