@@ -131,10 +131,9 @@ def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
         _, controllers, name = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
-        root = cgroup if not controllers else cgroup / "memory"
-        names = ("memory.max", "memory.current")
+        root, names = cgroup, ("memory.max", "memory.current")
         if controllers:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
         folder = root / name.lstrip("/")
         # Any group from the process's own up to the root may have the limit. In a container the name may
         # refer to the host's hierarchy, which is hidden; the visible root is then the container's group.

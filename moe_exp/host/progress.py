@@ -28,25 +28,23 @@ class Advance(Protocol):
 def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Advance]:
     """Yields a function that reports completed units; `done` of the `total` units are already complete."""
     # bound now, because a step may redirect sys.stderr to silence a package
-    console = Console(file=sys.stderr)
-    if console.is_terminal:
-        said, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
-        columns = (said, BarColumn(), rate, TimeElapsedColumn(), TimeRemainingColumn())
-        # rich prints lines of stdout above the bar, unless stdout is redirected to a file
-        with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bar:
-            task = bar.add_task(what, total=total, completed=done, rate="")
-            counter = _Counter(what, total, unit, done)
-
-            def advance(units: int, now: str = "", /) -> None:
-                counter.done += units
-                speed = f"{counter.amount()}, {counter.rate()}" if counter.done > done else ""
-                bar.update(task, advance=units, rate=speed, description=f"{what}: {now}" if now else None)
-
-            yield advance
+    console, counter = Console(file=sys.stderr), _Counter(what, total, unit, done)
+    if not console.is_terminal:
+        yield counter.log
+        logger.info("%s: %s in %.1f s", what, counter.amount(), time.monotonic() - counter.started)
         return
-    counter = _Counter(what, total, unit, done)
-    yield counter.log
-    logger.info("%s: %s in %.1f s", what, counter.amount(), time.monotonic() - counter.started)
+    said, rate = TextColumn("{task.description}"), TextColumn("{task.fields[rate]}")
+    columns = (said, BarColumn(), rate, TimeElapsedColumn(), TimeRemainingColumn())
+    # rich prints lines of stdout above the bar, unless stdout is redirected to a file
+    with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bar:
+        task = bar.add_task(what, total=total, completed=done, rate="")
+
+        def advance(units: int, now: str = "", /) -> None:
+            counter.done += units
+            speed = f"{counter.amount()}, {counter.rate()}" if counter.done > done else ""
+            bar.update(task, advance=units, rate=speed, description=f"{what}: {now}" if now else None)
+
+        yield advance
 
 
 @contextmanager
