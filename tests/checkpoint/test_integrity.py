@@ -326,7 +326,7 @@ def test_two_runs_cannot_write_one_folder_under_two_names(tmp_path):
 
 def test_the_newest_that_is_allowed_is_allowed(tmp_path, monkeypatch):
     there = {iteration: tmp_path / f"iter_{iteration:07d}" for iteration in (9, 6, 3)}
-    monkeypatch.setattr(integrity, "from_first_rank", lambda make: make())
+    monkeypatch.setattr("moe_exp.engine.runtime.from_first_rank", lambda make: make())
     monkeypatch.setattr(integrity, "usable", lambda path: list(there.values()))
     first = lambda path, there, damage_of: Source(there[0]) if there else None  # noqa: E731
     monkeypatch.setattr(integrity, "_first_whole", first)
