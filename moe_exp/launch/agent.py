@@ -96,13 +96,14 @@ class StandBys:
     def start_rank(self, command: Any, environ: dict[str, str]) -> subprocess.Popen[bytes]:
         """Starts a rank, in its standby process if there is one."""
         self._commands[environ["LOCAL_RANK"]] = command, environ
-        process, writer = self.waiting.pop(environ["LOCAL_RANK"], (None, -1))
-        if process is None or process.poll() is not None:
-            return subprocess.Popen(command, env=environ, start_new_session=True)
-        standby_file(Path(environ[HEARTBEATS]), process.pid).unlink(missing_ok=True)
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(json.dumps(environ).encode())
-        return process
+        if standby := self.waiting.pop(environ["LOCAL_RANK"], None):
+            process, writer = standby
+            standby_file(Path(environ[HEARTBEATS]), process.pid).unlink(missing_ok=True)
+            with suppress(BrokenPipeError):  # it has ended
+                with os.fdopen(writer, "wb") as pipe:
+                    pipe.write(json.dumps(environ).encode())
+                return process
+        return subprocess.Popen(command, env=environ, start_new_session=True)
 
     def end(self) -> None:
         for process, _ in self.waiting.values():
@@ -112,12 +113,10 @@ class StandBys:
 class Agent(LocalElasticAgent):
     """Runs the ranks of one node in rounds; the caller appends each signal it receives to `received`."""
 
-    def __init__(
-        self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], standbys: StandBys,
-        **options: Any,
-    ):  # fmt: skip
+    def __init__(self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], **options: Any):
         super().__init__(spec, **options)
-        self._spec, self._rounds, self._received, self._standbys = spec, rounds, received, standbys
+        self._spec, self._rounds, self._received, self.standbys = spec, rounds, received, StandBys()
+        self._stands_by = spec.max_restarts > 0
         self._signalled: set[tuple[int, int]] = set()  # pid and signal
         self._num_idle = 0  # consecutive rounds without a train record
         self._is_parted = False  # whether the connection to node 0 is lost
@@ -153,12 +152,16 @@ class Agent(LocalElasticAgent):
     def _stand_by(self) -> None:
         """Starts the standby processes once all ranks have trained; until then, the ranks need the CPUs."""
         folder = os.environ.get(HEARTBEATS)
-        if self._pcontext is None or self._standbys.waiting or not folder or not self._spec.max_restarts:
+        if self._pcontext is None or self.standbys.waiting or not folder or not self._stands_by:
             return
         trained = {beat.pid for beat in read_beats(Path(folder)) if beat.iteration > 1}
         if trained.issuperset(self._pcontext.pids().values()):
-            with signals_blocked():
-                self._standbys.start(Path(folder))
+            try:
+                with signals_blocked():
+                    self.standbys.start(Path(folder))
+            except OSError as error:  # for instance no more processes, or a full disk; the ranks go on
+                complain(f"warning: cannot start standby processes ({error.strerror}); restarts take longer")
+                self._stands_by = False
 
     def _has_moved(self) -> bool:
         """Whether the round ended on another node; False while node 0 is unreachable."""
@@ -426,10 +429,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     assert config.logs_specs is not None
     options = {"logs_specs": config.logs_specs, "start_method": config.start_method}
-    standbys = StandBys()
-    SubprocessHandler._popen = lambda _, *args: standbys.start_rank(*args)  # type: ignore[method-assign]
-    result = Agent(spec, rounds, received, standbys, **options).run()
-    standbys.end()
+    agent = Agent(spec, rounds, received, **options)
+    SubprocessHandler._popen = lambda _, *args: agent.standbys.start_rank(*args)  # type: ignore[method-assign]
+    result = agent.run()
+    agent.standbys.end()
     if not result.is_failed():
         return FINISHED
     if result.failures and reported_exit_code() is None and not _has_hung():

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -31,7 +32,7 @@ from moe_exp.runs.records import append_event, read_metrics
 from moe_exp.watch.blame import recognised_lines
 from moe_exp.watch.excluded_nodes import read_excluded, slurm_name
 from moe_exp.watch.hangs.dump import ranks_of_node
-from moe_exp.watch.hangs.heartbeat import failures_file
+from moe_exp.watch.hangs.heartbeat import HeartbeatWriter, failures_file
 from moe_exp.watch.known_errors import CAUSES
 
 sys.path.insert(0, str(Path(ROOT) / "bench"))
@@ -243,6 +244,22 @@ def test_a_restarted_rank_is_the_process_that_stood_by(tmp_path):
     standbys.end()
     assert left.wait(90) == -signal.SIGKILL
     os.close(pipe)
+
+
+def test_a_node_without_room_for_standby_processes_goes_on(tmp_path, monkeypatch, capsys):
+    """It says so once."""
+    monkeypatch.setenv(HEARTBEATS, str(tmp_path))
+    agent = Agent.__new__(Agent)
+    agent._stands_by, agent._pcontext = True, SimpleNamespace(pids=lambda: {0: os.getpid()})
+    agent.standbys = SimpleNamespace(waiting={}, start=Mock(side_effect=OSError(11, "no more processes")))
+    agent._stand_by()
+    agent.standbys.start.assert_not_called()  # no rank has trained
+    writer = HeartbeatWriter(tmp_path, 0)
+    writer.begin(2, 1)
+    for _ in range(2):
+        agent._stand_by()
+    agent.standbys.start.assert_called_once_with(tmp_path)
+    assert capsys.readouterr().err.count("cannot start standby processes (no more processes)") == 1
 
 
 def test_two_nodes_start_again_together(tmp_path):
