@@ -43,7 +43,7 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
     """
 
     # imported here, so that a launcher, which only calls `find_source_here`, does not import Megatron
-    from moe_exp.engine.runtime import from_first_rank
+    from moe_exp.engine.runtime import from_all_ranks, from_first_rank
 
     def damage(folder: Path) -> str:
         # The first rank reads the small files; the large ones are divided among all ranks.
@@ -54,9 +54,7 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
             names = sorted(files, key=lambda name: (-files[name]["bytes"], name))
             mine = {name: files[name] for name in names[rank::world_size]}
             # Gathered, so that all ranks reach the same verdict.
-            found: list[list[str]] = [[]] * world_size
-            torch.distributed.all_gather_object(found, list(damages(folder, mine, checksums=checksums)))
-            lines = sorted(chain.from_iterable(found))
+            lines = sorted(chain.from_iterable(from_all_ranks([*damages(folder, mine, checksums=checksums)])))
             more = f" (and {len(lines) - 1} more files)" if len(lines) > 1 else ""
             line = lines[0] + more if lines else ""
         if line and rank == 0:

@@ -35,6 +35,7 @@ from torch import Tensor
 from moe_exp.checkpoint.format.torch_dist import Box, CheckpointReader, boxes_of_range, intersection, slices
 from moe_exp.engine.averaged_weights import restart_average, update_model_weights
 from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, moments, set_moments
+from moe_exp.engine.runtime import from_all_ranks
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -175,8 +176,7 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
             # Moved to the host: other ranks would unpickle a GPU tensor onto this rank's GPU.
             scale = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in scaler.state_dict().items()}
             mine[-1]["grad_scaler"] = scale
-    chains: list[list[dict[str, Any]]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(chains, mine)
+    chains = from_all_ranks(mine)
     # Pipeline stages without experts have a shorter chain of optimizers.
     step, longest = max(_found(chains, "step", int), default=None), max(chains, key=len)
     for described in longest if step is not None else ():

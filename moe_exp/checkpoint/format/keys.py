@@ -21,6 +21,7 @@ from moe_exp.checkpoint.format.folders import first_few, unusable
 from moe_exp.checkpoint.format.naming import single_styles, weight_keys
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config.choices import LOSS_STATE
+from moe_exp.engine.runtime import from_all_ranks
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -90,11 +91,9 @@ def check_tensors(
     for tensors whose keys start with one of `unused`. All ranks must call this function. Raises ValueError
     on every rank, with the first keys that differ.
     """
-    gathered: list[set[tuple[str, tuple[int, ...], bool]]] = [set()] * torch.distributed.get_world_size()
     shards = sharded_tensors(state)
     mine = {(shard.key, tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in shards}
-    torch.distributed.all_gather_object(gathered, mine)
-    needed = {key: (shape, may_be_padded) for key, shape, may_be_padded in set().union(*gathered)}
+    needed = {key: (shape, may_be_padded) for key, shape, may_be_padded in set().union(*from_all_ranks(mine))}
     others = set(weight_keys(reader.tensors)) - set(needed)
     others = {key for key in others if not (key.endswith(LOSS_STATE) or key.startswith(unused))}
     differing = {"has no": set(needed) - set(reader.tensors), "has, unlike the model,": others}
