@@ -33,7 +33,7 @@ PROCESSORS = ("own", "busy", "idle")
 _LENGTHS = (5, 10, 20)  # samples that are tested together
 _LEAST, _OVER = math.log(1.1), math.log(1.05)  # a rank is slow from the first on, until below the second
 _CERTAIN = 4.5  # standard errors
-_LOAD_SAMPLES, _LOADED = 10, 3  # a host is overloaded if it was in so many of the last samples
+_LOAD_SAMPLES, _LOADED = 10, 3  # other programs overload a host if they did in 3 of the last 10 samples
 _LOADED_SECONDS = 60.0  # for which a rank has to be slow there
 
 
