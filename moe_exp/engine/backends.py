@@ -19,7 +19,15 @@ from moe_exp.config.choices import SCORES
 from moe_exp.engine.adamw import check_step
 from moe_exp.engine.fused_step import choose_step
 from moe_exp.engine.graphs import choose_graph
-from moe_exp.engine.model import DTYPES, moe_options, overlaps, router_problem, transformer_config, use_te
+from moe_exp.engine.model import (
+    DTYPES,
+    moe_options,
+    overlaps,
+    router_problem,
+    sum_problem,
+    transformer_config,
+    use_te,
+)
 from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.engine.runtime import Runtime, choose_communication, from_all_ranks, from_first_rank
 from moe_exp.layers import native
@@ -29,9 +37,9 @@ from moe_exp.layers.kernels.cross_entropy import choose_cross_entropy
 from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure_of, missing
 from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels, timing_cases
 from moe_exp.layers.kernels.tuning import TUNED, Key, choices, take_choices
-from moe_exp.layers.megatron.attention import choose_norm
 from moe_exp.layers.megatron.attention_backends import AttentionRule, choose_attention
 from moe_exp.layers.megatron.moe_parts import router_config
+from moe_exp.layers.megatron.residual import check_sum_norm, choose_norm
 from moe_exp.layers.megatron.rotary import check_rotated, choose_rotary
 
 logger = logging.getLogger(__name__)
@@ -57,7 +65,7 @@ def backends_of(
     found = {
         "communication": choose_communication(),
         **_attention_backends(config, device_type, te if has_te else None),
-        "norm": te if has_te else choose_norm(device_type),
+        "norm": te if has_te else choose_norm(problem=sum_problem(config), **options("norm")),
         "grouped GEMM": _expert_backend(config, **options("experts")),
         "routing": choose_routing(
             config.routing_kernels, router_problem=router_problem(config), **options("routing")
@@ -107,10 +115,10 @@ def _attention_backends(
     return found
 
 
-# setting of each part with kernels; the optimizer and the rotary embedding have none
+# setting of each part with kernels; optimizer, rotary embedding and norm have none
 PARTS = {
     "experts": "EXPERT_BACKEND", "routing": "ROUTING_KERNELS", "cross entropy": "CROSS_ENTROPY",
-    "optimizer": "", "rotary embedding": "",
+    "optimizer": "", "rotary embedding": "", "norm": "",
 }  # fmt: skip
 
 
@@ -203,6 +211,7 @@ def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
         "cross entropy": choose_cross_entropy(config.cross_entropy, device_type=kind)[0] != "megatron",
         "optimizer": choose_step(config, device_type=kind) != "torch",
         "rotary embedding": choose_rotary(is_fused, device_type=kind)[0] == "triton",
+        "norm": not use_te(config) and choose_norm(kind, problem=sum_problem(config))[0] == "triton",
     }
     return [part for part, is_run in runs.items() if is_run]
 
@@ -259,5 +268,6 @@ def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
 
 
 def _checks(part: str, sizes: Sizes, device: torch.device) -> Iterator[KernelCheck]:
-    check = {"optimizer": check_step, "rotary embedding": check_rotated}.get(part)
+    checks = {"optimizer": check_step, "rotary embedding": check_rotated, "norm": check_sum_norm}
+    check = checks.get(part)
     return check_kernels(part, sizes, device) if check is None else check(sizes.dtype, device)

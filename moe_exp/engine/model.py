@@ -18,7 +18,7 @@ from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.megatron.offload import ActivationOffload
-from moe_exp.layers.megatron.residual import change_norms, scale_ends
+from moe_exp.layers.megatron.residual import SumAndNorm, change_norms, choose_norm, scale_ends
 from moe_exp.layers.megatron.rotary import install_rotary, rotate_windows
 from moe_exp.layers.megatron.saved_tensors import NormRecompute
 from moe_exp.layers.megatron.token_prediction import PredictingModel, prediction_spec
@@ -267,6 +267,19 @@ def router_problem(config: Config) -> str:
     return kernel_problem(rules, needs_scores=needs_scores(balancing_losses(settings)))
 
 
+def sum_problem(config: Config) -> str:
+    """Why one kernel cannot compute the sum after attention and its norm (see SumAndNorm), or empty."""
+    problems = {
+        f"NORMALIZATION={config.normalization}": config.normalization != "RMSNorm",
+        f"NORM_PLACEMENT={config.norm_placement}": config.norm_placement not in ("pre", "around_moe"),
+        f"RESIDUAL_MULTIPLIER={config.residual_multiplier:g}": config.residual_multiplier != 1,
+        f"DROPOUT={config.dropout:g}": config.dropout > 0,
+        "ADD_BIAS_LINEAR=true": config.add_bias_linear,
+        "RECOMPUTE_MODULES=norm": "norm" in config.recomputed,
+    }
+    return next((name for name, holds in problems.items() if holds), "")
+
+
 def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -356,6 +369,12 @@ def build_chunk(
                 module.rotary_pos_emb = RestartingPositions(rotary)
     scale_ends(chunk, embedding=config.embedding_multiplier, logits=config.logits_scaling)
     change_norms(chunk, qk_epsilon=config.qk_norm_epsilon, has_bias=config.norm_bias)
+    norm = choose_norm(
+        _device_type(), problem=sum_problem(config), failure=failure_of("norm", kernel_failures)
+    )
+    if norm[0] == "triton" and not use_te(config):
+        for layer in chunk.decoder.layers:
+            SumAndNorm(layer)
     if "norm" in config.recomputed:
         NormRecompute(chunk)
     if config.offloaded:

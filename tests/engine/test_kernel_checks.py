@@ -186,7 +186,12 @@ def test_nothing_is_compared_where_no_kernel_runs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("part", "backend"),
-    [("routing", "torch"), ("cross entropy", "megatron"), ("rotary embedding", "megatron")],
+    [
+        ("routing", "torch"),
+        ("cross entropy", "megatron"),
+        ("rotary embedding", "megatron"),
+        ("norm", "torch"),
+    ],
 )
 def test_wrong_kernels_are_reported_and_others_run(monkeypatch, part, backend):
     wrong = SimpleNamespace(problem="wrong", line=lambda device: "a kernel is wrong")
@@ -194,6 +199,7 @@ def test_wrong_kernels_are_reported_and_others_run(monkeypatch, part, backend):
     monkeypatch.setattr(backends, "can_check", lambda device: True)
     monkeypatch.setattr(backends, "check_kernels", lambda other, *_: [wrong] if other == part else [])
     monkeypatch.setattr(backends, "check_rotated", lambda *_: [wrong])
+    monkeypatch.setattr(backends, "check_sum_norm", lambda *_: [wrong])
     assert backends.check_run(small(), RANK) == [KernelFailure(part, ["a kernel is wrong"], backend)]
     if part == "cross entropy":  # named, it ends the start
         for kind in ("triton", "linear"):
@@ -214,7 +220,7 @@ def test_the_loss_is_compared_where_auto_takes_its_kernels(monkeypatch):
         config = small(use_moe=False, cross_entropy=loss)
         for kind in ("cuda", "cpu"):
             parts = backends.parts_with_kernels(config, torch.device(kind))
-            others = ["optimizer", "rotary embedding"] * (kind == "cuda")
+            others = ["optimizer", "rotary embedding", "norm"] * (kind == "cuda")
             assert parts == ["cross entropy"] * (kind in found) + others, (loss, kind)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, _coalescing_manager
 
 from moe_exp.host import gloo
 
@@ -71,6 +71,19 @@ class AllToAll(_OneByOne):
     def reverse(self) -> "AllToAll":
         return AllToAll(group=self.group, send=self.receive, receive=self.send)
 
+    def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
+        device = next(x.device for x in tensors if x is not None)
+        if len(tensors) == tensors.count(None) + 1 or not can_join(self.group, device):
+            return super().launch(tensors)
+        with _coalescing_manager(self.group, device, async_ops=True) as joint:
+            arrival = super().launch(tensors)
+
+        def wait() -> list[Tensor | None]:
+            joint.wait()
+            return arrival()
+
+        return wait
+
     def _launch(self, x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
         out = x.new_empty(sum(self.receive), *x.shape[1:])
         work = torch.distributed.all_to_all_single(
@@ -78,8 +91,8 @@ class AllToAll(_OneByOne):
         )
 
         def wait() -> Tensor:
-            assert work is not None  # None is returned only on ranks outside the group
-            work.wait()
+            if work is not None:  # on ranks of the group, None if `launch` waits for all tensors together
+                work.wait()
             return out
 
         return wait
@@ -136,6 +149,11 @@ class ScatterSumRows(_OneByOne):
             return out[: self.sizes[group.rank()]]
 
         return wait
+
+
+def can_join(group: ProcessGroup | None, device: torch.device) -> bool:
+    """Whether the backend runs several all-to-alls as one: NCCL does, with one kernel."""
+    return group is not None and group.size() > 1 and group._get_backend(device).supports_coalescing
 
 
 class _Exchanged(torch.autograd.Function):

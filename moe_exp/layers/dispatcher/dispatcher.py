@@ -187,9 +187,10 @@ class _ExchangeSizes(NamedTuple):
 class AllToAllDispatcher(SpreadDispatcher):
     """Sends rows to the ranks of their experts by all-to-all.
 
-    A second, concurrent all-to-all sends the router weights. If experts are split over `etp_group`, the ranks
-    of this group gather the rows, each rank computes a part of every result, and `combine` sums the parts.
-    The host waits for the GPU once, to read the row counts; with `rows_per_expert`, it does not wait.
+    A second all-to-all sends the router weights; NCCL runs both in one kernel. If experts are split over
+    `etp_group`, the ranks of this group gather the rows, each rank computes a part of every result, and
+    `combine` sums the parts. The host waits for the GPU once, to read the row counts; with `rows_per_expert`,
+    it does not wait.
     """
 
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):

@@ -66,7 +66,7 @@ def multiplies_16_bits(a: Tensor, b: Tensor) -> bool:
 class KernelFailure:
     """A part of the model whose kernels failed their self-test and are not used."""
 
-    part: str  # `experts`, `routing`, `cross entropy`, `optimizer` or `rotary embedding`
+    part: str  # `experts`, `routing`, `cross entropy`, `optimizer`, `rotary embedding` or `norm`
     problems: list[str]  # one line per kernel, with the first rank and host that found it
     backend: str  # the replacement
 

@@ -78,7 +78,7 @@ Outputs = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """One public function with its operands; `run` (kernel) and `twin` (plain torch) return all results."""
 
     kernel: str
@@ -126,7 +126,7 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
         torch.cuda.empty_cache()
 
 
-def compare(case: _Case, device: torch.device) -> KernelCheck:
+def compare(case: Case, device: torch.device) -> KernelCheck:
     """Compares one case with its reference in every candidate config."""
     tuned, limit = case.tuned, LIMITS[case.dtype]
     if case.dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
@@ -204,7 +204,7 @@ class _Draw:
         return torch.randint(high, shape, generator=self.generator, device=self.device)
 
 
-def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[_Case]:
+def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[Case]:
     """For each `rows_class`, calls of the kernels that have several configs, with the run's sizes."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
@@ -217,16 +217,16 @@ def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> It
         torch.cuda.empty_cache()
 
 
-def _combine_cases(sizes: Sizes, device: torch.device, num_rows: int) -> Iterator[_Case]:
+def _combine_cases(sizes: Sizes, device: torch.device, num_rows: int) -> Iterator[Case]:
     draw, num_tokens = _Draw(device), cdiv(num_rows, sizes.topk)
     y_RD = draw.normal(num_rows, sizes.hidden_size, dtype=sizes.dtype)
     row_TK = draw.integers(num_rows + 1, num_tokens, sizes.topk).int()
-    yield _case(combine.combine, sizes.dtype, f"{num_rows} rows of {sizes.hidden_size}", y_RD, row_TK)
+    yield case_of(combine.combine, sizes.dtype, f"{num_rows} rows of {sizes.hidden_size}", y_RD, row_TK)
 
 
 def _expert_cases(
     sizes: Sizes, device: torch.device, tokens_L: Sequence[int] | None = None
-) -> Iterator[_Case]:
+) -> Iterator[Case]:
     """Kernel calls of `experts.fused`, forward and backward; `tokens_L`: rows of each expert."""
     draw, dtype, hidden, ffn = _Draw(device), sizes.dtype, sizes.hidden_size, sizes.ffn_size
     num_experts, activation = sizes.num_experts, sizes.activation
@@ -247,10 +247,10 @@ def _expert_cases(
     hidden_RW, active_RF = (draw.normal(num_rows, wide, dtype=dtype) for wide in (width, ffn))
     gathering: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
 
-    def case(run: Any, *args: Any, what: str = "", **options: Any) -> _Case:
+    def case(run: Any, *args: Any, what: str = "", **options: Any) -> Case:
         if sizes.fp8:  # the whole function of kernels/fp8/products.py, as called by `experts.fused`
             run, what = getattr(products, run.__name__), f"{what}, FP8"
-        return _case(run, dtype, shape + what, *args, **options)
+        return case_of(run, dtype, shape + what, *args, **options)
 
     # Without padding, which weight gradients never get if tokens are gathered.
     row_R = None if token_R is None else token_R.clamp(max=num_tokens - 1)
@@ -259,8 +259,8 @@ def _expert_cases(
         of_up["bias1_LW"] = draw.normal(num_experts, width, dtype=dtype)
         of_down = [draw.normal(num_experts, hidden, dtype=dtype), weights_R]
         ones_R1, weights_R1 = hidden_RW.new_ones(num_rows, 1), weights_R.to(dtype).unsqueeze(1)
-        yield _case(weight_grad, dtype, shape, ones_R1, hidden_RW, offsets_L1)
-        yield _case(weight_grad, dtype, shape, weights_R1, dy, offsets_L1, b_index_R=row_R)
+        yield case_of(weight_grad, dtype, shape, ones_R1, hidden_RW, offsets_L1)
+        yield case_of(weight_grad, dtype, shape, weights_R1, dy, offsets_L1, b_index_R=row_R)
     yield case(up_projection, x, weight1_LWD, offsets_L1, **of_up)
     options: dict[str, Any] = {"keeps_hidden": False, "what": ", forward only"}
     yield case(up_projection, x, weight1_LWD, offsets_L1, **of_up, **options)
@@ -278,13 +278,13 @@ def _expert_cases(
     if sizes.gathers:
         expert_TK = draw.integers(num_experts, num_tokens, sizes.topk)
         kept_TK = draw.integers(4, num_tokens, sizes.topk) > 0
-        yield _case(slot_sort.slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
+        yield case_of(slot_sort.slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
         row_N = draw.integers(num_rows + 1, expert_TK.numel()).int()
-        yield _case(rows.gather_rows, torch.float32, shape, weights_R, row_N)
+        yield case_of(rows.gather_rows, torch.float32, shape, weights_R, row_N)
         yield from _combine_cases(sizes, device, num_rows)
 
 
-def _case(run: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> _Case:
+def case_of(run: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> Case:
     """Case for a public function and its plain-torch reference, which is in the same module."""
     module = sys.modules[run.__module__]
     twin, kernel = getattr(module, f"{run.__name__}_torch"), getattr(module, "_kernel", None)
@@ -299,10 +299,10 @@ def _case(run: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) 
         return [result] if isinstance(result, Tensor) else result
 
     tuned = kernel if isinstance(kernel, Tuned) else None
-    return _Case(run.__name__, dtype, shape, lambda: outputs(run), lambda: outputs(twin), tuned)
+    return Case(run.__name__, dtype, shape, lambda: outputs(run), lambda: outputs(twin), tuned)
 
 
-def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
+def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     """Calls of the kernels for routing, token dropping, row order and combining."""
     draw, num_tokens, num_experts, dtype = _Draw(device), 65, max(sizes.num_experts, 2), sizes.dtype
     topk_size, hidden = min(sizes.topk, num_experts), sizes.hidden_size
@@ -314,10 +314,10 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
         has_bias, score = options.pop("expert_bias", False), options.get("score", "softmax")
         bias_E = draw.normal(num_routed, dtype=torch.float32, scale=0.1) if has_bias else None
         shape = f"{num_tokens} tokens, {num_routed} experts, top-{sizes.topk}, {score}"
-        yield _case(topk.router_topk, torch.float32, shape, logits_TE, sizes.topk, bias_E=bias_E, **options)
+        yield case_of(topk.router_topk, torch.float32, shape, logits_TE, sizes.topk, bias_E=bias_E, **options)
         sums_E, counts_E = logits_TE.softmax(1).sum(0), draw.integers(num_tokens, num_routed)
         sums = sums_E, sums_E.sum(), counts_E, None, num_tokens, sizes.topk, 0.01, 0.001
-        yield _case(scores.router_losses, torch.float32, shape, *sums)
+        yield case_of(scores.router_losses, torch.float32, shape, *sums)
     shape = f"{num_tokens} tokens, {num_experts} experts, top-{topk_size}"
     expert_TK = draw.integers(num_experts - 1, num_tokens, topk_size)  # never the last expert
     kept_TK = draw.integers(4, num_tokens, topk_size) > 0
@@ -328,12 +328,12 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
     index_R = draw.integers(slots + 1, slots).int()
     row_TK = draw.integers(slots + 1, num_tokens, topk_size).int()
     moved = f"{slots} rows of {hidden}"
-    yield _case(slot_sort.slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
-    yield _case(drops.keep_within, dtype, shape, expert_TK, weights_TK, limits_E)
-    yield _case(drops.padded_order, dtype, shape, expert_TK, num_experts, slots // num_experts, kept_TK)
-    yield _case(rows.gather_rows, dtype, moved, x_TD, index_R, topk_size)
-    yield _case(rows.chunk_order, dtype, f"{rows_SL.numel()} chunks", rows_SL, int(rows_SL.sum()))
-    yield _case(combine.combine, dtype, moved, y_RD, row_TK)
+    yield case_of(slot_sort.slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
+    yield case_of(drops.keep_within, dtype, shape, expert_TK, weights_TK, limits_E)
+    yield case_of(drops.padded_order, dtype, shape, expert_TK, num_experts, slots // num_experts, kept_TK)
+    yield case_of(rows.gather_rows, dtype, moved, x_TD, index_R, topk_size)
+    yield case_of(rows.chunk_order, dtype, f"{rows_SL.numel()} chunks", rows_SL, int(rows_SL.sum()))
+    yield case_of(combine.combine, dtype, moved, y_RD, row_TK)
 
 
 def _with_gradient(function: Any) -> Any:
@@ -352,12 +352,12 @@ def _with_gradient(function: Any) -> Any:
     return run
 
 
-def _cross_entropy_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
+def _cross_entropy_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     draw, num_tokens, dtype = _Draw(device), 7, sizes.dtype
     logits_NV = draw.normal(num_tokens, sizes.vocab_size, dtype=dtype)
     target_N = draw.integers(sizes.vocab_size, num_tokens)
     log_sum_N, grad_N = logits_NV.float().logsumexp(dim=1), draw.weights(num_tokens)
     shape = f"{num_tokens} tokens, {sizes.vocab_size} words"
     statistics, gradient = cross_entropy.cross_entropy_statistics, cross_entropy.cross_entropy_gradient
-    yield _case(statistics, dtype, shape, logits_NV, target_N, 0)
-    yield _case(gradient, dtype, shape, logits_NV, target_N, log_sum_N, grad_N, 0)
+    yield case_of(statistics, dtype, shape, logits_NV, target_N, 0)
+    yield case_of(gradient, dtype, shape, logits_NV, target_N, log_sum_N, grad_N, 0)

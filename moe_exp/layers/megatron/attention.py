@@ -257,16 +257,6 @@ class CausalAttention(nn.Module):
         return dict(make_sharded_tensors_for_checkpoint(*arguments, tp_group=tp, dp_cp_group=dp_cp))
 
 
-def choose_norm(device_type: str) -> tuple[str, str]:
-    """Chooses the norm; returns its name and the reason."""
-    reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
-    if device_type == "cuda":
-        has_kernel = hasattr(torch.ops.aten, "_fused_rms_norm")
-        without = f"torch {torch.__version__} has no fused RMSNorm kernel"
-        reason += f"; {'RMSNorm is one kernel in each direction' if has_kernel else without}"
-    return "torch", reason
-
-
 class Norm:
     """torch.nn.RMSNorm or LayerNorm (by `config.normalization`), marked for sequence parallelism.
 

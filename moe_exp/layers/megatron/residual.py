@@ -1,13 +1,20 @@
-"""Norms after attention and MLP (OLMo 2, arXiv:2501.00656, section 3.2), parallel attention and MLP (GPT-J,
-Cohere2) and constant factors (Granite 3.0), which Megatron's layers do not have.
+"""What Megatron's layers do not have around attention and MLP: norms after them (OLMo 2, arXiv:2501.00656,
+section 3.2), both in parallel (GPT-J, Cohere2), constant factors (Granite 3.0), and on a GPU one kernel for
+the sum after attention and the norm of this sum.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.launch import jit, tl
+from moe_exp.layers.kernels.self_test import KernelCheck, case_of, compare
 from moe_exp.layers.megatron.attention import Norm
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -97,3 +104,174 @@ def change_norms(chunk: Any, *, qk_epsilon: float, has_bias: bool) -> None:
             module.eps = qk_epsilon
         if not has_bias and isinstance(module, nn.LayerNorm):
             module.register_parameter("bias", None)
+
+
+def choose_norm(device_type: str, *, problem: str = "", failure: str = "") -> tuple[str, str]:
+    """Chooses the norms; returns their name and the reason.
+
+    Args:
+        problem: why the model has no sum whose norm is taken, see `sum_problem`.
+        failure: why the kernel must not run, see `launch.failure_of`.
+    """
+    reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
+    if device_type == "cpu":
+        return "torch", reason
+    if not hasattr(torch.ops.aten, "_fused_rms_norm"):
+        reason += f"; torch {torch.__version__} has no fused RMSNorm kernel"
+    if without := failure or problem or launch.missing():
+        return "torch", f"{reason}; no kernel for the sum after attention and its norm: {without}"
+    return "triton", f"one kernel for the sum after attention and its norm; others: {reason}"
+
+
+class SumAndNorm:
+    """Computes the sum after a layer's attention together with the norm of this sum, the MLP's input."""
+
+    def __init__(self, layer: TransformerLayer):
+        self._norm, self._normalized = layer.pre_mlp_layernorm, []
+        layer.self_attn_bda, self._norm.forward = self._function, self._forward
+
+    def _function(self, training: bool, is_fused: bool) -> Callable[..., Tensor]:
+        return self._add
+
+    def _add(self, result: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        # A call of the module, whose hooks wait until its weight is gathered (OVERLAP).
+        total, normalized = self._norm(result[0], residual)
+        self._normalized.append(normalized)
+        return total
+
+    def _forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:  # called by the layer with the sum
+            return self._normalized.pop()
+        return _SumNorm.apply(x, residual, self._norm.weight, self._norm.eps)
+
+
+class _SumNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        total, normalized, scale = sum_norm(x, residual, weight, epsilon)
+        ctx.save_for_backward(total, scale, weight)
+        return total, normalized
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        dx, dweight = sum_norm_gradient(*grads, *ctx.saved_tensors)
+        return dx, dx, dweight, None
+
+
+@jit
+def _kernel(
+    x, residual, weight, total, normalized, scale, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row per program."""
+    columns = tl.arange(0, BLOCK)
+    is_column, row = columns < WIDTH, tl.program_id(0).to(tl.int64)
+    places = row * WIDTH + columns
+    a = tl.load(x + places, mask=is_column, other=0.0).to(tl.float32)
+    b = tl.load(residual + places, mask=is_column, other=0.0).to(tl.float32)
+    rounded = (a + b).to(total.dtype.element_ty)  # the norm is that of the stored sum
+    tl.store(total + places, rounded, mask=is_column)
+    wide = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
+    tl.store(scale + row, factor)
+    w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(normalized + places, (wide * factor * w).to(normalized.dtype.element_ty), mask=is_column)
+
+
+@jit
+def _gradient_kernel(
+    dtotal, dnormalized, total, scale, weight, dx, partial_sums, num_rows, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every num_programs-th row, and their part of the weight's gradient."""
+    first, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    is_column = columns < WIDTH
+    w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK,), dtype=tl.float32)
+    for row in range(first, num_rows, tl.num_programs(0)):
+        places = tl.cast(row, tl.int64) * WIDTH + columns
+        factor = tl.load(scale + row)
+        unit = tl.load(total + places, mask=is_column, other=0.0).to(tl.float32) * factor
+        dy = tl.load(dnormalized + places, mask=is_column, other=0.0).to(tl.float32)
+        dw += dy * unit
+        dy *= w
+        through_norm = (dy - unit * (tl.sum(dy * unit, 0) / WIDTH)) * factor
+        beside_norm = tl.load(dtotal + places, mask=is_column, other=0.0).to(tl.float32)
+        tl.store(dx + places, (through_norm + beside_norm).to(dx.dtype.element_ty), mask=is_column)
+    tl.store(partial_sums + first * WIDTH + columns, dw, mask=is_column)
+
+
+def sum_norm_torch(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x + residual
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return total, (wide * scale * weight).to(x.dtype), scale.squeeze(-1)
+
+
+@launch.compilable(
+    "sum_norm",
+    lambda x, *_: (torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+    twin=sum_norm_torch, takes_fp64=False,
+)  # fmt: skip
+def sum_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of two tensors [..., D] and its RMSNorm with `weight` [D], both in their dtype; the factor of each
+    row before the weight, fp32 [...].
+    """
+    x, residual, weight = launch.contiguous(x, residual, weight)
+    total, normalized = torch.empty_like(x), torch.empty_like(x)
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    if x.numel():
+        sizes = _sizes(x.size(-1))
+        _kernel[(scale.numel(),)](x, residual, weight, total, normalized, scale, epsilon, **sizes)
+    return total, normalized, scale
+
+
+def sum_norm_gradient_torch(
+    dtotal: Tensor, dnormalized: Tensor, total: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    unit = total.to(scale.dtype) * scale.unsqueeze(-1)
+    dy = dnormalized.to(scale.dtype)
+    dweight, dy = (dy * unit).flatten(0, -2).sum(0), dy * weight
+    dx = (dy - unit * (dy * unit).mean(-1, keepdim=True)) * scale.unsqueeze(-1) + dtotal
+    return dx.to(total.dtype), dweight.to(weight.dtype)
+
+
+@launch.compilable(
+    "sum_norm_gradient",
+    lambda dtotal, dnormalized, total, scale, weight: (torch.empty_like(total), torch.empty_like(weight)),
+    twin=sum_norm_gradient_torch, takes_fp64=False,
+)  # fmt: skip
+def sum_norm_gradient(
+    dtotal: Tensor, dnormalized: Tensor, total: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of each of the two tensors, and of the weight, from those of the results of `sum_norm`."""
+    dtotal, dnormalized, total, weight = launch.contiguous(dtotal, dnormalized, total, weight)
+    dx, num_rows, width = torch.empty_like(total), scale.numel(), weight.numel()
+    if num_rows == 0:
+        return dx, torch.zeros_like(weight)
+    programs = launch.num_programs(total, num_rows, per_processor=4, takes_all=True)
+    sums = scale.new_empty(programs, width)
+    _gradient_kernel[(programs,)](
+        dtotal, dnormalized, total, scale, weight, dx, sums, num_rows, **_sizes(width)
+    )
+    return dx, sums.sum(0).to(weight.dtype)
+
+
+def _sizes(width: int) -> dict[str, int]:
+    block = launch.power_of_2(width)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(1, block // 256))}
+
+
+def check_sum_norm(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
+    """Compares both kernels with their plain-torch references, with a width that is no power of 2."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, residual, dtotal, dnormalized = torch.randn(4, 37, 640, generator=generator, device=device).to(dtype)
+    weight = torch.rand(640, generator=generator, device=device).to(dtype) + 0.5
+    total, _, scale = sum_norm_torch(x, residual, weight, 1e-5)
+    shape = "37 rows of 640"
+    yield compare(case_of(sum_norm, dtype, shape, x, residual, weight, 1e-5), device)
+    of_gradient = dtotal, dnormalized, total, scale, weight
+    yield compare(case_of(sum_norm_gradient, dtype, shape, *of_gradient), device)

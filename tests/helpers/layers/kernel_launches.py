@@ -21,6 +21,7 @@ from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import weight_grad
+from moe_exp.layers.megatron.residual import sum_norm, sum_norm_gradient
 from moe_exp.layers.megatron.rotary import rotated
 
 TOPK = 8
@@ -152,6 +153,13 @@ def routed_back(score: str = "softmax", extras: bool = False, *, at: Sizes = SIZ
 def rotated_keys(*, at: Sizes = SIZES, interleaved: bool = False) -> None:
     keys, cos = on_gpu(at.tokens, 2, 8, 384).narrow(-1, 256, 128), on_gpu(at.tokens, 1, 1, 96)
     rotated(keys, cos, on_gpu(at.tokens, 1, 1, 48), interleaved, -1)
+
+
+def norms_of_sums(*, at: Sizes = SIZES) -> None:
+    x, other, total = (on_gpu(at.tokens, 1, at.dim) for _ in range(3))
+    weight, scale = on_gpu(at.dim), on_gpu(at.tokens, 1, dtype=FP32)
+    sum_norm(x, other, weight, 1e-5)
+    sum_norm_gradient(x, other, total, scale, weight)
 
 
 def losses_of_sums(*, at: Sizes = SIZES) -> None:

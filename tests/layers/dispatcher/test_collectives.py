@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
+from moe_exp.layers.dispatcher import collectives
 from moe_exp.layers.dispatcher.collectives import (
     AllToAll,
     GatherRows,
@@ -205,6 +206,47 @@ def odd_uses():
 
 def test_odd_uses():
     run_on_ranks(2, odd_uses)
+
+
+class Joined:
+    """As NCCL's: the collectives begun inside return no work of their own, and are waited for together."""
+
+    def __init__(self, seen):
+        self.works, self.seen = [], seen
+
+    def __enter__(self):
+        self._all_to_all = dist.all_to_all_single
+        dist.all_to_all_single = lambda *args, **kw: self.works.append(self._all_to_all(*args, **kw))
+        return self
+
+    def __exit__(self, *error):
+        dist.all_to_all_single = self._all_to_all
+        self.seen.append(len(self.works))
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        self.seen.append("waited")
+
+
+def joined():
+    group, seen, results = dist.group.WORLD, [], []
+    collectives._coalescing_manager = lambda *args, **kw: Joined(seen)
+    exchange = AllToAll(group=group, send=[1, 2], receive=[1, 1] if dist.get_rank() == 0 else [2, 2])
+    for can_join in (False, True):
+        collectives.can_join = lambda *_, can_join=can_join: can_join
+        x, weights = (random(3, *size, seed=dist.get_rank()).requires_grad_() for size in ((4,), ()))
+        rows, moved = arrive(depart(exchange, x, weights))
+        (rows.square().sum() + moved.square().sum() + exchange_rows(exchange, x).sum()).backward()
+        results.append([rows, moved, x.grad, weights.grad])
+    return seen, results
+
+
+def test_several_tensors_are_exchanged_together_where_the_backend_can():
+    """In both directions, with the same results; a single tensor needs nothing to join."""
+    for seen, (apart, together) in run_on_ranks(2, joined):
+        assert seen == [2, "waited", 2, "waited"]
+        assert all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
 
 
 @pytest.mark.parametrize("run", [exchange_rows, split])

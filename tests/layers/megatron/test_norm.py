@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
-from moe_exp.layers.megatron.attention import Norm, ProjectionNorm, choose_norm
+from moe_exp.layers.megatron.attention import Norm, ProjectionNorm
 
 
 def make(normalization: str, *, dtype=torch.float64, sequence_parallel=False, **kwargs) -> torch.nn.Module:
@@ -46,12 +46,6 @@ def test_every_parameter_is_marked_for_sequence_parallelism(normalization, numbe
     norm = make(normalization, sequence_parallel=sequence_parallel, dtype=torch.bfloat16)
     facts = [(parameter.sequence_parallel, parameter.dtype) for parameter in norm.parameters()]
     assert facts == [(sequence_parallel, torch.bfloat16)] * number
-
-
-def test_choose_norm():
-    name, reason = choose_norm("cpu")
-    assert name == "torch" and reason.endswith("with sequence parallelism, on cpu")
-    assert choose_norm("cuda")[1].endswith("on cuda; RMSNorm is one kernel in each direction")
 
 
 # Over all heads: x [S, B, H, d] with two heads of three channels on each rank of two.
