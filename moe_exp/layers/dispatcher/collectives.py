@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup, _coalescing_manager
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from moe_exp.host import gloo
 

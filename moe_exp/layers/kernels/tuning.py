@@ -17,7 +17,14 @@ from torch import Tensor
 
 from moe_exp.host.devices import driver_version
 from moe_exp.host.files import read_json, write_json
-from moe_exp.layers.kernels.launch import INTERPRETED, free_processors, in_one_line, is_of_device, triton
+from moe_exp.layers.kernels.launch import (
+    INTERPRETED,
+    VARYING,
+    free_processors,
+    in_one_line,
+    is_of_device,
+    triton,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +48,27 @@ class KernelConfig:
         return ", ".join(f"{name}: {value}" for name, value in self.constants.items())
 
 
+def _without_descriptors(args: Sequence[Any]) -> list[Any]:
+    descriptor = triton.tools.tensor_descriptor.TensorDescriptor
+    return [None if isinstance(x, descriptor) else x for x in args]
+
+
+@dataclass(frozen=True, eq=False)
+class _Launcher:
+    """Launches a compiled kernel without Triton's own search for it, which takes longer than the launch."""
+
+    config: KernelConfig
+    compiled: Any  # triton.compiler.CompiledKernel
+    constants: tuple[Any, ...]  # values of the arguments after the positional ones
+    takes_descriptors: bool
+
+    def launch(self, args: Sequence[Any], grid: Any) -> None:
+        if not self.takes_descriptors:
+            args = _without_descriptors(args)
+        sizes = grid(self.config.constants) if callable(grid) else grid
+        self.compiled[(*sizes, 1, 1)[:3]](*args, *self.constants)
+
+
 class Tuned:
     """A kernel with several configs: `kernel[grid](...)` launches the fastest. Arguments: see `tuned`.
 
@@ -57,6 +85,8 @@ class Tuned:
         self.fn, self.configs, self._blocks, self.library = function, list(configs), blocks, library
         self.name = function.fn.__module__.rpartition(".")[2]
         self._of_key = [(name, function.arg_names.index(name)) for name in key]
+        self._varies = [name.startswith(VARYING) and name not in key for name in function.arg_names]
+        self._launchers: dict[Key, _Launcher] = {}
         self.choices: dict[Key, KernelConfig] = {}
         self.is_decided = False
         self._dropped: list[KernelConfig] = []
@@ -79,25 +109,49 @@ class Tuned:
         finally:
             self._only = None
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         """Launches the fastest config or, if the launch fails, another config."""
+        trial = kwargs | {"grid": grid, "warmup": warmup}
         if self._only is not None:
             if not self._only.suits(kwargs):
                 raise UnsuitedError(f"kernel {self.name}: config {self._only}: operands not supported")
-            return self._launch(self._only, args, kwargs)
+            self._launch(self._only, args, trial)
+            return
         # Another start may measure another config as fastest, which sums in another order. Checked at every
         # launch, because PyTorch allows changing this setting at any time.
         if torch.are_deterministic_algorithms_enabled():
-            return self._launch(self.configs[0], args, kwargs)
-        key = self.key(args, kwargs)
+            self._launch(self.configs[0], args, trial)
+            return
+        signature = self._signature(args, kwargs)
         while True:
-            config = self.choices.get(key) or self._choose(key, args, kwargs)
+            known = self._launchers.get(signature)
+            if known is None:
+                key = self.key(args, trial)
+                config = self.choices.get(key) or self._choose(key, args, trial)
+            else:
+                config = known.config
             try:
-                return self._launch(config, args, kwargs)
+                if known is not None:
+                    known.launch(args, grid)
+                elif launcher := self._launch(config, args, trial):
+                    self._launchers[signature] = launcher
+                return
             except Exception as error:  # a chosen config can fail later, for example on other alignments
                 if len(self.configs) == 1 or is_of_device(error):
                     raise
                 self.drop(config, error)
+
+    def _signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
+        """Key of a launcher: what the choice of the config and Triton's choice of compiled code depend on."""
+        found: list[Any] = [args[0].device.index]
+        for x, varies in zip(args, self._varies, strict=False):
+            if isinstance(x, Tensor):
+                found += x.dtype, x.data_ptr() % 16 == 0
+            elif varies:
+                found.append(x < 2**31)
+            else:
+                found.append(type(x) if hasattr(x, "block_shape") else x)  # a descriptor has no hash
+        return *found, *kwargs.values()
 
     def key(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
         """Values of the key arguments, and the dtypes of all tensors."""
@@ -120,8 +174,7 @@ class Tuned:
                     if given[name] is not None:
                         given[name].block_shape = shape
             else:  # saves encoding them, and configs without TMA still run if the driver cannot encode them
-                descriptor = triton.tools.tensor_descriptor.TensorDescriptor
-                args = [None if isinstance(x, descriptor) else x for x in args]
+                args = _without_descriptors(args)
         return args, kwargs
 
     def suited(self, kwargs: dict[str, Any]) -> list[KernelConfig]:
@@ -131,22 +184,30 @@ class Tuned:
     def take(self, choices: dict[Key, KernelConfig]) -> None:
         """Replaces the choices (see `take_choices`), except for configs that failed in this process."""
         self.choices = {key: config for key, config in choices.items() if config not in self._dropped}
+        self._launchers.clear()
         self.is_decided = True
 
     def drop(self, config: KernelConfig, error: Exception) -> None:
         """Excludes a config that failed."""
         self._dropped.append(config)
         self.choices = {key: chosen for key, chosen in self.choices.items() if chosen is not config}
+        self._launchers.clear()
         self._warn(config, error)
 
     def _launch(
         self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
-    ) -> Any:
+    ) -> _Launcher | None:
+        """Launches one config by Triton; returns what launches it again, unless interpreted or PyTorch's."""
         if config.constants.get("LIBRARY"):
             assert self.library is not None
-            return self.library(dict(zip(self.fn.arg_names, args, strict=False)))
+            self.library(dict(zip(self.fn.arg_names, args, strict=False)))
+            return None
         args, kwargs = self.prepared(config, args, kwargs, is_trial=is_trial)
-        return self.fn.run(*args, **kwargs)
+        compiled = self.fn.run(*args, **kwargs)
+        if compiled is None:
+            return None
+        constants = tuple(kwargs[name] for name in self.fn.arg_names[len(args) :])
+        return _Launcher(config, compiled, constants, bool(config.constants.get("TMA")))
 
     def _choose(self, key: Key, args: Sequence[Any], kwargs: dict[str, Any]) -> KernelConfig:
         left = self.suited(kwargs) if len(self.configs) > 1 else self.configs

@@ -127,7 +127,8 @@ class SumAndNorm:
     """Computes the sum after a layer's attention together with the norm of this sum, the MLP's input."""
 
     def __init__(self, layer: TransformerLayer):
-        self._norm, self._normalized = layer.pre_mlp_layernorm, []
+        self._norm = layer.pre_mlp_layernorm
+        self._normalized: list[Tensor] = []
         layer.self_attn_bda, self._norm.forward = self._function, self._forward
 
     def _function(self, training: bool, is_fused: bool) -> Callable[..., Tensor]:

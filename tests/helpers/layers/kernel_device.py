@@ -24,6 +24,7 @@ def use_descriptors(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None
     config = next(config for config in module.CONFIGS if config["TMA"])
     monkeypatch.setattr(module._kernel, "configs", [tuning.make_config(config)])
     monkeypatch.setattr(module._kernel, "choices", {})
+    monkeypatch.setattr(module._kernel, "_launchers", {})
 
 
 def at_real_size(*values: object) -> object:

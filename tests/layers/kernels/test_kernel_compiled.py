@@ -40,7 +40,8 @@ ROUTING = [
     launches.routed, partial(launches.routed, at=Sizes(routed=512)), launches.routed_back,
     partial(launches.routed, "sigmoid", True), partial(launches.routed_back, "sqrtsoftplus", True),
     launches.losses_of_sums, launches.rotated_keys, launches.norms_of_sums,
-    partial(launches.norms_of_sums, at=Sizes(dim=7168)), launches.rows_in_order, launches.chunks, launches.kept,
+    partial(launches.norms_of_sums, at=Sizes(dim=7168)), launches.rows_in_order, launches.chunks,
+    launches.kept,
     partial(launches.kept, False), launches.padded, launches.loss, launches.loss_back,
 ]  # fmt: skip
 SLOW = [pytest.param(capability, marks=pytest.mark.slow) for capability in (90, 100)]
