@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_backends import TINY
 from torch import nn
 
 from helpers.layers.kernel_device import DEVICE, needs_kernels
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
+from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine import model as engine_model
 from moe_exp.engine import runtime
@@ -16,6 +16,13 @@ from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.launch import KernelFailure
 from moe_exp.layers.megatron import residual
 
+TINY = SMALL | {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_experts": 4,
+    "vocab_size": 512,
+}
 LIMITS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
 
