@@ -140,7 +140,7 @@ def test_checks_change_nothing_and_find_nothing(layout, tmp_path):
 # The first iteration is checked, then every second one. With two micro-batches a rank passes each layer six
 # times in a checked iteration: calls 7 and 8 are those for its neighbour in iteration 2, 9 and 10 those for
 # itself, 11 and 12 those of training.
-@pytest.mark.parametrize("kind", ["activation", "gradient"])
+@pytest.mark.parametrize("kind", ["activation", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_a_fault_that_lasts_is_found_by_three_replicas(kind, tmp_path):
     first = on_ranks(tmp_path, {"gpus_per_node": 4, "gbsz": 16, "sdc_check_every": 2}, (2, kind, 7, 10**6))
     for curve, error, ranks, checked in first:
@@ -149,7 +149,12 @@ def test_a_fault_that_lasts_is_found_by_three_replicas(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "call"), [("activation", 11), ("gradient", 12), ("weight", 12), ("gradient", 9)]
+    ("kind", "call"),
+    [
+        ("gradient", 12),
+        ("weight", 12),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("activation", 11), ("gradient", 9))),
+    ],
 )
 def test_a_fault_that_does_not_repeat_is_of_its_rank(kind, call, tmp_path):
     found = on_ranks(tmp_path, {"gpus_per_node": 2, "sdc_check_every": 2}, (1, kind, call, call))

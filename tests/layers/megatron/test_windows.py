@@ -107,8 +107,8 @@ ON_RANKS = [(2, 2), (2, 1), (4, 4), (4, 2)]
 @pytest.mark.parametrize(
     ("num_ranks", "cp_size", "step"),
     [
-        (1, 1, 1), (2, 2, 7), (4, 2, 7),
-        *(pytest.param(*ranks, 1, marks=pytest.mark.slow) for ranks in ON_RANKS),
+        (1, 1, 5), (2, 2, 7), (4, 2, 7),
+        *(pytest.param(*ranks, 1, marks=pytest.mark.slow) for ranks in [(1, 1), *ON_RANKS]),
     ],
 )  # fmt: skip
 def test_equals_a_naive_mask(num_ranks, cp_size, step):
@@ -121,7 +121,7 @@ def test_equals_a_naive_mask(num_ranks, cp_size, step):
     assert max(map(max, of_ranks)) < 1e-10
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", WINDOWS[::2])
 @pytest.mark.parametrize(("num_queries", "num_keys", "value_size"), [(1, 9, 6), (129, 301, 6), (40, 77, 3)])
 def test_backends_for_fewer_queries_than_keys(window, num_queries, num_keys, value_size):
     """As in generation. FlexAttention only computes forward on a CPU."""
