@@ -47,6 +47,7 @@ from moe_exp.engine import adamw, backends, optimizer_setup
 from moe_exp.engine.runtime import start_alone, stop
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.up_projection import up_projection
+from moe_exp.layers.megatron.residual import SumNorm
 from moe_exp.layers.router.router import bf16_grads
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.training import step as one_iteration
@@ -286,6 +287,7 @@ def micro(arguments: argparse.Namespace, emit: Emit) -> None:
         free(device())
     for tokens, hidden, experts in ((16384, 512, 64), (16384, 2048, 128), (8192, 7168, 256)):
         time_router(tokens // scale, hidden // scale, experts, emit)
+        time_norm(tokens // scale, hidden // scale, emit)
     for has_cudnn in (True, False):
         lengths = range(40, 60) if arguments.tiny else range(1500 + has_cudnn, 1540, 2)
         time_lengths(lengths, has_cudnn, emit)
@@ -324,6 +326,23 @@ def time_router(tokens: int, hidden: int, experts: int, emit: Emit) -> None:
     emit("router backward", tokens=tokens, hidden=hidden, experts=experts, fp32_ms=copies, bf16_ms=split)
 
 
+def time_norm(tokens: int, hidden: int, emit: Emit) -> None:
+    """Sum after attention and its norm, both directions: two operations, and one kernel in each."""
+    x, residual, *grads = (torch.randn(tokens, hidden, device=device()).bfloat16() for _ in range(4))
+    weight = torch.ones_like(x[0])
+    leaves = [leaf.requires_grad_() for leaf in (x, residual, weight)]
+
+    def two() -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return total, torch.nn.functional.rms_norm(total, weight.shape, weight, 1e-5)
+
+    def one() -> tuple[torch.Tensor, torch.Tensor]:
+        return SumNorm.apply(x, residual, weight, 1e-5)
+
+    ms = [median_ms(lambda run=run: torch.autograd.grad(run(), leaves, grads)) for run in (two, one)]
+    emit("sum and norm", tokens=tokens, hidden=hidden, two_ms=ms[0], one_ms=ms[1])
+
+
 def time_lengths(lengths: Iterable[int], has_cudnn: bool, emit: Emit) -> None:
     """Attention with a new length in each call, as in generation and with documents."""
     torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
@@ -344,7 +363,7 @@ GROUPS = {
     "attention": ("flash", "fmha", "cudnn", "rotary", "scaled_dot"),
     "loss": ("cross_entropy", "logsumexp"),
     "optimizer": ("adamw", "multi_tensor", "foreach"),
-    "norms": ("norm",),
+    "norms": ("norm", "residual"),
     "products": ("gemm", "nvjet", "cutlass", "mm"),
 }  # parts of kernel names, the first that fits
 

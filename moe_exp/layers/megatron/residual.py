@@ -143,10 +143,12 @@ class SumAndNorm:
     def _forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         if residual is None:  # called by the layer with the sum
             return self._normalized.pop()
-        return _SumNorm.apply(x, residual, self._norm.weight, self._norm.eps)
+        return SumNorm.apply(x, residual, self._norm.weight, self._norm.eps)
 
 
-class _SumNorm(torch.autograd.Function):
+class SumNorm(torch.autograd.Function):
+    """(x, residual, weight, epsilon) to x + residual and its RMSNorm; see `sum_norm`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float

@@ -51,7 +51,7 @@ def test_values_and_gradients_against_two_operations(dtype, device, shape, monke
         return total, nn.functional.rms_norm(total, weight.shape, weight, 1e-3)
 
     def one(*operands):
-        return residual._SumNorm.apply(*operands, 1e-3)
+        return residual.SumNorm.apply(*operands, 1e-3)
 
     wanted, found = (results_of(function, (x, other, weight), grads) for function in (two, one))
     for name, a, b in zip(("sum", "norm", "dx", "dother", "dweight"), found, wanted, strict=True):
