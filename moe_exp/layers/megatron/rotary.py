@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.launch import jit, tl
-from moe_exp.layers.kernels.self_test import LIMITS, KernelCheck, error_of
+from moe_exp.layers.kernels.self_test import KernelCheck, case_of, compare
 
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -206,8 +206,6 @@ def check_rotated(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCh
     for interleaved in (False, True):
         angles = half.repeat_interleave(2, -1) if interleaved else half.repeat(1, 1, 1, 2)
         operands = x[..., 8:], angles.cos().to(dtype), half.sin().to(dtype)
-        results = [[f(*operands, interleaved, sign) for sign in (1, -1)] for f in (rotated, rotated_torch)]
-        error = error_of(*results)
-        problem = "" if error <= LIMITS[dtype] else f"relative error {error:.2g} (limit {LIMITS[dtype]:g})"
         shape = f"9 positions, 3 heads, 64 of 88 channels{', interleaved' if interleaved else ''}"
-        yield KernelCheck("rotated", str(dtype).removeprefix("torch."), shape, 1, error, problem)
+        for sign in (1, -1):
+            yield compare(case_of(rotated, dtype, shape, *operands, interleaved, sign), device)
