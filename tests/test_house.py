@@ -44,26 +44,26 @@ def is_private(function: Function) -> bool:
     return function.name.startswith("_") and not function.name.startswith("__")
 
 
-def calls(tree: ast.AST) -> tuple[Counter[str], Counter[str]]:
+def calls(nodes: list[ast.AST]) -> tuple[Counter[str], Counter[str]]:
     """How often each name is called in a module, and how often it is used in another way."""
     called = Counter()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             called[node.func.id if isinstance(node.func, ast.Name) else node.func.attr] += 1
-    used = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
-    used += Counter(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    used = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+    used += Counter(node.attr for node in nodes if isinstance(node, ast.Attribute))
     return called, used - called
 
 
-def tiny_functions(path: str, tree: ast.AST) -> list[str]:
+def tiny_functions(path: str, nodes: list[ast.AST]) -> list[str]:
     """Private functions that could stand in their only caller: short, called once, and not decorated (a
     cache, a property), abstract, handed on as a value or overriding another.
     """
-    called, handed_on = calls(tree)
-    names = Counter(node.name for node in ast.walk(tree) if isinstance(node, Function))
+    called, handed_on = calls(nodes)
+    names = Counter(node.name for node in nodes if isinstance(node, Function))
     return [
         f"{path}: {node.name}"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, Function)
         and is_private(node)
         and length(node) <= TINY
@@ -79,17 +79,18 @@ def figures() -> dict[str, tuple[float, list[str]]]:
     """Each figure, and the places that it counts if a reader may want to look at them."""
     texts = sources()
     trees = {path: ast.parse(text) for path, text in texts.items()}
+    nodes_of = {path: list(ast.walk(tree)) for path, tree in trees.items()}
     lines = sum(text.count("\n") for text in texts.values())
     comments = sum(line.lstrip().startswith("#") for text in texts.values() for line in text.splitlines())
     # a folder's __init__.py has to be there, with a docstring at least
     small = [path for path, text in texts.items() if text.count("\n") < 60 and "__init__" not in path]
     private = [node for tree in trees.values() for node in tree.body if isinstance(node, Function)]
-    handlers = sum(isinstance(n, ast.ExceptHandler) for tree in trees.values() for n in ast.walk(tree))
-    tiny = [place for path, tree in trees.items() for place in tiny_functions(path, tree)]
+    handlers = sum(isinstance(node, ast.ExceptHandler) for nodes in nodes_of.values() for node in nodes)
+    tiny = [place for path, nodes in nodes_of.items() for place in tiny_functions(path, nodes)]
     long = [
         f"{path}: {node.name}, {length(node)} lines"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for path, nodes in nodes_of.items()
+        for node in nodes
         if isinstance(node, Function) and length(node) > LONGEST
     ]
     return {
