@@ -205,6 +205,7 @@ RANK_THAT_STANDS_BY = """
 import os, sys
 from moe_exp.host.exit_codes import STANDS_BY
 from moe_exp.engine.runtime import stand_by
+sys.modules.update({"torch._dynamo": sys, "torch.utils.tensorboard": sys})  # seconds in each of six processes
 stand_by()
 with open(f"{sys.argv[1]}/round{os.environ['ROUND']}", "w") as file:
     print(os.getpid(), STANDS_BY in os.environ, file=file)
