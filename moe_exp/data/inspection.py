@@ -22,7 +22,7 @@ from moe_exp.data.kinds import input_error, is_stream, total_bytes
 from moe_exp.data.samples.corpus import cut_documents
 from moe_exp.data.stage import read_json
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
-from moe_exp.data.tokens.tokens import Int64Array, TokenFiles
+from moe_exp.data.tokens.tokens import Int64Array, TokenFiles, manifest_of, tokenizer_fact
 from moe_exp.host.files import ending
 from moe_exp.host.progress import print_summary, print_table, progress, table_console
 
@@ -86,7 +86,11 @@ def inspect_tokens(
     files: TokenFiles, *, tokenizer: Path | None = None, num_samples: int = 3, seq_len: int = 4096
 ) -> dict[str, Any]:
     """See `inspect_path`."""
-    vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer else files.tokenizer_fact("vocab_size")
+    vocab_size = (
+        tokenizer_vocab_size(tokenizer)
+        if tokenizer
+        else tokenizer_fact(manifest_of(files.prefix), "vocab_size")
+    )
     lengths, num_tokens = np.diff(files.document_bounds), int(files.document_bounds[-1])
     eod_id, eod_from = files.end_of_document
     hashes, counts, highest_id = bytearray(), Counter[str](), -1

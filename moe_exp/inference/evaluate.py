@@ -322,7 +322,8 @@ def _compare_tokenizers(
 ) -> None:
     """Raises ValueError if data has another tokenizer; only warns for the run's own data or if allowed."""
     for source in sources:
-        facts, documents = token_files.tokenizer_facts(source.files.manifest), documents_of(source.prefix)
+        facts = token_files.tokenizer_facts(token_files.manifest_of(source.prefix))
+        documents = documents_of(source.prefix)
         if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):
             rule = f"the manifest of {source.prefix} names a tokenizer other than {tokenizers[0].name}"
             fix = "if the model was trained with the data's tokenizer, pass it as --tokenizer"

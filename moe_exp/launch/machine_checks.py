@@ -271,7 +271,7 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
             rule = f"has {num_tokens} tokens for {part}{of}, {needed}"
             fix = "use more data or a smaller SEQ_LEN" + (", or change SPLIT" if c.split else "")
             yield problem(name, prefix, rule, fix)
-    vocab_size = files.tokenizer_fact("vocab_size")
+    vocab_size = tokens.tokenizer_fact(tokens.manifest_of(prefix), "vocab_size")
     if vocab_size and vocab_size > c.vocab_size:
         rule = f"was tokenized with a vocabulary of {vocab_size} tokens, more than VOCAB_SIZE={c.vocab_size}"
         yield problem(name, prefix, rule, _vocabulary_fix(c, vocab_size))

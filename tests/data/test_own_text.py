@@ -28,7 +28,7 @@ from moe_exp.data.own_text import (
 from moe_exp.data.stage import Unfinished
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokenizer_training import train_bpe
-from moe_exp.data.tokens.tokens import TokenFiles
+from moe_exp.data.tokens.tokens import TokenFiles, manifest_of, tokenizer_fact
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 from moe_exp.inference.text import tokenizer_for
 from moe_exp.launch.machine_checks import data_problems
@@ -62,7 +62,11 @@ def test_text_is_prepared_once_and_found_again(place, caplog):
     used = with_prepared_text(settings())
     train, valid = TokenFiles(used.train_data), TokenFiles(used.valid_data)
     assert (train.num_documents + valid.num_documents, train.num_documents >= 30) == (40, True)
-    assert train.tokenizer_fact("vocab_size") == tokenizer_vocab_size(used.tokenizer) <= 300
+    assert (
+        tokenizer_fact(manifest_of(used.train_data), "vocab_size")
+        == tokenizer_vocab_size(used.tokenizer)
+        <= 300
+    )
     assert used.tokenizer == str(Path(used.train_data).parent / "tokenizer")
     assert "40 files" in caplog.text and "held out for validation" in caplog.text
     suffixes = sorted(path.suffix for path in place.glob("data/*/*"))
@@ -111,7 +115,7 @@ def test_every_document_ends_with_its_token(place):
     for prefix in (with_prepared_text(settings()).train_data, with_prepared_text(settings()).valid_data):
         files = TokenFiles(prefix)
         ends = [files.read(end - 1, end)[0] for end in files.document_bounds[1:].tolist()]
-        assert set(ends) == {files.tokenizer_fact("eod_id")}
+        assert set(ends) == {tokenizer_fact(manifest_of(prefix), "eod_id")}
 
 
 def test_an_interrupted_preparation_resumes(place, monkeypatch):

@@ -57,14 +57,13 @@ class Samples(Protocol):
 
 
 class _StagePart(NamedTuple):
-    """A stage of a `SampleStream`: each file's corpus, and the number of windows that earlier stages used."""
+    """A stage of a `SampleStream`."""
 
     first_sample: int
     seq_len: int
     weights: list[int]  # running sums, from 0
-    names: list[tuple[str, int, int]]
-    corpora: list[Corpus]
-    taken: list[int]
+    # for each file its key in `_given`, corpus, and the number of windows that earlier stages used
+    files: list[tuple[tuple[str, int, int], Corpus, int]]
 
 
 class SampleStream:
@@ -110,8 +109,8 @@ class SampleStream:
         """
         last = self._stages[-1]
         num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len
-        for name, count in zip(last.names, blend_counts(num_samples, last.weights), strict=True):
-            corpus, before = self._given[name]
+        counts = blend_counts(num_samples, last.weights)
+        for (name, corpus, before), count in zip(last.files, counts, strict=True):
             self._given[name] = corpus, before + count
         self._append(blend, seq_len, first_sample=first_sample, key=f"{self._key}/stage {len(self._stages)}")
 
@@ -123,16 +122,15 @@ class SampleStream:
         fractions = [Fraction(str(float(weight))) for weight, _ in blend]
         denominator = lcm(*(fraction.denominator for fraction in fractions))
         weights = [0, *accumulate(int(fraction * denominator) for fraction in fractions)]
-        names: list[tuple[str, int, int]] = []
+        stage = _StagePart(first_sample, seq_len, weights, [])
         for position, (_, prefix) in enumerate(blend):
             # A file listed twice in a blend gets two corpora, each with its own order.
-            times = sum(name[0] == prefix for name in names)
-            names.append(name := (prefix, seq_len, times))
+            name = prefix, seq_len, sum(before == prefix for _, before in blend[:position])
             if name not in self._given:
                 how: dict[str, Any] = {"shuffle": self._shuffle, "share": self._share}
                 self._given[name] = self._kind(prefix, seq_len=seq_len, key=f"{key}/{position}", **how), 0
-        corpora, taken = zip(*(self._given[name] for name in names), strict=True)
-        self._stages.append(_StagePart(first_sample, seq_len, weights, names, list(corpora), list(taken)))
+            stage.files.append((name, *self._given[name]))
+        self._stages.append(stage)
 
     def stage_at(self, index: int) -> DataStage:
         number = bisect_right(self._stages, index, key=lambda stage: stage.first_sample) - 1
@@ -152,7 +150,8 @@ class SampleStream:
         stage = self._stages[self.stage_at(index).number]
         local = (index - stage.first_sample) * self.seq_len // stage.seq_len
         position, window = blend_position(local, stage.weights)
-        return stage.corpora[position], stage.taken[position] + window
+        _, corpus, taken = stage.files[position]
+        return corpus, taken + window
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples with numbers [first, first + count): int64 token ids [count/F, S1]; each covers F numbers.
@@ -337,16 +336,8 @@ def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
 
 def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
     """Ranges of stream indices of the consumed samples [first, end). `skipped`: as returned by `merged`."""
-    found = []
-    begin = stream_number(first, skipped)
-    while first < end:
-        # Up to the next skipped range, or to the end.
-        limit = next((start for start, _ in skipped if start > begin), begin + end - first)
-        count = min(end - first, limit - begin)
-        found.append((begin, begin + count))
-        first += count
-        begin = stream_number(first, skipped)
-    return tuple(found)
+    numbers = (stream_number(consumed, skipped) for consumed in range(first, end))
+    return merged((number, number + 1) for number in numbers)
 
 
 def skipped_from(

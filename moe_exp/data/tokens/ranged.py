@@ -164,12 +164,6 @@ class RemoteTokens:
             parts.append(part)
         return np.frombuffer(b"".join(parts), self._dtype)
 
-    def each(self, places: Sequence[int]) -> npt.NDArray[Any]:
-        """Single tokens, without reading their whole blocks."""
-        size = self._dtype.itemsize
-        found = self.read_directly([(place * size, (place + 1) * size) for place in places])
-        return np.frombuffer(b"".join(found), self._dtype)
-
     def read_directly(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         """Bytes of the given ranges, read concurrently and not cached."""
         return self._store.read_ranges(self._name, ranges)

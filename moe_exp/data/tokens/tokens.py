@@ -7,7 +7,6 @@ another order are only accepted by `moe-exp data tokenize --merge`, which rewrit
 """
 
 import math
-import os
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_exp.config.parsers import number_in
-from moe_exp.data.tokens.ranged import RemoteTokens, bin_bytes, open_remote, prefix_of, remote_manifest
+from moe_exp.data.tokens.ranged import bin_bytes, open_remote, prefix_of, read_ranges, remote_manifest
 from moe_exp.data.tokens.tokenizer import same_tokenizer
-from moe_exp.host.files import is_url, read_json
+from moe_exp.host.files import is_url, read_json, replacing
 
 EOD_ID = 0
 
@@ -55,12 +54,10 @@ def write_token_files(
     sizes, dtype = array("i"), token_dtype(vocab_size)
     # An index must never be next to another .bin.
     Path(f"{prefix}.idx").unlink(missing_ok=True)
-    with Path(f"{prefix}.bin").open("wb") as file:
+    with replacing(Path(f"{prefix}.bin")) as file:
         for ids in documents:
             file.write(np.append(ids, eod_id).astype(dtype).tobytes())
             sizes.append(len(ids) + 1)
-        file.flush()
-        os.fsync(file.fileno())
     write_index(Path(f"{prefix}.idx"), np.array(sizes, dtype=np.int32), dtype)
     return sum(sizes)
 
@@ -82,20 +79,16 @@ def write_index(
     is a document.
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
-    with path.open("wb") as file:
-        # Written in pieces, because a corpus may have billions of documents.
+    with replacing(path) as file:
         file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], len(sizes), num_indices))
         file.write(np.ascontiguousarray(sizes).data)
+        # The rest is written in pieces, because a corpus may have billions of documents.
         for pointers in _pointers_in_order(sizes, dtype):
             file.write(pointers.data)
-        if document_indices is not None:
-            file.write(np.ascontiguousarray(document_indices).data)
-        else:
-            for start in range(0, num_indices, _LENGTHS_PER_WRITE):
-                end = min(start + _LENGTHS_PER_WRITE, num_indices)
-                file.write(np.arange(start, end, dtype=np.int64).data)
-        file.flush()
-        os.fsync(file.fileno())
+        for start in range(0, num_indices, _LENGTHS_PER_WRITE):
+            end = min(start + _LENGTHS_PER_WRITE, num_indices)
+            indices = np.arange(start, end) if document_indices is None else document_indices[start:end]
+            file.write(np.ascontiguousarray(indices, dtype=np.int64).data)
 
 
 def _pointers_in_order(sizes: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> Iterator[npt.NDArray[np.int64]]:
@@ -258,6 +251,7 @@ class TokenFiles:
         self.prefix = str(prefix)
         self.dtype, self._lengths, _, self._documents = read_index(prefix)
         self.num_sequences, self.num_documents = len(self._lengths), len(self._documents) - 1
+        self._remote = open_remote(self.prefix, self.dtype)
 
     @cached_property
     def sequence_bounds(self) -> Int64Array:
@@ -280,13 +274,9 @@ class TokenFiles:
         )
 
     @cached_property
-    def _remote(self) -> RemoteTokens | None:
-        return open_remote(self.prefix, self.dtype)
-
-    @cached_property
     def end_of_document(self) -> tuple[int | None, str]:
         """Id of the end-of-document token, and how it was determined."""
-        if (from_manifest := self.tokenizer_fact("eod_id")) is not None:
+        if (from_manifest := tokenizer_fact(manifest_of(self.prefix), "eod_id")) is not None:
             return from_manifest, "the manifest"
         if not len(self._last_tokens):
             return None, "no document has tokens"
@@ -306,19 +296,10 @@ class TokenFiles:
         """Last tokens of evenly spaced non-empty documents."""
         bounds = self.document_bounds
         ends = bounds[1:][np.diff(bounds) > 0] - 1
-        ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
-        if self._remote is not None:
-            return self._remote.each(ends.tolist())
-        return np.array([self.read(end, end + 1)[0] for end in ends.tolist()], dtype=self.dtype)
-
-    @cached_property
-    def manifest(self) -> dict[str, Any]:
-        """See `manifest_of`."""
-        return manifest_of(self.prefix)
-
-    def tokenizer_fact(self, name: str) -> int | None:
-        """See the function `tokenizer_fact`."""
-        return tokenizer_fact(self.manifest, name)
+        ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)] * self.dtype.itemsize
+        # Directly, without reading whole blocks of a file in an object store.
+        tokens = read_ranges(self.prefix, [(end, end + self.dtype.itemsize) for end in ends.tolist()])
+        return np.frombuffer(b"".join(tokens), self.dtype)
 
 
 def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:

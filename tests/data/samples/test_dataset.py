@@ -28,7 +28,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 def epoch_text(stream, number=0):
     """The tokens of one epoch in the order in which its windows were cut, and the order of the windows."""
-    corpus = stream._stages[0].corpora[0]
+    corpus = stream._stages[0].files[0][1]
     bounds = corpus._bounds
     documents = corpus._epoch(number).documents
     text = np.concatenate([corpus._tokens[bounds[one] : bounds[one + 1]] for one in documents])
@@ -138,7 +138,7 @@ def test_order_is_the_same_on_every_host_and_numpy(tmp_path):
 
 def test_only_two_epochs_are_kept(prefix):
     stream = SampleStream([(1.0, prefix)], seq_len=16, seed=1)
-    corpus = stream._stages[0].corpora[0]
+    corpus = stream._stages[0].files[0][1]
     for epoch in range(5):
         stream.sample(epoch * corpus.num_windows)
     assert list(corpus._epochs) == [3, 4]

@@ -70,7 +70,7 @@ def test_plan_of_a_billion_documents_takes_no_longer_than_its_lengths():
 @pytest.mark.parametrize("seq_len", [7, 16, 64])
 def test_every_token_is_predicted_once_an_epoch(prefix, seq_len):
     stream = stream_of(prefix, seq_len)
-    num_windows = stream._stages[0].corpora[0].num_windows
+    num_windows = stream._stages[0].files[0][1].num_windows
     expected = Counter()
     for begin, end in pairwise(TokenFiles(prefix).document_bounds.tolist()):
         text = TokenFiles(prefix).read(begin, end).tolist()
@@ -86,7 +86,7 @@ def test_every_token_is_predicted_once_an_epoch(prefix, seq_len):
 
 def test_only_longer_documents_are_cut(prefix):
     stream, seen = stream_of(prefix, 16), Counter()
-    for index in range(stream._stages[0].corpora[0].num_windows):
+    for index in range(stream._stages[0].files[0][1].num_windows):
         seen.update(stream.origin(index).documents)
     pieces = {document: -(-(length - 1) // 16) for document, length in enumerate(LENGTHS)}
     assert seen == Counter(pieces)
@@ -94,14 +94,14 @@ def test_only_longer_documents_are_cut(prefix):
 
 def test_epochs_deal_other_documents(prefix):
     stream = stream_of(prefix)
-    num_windows = stream._stages[0].corpora[0].num_windows
+    num_windows = stream._stages[0].files[0][1].num_windows
     samples = [frozenset(stream.origin(index).documents) for index in range(2 * num_windows)]
     assert {*samples[:num_windows]} != {*samples[num_windows:]}
 
 
 def test_samples_depend_on_files_seed_and_number_alone(prefix):
     forward, backward = stream_of(prefix), stream_of(prefix)
-    last = 2 * forward._stages[0].corpora[0].num_windows
+    last = 2 * forward._stages[0].files[0][1].num_windows
     first = [forward.sample(index) for index in range(last)]
     for index in reversed(range(last)):
         assert np.array_equal(backward.sample(index), first[index])
@@ -111,7 +111,7 @@ def test_samples_depend_on_files_seed_and_number_alone(prefix):
 
 def test_share_of_the_documents(prefix):
     stream = stream_of(prefix, share=(0.0, 0.5))
-    origins = map(stream.origin, range(stream._stages[0].corpora[0].num_windows))
+    origins = map(stream.origin, range(stream._stages[0].files[0][1].num_windows))
     assert max(max(origin.documents) for origin in origins) < len(LENGTHS) // 2
 
 
@@ -131,8 +131,8 @@ def test_inspect_counts_cut_documents(prefix):
 
 def test_filler_and_attended_share_are_those_of_the_samples(prefix):
     stream = stream_of(prefix, 16)
-    num_windows = stream._stages[0].corpora[0].num_windows
-    pieces = [list(stream._stages[0].corpora[0]._place(index)) for index in range(num_windows)]
+    num_windows = stream._stages[0].files[0][1].num_windows
+    pieces = [list(stream._stages[0].files[0][1]._place(index)) for index in range(num_windows)]
     stream_epoch_order = sorted(end - begin for sample in pieces for _, begin, end in sample)
     lengths = np.diff(TokenFiles(prefix).document_bounds)
     counts = piece_counts(lengths, 16)

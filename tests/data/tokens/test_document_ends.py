@@ -22,7 +22,7 @@ from moe_exp.data.own_text import with_prepared_text
 from moe_exp.data.tokens.preprocess import merge_token_files
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer_training import train_bpe
-from moe_exp.data.tokens.tokens import TokenFiles, other_tokenizer
+from moe_exp.data.tokens.tokens import TokenFiles, manifest_of, other_tokenizer, tokenizer_fact
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 from moe_exp.inference.generate import GenerateRequest, plan_generation
 from moe_exp.inference.text import tokenizer_for
@@ -137,7 +137,8 @@ def test_text_with_and_without_bos(tmp_path):
         )  # fmt: skip
         files = TokenFiles(with_prepared_text(config).train_data)
         first[prepend] = {int(files.read(begin, begin + 1)[0]) for begin in files.document_bounds[:-1]}
-        assert files.tokenizer_fact("bos_id") == (SPECIAL.index("<s>") if prepend else None)
+        found = tokenizer_fact(manifest_of(files.prefix), "bos_id")
+        assert found == (SPECIAL.index("<s>") if prepend else None)
     assert first[True] == {SPECIAL.index("<s>")} and not first[False] & first[True]
 
 

@@ -33,7 +33,7 @@ from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, plan_part
 from moe_exp.data.tokens.preprocess import dry_run, merge_token_files, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
-from moe_exp.data.tokens.tokens import TokenFiles
+from moe_exp.data.tokens.tokens import manifest_of, tokenizer_fact
 from moe_exp.host.files import bytes_text
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -160,7 +160,7 @@ def test_shards_merge_to_the_files_of_a_single_run(texts, how, undisturbed, tmp_
     assert contents(tmp_path / "merged") == contents(undisturbed[0])
     assert (manifest["num_documents"], manifest["num_tokens"]) == (len(texts), undisturbed[1]["num_tokens"])
     for name in ("vocab_size", "eod_id"):
-        assert manifest[name] == TokenFiles(str(prefixes[0])).tokenizer_fact(name) is not None
+        assert manifest[name] == tokenizer_fact(manifest_of(str(prefixes[0])), name) is not None
     path = tmp_path / "shard1.manifest.json"
     other = json.loads(path.read_text())
     other["tokenizer"] |= {"hash": "0" * 32, "ids": "0" * 16}
@@ -406,7 +406,7 @@ def kill(*arguments):
             "token_parts", "write_json", "joined.json", 3, marks=pytest.mark.slow
         ),  # it is in the joined file, which nobody knows yet
         pytest.param("token_parts", "write_index", "", 1, marks=pytest.mark.slow),  # all parts are joined
-        ("Path", "replace", "out.partial/out.idx", 1),  # the .bin has its place, the .idx not
+        ("Path", "replace", "out.partial/out.idx", 2),  # the .bin has its place, the .idx not
         pytest.param(
             "stage", "write_json", "out.manifest.json", 1, marks=pytest.mark.slow
         ),  # both have, the manifest is missing
