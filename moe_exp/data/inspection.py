@@ -86,11 +86,8 @@ def inspect_tokens(
     files: TokenFiles, *, tokenizer: Path | None = None, num_samples: int = 3, seq_len: int = 4096
 ) -> dict[str, Any]:
     """See `inspect_path`."""
-    vocab_size = (
-        tokenizer_vocab_size(tokenizer)
-        if tokenizer
-        else tokenizer_fact(manifest_of(files.prefix), "vocab_size")
-    )
+    manifest = manifest_of(files.prefix)
+    vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer else tokenizer_fact(manifest, "vocab_size")
     lengths, num_tokens = np.diff(files.document_bounds), int(files.document_bounds[-1])
     eod_id, eod_from = files.end_of_document
     hashes, counts, highest_id = bytearray(), Counter[str](), -1

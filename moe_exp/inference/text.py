@@ -8,7 +8,7 @@ from typing import Any
 from moe_exp.config import Config, setting_error
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text import find_prepared_text
-from moe_exp.data.tokens.encoders import Encoders
+from moe_exp.data.tokens.encoders import own_package
 from moe_exp.data.tokens.manifests import DocumentTokens, trained_documents
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 
@@ -54,7 +54,7 @@ def tokenizer_for(
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
     """Token ids of a text, with a BOS token if documents start with BOS, and without an end token."""
-    ids, _ = Encoders(tokenizer).get("tokenizers")([text])
+    ids, _ = own_package(tokenizer)([text])
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return begin + [int(token) for token in ids]
 
@@ -63,13 +63,10 @@ def decoder_of(tokenizer: TextTokenizer) -> Decoder:
     """Returns a function from token ids to text, which ignores unknown ids."""
     if tokenizer.kind == "bytes":
         return lambda ids: bytes(token for token in ids if token < 256).decode(errors="replace")
+    size, processor = tokenizer.vocab_size, tokenizer.processor()
     if tokenizer.kind == "sentencepiece":
-        size, processor = tokenizer.vocab_size, tokenizer.processor()
         return lambda ids: str(processor.decode([int(token) for token in ids if token < size]))
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer.from_str(tokenizer.content.decode())
-    return lambda ids: str(backend.decode(list(ids), skip_special_tokens=False))
+    return lambda ids: str(processor.decode(list(ids), skip_special_tokens=False))
 
 
 class TextStream:

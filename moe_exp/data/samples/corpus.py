@@ -49,8 +49,8 @@ class Corpus:
         files = TokenFiles(prefix)  # not stored: it also caches the sequence bounds
         self.dtype, self._bounds = files.dtype, files.document_bounds
         self._first, self._end = share_range(len(self._bounds) - 1, share)
-        self._filler = self._filler_of(files)
-        if (windows := self._count_windows()) < 1:
+        self._filler = 0  # unused unless packed: the pieces fill every window
+        if (windows := self._count_windows(files)) < 1:
             num_tokens = int(self._bounds[self._end] - self._bounds[self._first])
             part = f" in SPLIT's part {share[0]:.4g} to {share[1]:.4g}" if share != (0.0, 1.0) else ""
             rule = f"has {num_tokens} tokens{part}, but one sample requires SEQ_LEN + 1 = {seq_len + 1}"
@@ -94,10 +94,7 @@ class Corpus:
 
     # The methods below are overridden by `PackedCorpus`.
 
-    def _filler_of(self, files: TokenFiles) -> int:
-        return 0  # unused: the pieces fill every window
-
-    def _count_windows(self) -> int:
+    def _count_windows(self, files: TokenFiles) -> int:
         return (int(self._bounds[self._end] - self._bounds[self._first]) - 1) // self.seq_len
 
     def _order(self, documents: Int64Array, window_key: int) -> Epoch:
@@ -190,8 +187,9 @@ class Group:
 
 def best_fit(counts: Int64Array, room: int) -> list[Group]:
     """Packs pieces into samples of `room` tokens. `counts`: number of pieces of each length, [room + 1]."""
-    by_room: dict[int, list[Group]] = {}
-    rooms: list[int] = []  # sorted keys of `by_room`
+    # At first all samples are empty; no more are needed than there are pieces.
+    by_room = {room: [Group(int(counts.sum()) + 1)]}
+    rooms = [room]  # sorted keys of `by_room`
 
     def put(left: int, group: Group) -> None:
         if group.count and left not in by_room:
@@ -199,29 +197,22 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
         if group.count:
             by_room.setdefault(left, []).append(group)
 
-    def take(length: int) -> tuple[int, Group | None]:
-        at = bisect_left(rooms, length)
-        if at == len(rooms):
-            return room, None
-        left = rooms[at]
-        group = by_room[left].pop()
-        if not by_room[left]:
-            del by_room[left], rooms[at]
-        return left, group
-
     for length in range(room, 1, -1):  # pieces have at least two tokens: an input and its label
         first, end = 0, int(counts[length])
         while first < end:
-            left, group = take(length)
+            at = bisect_left(rooms, length)
+            left = rooms[at]
+            group = by_room[left].pop()
+            if not by_room[left]:
+                del by_room[left], rooms[at]
             # The chosen sample stays the fullest one until no other piece of this length fits, so fill it.
             each = min(left // length, end - first)
-            group = group or Group((end - first) // each)
             chosen, others = group.split(min(group.count, (end - first) // each))
             filled = Group(chosen.count, (*chosen.items, Item(length, first, each)))
             put(left - each * length, filled)
             put(left, others)
             first += chosen.count * each
-    return [group for left in rooms for group in by_room[left]]
+    return [group for left in rooms for group in by_room[left] if group.items]
 
 
 class PackedCorpus(Corpus):
@@ -232,10 +223,8 @@ class PackedCorpus(Corpus):
     token of the document's next piece, if there is one. Documents of one token are omitted.
     """
 
-    def _filler_of(self, files: TokenFiles) -> int:
-        return files.end_of_document[0] or 0
-
-    def _count_windows(self) -> int:
+    def _count_windows(self, files: TokenFiles) -> int:
+        self._filler = files.end_of_document[0] or 0
         counts = piece_counts(np.diff(self._bounds[self._first : self._end + 1]), self.seq_len)
         self._num_full = int(counts[-1])
         # Full samples have no room for other pieces and are not packed.

@@ -43,13 +43,13 @@ class SampleOrder:
 
     @classmethod
     def of(
-        cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = (),
-        documents: DocumentTokens | None = None,
-    ) -> "SampleOrder":  # fmt: skip
+        cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = ()
+    ) -> "SampleOrder":
         """Order for `config` and files with this fingerprint and content. `stage_prints`: for each later
-        stage, a hash of fingerprint and content. `documents`: ids of the tokens that begin and end documents.
+        stage, a hash of fingerprint and content.
         """
         is_megatrons = config.data_order == "megatron"
+        documents = documents_of(config.train_data) if config.train_data else None
         return cls(
             fingerprint=fingerprint,
             weights=_weights(config.train_data, is_megatrons=is_megatrons),
@@ -92,8 +92,7 @@ def order_of_files(config: Config) -> SampleOrder | None:
     # The order depends on the document lengths (fingerprint), the text on the tokens (content).
     first, *later = [(dataset.fingerprint_of(ones), dataset.content_of(ones)) for ones in prefixes]
     together = [hashlib.blake2b(" ".join(prints).encode(), digest_size=8).hexdigest() for prints in later]
-    documents = documents_of(config.train_data) if config.train_data else None
-    return SampleOrder.of(config, *first, together, documents)
+    return SampleOrder.of(config, *first, together)
 
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:

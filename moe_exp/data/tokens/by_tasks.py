@@ -60,14 +60,11 @@ class TaskTokens:
         """Range [first, end) of a task's items if `number` items are divided among all tasks."""
         return task * number // self.num_tasks, (task + 1) * number // self.num_tasks
 
-    def through(self, folder: str, task: int) -> Through:
-        """Progress of a task, in input bytes."""
-        return Through(self.folder / folder / "through", task)
-
 
 def make_parts(job: TaskTokens, rank: int) -> int:
     """First pass: makes the missing parts of a task; returns the number of these parts."""
-    encoder, through, num_made = PartEncoder(job.settings, job.backend), job.through("made", rank), 0
+    encoder, num_made = PartEncoder(job.settings, job.backend), 0
+    through = Through(job.folder / "made" / "through", rank)  # in input bytes
     # In a subfolder, because a call that checks the SLURM jobs removes *.json.*.tmp from the stage's folder.
     making = job.folder / "making"
     making.mkdir(exist_ok=True)
@@ -84,7 +81,6 @@ def make_parts(job: TaskTokens, rank: int) -> int:
             counts = read_json(job.folder / f"{part.stem}.json", fix=MAKE_AGAIN)
             num_bytes = counts["num_tokens"] * job.settings.dtype.itemsize
             made.append([num_bytes, counts.get("block_hashes", [])])  # older parts have no hashes
-    job.place("made", rank).parent.mkdir(exist_ok=True)
     write_json(job.place("made", rank), made)
     return num_made
 
@@ -108,7 +104,8 @@ def join_parts(job: TaskTokens, rank: int) -> int:
     blocks = job.range_of(rank, -(-num_bytes // job.block_bytes))
     low, end = (min(num_bytes, block * job.block_bytes) for block in blocks)
     share = job.num_input_bytes / max(1, num_bytes)
-    through, blocks_hash = job.through("joined", rank), BlockHash(job.block_bytes)
+    through = Through(job.folder / "joined" / "through", rank)
+    blocks_hash = BlockHash(job.block_bytes)
     # Without O_TRUNC: other tasks write to the same file.
     descriptor = os.open(job.bin_path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
@@ -125,7 +122,6 @@ def join_parts(job: TaskTokens, rank: int) -> int:
     finally:
         os.close(descriptor)
     through.end_file(round(blocks_hash.num_bytes * share))
-    job.place("joined", rank).parent.mkdir(exist_ok=True)
     write_json(job.place("joined", rank), [digest.hex() for digest in blocks_hash.digests()])
     return blocks_hash.num_bytes
 

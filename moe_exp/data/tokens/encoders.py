@@ -9,10 +9,9 @@ the packages split differently are encoded by the tokenizer's own package.
 
 import os
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -47,52 +46,18 @@ _NUM_PROBES = 300
 _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Measurements before the work starts: tokens per UTF-8 byte (without end-of-document tokens), and bytes
-    per second of one worker with cold caches.
+class CheckedGigatoken:
+    """gigatoken, except for documents with characters that the tokenizer's own package (`own`) splits
+    differently. ValueError if gigatoken cannot load the tokenizer.
     """
 
-    backend: str  # gigatoken or tokenizers (the package that defines the tokenizer)
-    reason: str
-    tokens_per_byte: float
-    bytes_per_second: float
-
-
-class Encoders:
-    """Encoders of a tokenizer, loaded when needed. Encoders run in the calling thread (see `one_thread`)."""
-
     def __init__(self, tokenizer: TextTokenizer):
-        self.tokenizer = tokenizer
-        self._loaded: dict[str, Encoder] = {}
-
-    def __reduce__(self) -> "tuple[type[Encoders], tuple[TextTokenizer]]":
-        return Encoders, (self.tokenizer,)  # worker processes load their own encoders
-
-    def get(self, backend: str) -> Encoder:
-        """Encoder of `gigatoken`, or of the package that defines the tokenizer (`tokenizers`).
-
-        Raises:
-            ValueError: if gigatoken cannot load the tokenizer.
-            ModuleNotFoundError: if gigatoken or sentencepiece is not installed.
-        """
-        if backend not in self._loaded:
-            is_gigatoken = backend == "gigatoken"
-            self._loaded[backend] = CheckedGigatoken(self) if is_gigatoken else _own_package(self.tokenizer)
-        return self._loaded[backend]
-
-
-class CheckedGigatoken:
-    """gigatoken, except for documents with characters that the tokenizer's own package splits differently."""
-
-    def __init__(self, encoders: Encoders):
         self.num_rerouted = 0
-        self._encode = _gigatoken(encoders.tokenizer)
-        self._encoders = encoders
+        self._encode, self.own = _gigatoken(tokenizer), own_package(tokenizer)
         self._same: set[str] = set()
         self._other: set[str] = set()
-        probe = _splitting_tokenizer(encoders.tokenizer)
-        self._splitters = (_gigatoken(probe), _own_package(probe)) if probe else None
+        probe = _splitting_tokenizer(tokenizer)
+        self._splitters = (_gigatoken(probe), own_package(probe)) if probe else None
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
         """Encodes texts; `num_rerouted` counts the documents encoded by the tokenizer's own package."""
@@ -103,7 +68,7 @@ class CheckedGigatoken:
         self.num_rerouted += len(rerouted)
         pieces = np.split(ids, np.cumsum(lengths)[:-1])
         for index in rerouted:
-            pieces[index] = self._encoders.get("tokenizers")([texts[index]])[0].astype(ids.dtype)
+            pieces[index] = self.own([texts[index]])[0].astype(ids.dtype)
             lengths[index] = len(pieces[index])
         return np.concatenate(pieces), lengths
 
@@ -131,46 +96,41 @@ def one_thread() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in ONE_THREAD:
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> Probe:
-    """Chooses the backend (one of BACKENDS) and measures it on sample texts.
+def choose_backend(
+    tokenizer: TextTokenizer, requested: str, sample: Sequence[str]
+) -> tuple[str, str, Encoder]:
+    """Chooses gigatoken or tokenizers (the package that defines the tokenizer); returns the backend, the
+    reason, and the encoder.
 
     `auto` uses gigatoken if it is installed, can load the tokenizer, and returns the same ids as the
     tokenizer's own package. Raises ValueError if gigatoken was requested but cannot be used.
     """
-    backend, reason = "tokenizers", "requested"
-    if requested != "tokenizers" and encoders.tokenizer.kind == "bytes":
-        reason = "the byte tokenizer requires no package"
-    elif requested != "tokenizers":
-        texts = [*probe_texts(encoders.tokenizer), *sample]
-        try:
-            why = ""
-            if wrong := find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), texts):
-                why = f"it encodes {texts[wrong[0]][:40]!r} differently than the tokenizer's own package"
-        except ModuleNotFoundError as error:
-            if error.name != "gigatoken":
-                raise
-            why = "it is not installed (pip install gigatoken)"
-        except ValueError as error:
-            why = str(error) or type(error).__name__
-        if why and requested == "gigatoken":
-            fix = "set --backend tokenizers"
-            raise setting_error("backend", requested, f"gigatoken cannot be used: {why}", fix)
-        backend = "tokenizers" if why else "gigatoken"
-        same = f"{len(texts)} texts have the same ids as with the tokenizer's own package"
-        reason = f"not gigatoken: {why}" if why else same
-    # CPU time of this process, because others may use the machine.
-    started = time.process_time()
-    num_tokens = len(encoders.get(backend)(sample)[0]) if sample else 0
-    seconds = time.process_time() - started
-    num_bytes = sum(len(text.encode()) for text in sample)
-    return Probe(backend, reason, num_tokens / max(1, num_bytes), num_bytes / max(seconds, 1e-3))
+    if requested == "tokenizers":
+        return requested, "requested", own_package(tokenizer)
+    if tokenizer.kind == "bytes":
+        return "tokenizers", "the byte tokenizer requires no package", own_package(tokenizer)
+    texts = [*probe_texts(tokenizer), *sample]
+    try:
+        gigatoken = CheckedGigatoken(tokenizer)
+        if not (wrong := find_differences(gigatoken, gigatoken.own, texts)):
+            reason = f"{len(texts)} texts have the same ids as with the tokenizer's own package"
+            return "gigatoken", reason, gigatoken
+        why = f"it encodes {texts[wrong[0]][:40]!r} differently than the tokenizer's own package"
+    except ModuleNotFoundError as error:
+        if error.name != "gigatoken":
+            raise
+        why = "it is not installed (pip install gigatoken)"
+    except ValueError as error:
+        why = str(error) or type(error).__name__
+    if requested == "gigatoken":
+        fix = "set --backend tokenizers"
+        raise setting_error("backend", requested, f"gigatoken cannot be used: {why}", fix)
+    return "tokenizers", f"not gigatoken: {why}", own_package(tokenizer)
 
 
 def probe_texts(tokenizer: TextTokenizer) -> list[str]:
@@ -186,25 +146,19 @@ def probe_texts(tokenizer: TextTokenizer) -> list[str]:
 
 def find_differences(encoder: Encoder, reference: Encoder, texts: Sequence[str]) -> list[int]:
     """Positions of the texts that two encoders encode differently."""
-    ids, lengths = encoder(texts)
-    reference_ids, reference_lengths = reference(texts)
-    if np.array_equal(lengths, reference_lengths) and np.array_equal(ids, reference_ids):
+    sides = encoder(texts), reference(texts)
+    if all(map(np.array_equal, *sides)):
         return []
-    sides = [(ids, lengths), (reference_ids, reference_lengths)]
     # Compare text by text only if something differs.
     pairs = zip(*(np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in sides), strict=True)
     return [index for index, (one, other) in enumerate(pairs) if not np.array_equal(one, other)]
 
 
-def _own_package(tokenizer: TextTokenizer) -> Encoder:
-    backend: Any = None  # unused for bytes
+def own_package(tokenizer: TextTokenizer) -> Encoder:
+    """Encoder of the package that defines the tokenizer. It runs in the calling thread, see `one_thread`."""
+    backend = tokenizer.processor()
     if tokenizer.kind == "huggingface":
-        from tokenizers import Tokenizer
-
-        backend = Tokenizer.from_str(tokenizer.content.decode())
         backend.encode_special_tokens = not tokenizer.allow_special
-    elif tokenizer.kind == "sentencepiece":
-        backend = tokenizer.processor()
 
     def encode(texts: Sequence[str]) -> Encoded:
         if tokenizer.kind == "bytes":
@@ -230,14 +184,12 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
         if tokenizer.kind == "sentencepiece":
             backend = gigatoken.Tokenizer.from_sentencepiece(tokenizer.content)
         else:
-            content = tokenizer.content.decode()
+            content = orjson.loads(tokenizer.content)
             if not tokenizer.allow_special:
                 # gigatoken has no option to read special tokens as text, so remove them.
-                loaded = orjson.loads(content)
-                tokens = loaded.get("added_tokens") or []
-                loaded["added_tokens"] = [token for token in tokens if not token["special"]]
-                content = orjson.dumps(loaded).decode()
-            backend = gigatoken.Tokenizer.from_json(content)
+                tokens = content.get("added_tokens") or []
+                content["added_tokens"] = [token for token in tokens if not token["special"]]
+            backend = gigatoken.Tokenizer.from_json(orjson.dumps(content).decode())
     except (RuntimeError, ValueError, AssertionError) as error:
         raise ValueError(f"it cannot load this tokenizer ({str(error).splitlines()[0]})") from error
 

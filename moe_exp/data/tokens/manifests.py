@@ -151,8 +151,8 @@ def with_vocab_size(
     """
     if "vocab_size" in given:
         return config, ""
-    if (size := fitting_vocab_size(config) or 0) > 0:
-        place = f"the tokenizer for {config.train_data}"
+    if fitting := fitting_vocab_size(config):
+        sizes = {f"the tokenizer for {config.train_data}": fitting}
     else:
         blends = [one for one in (config.train_data, config.valid_data) if one and not names_text(one)]
         try:
@@ -169,10 +169,9 @@ def with_vocab_size(
             return config, ""  # reported by the checks of the files
         if sizes and not config.train_data:
             sizes["the embedded corpus"] = EMBEDDED_VOCAB_SIZE
-        place = max(sizes, key=lambda one: sizes[one], default="")
-        size = sizes.get(place, 0)
-        if not 0 < size <= 10**9:
-            return config, ""
+    place = max(sizes, key=lambda one: sizes[one], default="")
+    if not 0 < (size := sizes.get(place, 0)) <= 10**9:
+        return config, ""
     reason = f"vocabulary of {place}"
     if recorded is not None:
         with suppress(ValueError):  # a new run, or an error reported by the checks of the run folder

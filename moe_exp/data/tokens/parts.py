@@ -18,7 +18,7 @@ from moe_exp.data.execution import complete_files
 from moe_exp.data.kinds import FILES, BadDocument, TextRule, is_stream, total_bytes
 from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN
-from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
+from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoder, find_differences, own_package
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import TokenDtype, token_dtype, write_index
 from moe_exp.host.files import BlockHash, read_json, write_json
@@ -112,17 +112,16 @@ class PartSettings:
 
 
 class PartEncoder:
-    """Tokenizes parts in one process. `encoders`: already loaded encoders of the tokenizer, to reuse."""
+    """Tokenizes parts in one process."""
 
-    def __init__(self, settings: PartSettings, backend: str, encoders: Encoders | None = None):
-        encoders = encoders or Encoders(settings.tokenizer)
-        self.settings = settings
-        self._encoder = encoders.get(backend)
-        self._special_tokens = settings.tokenizer.special_tokens()
-        self._is_special = np.zeros(settings.tokenizer.vocab_size, bool)
+    def __init__(self, settings: PartSettings, backend: str):
+        self.settings, tokenizer = settings, settings.tokenizer
+        is_gigatoken = backend == "gigatoken"
+        self._encoder: Encoder = CheckedGigatoken(tokenizer) if is_gigatoken else own_package(tokenizer)
+        self._special_tokens = tokenizer.special_tokens()
+        self._is_special = np.zeros(tokenizer.vocab_size, bool)
         # A lookup table, to check a whole batch in one vectorized operation.
         self._is_special[list(self._special_tokens)] = True
-        self._reference = encoders.get("tokenizers") if backend == "gigatoken" else None
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
         """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` to `folder`. `advance` receives the
@@ -191,16 +190,17 @@ class PartEncoder:
         ids, lengths = self._without_special(part, batch, ids, lengths, counts.tally)
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))
+        ids = ids.astype(self.settings.dtype, copy=False)
         if tokenizer.bos_id is not None:
             # np.insert refers to positions in the old array: the start of each document.
-            ids = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths) - lengths, tokenizer.bos_id)
+            ids = np.insert(ids, np.cumsum(lengths) - lengths, tokenizer.bos_id)
             lengths = lengths + 1
         if self.settings.append_eod and tokenizer.eod_id is not None:
-            ids = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths), tokenizer.eod_id)
+            ids = np.insert(ids, np.cumsum(lengths), tokenizer.eod_id)
             lengths = lengths + 1
             counts.num_eods += len(lengths)
         counts.num_tokens += len(ids)
-        return ids.astype(self.settings.dtype, copy=False), lengths.astype(np.int32)
+        return ids, lengths.astype(np.int32)
 
     def _without_special(
         self, part: Part, batch: Sequence[tuple[int, str]], ids: npt.NDArray[np.integer[Any]],
@@ -225,11 +225,11 @@ class PartEncoder:
         return ids[np.repeat(is_kept, lengths)], lengths[is_kept]
 
     def _check(self, part: Part, sample: "_Sample", counts: PartCounts) -> None:
-        if self._reference is None:
+        if not isinstance(self._encoder, CheckedGigatoken):
             return
         clips = [*sample.chosen, *sample.odd]
-        counts.num_checked = len(clips)
-        if clips and (wrong := find_differences(self._encoder, self._reference, [text for _, text in clips])):
+        counts.num_checked, texts = len(clips), [text for _, text in clips]
+        if clips and (wrong := find_differences(self._encoder, self._encoder.own, texts)):
             where = f"{part.path}:{part.line_number(clips[wrong[0]][0])}"
             rule = "gigatoken encodes this document differently than the tokenizer's own package"
             raise ValueError(f"{where}: {rule}. Fix: add --backend tokenizers --start-over.")
@@ -272,27 +272,28 @@ class JoinedParts:
     tokens are on disk once. After a crash, the file is verified with the parts' hashes.
     """
 
-    def __init__(self, folder: Path, name: str, settings: PartSettings):
-        self.folder, self.settings = folder, settings
-        self.bin_path, self.idx_path = folder / f"{name}.bin", folder / f"{name}.idx"
+    def __init__(self, folder: Path, output: Path, parts: Sequence[Part], settings: PartSettings):
+        self.folder, self.parts, self.settings = folder, parts, settings
+        self.bin_path, self.idx_path = (folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx"))
+        self._published = output.with_name(self.bin_path.name)
         self.num_parts = 0
         self.counts = PartCounts()
         self._num_bytes = 0
 
-    def take_back(self, published: Path) -> None:
+    def take_back(self) -> None:
         """Moves a complete .bin back if an earlier call was killed between publishing it and its manifest."""
-        if not self.bin_path.exists() and published.exists():
-            published.replace(self.bin_path)
+        if not self.bin_path.exists() and self._published.exists():
+            self._published.replace(self.bin_path)
 
-    def resume(self, parts: Sequence[Part], published: Path) -> None:
-        """Keeps the intact joined parts of an earlier call. `parts`: all parts of the run."""
-        joined_path = self.folder / JOINED
+    def resume(self) -> None:
+        """Keeps the intact joined parts of an earlier call."""
+        joined_path, num_joined = self.folder / JOINED, 0
         if joined_path.exists():
-            self.take_back(published)
+            self.take_back()
+            num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"]
         self.bin_path.touch()
-        num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"] if joined_path.exists() else 0
         with self.bin_path.open("rb+") as file:
-            for part in parts[:num_joined]:
+            for part in self.parts[:num_joined]:
                 # A crash may have lost or damaged the end of the file.
                 counts, digest = self.read_counts(part), xxhash.xxh3_128()
                 left = counts.num_tokens * self.settings.dtype.itemsize
@@ -303,12 +304,19 @@ class JoinedParts:
                     break
                 self.add(counts)
             file.truncate(self._num_bytes)
-        for part in parts[self.num_parts :]:
+        for part in self.parts[self.num_parts :]:
             if not (self.folder / f"{part.stem}.bin").exists():
                 (self.folder / f"{part.stem}.json").unlink(missing_ok=True)
 
-    def append(self, part: Part) -> None:
-        """Appends the next part and removes the part's .bin; raises ValueError if the part was damaged."""
+    def append_complete(self) -> None:
+        """Appends the next parts while they are complete; raises ValueError if a part was damaged."""
+        for part in self.parts[self.num_parts :]:
+            if not is_complete(part, self.folder):
+                break
+            self._append(part)
+
+    def _append(self, part: Part) -> None:
+        """Appends the next part and removes the part's .bin."""
         path, counts = self.folder / f"{part.stem}.bin", self.read_counts(part)
         digest = xxhash.xxh3_128()
         with path.open("rb") as source, self.bin_path.open("rb+") as file:
@@ -325,9 +333,9 @@ class JoinedParts:
         write_json(self.folder / JOINED, {"num_parts": self.num_parts})
         path.unlink()
 
-    def write_index(self, parts: Sequence[Part]) -> None:
+    def write_index(self) -> None:
         """Writes the .idx after all parts are joined; raises ValueError if the counts disagree."""
-        paths = [self.folder / f"{part.stem}.lengths" for part in parts]
+        paths = [self.folder / f"{part.stem}.lengths" for part in self.parts]
         sizes = [path.stat().st_size // 4 for path in paths]
         # Not concatenated: billions of lengths should not be in memory twice.
         lengths = np.empty(sum(sizes), np.int32)

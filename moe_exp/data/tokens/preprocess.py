@@ -6,6 +6,7 @@ them in input order; alternatively, tasks on many machines make and join the par
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -24,7 +25,7 @@ from moe_exp.data.shuffle.blocks import Slice
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, Unfinished, check_free_disk, free_disk, run_stage
 from moe_exp.data.tokens import tokens as token_files
 from moe_exp.data.tokens.by_tasks import BLOCK_BYTES, PASSES, TASKS, TaskTokens, run_tasks
-from moe_exp.data.tokens.encoders import BACKENDS, Encoders, one_thread, probe_backend
+from moe_exp.data.tokens.encoders import BACKENDS, choose_backend, one_thread
 from moe_exp.data.tokens.parts import (
     JOINED,
     JoinedParts,
@@ -37,7 +38,7 @@ from moe_exp.data.tokens.parts import (
 )
 from moe_exp.data.tokens.ranged import read_ranges
 from moe_exp.host.devices import num_cores
-from moe_exp.host.files import bytes_text, read_json, write_json
+from moe_exp.host.files import bytes_text, read_json, replacing, write_json
 from moe_exp.host.progress import print_summary, progress, progress_of
 
 logger = logging.getLogger(__name__)
@@ -114,26 +115,25 @@ def tokenize_documents(
             rule = f"{stage.output} was started with {before} tasks"
             raise setting_error("tasks", "", rule, f"set --tasks {before}, or add --start-over")
         parts = plan_parts(inputs if tasks is None else stage.inputs, part_bytes)
-        joined = JoinedParts(stage.folder, output.name, settings)
+        joined = JoinedParts(stage.folder, output, parts, settings)
         workers = usable(num_workers(execution)) if tasks is None else len(parts)
-        encoders = Encoders(settings.tokenizer)
-        chosen = _pinned_backend(stage, encoders, backend, inputs, settings, min(workers, len(parts)))
-        published, hashes = output.with_name(f"{output.name}.bin"), None
+        chosen = _pinned_backend(stage, backend, inputs, settings, min(workers, len(parts)))
+        hashes = None
         if tasks is None:
-            joined.resume(parts, published)
-            _make_parts(_PartMaker(settings, chosen, stage.folder, encoders), workers, parts, joined)
+            joined.resume()
+            _make_parts(_PartMaker(settings, chosen, stage.folder), workers, joined)
         else:
             sizes = tasks, block_bytes, total_bytes(stage.inputs)
             job = TaskTokens(stage.folder, joined.bin_path, parts, settings, chosen, *sizes)
             job.begin(jobs_folder)
             if all(job.place("joined", task).exists() for task in range(tasks)):  # perhaps published already
-                joined.take_back(published)
+                joined.take_back()
             if (whole_hash := run_tasks(job, execution, stage)) is None:
                 return None
             for part in parts:
                 joined.add(joined.read_counts(part))
             hashes = {joined.bin_path: whole_hash}
-        return _publish(stage, joined, parts, backend=chosen, hashes=hashes)
+        return _publish(stage, joined, backend=chosen, hashes=hashes)
 
 
 def stage_settings(settings: PartSettings, part_bytes: int) -> dict[str, Any]:
@@ -142,14 +142,13 @@ def stage_settings(settings: PartSettings, part_bytes: int) -> dict[str, Any]:
 
 
 def _publish(
-    stage: CorpusStage, joined: JoinedParts, parts: Sequence[Part], *, backend: str,
-    hashes: Mapping[Path, str] | None,
-) -> dict[str, Any]:  # fmt: skip
+    stage: CorpusStage, joined: JoinedParts, *, backend: str, hashes: Mapping[Path, str] | None
+) -> dict[str, Any]:
     """Writes the index of the joined parts and finishes the stage; returns the manifest."""
     counts = joined.counts
     if not counts.tally.num_documents:
         raise setting_error("input", stage.inputs[0], "the inputs have no documents", "set files with text")
-    joined.write_index(parts)
+    joined.write_index()
     return stage.finish(
         [joined.bin_path, joined.idx_path], hashes=hashes, num_tokens=counts.num_tokens,
         num_eods=counts.num_eods, dtype=joined.settings.dtype.name, backend=backend,
@@ -173,9 +172,8 @@ def usable(workers: int) -> int:
 
 
 def _pinned_backend(
-    stage: CorpusStage, encoders: Encoders, requested: str, inputs: Sequence[Path], settings: PartSettings,
-    num_apart: int,
-) -> str:  # fmt: skip
+    stage: CorpusStage, requested: str, inputs: Sequence[Path], settings: PartSettings, num_apart: int
+) -> str:
     """Backend of this tokenization, chosen by the first call from a sample."""
     path = stage.folder / "backend.json"
     if path.exists():
@@ -185,48 +183,42 @@ def _pinned_backend(
             raise setting_error("backend", requested, rule, f"set --backend {begun}, or add --start-over")
         logger.info("backend: %s (as when %s was started)", begun, stage.output)
         return begun
-    estimate = _Estimate(inputs, settings, encoders, requested, num_apart, _SAMPLE_BYTES)
-    probe = estimate.probe
-    logger.info("backend: %s, %s", probe.backend, probe.reason)
+    estimate = _Estimate(inputs, settings, requested, num_apart, _SAMPLE_BYTES)
+    logger.info("backend: %s, %s", estimate.backend, estimate.reason)
     check_free_disk(stage.output.parent, estimate.disk_bytes, f"{stage.output.name}.bin (estimated)")
-    write_json(path, {"backend": probe.backend, "reason": probe.reason})
-    return probe.backend
+    write_json(path, {"backend": estimate.backend, "reason": estimate.reason})
+    return estimate.backend
 
 
 class _PartMaker:
     """Makes parts in this process or in a worker."""
 
-    def __init__(self, settings: PartSettings, backend: str, folder: Path, encoders: Encoders):
-        self._settings, self._backend, self.folder, self._encoders = settings, backend, folder, encoders
+    def __init__(self, settings: PartSettings, backend: str, folder: Path):
+        self._settings, self._backend, self._folder = settings, backend, folder
 
     @cached_property
     def _encoder(self) -> PartEncoder:
-        return PartEncoder(self._settings, self._backend, self._encoders)
+        return PartEncoder(self._settings, self._backend)
 
     @cached_property
     def _through(self) -> Through:
-        return Through(self.folder / "through", os.getpid())
+        return Through(self._folder / "through", os.getpid())
 
     def __call__(self, part: Part) -> None:
         with one_thread():
-            self._encoder.encode(part, self.folder, self._through.advance)
+            self._encoder.encode(part, self._folder, self._through.advance)
         self._through.end_file(part.num_bytes)
 
 
-def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: JoinedParts) -> None:
+def _make_parts(maker: _PartMaker, workers: int, joined: JoinedParts) -> None:
     """Makes the missing parts and joins all parts in order as they become available."""
-    folder = maker.folder
+    folder = joined.folder
     for leftover in folder.glob("*.tmp"):
         leftover.unlink()
     rmtree(folder / "through", ignore_errors=True)
-    missing = [part for part in parts[joined.num_parts :] if not is_complete(part, folder)]
-    total = sum(part.num_bytes for part in parts)
+    missing = [part for part in joined.parts[joined.num_parts :] if not is_complete(part, folder)]
+    total = sum(part.num_bytes for part in joined.parts)
     done = total - sum(part.num_bytes for part in missing)
-    waiting = {part.index for part in missing}
-
-    def join() -> None:
-        while joined.num_parts < len(parts) and joined.num_parts not in waiting:
-            joined.append(parts[joined.num_parts])
 
     def describe(part: Part) -> tuple[str, str]:
         return f"tokenize: the process for part {part.index} of {part.path}", ""
@@ -236,10 +228,9 @@ def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: 
             progress_of(lambda: done + bytes_through([folder / "through"]), "tokenizing", total),
             WorkerPool(maker, min(workers, len(missing)), preload=__name__, describe=describe) as pool,
         ):
-            join()
-            for part in pool.run(missing):
-                waiting.remove(part.index)
-                join()
+            joined.append_complete()
+            for _ in pool.run(missing):
+                joined.append_complete()
     except ChildProcessError as error:  # keeps the parts: the next start of a training run resumes them
         raise Unfinished(str(error)) from error
 
@@ -251,25 +242,27 @@ class _Estimate:
     """Backend, tokens, disk space and time of a tokenization, estimated with sample texts."""
 
     def __init__(
-        self, inputs: Sequence[Path], settings: PartSettings, encoders: Encoders, backend: str,
-        num_apart: int, sample_bytes: int,
-    ):  # fmt: skip
-        # Measured with one thread, like the workers.
+        self, inputs: Sequence[Path], settings: PartSettings, backend: str, num_apart: int, sample_bytes: int
+    ):
         sample = sample_texts(inputs, settings.json_key, sample_bytes, settings.rule)
+        num_bytes = sum(len(text.encode()) for text in sample)
+        # Measured with one thread, like the workers, and in CPU time, because others may use the machine.
         with one_thread():
-            self.probe = probe = probe_backend(encoders, backend, sample)
-        text = b"\n".join(one.encode() for one in sample)
+            self.backend, self.reason, encode = choose_backend(settings.tokenizer, backend, sample)
+            started = time.process_time()
+            self.tokens_per_byte = (len(encode(sample)[0]) if sample else 0) / max(1, num_bytes)
+            seconds = time.process_time() - started
         self.input_bytes = total_bytes(inputs)
         # An upper bound: JSONL also has escapes and other fields.
-        self.text_bytes = estimate_line_bytes(inputs)
-        self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
+        text_bytes = estimate_line_bytes(inputs)
+        num_documents = int(len(sample) * text_bytes / max(1, num_bytes + len(sample) - 1))
         num_added = settings.append_eod + (settings.tokenizer.bos_id is not None)
-        self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * num_added
+        self.num_tokens = int(text_bytes * self.tokens_per_byte) + num_documents * num_added
         bin_bytes = self.num_tokens * settings.dtype.itemsize
         # `num_apart` parts that are not joined yet and the one being joined also take disk space.
         share = min(1.0, (num_apart + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))
-        self.disk_bytes = int(bin_bytes * (1 + share)) + self.num_documents * _INDEX_BYTES_PER_DOCUMENT
-        self.seconds_of_one = self.text_bytes / max(1.0, probe.bytes_per_second)
+        self.disk_bytes = int(bin_bytes * (1 + share)) + num_documents * _INDEX_BYTES_PER_DOCUMENT
+        self.seconds_of_one = text_bytes / max(1.0, num_bytes / max(seconds, 1e-3))
 
 
 def dry_run(
@@ -281,14 +274,13 @@ def dry_run(
     """
     _check_backend(backend)
     num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers
+    estimate = _Estimate(inputs, settings, backend, num_apart, _DRY_RUN_SAMPLE_BYTES)
     made_by = settings.tokenizer
-    estimate = _Estimate(inputs, settings, Encoders(made_by), backend, num_apart, _DRY_RUN_SAMPLE_BYTES)
-    probe = estimate.probe
     rows = {
         "inputs": f"{len(inputs)} files, {bytes_text(estimate.input_bytes)}",
         "tokenizer": f"{made_by.name}, {made_by.vocab_size:,} tokens, EOD {made_by.eod_token}",
-        "backend": f"{probe.backend}: {probe.reason}",
-        "tokens": f"at most about {estimate.num_tokens:,} ({probe.tokens_per_byte:.3f} per byte of text)",
+        "backend": f"{estimate.backend}: {estimate.reason}",
+        "tokens": f"at most about {estimate.num_tokens:,} ({estimate.tokens_per_byte:.3f} per byte of text)",
         "disk": f"about {bytes_text(estimate.disk_bytes)}",
         "time": f"at most about {estimate.seconds_of_one / workers:,.0f} s with {workers} workers",
         "output": f"{output}.bin, {output}.idx",
@@ -333,9 +325,8 @@ def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
 # Merge of token files: the same files as one run over all inputs
 
 
-def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:
+def _ranges(prefix: Path, index: token_files.Index) -> Iterator[tuple[int, int]]:
     """Yields byte ranges of the sequences in index order, as Megatron reads them."""
-    index = token_files.read_index(prefix)
     if token_files.order_problem(prefix) is None:  # contiguous, so copy large pieces
         end = int(index.sizes.sum(dtype=np.int64)) * index.dtype.itemsize
         yield from ((start, min(start + _COPY_BYTES, end)) for start in range(0, end, _COPY_BYTES))
@@ -350,7 +341,7 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
     Raises:
         ValueError: if a file is missing or damaged, dtypes differ, or `output` is one of the shards.
     """
-    dtype, needed_bytes = _check_shards(prefixes, output)
+    indices, needed_bytes = _check_shards(prefixes, output)
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
     what: dict[str, Any] = {"settings": {}, "inputs": inputs, "is_folder": False, "start_over": start_over}
     with run_stage("merge-tokens", output, **what, suffixes=(".bin", ".idx")) as stage:
@@ -358,14 +349,11 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
             return stage.manifest
         check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
         paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
-        with paths[0].open("wb") as file, progress("merging", needed_bytes) as advance:
-            for prefix in prefixes:
-                for chunk in read_ranges(str(prefix), _ranges(prefix)):
+        with replacing(paths[0]) as file, progress("merging", needed_bytes) as advance:
+            for prefix, index in zip(prefixes, indices, strict=True):
+                for chunk in read_ranges(str(prefix), _ranges(prefix, index)):
                     file.write(chunk)
                     advance(len(chunk))
-            file.flush()
-            os.fsync(file.fileno())
-        indices = [token_files.read_index(prefix) for prefix in prefixes]
         sizes = np.concatenate([index.sizes for index in indices])
         firsts = np.cumsum([0, *(len(index.sizes) for index in indices)])
         last = [first + index.documents[1:] for first, index in zip(firsts, indices, strict=False)]
@@ -378,17 +366,16 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
         if not token_files.other_tokenizer(map(str, prefixes)):
             known["tokenizer"] = token_files.tokenizer_facts(first)
         known |= {"num_documents": sum(map(len, last)), "num_tokens": int(sizes.sum(dtype=np.int64))}
-        known["dtype"] = dtype
-        return stage.finish(paths, **known)
+        return stage.finish(paths, **known, dtype=indices[0].dtype.name)
 
 
 def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
     """Prints the size of a merge and writes nothing. Raises the errors of `merge_token_files`."""
-    dtype, needed_bytes = _check_shards(prefixes, output)
+    indices, needed_bytes = _check_shards(prefixes, output)
     rows = {
-        "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
-        "documents": sum(len(token_files.read_index(prefix).documents) - 1 for prefix in prefixes),
-        "tokens": sum(token_files.bin_idx_tokens(prefix) for prefix in prefixes),
+        "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {indices[0].dtype.name}",
+        "documents": sum(len(index.documents) - 1 for index in indices),
+        "tokens": sum(map(token_files.bin_idx_tokens, prefixes)),
         "disk": f"{bytes_text(needed_bytes)} of {bytes_text(free_disk(output.parent))} free",
         "output": f"{output}.bin, {output}.idx",
     }
@@ -396,23 +383,22 @@ def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
     check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
 
 
-def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[str, int]:
-    """Checks the shards; returns their token dtype and total size in bytes."""
+def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[list[token_files.Index], int]:
+    """Checks the shards; returns their indices and total size in bytes."""
     for prefix in prefixes:
         if wrong := token_files.bin_idx_problem(prefix, in_order=False):
             raise setting_error("merge", prefix, wrong, "tokenize this shard again")
         if prefix.absolute() == output.absolute():
             rule = "must not be one of the shards"
             raise setting_error("output_prefix", output, rule, "set another prefix")
-    dtypes = {token_files.read_index(prefix).dtype.name: str(prefix) for prefix in prefixes}
+    indices = [token_files.read_index(prefix) for prefix in prefixes]
+    dtypes = {index.dtype.name: prefix for index, prefix in zip(indices, prefixes, strict=True)}
     if len(dtypes) > 1:
         places = " and ".join(f"{dtype} in {prefix}" for dtype, prefix in dtypes.items())
         fix = "merge only shards tokenized with the same tokenizer"
         raise setting_error("merge", prefixes[0], f"tokens are stored as {places}", fix)
     if wrong := token_files.other_tokenizer(map(str, prefixes)):
         logger.warning("merge: %s", wrong)
-    tokens = sum(
-        token_files.bin_idx_tokens(prefix) * token_files.read_index(prefix).dtype.itemsize
-        for prefix in prefixes
-    )
-    return next(iter(dtypes)), tokens + sum(Path(f"{prefix}.idx").stat().st_size for prefix in prefixes)
+    num_tokens = sum(map(token_files.bin_idx_tokens, prefixes))
+    index_bytes = sum(Path(f"{prefix}.idx").stat().st_size for prefix in prefixes)
+    return indices, num_tokens * indices[0].dtype.itemsize + index_bytes

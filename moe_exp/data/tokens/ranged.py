@@ -14,7 +14,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,10 @@ def ensure_index(url: str, data_dir: Path) -> str:
 
 
 def _remote_of(prefix: str | Path) -> _Remote | None:
+    """The file in a store that has the tokens of a prefix; None if they are local or missing."""
     path = Path(f"{prefix}.remote.json")
-    return _Remote(**read_json(path, fix="remove its folder")) if path.is_file() else None
+    is_remote = path.is_file() and not Path(f"{prefix}.bin").is_file()
+    return _Remote(**read_json(path, fix="remove its folder")) if is_remote else None
 
 
 def bin_bytes(prefix: str | Path) -> int | None:
@@ -164,10 +166,6 @@ class RemoteTokens:
             parts.append(part)
         return np.frombuffer(b"".join(parts), self._dtype)
 
-    def read_directly(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        """Bytes of the given ranges, read concurrently and not cached."""
-        return self._store.read_ranges(self._name, ranges)
-
     def _size(self, block: int) -> int:
         return min(_BLOCK_BYTES, self.num_bytes - block * _BLOCK_BYTES)
 
@@ -205,8 +203,7 @@ def _hash(data: bytes) -> bytes:
 
 def open_remote(prefix: str, dtype: np.dtype[Any]) -> RemoteTokens | None:
     """Tokens of a prefix in a store; None if they are local or missing."""
-    remote = None if Path(f"{prefix}.bin").is_file() else _remote_of(prefix)
-    return RemoteTokens(prefix, remote, dtype) if remote else None
+    return RemoteTokens(prefix, remote, dtype) if (remote := _remote_of(prefix)) else None
 
 
 def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RemoteTokens:
@@ -216,9 +213,10 @@ def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RemoteT
 
 
 def read_ranges(prefix: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Yields the bytes of each range of a prefix's .bin."""
-    if (remote := open_remote(prefix, np.dtype(np.uint8))) is not None:
-        yield from remote.read_directly(list(ranges))
+    """Yields the bytes of each range of a prefix's .bin; from a store in parallel, and without caching."""
+    if remote := _remote_of(prefix):
+        folder, _, name = remote.url.rpartition("/")
+        yield from Store(folder).read_ranges(name, list(ranges))
         return
     with Path(f"{prefix}.bin").open("rb") as file:
         for begin, end in ranges:

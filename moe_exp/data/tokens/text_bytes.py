@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from moe_exp.data.tokens.encoders import Encoders
+from moe_exp.data.tokens.encoders import own_package
 from moe_exp.data.tokens.tokenizer import TextTokenizer, pieces_of
 from moe_exp.data.tokens.tokens import Int64Array
 
@@ -65,16 +65,12 @@ class TokenBytes:
 
     def _probe(self, tokenizer: TextTokenizer, unknown: int | None) -> str:
         """Encodes example texts and returns the text of `note`."""
-        encode, lost = Encoders(tokenizer).get("tokenizers"), []
-
-        def ids_of(text: str) -> Int64Array:
-            return np.asarray(encode([text])[0], dtype=np.int64)
-
+        encode, lost = own_package(tokenizer), []
         if self._space is not None:
             # 0 if the tokenizer itself adds a space before every document.
-            self._first_space_bytes = int(not np.array_equal(ids_of("\x01")[:3], self._space))
+            self._first_space_bytes = int(not np.array_equal(encode(["\x01"])[0][:3], self._space))
         for what, text in _CHANGES.items():
-            ids = ids_of(text)
+            ids, _ = encode([text])
             if unknown is not None and (ids == unknown).any():
                 what = "characters without a token"
             elif self.each(ids, np.arange(len(ids)) == 0).sum() == len(text.encode()):
@@ -166,9 +162,7 @@ def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
 
 def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64Array, Int64Array]:
     """Bytes that each token adds between two words, and before the first word of a text."""
-    from tokenizers import Tokenizer
-
-    backend, ids = Tokenizer.from_str(tokenizer.content.decode()), range(tokenizer.vocab_size)
+    backend, ids = tokenizer.processor(), range(tokenizer.vocab_size)
     word = next((token for piece, token in pieces.items() if _WORD.fullmatch(piece)), 0)
 
     def lengths(texts: list[str]) -> Int64Array:

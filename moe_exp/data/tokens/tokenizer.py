@@ -74,6 +74,13 @@ class TextTokenizer:
         return facts if self.bos_id is None else facts | {"bos_id": self.bos_id}
 
     def processor(self) -> Any:
+        """The tokenizer as an object of its own package (tokenizers, sentencepiece); None for bytes."""
+        if self.kind == "bytes":
+            return None
+        if self.kind == "huggingface":
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_str(self.content.decode())
         import sentencepiece
 
         return sentencepiece.SentencePieceProcessor(model_proto=self.content)

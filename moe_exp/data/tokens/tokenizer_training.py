@@ -1,7 +1,5 @@
 """Training of a byte-level BPE tokenizer, saved in a folder for Hugging Face's AutoTokenizer."""
 
-import json
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.kinds import FILES, TextRule, total_bytes
 from moe_exp.data.stage import run_stage
+from moe_exp.host.files import write_json
 from moe_exp.host.progress import Advance, progress
-
-logger = logging.getLogger(__name__)
 
 EOD_TOKEN = "<|endoftext|>"
 
@@ -73,7 +70,9 @@ def train_tokenizer(
         ValueError: if `vocab_size` is too small, special tokens are equal, the inputs have no text, or a line
             is invalid.
     """
-    special_tokens = [token for token in (eos_token, bos_token, pad_token) if token]
+    names = {"eos_token": eos_token, "bos_token": bos_token, "pad_token": pad_token}
+    named = {name: token for name, token in names.items() if token}
+    special_tokens = list(named.values())
     if len(set(special_tokens)) < len(special_tokens):
         must = "EOS, BOS and padding must be different tokens"
         raise setting_error("pad_token", pad_token, must, "set another name")
@@ -103,11 +102,8 @@ def train_tokenizer(
         if not tally.num_documents:
             raise setting_error("input", inputs[0], "the inputs have no documents", "set files with text")
         tokenizer.save(str(stage.folder / "tokenizer.json"))
-        names = {"eos_token": eos_token, "bos_token": bos_token, "pad_token": pad_token}
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30}
-        config["clean_up_tokenization_spaces"] = False
-        config |= {name: token for name, token in names.items() if token}
+        config |= {"clean_up_tokenization_spaces": False, **named}
         outputs = [stage.folder / "tokenizer.json", stage.folder / "tokenizer_config.json"]
-        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        outputs[1].write_text(text, encoding="utf-8")
+        write_json(outputs[1], config)
         return stage.finish(outputs, **tally.to_json(), vocab_size=tokenizer.get_vocab_size())

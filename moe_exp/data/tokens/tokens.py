@@ -297,7 +297,6 @@ class TokenFiles:
         bounds = self.document_bounds
         ends = bounds[1:][np.diff(bounds) > 0] - 1
         ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)] * self.dtype.itemsize
-        # Directly, without reading whole blocks of a file in an object store.
         tokens = read_ranges(self.prefix, [(end, end + self.dtype.itemsize) for end in ends.tolist()])
         return np.frombuffer(b"".join(tokens), self.dtype)
 

@@ -28,7 +28,7 @@ from moe_exp.data.documents import Tally, read_documents, read_lines
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.stage import Unfinished
-from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
+from moe_exp.data.tokens.encoders import CheckedGigatoken, choose_backend, own_package, probe_texts
 from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, plan_parts
 from moe_exp.data.tokens.preprocess import dry_run, merge_token_files, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import load_tokenizer
@@ -323,16 +323,15 @@ def test_a_bad_line_stops_all_workers(how, tmp_path, monkeypatch):
 
 def test_gigatoken_is_left_where_it_gives_other_ids(folder, tmp_path):
     tokenizer = changed_tokenizer(folder, tmp_path / "t.json", "pre_tokenizer", use_regex=False)
-    probe = probe_backend(Encoders(tokenizer), "auto", ["some text"])
-    assert probe.backend == "tokenizers" and probe.reason.startswith("not gigatoken: it encodes ")
+    backend, reason, _ = choose_backend(tokenizer, "auto", ["some text"])
+    assert backend == "tokenizers" and reason.startswith("not gigatoken: it encodes ")
     with pytest.raises(ValueError, match=r"^BACKEND=gigatoken: .* it encodes .* Fix: set --backend token"):
-        probe_backend(Encoders(tokenizer), "gigatoken", [])
+        choose_backend(tokenizer, "gigatoken", [])
 
 
 def test_a_difference_in_the_corpus_names_the_document(folder, tmp_path):
     tokenizer = changed_tokenizer(folder, tmp_path / "t.json", "pre_tokenizer", use_regex=False)
-    encoders = Encoders(tokenizer)
-    fast, slow = encoders.get("gigatoken"), encoders.get("tokenizers")
+    fast, slow = CheckedGigatoken(tokenizer), own_package(tokenizer)
     texts = probe_texts(tokenizer)
     odd = next(text for text in texts if not np.array_equal(fast([text])[0], slow([text])[0]))
     part = Part(write(tmp_path / "x.jsonl", jsonl(["a", odd])), 0, 10**6, 0)
@@ -345,24 +344,24 @@ def test_characters_that_gigatoken_splits_otherwise_are_left_to_the_other_packag
     new = "\ua7cf"  # of Unicode 17: a letter for the one, unassigned for the other
     # which has the quotation mark and the first byte as a token
     train_bpe([f'"{new}" '] * 50, 300).save(str(tmp_path / "tokenizer.json"))
-    encoders = Encoders(load_tokenizer("HuggingFaceTokenizer", model=tmp_path))
-    gigatoken, texts = encoders.get("gigatoken"), ["a", f'x"{new}"', "é", f'y"{new}{new}']
+    gigatoken = CheckedGigatoken(load_tokenizer("HuggingFaceTokenizer", model=tmp_path))
+    texts = ["a", f'x"{new}"', "é", f'y"{new}{new}']
     ids, lengths = gigatoken(texts)
-    expected = encoders.get("tokenizers")(texts)
+    expected = gigatoken.own(texts)
     assert (list(ids), list(lengths), gigatoken.num_rerouted) == (list(expected[0]), list(expected[1]), 2)
     assert list(gigatoken._encode(texts)[0]) != list(ids)
 
 
 def test_without_gigatoken(how, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    probe = probe_backend(Encoders(how.tokenizer), "auto", ["some text"])
-    assert probe.backend == "tokenizers" and "it is not installed (pip install gigatoken)" in probe.reason
+    backend, reason, _ = choose_backend(how.tokenizer, "auto", ["some text"])
+    assert backend == "tokenizers" and "it is not installed (pip install gigatoken)" in reason
 
 
 def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
     tokenizer = changed_tokenizer(folder, tmp_path / "t.json", normalizer={"type": "Lowercase"})
-    probe = probe_backend(Encoders(tokenizer), "auto", [])
-    assert probe.backend == "tokenizers" and "it cannot load this tokenizer (" in probe.reason
+    backend, reason, _ = choose_backend(tokenizer, "auto", [])
+    assert backend == "tokenizers" and "it cannot load this tokenizer (" in reason
 
 
 KILLER = """

@@ -7,7 +7,7 @@ import orjson
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from moe_exp.data.tokens.encoders import Encoders
+from moe_exp.data.tokens.encoders import own_package
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import train_bpe
@@ -94,7 +94,7 @@ def trained(kind: str, folder: Path) -> TextTokenizer:
 )
 def test_a_document_has_the_bytes_of_its_text(kind, tmp_path):
     tokenizer = trained(kind, tmp_path)
-    table, encode = TokenBytes(tokenizer), Encoders(tokenizer).get("tokenizers")
+    table, encode = TokenBytes(tokenizer), own_package(tokenizer)
     # whose pre-tokenizer keeps every space, and decoder not
     texts = [text for text in TEXTS if kind != "unigram" or "  " not in text]
     documents = []
@@ -122,7 +122,7 @@ def test_a_text_of_nothing_but_single_spaces_and_letters(tmp_path):
     """Without a piece for a space every second byte is three tokens."""
     tokenizer = trained("no_space", tmp_path)
     text = " ".join("abcdefgh" * 20)
-    ids = np.asarray(Encoders(tokenizer).get("tokenizers")([text])[0], dtype=np.int64)
+    ids = np.asarray(own_package(tokenizer)([text])[0], dtype=np.int64)
     assert len(ids) > 2 * len(text)
     assert TokenBytes(tokenizer).each(ids, np.arange(len(ids)) == 0).sum() == len(text)
 
@@ -143,7 +143,7 @@ def test_a_text_of_nothing_but_single_spaces_and_letters(tmp_path):
 )
 def test_what_a_tokenizer_does_not_keep_is_said(kind, kept, changed, tmp_path):
     tokenizer = trained(kind, tmp_path)
-    table, encode = TokenBytes(tokenizer), Encoders(tokenizer).get("tokenizers")
+    table, encode = TokenBytes(tokenizer), own_package(tokenizer)
     for text in kept:
         ids = np.asarray(encode([text])[0], dtype=np.int64)
         assert table.each(ids, np.arange(len(ids)) == 0).sum() == len(text.encode()), text

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from helpers import ROOT
 from helpers.servers.hub import HubServer
 from moe_exp.commands.data import main
-from moe_exp.data.tokens.encoders import Encoders, find_differences, probe_backend, probe_texts
+from moe_exp.data.tokens.encoders import (
+    CheckedGigatoken,
+    choose_backend,
+    find_differences,
+    own_package,
+    probe_texts,
+)
 from moe_exp.data.tokens.tokenizer import load_tokenizer, tokenizer_vocab_size
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe, train_tokenizer
 
@@ -69,7 +75,8 @@ def test_no_tokenizer(content, tmp_path):
 
 
 def ids_of(tokenizer, text, backend="tokenizers"):
-    return [int(token) for token in Encoders(tokenizer).get(backend)([text])[0]]
+    encode = (own_package if backend == "tokenizers" else CheckedGigatoken)(tokenizer)
+    return [int(token) for token in encode([text])[0]]
 
 
 def save(tokenizer, folder, **files):
@@ -158,10 +165,10 @@ def test_sentencepiece(kind, spm):
 
 
 def test_gigatoken_gives_what_sentencepiece_gives_or_is_not_taken(spm):
-    encoders = Encoders(load_tokenizer("SentencePieceTokenizer", model=spm))
-    if probe_backend(encoders, "auto", TEXTS).backend == "gigatoken":
-        texts = [*probe_texts(encoders.tokenizer), *TEXTS]
-        assert not find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), texts)
+    tokenizer = load_tokenizer("SentencePieceTokenizer", model=spm)
+    if choose_backend(tokenizer, "auto", TEXTS)[0] == "gigatoken":
+        texts = [*probe_texts(tokenizer), *TEXTS]
+        assert not find_differences(CheckedGigatoken(tokenizer), own_package(tokenizer), texts)
 
 
 def test_bytes():
