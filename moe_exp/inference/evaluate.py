@@ -236,7 +236,7 @@ class _Owner:
         if given.train_data == UNKNOWN_DATA:
             raise self.error("the training data of a converted model is unknown")
         saved = find_prepared_text(given, self.order.get("tokenizer") or "")
-        share = token_files.parse_split(saved.split)[1] if saved.split else None
+        share = token_files.parse_split(saved.split)[1]
         if saved.valid_data:
             where = "the run's VALID_DATA" if given.valid_data else "held-out documents of TRAIN_DATA"
             logger.info("data: %s", where)

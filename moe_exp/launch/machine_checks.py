@@ -216,12 +216,10 @@ def _shared_memory(c: Config) -> Iterator[str]:
 
 def data_problems(c: Config) -> Iterator[str]:
     """Checks that TRAIN_DATA, VALID_DATA and DATA_STAGES are complete, long enough and within VOCAB_SIZE."""
-    shares: list[Share | None] = [(0.0, 1.0), None]
-    if c.split:
-        try:
-            shares = parse_split(c.split)[:2]
-        except ValueError:
-            return  # reported by `Config.problems`
+    try:
+        shares = parse_split(c.split)[:2]
+    except ValueError:
+        return  # reported by `Config.problems`
     if needs_preparation(c):
         yield from text_problems(c)
     # name, blend, sequence length, and the shares for training and validation, which must be long enough

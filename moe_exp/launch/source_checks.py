@@ -124,7 +124,7 @@ def data_warnings(config: Config) -> list[str]:
     with suppress(ValueError, OSError):  # reported by the checks of files
         if not config.train_data or needs_preparation(config):
             return list(validation_overlaps(config))
-        shares = parse_split(config.split) if config.split else [(0.0, 1.0), None]
+        shares = parse_split(config.split)
         return [
             *(tokenizer_problems(config) if config.allow_other_data else ()),
             *_repeated(config, shares[0] or (0.0, 1.0)),

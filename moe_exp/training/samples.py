@@ -39,7 +39,7 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
             num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
         )  # fmt: skip
         return megatron_samples(order, Path(config.data_dir))
-    train_share, valid_share, _ = parse_split(config.split or "1")
+    train_share, valid_share, _ = parse_split(config.split)
     common: Any = {"seq_len": config.seq_len, "seed": config.seed}
     share, packing = train_share or (0.0, 1.0), config.document_packing
     stream = SampleStream(parse_blend(train_data), **common, share=share, packing=packing)
@@ -135,8 +135,8 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
         return None
     try:
         blend = config.train_data and (config.valid_data or config.train_data)
-        known = manifests.documents_of(blend) if blend else None
-        table = TokenBytes((known or manifests.DocumentTokens()).tokenizer(name))
+        known = manifests.documents_of(blend) or manifests.DocumentTokens()
+        table = TokenBytes(known.tokenizer(name))
     except ValueError as error:
         logger.warning("cannot compute the validation loss in bits per byte: %s", error)
         return None

@@ -49,11 +49,10 @@ class SampleOrder:
         stage, a hash of fingerprint and content.
         """
         is_megatrons = config.data_order == "megatron"
-        documents = documents_of(config.train_data) if config.train_data else None
         return cls(
             fingerprint=fingerprint,
             weights=_weights(config.train_data, is_megatrons=is_megatrons),
-            share=list(parse_split(config.split or "1")[0] or (0.0, 1.0)),
+            share=list(parse_split(config.split)[0] or (0.0, 1.0)),
             seed=config.seed,
             seq_len=config.seq_len,
             data_order=config.data_order,
@@ -62,7 +61,7 @@ class SampleOrder:
             content=content,
             manifest=_manifest(config.train_data),
             packing=config.document_packing,
-            **asdict(documents or DocumentTokens()),
+            **asdict(documents_of(config.train_data) or DocumentTokens()),
             stages=[
                 {
                     "first_sample": stage.first_sample,

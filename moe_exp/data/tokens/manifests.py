@@ -52,8 +52,10 @@ class DocumentTokens:
 
 
 def documents_of(blend: str) -> DocumentTokens | None:
-    """The tokens that begin and end documents of a blend; None if manifests lack these tokens or differ."""
-    manifests = [manifest_of(prefix) for _, prefix in parse_blend(blend)]
+    """The tokens that begin and end documents of a blend; None without a blend, or if manifests lack these
+    tokens or differ.
+    """
+    manifests = [manifest_of(prefix) for _, prefix in parse_blend(blend)] if blend else []
     found = {(tokenizer_fact(one, "eod_id"), tokenizer_fact(one, "bos_id")) for one in manifests}
     # Merged files of older versions only record the end token; they have no BOS.
     says = (tokenizer_facts(one) or tokenizer_fact(one, "eod_id") is not None for one in manifests)
@@ -68,8 +70,7 @@ def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentToken
     if (order.get("eod_id"), order.get("bos_id")) != (None, None):
         return DocumentTokens(order["eod_id"], order["bos_id"])
     with suppress(ValueError, OSError):
-        blend = find_prepared_text(config, order.get("tokenizer") or "").train_data
-        return documents_of(blend) if blend else None
+        return documents_of(find_prepared_text(config, order.get("tokenizer") or "").train_data)
     return None
 
 

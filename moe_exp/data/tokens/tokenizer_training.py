@@ -24,11 +24,8 @@ def train_bpe(
 ) -> Tokenizer:
     """Trains a byte-level BPE tokenizer deterministically. The special tokens have the first ids.
 
-    Args:
-        texts: training documents.
-        vocab_size: maximum size including special tokens and the 256 bytes (ValueError if too small for
-            these); a small corpus may yield fewer tokens.
-        special_tokens: special tokens; the first token ends a document.
+    `vocab_size`: maximum size including special tokens and the 256 bytes (ValueError if too small for these);
+    a small corpus may yield fewer tokens.
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special_tokens)
     if vocab_size < smallest:
@@ -60,11 +57,9 @@ def train_tokenizer(
     Args:
         inputs: files of the kinds in `moe_exp.data.kinds`.
         vocab_size: see `train_bpe`.
-        json_key: name of the field with the text.
         eos_token, bos_token, pad_token: special tokens with ids from 0; the first token ends a document.
         max_bytes: maximum amount of text (UTF-8 bytes).
-        skip_bad: skip and count invalid lines.
-        rule: how text files are split into documents.
+        json_key, skip_bad, rule: see `read_documents`.
 
     Raises:
         ValueError: if `vocab_size` is too small, special tokens are equal, the inputs have no text, or a line

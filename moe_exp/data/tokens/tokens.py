@@ -245,13 +245,15 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
 class TokenFiles:
     """`prefix`.bin and `prefix`.idx as arrays; raises ValueError if a file is missing or damaged."""
 
+    # Opened at the first read, because it needs permission to write to the local cache.
+    _remote = cached_property(lambda self: open_remote(self.prefix, self.dtype))
+
     def __init__(self, prefix: str | Path):
         if wrong := bin_idx_problem(prefix):
             raise ValueError(f"{wrong}. Fix: correct the path, or prepare the data again.")
         self.prefix = str(prefix)
         self.dtype, self._lengths, _, self._documents = read_index(prefix)
         self.num_sequences, self.num_documents = len(self._lengths), len(self._documents) - 1
-        self._remote = open_remote(self.prefix, self.dtype)
 
     @cached_property
     def sequence_bounds(self) -> Int64Array:
@@ -349,12 +351,13 @@ def manifest_of(prefix: str) -> dict[str, Any]:
 def parse_split(text: str) -> list[Share | None]:
     """Parses SPLIT into parts (begin, end; 0 to 1) for training, validation and test; None: empty part.
 
-    Sums the numbers in Megatron's order, so that a document at a boundary is in the same part as in Megatron.
+    If `text` is empty, all documents are for training. Sums the numbers in Megatron's order, so that a
+    document at a boundary is in the same part as in Megatron.
 
     Raises:
         ValueError: if `text` is not one to three numbers, or the first is 0.
     """
-    weights = [number_in(word) for word in text.split(",")]
+    weights = [number_in(word) for word in (text or "1").split(",")]
     if len(weights) > _MOST_PARTS or weights[0] == 0 or not all(0 <= weight < math.inf for weight in weights):
         rule = "must be up to three numbers for training, validation and test, the first greater than 0"
         raise ValueError(f"SPLIT={text}: {rule}. Fix: set for example SPLIT=99,1.")
