@@ -161,7 +161,7 @@ def _changes(config: Config, hardware: Hardware) -> Iterator[tuple[str, dict[str
         if name not in config.offloaded | config.recomputed:
             modules = ",".join(filter(None, [config.offload_modules, name]))
             yield f"OFFLOAD_MODULES={modules}", {"offload_modules": modules}
-    loss = planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
+    loss = planned_loss(config, hardware)
     if loss == "megatron":
         yield "CROSS_ENTROPY=triton", {"cross_entropy": "triton"}
     if loss != "linear":

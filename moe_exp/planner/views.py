@@ -77,11 +77,9 @@ def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Eve
                     needed = stage, "forward", chunk, microbatch
                 if needed and needed not in done:
                     break
-                of = passes[stage]
-                seconds = (of.forward if kind == "forward" else of.backward) / chunks
-                share = of.forward_exchange if kind == "forward" else of.backward_exchange
+                seconds, share = (getattr(of, kind) for of in (passes[stage].seconds, passes[stage].exchange))
                 start = max(free[stage], done[needed] if needed else 0.0)
-                free[stage] = done[stage, kind, chunk, microbatch] = start + seconds
+                free[stage] = done[stage, kind, chunk, microbatch] = start + seconds / chunks
                 events.append(Event(stage, kind, microbatch, chunk, start, free[stage], share / chunks))
                 places[stage] += 1
         assert len(events) > before, "deadlock in the schedule"

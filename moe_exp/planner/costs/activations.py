@@ -35,6 +35,7 @@ from itertools import pairwise
 from moe_exp.config.choices import LOSS_CHUNK_TOKENS, SCORES, Score
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import fp8_kept, padded_slots, planned_backend, planned_loss, priced
+from moe_exp.planner.hardware import Hardware
 
 Parts = dict[str, float]  # bytes by module
 _WITH_ATTENTION = ("attention", "norms, dropout")  # parts of a layer
@@ -72,11 +73,9 @@ class Activations:
         return max(*pairs.values(), sizes[-1]), sizes[-1]
 
 
-def activations_of(
-    job: PlannedJob, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
-) -> Activations:
+def activations_of(job: PlannedJob, hardware: Hardware, imbalance: float = 1.0) -> Activations:
     """Returns a micro-batch's activations. `imbalance`: a rank's rows / its fair share, if dropless."""
-    return _Account(job, on_cpu, runs_kernels, imbalance).activations()
+    return _Account(job, hardware, imbalance).activations()
 
 
 def width_of(job: PlannedJob) -> int:
@@ -87,8 +86,8 @@ def width_of(job: PlannedJob) -> int:
 class _Account:
     """Sums up the tensors. A rank has `_all_tokens` in a layer's matrix products and `_tokens` elsewhere."""
 
-    def __init__(self, job: PlannedJob, on_cpu: bool, runs_kernels: bool, imbalance: float):
-        config = job.config
+    def __init__(self, job: PlannedJob, hardware: Hardware, imbalance: float):
+        config, on_cpu = job.config, hardware.is_cpu
         self._job, self._config, self._on_cpu, self._imbalance = job, config, on_cpu, imbalance
         self._width, self._hidden, self._tp = width_of(job), config.hidden_size, config.tp
         self._expert_hidden = config.expert_hidden_size  # width of the experts' input rows
@@ -98,8 +97,8 @@ class _Account:
         self._expert_input, self._input = (1 if is_fp8 else self._width for is_fp8 in fp8_kept(config))
         # CPUs only have PyTorch's modules; GPUs normally use Transformer Engine's.
         self._is_fused = not (on_cpu or config.impl == "local" or config.needs_own_layers)
-        self._backend = planned_backend(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
-        self._loss_kind = planned_loss(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
+        self._backend = planned_backend(config, hardware)
+        self._loss_kind = planned_loss(config, hardware)
         self._has_moe, self._has_dense = config.use_moe, not (config.use_moe and all(config.moe_layers))
 
     def activations(self) -> Activations:

@@ -39,20 +39,19 @@ class LayerTimes:
     """Seconds of a micro-batch, without collectives."""
 
     parts: dict[str, Pass]  # ATTENTION, MLP and MOE of a layer, and `output`: the output layer with the loss
-    starts_dense: float  # kernel launches, on devices where host time is not modeled
-    starts_moe: float
-    host_dense: float  # host time of a layer without experts
-    host_moe: float  # and with experts
+    # of a layer without experts, and with
+    starts: tuple[float, float]  # kernel launches, on devices where host time is not modeled
+    host: tuple[float, float]  # host time
 
     def layer(self, is_moe: bool) -> Pass:
-        starts = self.starts_moe if is_moe else self.starts_dense
+        starts = self.starts[is_moe]
         of = [self.parts[name] for name in ATTENTION + (MOE if is_moe else MLP)]
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
         """Seconds of forward that backward repeats, for each value of RECOMPUTE and of `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
-        moe = sum(forward[name] for name in MOE) + self.starts_moe - self.starts_dense
+        moe = sum(forward[name] for name in MOE) + self.starts[True] - self.starts[False]
         norms = forward["norms"] * 0.4  # their share of the residual bytes
         first = 2 / 3  # share of the experts' products in the first projection, with a gate
         return {
@@ -116,7 +115,7 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
                 parts |= {name: parts[name] * constants.static_rows for name in ("rows", "activation")}
         skew = skew_of(job, device.hardware, constants)
         parts |= {name: parts[name] * skew for name in ("rows", "experts", "activation")}
-    loss = planned_loss(config, on_cpu=device.is_cpu, runs_kernels=device.hardware.runs_kernels)
+    loss = planned_loss(config, device.hardware)
     logit_bytes = _FUSED_LOGIT_BYTES if device.is_recent and loss != "megatron" else _LOGIT_BYTES
     words = config.padded_vocab_size / config.tp
     parts["output"] += device.moved(tokens * words, logit_bytes)
@@ -126,7 +125,7 @@ def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
     starts = 0.0 if device.is_recent else constants.layer_seconds
     # Each expert of a loop takes 0.1 ms, according to reference runs with and without grouped GEMM.
     looped = 0.125 * config.num_experts / config.ep if config.expert_backend == "loop" else 0
-    return LayerTimes(parts, starts, starts * (2 + looped), *_host_seconds(job, device))
+    return LayerTimes(parts, (starts, starts * (2 + looped)), _host_seconds(job, device))
 
 
 def _host_seconds(job: PlannedJob, device: Device) -> tuple[float, float]:
@@ -249,7 +248,6 @@ def roofline(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> l
     if config.use_moe and config.ep * config.etp > 1:
         seconds = 4 * exchange_seconds(job, hardware, constants) * skew_of(job, hardware, constants)
         found.append(Part("exchange", 0.0, 0.0, seconds, "links", found[0].peak))
-    host = times.host_moe if config.use_moe else times.host_dense
-    if host:
+    if host := times.host[config.use_moe]:
         found.append(Part("host, concurrent", 0.0, 0.0, host, "host", found[0].peak))
     return found

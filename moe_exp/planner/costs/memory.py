@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, field
 
 from moe_exp.config import Config
+from moe_exp.planner.costs import params
 from moe_exp.planner.costs.activations import Activations, Parts, activations_of, width_of
 from moe_exp.planner.costs.constants import free
 from moe_exp.planner.costs.job import PlannedJob
-from moe_exp.planner.costs.params import embedding_moment_bytes, optimizer_state_bytes, tables_of_stages
 from moe_exp.planner.costs.products import fp8_parts
 from moe_exp.planner.hardware import Hardware
 
@@ -61,9 +61,9 @@ def memory_of(job: PlannedJob, hardware: Hardware, constants: MemoryConstants) -
     """Returns the memory of a rank in each pipeline stage."""
     config, on_cpu = job.config, hardware.is_cpu
     imbalance = expected_imbalance(config, constants.load_spread)
-    kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
+    kept = activations_of(job, hardware, imbalance)
     weight, gradient, dense_state, expert_state, table_state = _bytes_per_parameter(job, constants, hardware)
-    parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
+    parameters, tables = job.parameters, params.tables_of_stages(config, len(job.stage_layers))
     # MoE layers per stage in proportion to expert parameters, which already follow the layout with VPP
     of_experts = max(1, sum(part.expert for part in parameters))
     num_moe = [part.expert * sum(config.all_moe_layers) // of_experts for part in parameters]
@@ -76,15 +76,13 @@ def memory_of(job: PlannedJob, hardware: Hardware, constants: MemoryConstants) -
     if not on_cpu:
         overhead = workspace + (constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0)
     usable = 0.0 if job.measured_by == "allocated" else _USABLE_SHARE * hardware.memory_bytes
-    stages, ranks = [], config.world_size // config.pp
+    stages = []
     for stage, part in enumerate(parameters):
         parts = _activation_parts(job, kept, stage, num_moe[stage], in_flight[stage], on_cpu=on_cpu)
         activations = sum(parts.values())
         own: float = part.total
         if job.engine.shards_parameters:  # FSDP: the rank's shard, and two layers that are gathered
-            own = part.dense / max(1, ranks // config.tp)
-            own += part.expert / max(1, ranks // (config.etp * config.ep))
-            own += 2 * part.total / max(2, job.all_stage_layers[stage])
+            own = part.sharded(config) + 2 * part.total / max(2, job.all_stage_layers[stage])
         weights, gradients = weight * own, gradient * own
         if fp8_parts(config)[1]:  # Transformer Engine also keeps FP8 copies by rows and by columns
             weights += 2 * (part.dense - tables[stage])
@@ -124,7 +122,7 @@ def _activation_parts(
     # the compute type, which stays empty: for a layer, and for the output layer on its stage. Without it, the
     # memory of the dense B200 runs in `public_runs.csv` is underestimated by up to 6%, with it by 0.4%. In
     # models with experts, the peak is in the experts.
-    gradients, tables = 0.0, tables_of_stages(config, last + 1)
+    gradients, tables = 0.0, params.tables_of_stages(config, last + 1)
     if not (on_cpu or job.of_deepspeed or job.sharding != "distributed" or config.use_moe):
         of_one = (job.parameters[stage].dense - tables[stage]) / max(1, job.all_stage_layers[stage])
         of_output = float(tables[-1]) if stage == last else 0.0
@@ -194,11 +192,8 @@ def _bytes_per_parameter(
         # Without ZeRO, the step has two copies of the fp32 gradients: 4 + 8 + 4 + 4.
         state = 20.0 if job.sharding == "none" else 18 / shards
         return weights, 2, state, state, 0.0
-    dense_shards, expert_shards = 1, 1
-    if job.sharding == "distributed":
-        dense_shards = max(1, config.world_size // (config.tp * config.pp))
-        expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
-    device = {"on_cpu": hardware.is_cpu, "runs_kernels": hardware.runs_kernels}
-    state = optimizer_state_bytes(config, **device) if engine.state_bytes is None else engine.state_bytes
-    tables = embedding_moment_bytes(config) / dense_shards
+    dense_shards, expert_shards = params.num_replicas(config) if job.sharding == "distributed" else (1, 1)
+    own = engine.state_bytes
+    state = params.optimizer_state_bytes(config, hardware) if own is None else own
+    tables = params.embedding_moment_bytes(config) / dense_shards
     return width_of(job), engine.gradient_bytes, state / dense_shards, state / expert_shards, tables

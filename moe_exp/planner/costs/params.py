@@ -14,6 +14,7 @@ from moe_exp.config.parameter_names import layer_sizes, mtp_sizes
 from moe_exp.host.files import count_text
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.products import priced
+from moe_exp.planner.hardware import Hardware
 
 MEBIBYTE = 2**20
 
@@ -41,6 +42,17 @@ class RankParameters:
     @property
     def total(self) -> int:
         return self.dense + self.expert
+
+    def sharded(self, config: Config) -> float:
+        """Returns the parameters of a shard, if the ranks with the same parameters split them."""
+        dense, expert = num_replicas(config)
+        return self.dense / dense + self.expert / expert
+
+
+def num_replicas(config: Config) -> tuple[int, int]:
+    """Returns the number of ranks with the same dense parameters, and with the same expert parameters."""
+    ranks = config.world_size // config.pp
+    return max(1, ranks // config.tp), max(1, ranks // (config.etp * config.ep))
 
 
 def count_parameters(config: Config) -> ParameterCount:
@@ -116,10 +128,9 @@ def most_loaded_rank(config: Config) -> int:
     return max(range(config.pp), key=lambda pp_rank: stages[pp_rank].total)
 
 
-def optimizer_state_bytes(config: Config, *, on_cpu: bool = False, runs_kernels: bool = False) -> float:
+def optimizer_state_bytes(config: Config, hardware: Hardware | None = None) -> float:
     """Returns the bytes per parameter for main weight, moments and weight average, before sharding. With
-    OFFLOAD_OPTIMIZER the bytes are 0, except on a CPU (`on_cpu`). `runs_kernels`: whether the device can run
-    the AdamW kernel.
+    OFFLOAD_OPTIMIZER the bytes are 0, except on a CPU. Default of `hardware`: a GPU without AdamW kernel.
 
         OPTIMIZER                            main weight   moments               together, bf16 or fp16 / fp32
         adam                                 4             4 + 4                 12      / 8
@@ -135,8 +146,9 @@ def optimizer_state_bytes(config: Config, *, on_cpu: bool = False, runs_kernels:
     embedding and output layer, which use Adam, need another `embedding_moment_bytes` per parameter. Norms and
     routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.
     """
-    if config.offload_optimizer and not on_cpu:
+    if config.offload_optimizer and not (hardware and hardware.is_cpu):
         return 0.0
+    runs_kernels = hardware is not None and hardware.runs_kernels
     by_kernel = runs_kernels and config.optimizer == "adam" and config.dtype == "bf16" and not config.qk_clip
     main_weight = priced(config, "main_params", {"auto": 2 if by_kernel else 4, "fp32": 4, "remainder": 2})
     main_weight = 0 if config.dtype == "fp32" else main_weight
@@ -168,10 +180,8 @@ def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
     """
     state = optimizer_state_bytes(config)
     kept = (4 if config.dtype == "fp32" else 2) + (4 if config.grad_dtype == "fp32" else 2)
-    ranks = config.world_size // config.pp if config.distributed_optimizer else 1
-    dense = kept + state / max(1, ranks // config.tp)
-    expert = kept + state / max(1, ranks // (config.etp * config.ep))
-    return dense * rank.dense + expert * rank.expert
+    dense, expert = num_replicas(config) if config.distributed_optimizer else (1, 1)
+    return (kept + state / dense) * rank.dense + (kept + state / expert) * rank.expert
 
 
 def checkpoint_bytes(config: Config) -> int:

@@ -41,22 +41,22 @@ def fp8_kept(config: Config) -> tuple[bool, bool]:
     return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
-def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
+def planned_backend(config: Config, hardware: Hardware) -> str:
     """Returns EXPERT_BACKEND or, for `auto`, the choice of `grouped_gemm.choose_backend`. The result `auto`
     stands for any GPU backend except triton; all of these need the same memory.
     """
     backend = priced(config, "expert_backend", {name: name for name in PRICED_BACKENDS})
     if backend != "auto":
         return backend
-    if on_cpu:
+    if hardware.is_cpu:
         return "loop"
     # Assumes that Triton is installed: a plan is usually made on another machine.
-    return "triton" if runs_kernels and config.dtype != "fp32" else "auto"
+    return "triton" if hardware.runs_kernels and config.dtype != "fp32" else "auto"
 
 
-def planned_loss(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
+def planned_loss(config: Config, hardware: Hardware) -> str:
     """Returns CROSS_ENTROPY or, for `auto`, the choice of `cross_entropy.choose_cross_entropy`."""
-    by_device = "triton" if runs_kernels and not on_cpu else "megatron"
+    by_device = "triton" if hardware.runs_kernels else "megatron"
     kinds = {kind: kind for kind in ("megatron", "triton", "linear")}
     return priced(config, "cross_entropy", kinds | {"auto": by_device})
 
@@ -65,7 +65,7 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
     """Returns notes on the implementations that a plan assumes, by part."""
     words = {}
     if config.use_moe:
-        backend = planned_backend(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
+        backend = planned_backend(config, hardware)
         said = f"{backend}, set by EXPERT_BACKEND"
         if config.expert_backend == "auto":
             said = f"{backend}, the choice of EXPERT_BACKEND=auto on this device"
@@ -74,7 +74,7 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
             why = "DTYPE=fp32" if config.dtype == "fp32" else needs
             said = f"separate grouped GEMMs, not triton: {why}"
         words["experts"] = f"{said} (affects the memory; the predicted time is the same for all backends)"
-    loss = planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels)
+    loss = planned_loss(config, hardware)
     if loss != "megatron":
         kept = "memory of its kernel" if loss == "triton" else "memory of the output layer's gradients"
         timed = "time of a fused kernel" if hardware.is_recent else "time of Megatron's loss"

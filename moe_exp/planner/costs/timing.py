@@ -8,13 +8,12 @@ part that the backward pass of the last micro-batch hides.
 
 from dataclasses import dataclass, fields
 
-from moe_exp.config import Config
 from moe_exp.planner.costs.activations import activations_of
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.device import Device, Group, exchange_seconds, skew_of
+from moe_exp.planner.costs.device import Device, Group, Pass, exchange_seconds, skew_of
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.layer_time import LayerTimes, layer_times
-from moe_exp.planner.costs.params import RankParameters
+from moe_exp.planner.costs.params import RankParameters, num_replicas
 from moe_exp.planner.costs.products import hidden_bytes, num_tokens, priced, projections
 from moe_exp.planner.hardware import Hardware
 
@@ -63,10 +62,10 @@ def time_of(
     job: PlannedJob, hardware: Hardware, constants: TimeConstants, *, batch_size: int | None = None
 ) -> IterationTime:
     """Predicts the time of an iteration of `batch_size` samples (default: GBSZ)."""
-    config, counts = job.config, _counts(job)
+    config = job.config
     num_microbatches = max(1, (batch_size or config.gbsz) // (config.mbsz * config.data_parallel_size))
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
-    parts = _parts_of_stages(job, device, layer_times(job, device), counts)
+    parts = _parts_of_stages(job, device)
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     bubble = bubble_seconds(totals, num_microbatches, config.vpp or 1)
     factor = {"a": constants.software_a, "c": constants.software_c}.get(job.software, 1.0)
@@ -79,16 +78,12 @@ def time_of(
     if job.sharding == "distributed" and overlaps:
         hidden = max(totals) * (1.0 if hardware.is_recent else 0.5)
     # optimizer step: gradient norm, update of the parameters that this rank owns, and new weights
-    owned = float(rank.total)
-    if job.sharding != "none":
-        ranks = config.world_size // config.pp
-        owned = rank.dense / max(1, ranks // config.tp)
-        owned += rank.expert / max(1, ranks // (config.etp * config.ep))
+    owned = rank.total if job.sharding == "none" else rank.sharded(config)
     by_host = config.offload_optimizer and not hardware.is_cpu
     step = (rank.total * _STEP_BYTES + owned * _STATE_BYTES * (not by_host)) / device.bandwidth
     if by_host:
         step += owned * max(_LINK_BYTES / _link_speed(hardware), _HOST_BYTES / _HOST_SPEED)
-    step += _muon_seconds(config, hardware, constants, counts)
+    step += _muon_seconds(job, hardware, constants)
     # On devices newer than Ampere this is an estimate; published runs do not determine it.
     once = 0.01 if hardware.is_recent else constants.iteration_seconds
     return IterationTime(
@@ -103,19 +98,16 @@ def time_of(
 class StagePass:
     """Seconds of a micro-batch on a pipeline stage, over all its model chunks."""
 
-    forward: float
-    backward: float
-    forward_exchange: float  # part of `forward` spent on token dispatch and combine
-    backward_exchange: float
+    seconds: Pass
+    exchange: Pass  # part of `seconds` spent on token dispatch and combine
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
     """Returns each stage's passes. Forward has half of the collectives, or a third with recompute."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
-    times, counts = layer_times(job, device), _counts(job)
-    parts = _parts_of_stages(job, device, times, counts)
+    times, parts = layer_times(job, device), _parts_of_stages(job, device)
     found = []
-    for stage, (dense, moe) in enumerate(counts):
+    for stage, (dense, moe) in enumerate(counts := _counts(job)):
         computed = sum(parts[name][stage] for name in ("compute", "host"))
         sent = sum(of[stage] for name, of in parts.items() if name not in ("compute", "host"))
         ahead = dense * times.layer(False).forward + moe * times.layer(True).forward
@@ -124,19 +116,18 @@ def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) 
         forward = ahead / parts["compute"][stage] * computed if computed else 0.0
         share = 1 / 3 if job.config.recompute in ("full", "selective") else 1 / 2
         exchange = parts["expert_parallel"][stage]
-        passes = forward + share * sent, computed - forward + (1 - share) * sent
-        found.append(StagePass(*passes, share * exchange, (1 - share) * exchange))
+        seconds = Pass(forward + share * sent, computed - forward + (1 - share) * sent)
+        found.append(StagePass(seconds, Pass(share * exchange, (1 - share) * exchange)))
     return found
 
 
-def _parts_of_stages(
-    job: PlannedJob, device: Device, times: LayerTimes, counts: list[tuple[int, int]]
-) -> dict[str, list[float]]:
+def _parts_of_stages(job: PlannedJob, device: Device) -> dict[str, list[float]]:
     """Returns the seconds of a micro-batch on each stage, by part."""
     config, hardware, constants = job.config, device.hardware, device.constants
+    times, counts = layer_times(job, device), _counts(job)
     moved = [0.0, 0.0]
     if config.offloaded and not hardware.is_cpu:
-        kept = activations_of(job, runs_kernels=hardware.runs_kernels)
+        kept = activations_of(job, hardware)
         moved = [sum(sizes.values()) for sizes in (kept.moved_dense, kept.moved_moe)]
     dense, moe = (_layer(job, device, times, is_moe, moved[is_moe]) for is_moe in (False, True))
     parts = {part: [n * dense[part] + n_moe * moe[part] for n, n_moe in counts] for part in dense}
@@ -228,7 +219,7 @@ def _layer(
             exchange = max(constants.exchange_exposed * exchange, exchange - compute)
 
     # Host and device run concurrently, except for a share of the shorter one.
-    busy, host = compute + tensor + context + exchange, times.host_moe if is_moe else times.host_dense
+    busy, host = compute + tensor + context + exchange, times.host[is_moe]
     waiting = max(busy, host) + constants.host_serial * min(busy, host) - busy if host else 0.0
     if moved:
         seconds = moved / _link_speed(hardware)
@@ -256,9 +247,11 @@ def _data_parallel(
         gathered = weight if engine.gathered_bytes is None else engine.gathered_bytes
         per_parameter = engine.reduced_bytes + gathered
     total = 0.0
-    for parameters, model_ranks in ((rank.dense, config.tp), (rank.expert, config.etp * config.ep)):
-        size = config.world_size // config.pp // model_ranks
-        group = Group(size, model_ranks, hardware, config.gpus_per_node)
+    strides = config.tp, config.etp * config.ep
+    for parameters, size, stride in zip(
+        (rank.dense, rank.expert), num_replicas(config), strides, strict=True
+    ):
+        group = Group(size, stride, hardware, config.gpus_per_node)
         share = group.ring_share(constants, constants.data_bandwidth)
         if parameters and group.size > 1:
             total += group.reduce_scatter(parameters * per_parameter, share)
@@ -269,19 +262,18 @@ def _data_parallel(
     return max(total - hidden, 0.1 * total) if hidden else total
 
 
-def _muon_seconds(
-    config: Config, hardware: Hardware, constants: TimeConstants, layers: list[tuple[int, int]]
-) -> float:
+def _muon_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
     """Returns the seconds of Muon's products on the slowest stage; 0 for other optimizers.
 
     Muon orthogonalizes each [r, c] matrix x, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`):
     s = x x^T, s^2, and (b s + c s^2) x. The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole
-    matrix, even with TP. Ranks with the same matrices share work. `layers`: (dense, MoE) per stage.
+    matrix, even with TP. Ranks with the same matrices share work.
     """
+    config = job.config
     if config.optimizer != "muon":
         return 0.0
     device = Device(hardware, "fp32", constants, num_processes=config.gpus_per_node)
-    hidden, latent, ranks = config.hidden_size, config.moe_latent_size, config.world_size // config.pp
+    hidden, latent = config.hidden_size, config.moe_latent_size
 
     def seconds(rows: float, columns: float, count: int) -> float:
         short, long = min(rows, columns), max(rows, columns)
@@ -297,17 +289,17 @@ def _muon_seconds(
     value = config.num_heads * config.v_head_dim if config.multi_latent_attention else query
     attention = [*projections(config, query, config.num_heads, tp=1), (hidden, value)]
     slowest = 0.0
-    for dense, moe in layers:
+    for dense, moe in _counts(job):
         others = [(*shape, dense + moe) for shape in attention]
         others += mlp(config.ffn_hidden_size, hidden, dense) + mlp(config.shared_expert_size, hidden, moe)
         others += [(latent, hidden, 2 * moe)] if latent else []  # both projections take the same time
         local = moe * config.num_experts // config.ep
         experts = mlp(config.expert_ffn_size, config.expert_hidden_size, local)
         stage = 0.0
-        for shapes, sharing in ((others, ranks // config.tp), (experts, ranks // (config.etp * config.ep))):
+        for shapes, sharing in zip((others, experts), num_replicas(config), strict=True):
             there = [shape for shape in shapes if shape[2]]
             # At least one of the ranks that share the work has to process the largest matrix.
             longest = max((seconds(rows, columns, 1) for rows, columns, _ in there), default=0.0)
-            stage += max(longest, sum(seconds(*shape) for shape in there) / max(1, sharing))
+            stage += max(longest, sum(seconds(*shape) for shape in there) / sharing)
         slowest = max(slowest, stage)
     return slowest

@@ -85,7 +85,7 @@ def test_small_micro_batches_are_bound_by_the_host():
 def test_products_in_fp8_start_more_kernels():
     """Twice the seconds of the host, but for those of router and exchange: 1 local expert."""
     one = {"impl": "te", "ep": 8, "num_experts": 8, "topk": 2}
-    bf16, fp8 = (layers(job(**one, fp8=fp8)).host_moe for fp8 in ("none", "hybrid"))
+    bf16, fp8 = (layers(job(**one, fp8=fp8)).host[True] for fp8 in ("none", "hybrid"))
     extra = 0.7 * CONSTANTS.host_dense + CONSTANTS.host_expert
     assert fp8 - bf16 == pytest.approx((CONSTANTS.host_fp8 - 1) * extra)
 
@@ -93,8 +93,8 @@ def test_products_in_fp8_start_more_kernels():
 def test_fsdp_takes_the_host_time_for_each_weight():
     """6 weights, and two of each of 16 local experts."""
     plain, sharded = (layers(of, "B200") for of in with_and_without(shards_parameters=True))
-    assert sharded.host_dense - plain.host_dense == pytest.approx(6 * CONSTANTS.host_sharded)
-    assert sharded.host_moe - plain.host_moe == pytest.approx((6 + 2 * 16) * CONSTANTS.host_sharded)
+    assert sharded.host[False] - plain.host[False] == pytest.approx(6 * CONSTANTS.host_sharded)
+    assert sharded.host[True] - plain.host[True] == pytest.approx((6 + 2 * 16) * CONSTANTS.host_sharded)
 
 
 def test_overlap_hides_most_of_the_exchange_and_takes_host_time():
@@ -102,8 +102,8 @@ def test_overlap_hides_most_of_the_exchange_and_takes_host_time():
     plain, hidden = map(seconds, jobs)
     assert hidden.expert_parallel == pytest.approx(CONSTANTS.exchange_exposed * plain.expert_parallel)
     plain, overlapped = map(layers, jobs)
-    assert overlapped.host_moe == pytest.approx(CONSTANTS.host_overlap * plain.host_moe)
-    assert overlapped.host_dense == plain.host_dense
+    assert overlapped.host[True] == pytest.approx(CONSTANTS.host_overlap * plain.host[True])
+    assert overlapped.host[False] == plain.host[False]
 
 
 def test_exponentials_of_attention():

@@ -24,6 +24,7 @@ from moe_exp.config import Config, load_config
 from moe_exp.planner.costs.activations import activations_of
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import micro_batches_in_flight
+from moe_exp.planner.hardware import load_hardware
 
 TINY: dict[str, Any] = {
     **SMALL, "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 320, "num_heads": 4,
@@ -296,7 +297,7 @@ def of_settings(settings: dict[str, Any], num_ranks: int) -> Config:
 
 def expected(config: Config, stage: int = 0) -> float:
     """The most that is saved at once: layers of all micro-batches in flight, the loss or a layer again."""
-    found = activations_of(PlannedJob.of(config), on_cpu=True)
+    found = activations_of(PlannedJob.of(config), load_hardware("CPU"))
     first = sum(config.stage_layers[:stage])
     is_moe = config.moe_layers[first : first + config.stage_layers[stage]]
     layers = sum(total(found.moe_parts if moe else found.dense_parts) for moe in is_moe)

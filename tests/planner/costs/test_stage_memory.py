@@ -24,7 +24,7 @@ from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.prediction import load_constants
 
-A100 = load_hardware("A100-80GB")
+A100, V100 = load_hardware("A100-80GB"), load_hardware("V100-32GB")
 PRIORS = MemoryConstants()
 
 
@@ -203,12 +203,12 @@ def test_unfused_layer_is_that_of_korthikanti():
         attention_dropout=0.1, mbsz=1,
     )  # fmt: skip
     tokens, hidden, heads = config.seq_len, 4096, 32
-    layer = total(activations_of(replace(PlannedJob.of(config), fused_attention=False)).dense_parts)
+    layer = total(activations_of(replace(PlannedJob.of(config), fused_attention=False), A100).dense_parts)
     assert layer == pytest.approx(34 * tokens * hidden + 5 * heads * tokens**2, rel=1e-3)
     # TP with sequence parallelism divides all of it (equation 4), without it 10*s*b*h stays (equation 2).
     of_tp4 = replace(PlannedJob.of(config.model_copy(update={"tp": 4})), fused_attention=False)
-    assert total(activations_of(of_tp4).dense_parts) == pytest.approx(layer / 4, rel=1e-3)
-    without = total(activations_of(replace(of_tp4, sequence_parallel=False)).dense_parts)
+    assert total(activations_of(of_tp4, A100).dense_parts) == pytest.approx(layer / 4, rel=1e-3)
+    without = total(activations_of(replace(of_tp4, sequence_parallel=False), A100).dense_parts)
     by_hand = 10 * tokens * hidden + 24 * tokens * hidden / 4 + 5 * heads * tokens**2 / 4
     assert without == pytest.approx(by_hand, rel=1e-3)
 
@@ -217,7 +217,7 @@ def test_recompute_keeps_less_and_less():
     # torch's backend has an activation that moe_act can leave out
     kinds = ("none", "moe_act", "selective", "full")
     configs = [reference(recompute=kind, expert_backend="torch") for kind in kinds]
-    kept = [total(activations_of(PlannedJob.of(config)).moe_parts) for config in configs]
+    kept = [total(activations_of(PlannedJob.of(config), A100).moe_parts) for config in configs]
     assert kept == sorted(set(kept), reverse=True)
     assert kept[-1] == 2 * configs[0].hidden_size * configs[0].seq_len * configs[0].mbsz
     totals = [only_stage(config).total for config in configs]
@@ -225,7 +225,7 @@ def test_recompute_keeps_less_and_less():
     # a dense model recomputes the scores
     config = reference(use_moe=False)
     none, selective = (
-        total(activations_of(replace(PlannedJob.of(one), fused_attention=False)).dense_parts)
+        total(activations_of(replace(PlannedJob.of(one), fused_attention=False), A100).dense_parts)
         for one in (config, config.model_copy(update={"recompute": "selective"}))
     )
     assert none - selective == 2 * config.num_heads * config.seq_len**2 * config.mbsz
@@ -234,7 +234,7 @@ def test_recompute_keeps_less_and_less():
 def test_fused_attention_does_not_grow_with_the_square_of_the_sequence():
     def kept(seq_len: int, *, fused: bool) -> float:
         job = replace(PlannedJob.of(reference(use_moe=False, seq_len=seq_len)), fused_attention=fused)
-        return total(activations_of(job).dense_parts)
+        return total(activations_of(job, A100).dense_parts)
 
     assert kept(4096, fused=True) == pytest.approx(2 * kept(2048, fused=True))
     assert kept(4096, fused=False) > 2.5 * kept(2048, fused=False)
@@ -242,7 +242,7 @@ def test_fused_attention_does_not_grow_with_the_square_of_the_sequence():
 
 def test_context_parallel_ranks_share_the_sequence():
     def kept(cp: int, **settings: Any) -> Activations:
-        return activations_of(PlannedJob.of(reference(use_moe=False, cp=cp, **settings)))
+        return activations_of(PlannedJob.of(reference(use_moe=False, cp=cp, **settings)), A100)
 
     alone, shared = (kept(cp, qk_clip=100.0) for cp in (1, 2))  # this package's attention
     assert total(shared.output_parts) == total(alone.output_parts) / 2
@@ -255,14 +255,14 @@ def test_context_parallel_ranks_share_the_sequence():
 def test_rows_of_experts_by_capacity_and_topk():
     settings = {"moe_type": "moe", "expert_backend": "torch"}
     configs = [reference(**settings, capacity_factor=factor) for factor in (1.0, 1.5, 2.0)]
-    rows = [total(activations_of(PlannedJob.of(config)).moe_parts) for config in configs]
+    rows = [total(activations_of(PlannedJob.of(config), A100).moe_parts) for config in configs]
     assert rows[2] - rows[1] == pytest.approx(rows[1] - rows[0])
     per_row = 2 * (512 + 3 * 1792)  # bf16: row, both halves, activation
     assert (rows[2] - rows[0]) / (8 * 2048) == pytest.approx(per_row, rel=0.01)
 
     config = reference(ep=4, moe_type="moe")
     assert only_stage(config, load_spread=0.0) == only_stage(config, load_spread=9.0)
-    kept = [activations_of(PlannedJob.of(reference(topk=topk))) for topk in (1, 2, 4)]
+    kept = [activations_of(PlannedJob.of(reference(topk=topk)), A100) for topk in (1, 2, 4)]
     one, two, four = (total(of.moe_parts) for of in kept)
     assert four - two == pytest.approx(2 * (two - one))
 
@@ -289,21 +289,23 @@ def test_auto_counts_the_backend_that_the_layer_would_take(gpu, settings, counte
 
 def test_the_loss_kernel_keeps_logits_and_no_probabilities():
     kinds = ("megatron", "triton", "auto")
-    megatron, ours, auto = (activations_of(PlannedJob.of(reference(cross_entropy=kind))) for kind in kinds)
+    megatron, ours, auto = (
+        activations_of(PlannedJob.of(reference(cross_entropy=kind)), A100) for kind in kinds
+    )
     tokens, words = 8 * 2048, reference().padded_vocab_size
     # Megatron's in fp32, ours in bf16
     difference = total(megatron.output_parts) - total(ours.output_parts)
     assert difference == tokens * (4 * words + 9 - (2 * words + 12))
     assert megatron.output_work == ours.output_work == 2 * tokens * words
     assert auto == ours
-    without = activations_of(PlannedJob.of(reference()), runs_kernels=False)
+    without = activations_of(PlannedJob.of(reference()), V100)
     assert without.output_parts == megatron.output_parts
 
 
 def test_the_linear_loss_keeps_gradients_and_no_logits():
     """Of the hidden states in bf16, instead of these, and of the output weight in fp32."""
     triton, linear = (
-        activations_of(PlannedJob.of(reference(cross_entropy=kind))) for kind in ("triton", "linear")
+        activations_of(PlannedJob.of(reference(cross_entropy=kind)), A100) for kind in ("triton", "linear")
     )
     tokens, words, width = 8 * 2048, reference().padded_vocab_size, reference().hidden_size
     difference = total(triton.output_parts) - total(linear.output_parts)

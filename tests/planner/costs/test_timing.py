@@ -6,7 +6,7 @@ from helpers.planner.planned import total
 from moe_exp.config import Config, load_config
 from moe_exp.config.choices import DISPATCHERS, EXPERT_BACKENDS
 from moe_exp.planner.costs.activations import activations_of
-from moe_exp.planner.costs.device import RECIPIENTS
+from moe_exp.planner.costs.device import RECIPIENTS, Pass
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.params import tables_of_stages
@@ -40,7 +40,7 @@ MOE = {"use_moe": True, "num_experts": 8, "topk": 2}
 
 def simulated(stages: list[float], num_microbatches: int) -> float:
     """1F1B by its rules, of which a third of a stage's time is forward."""
-    passes = [StagePass(seconds / 3, 2 * seconds / 3, 0.0, 0.0) for seconds in stages]
+    passes = [StagePass(Pass(seconds / 3, 2 * seconds / 3), Pass(0.0, 0.0)) for seconds in stages]
     return max(event.end for event in scheduled(passes, num_microbatches, 1))
 
 
@@ -248,7 +248,7 @@ def test_fp8_halves_products_keeps_bytes_and_needs_a_device_with_it():
     hardware, constants = load_hardware("H100-80GB"), load_constants()
     seconds = {name: time_of(job, hardware, constants.time).compute for name, job in jobs.items()}
     assert 0.5 * seconds["bf16"] < seconds["all"] < seconds["experts"] < 0.85 * seconds["bf16"]
-    kept = {name: total(activations_of(job).moe_parts) for name, job in jobs.items()}
+    kept = {name: total(activations_of(job, A100).moe_parts) for name, job in jobs.items()}
     config = jobs["all"].config
     tokens, copies = config.seq_len, 2 * 3 * 4096 * 14336  # one expert of each layer
     # QKV and projection inputs of 4096 channels; per row 4096 in and 14336 after the activation
