@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -81,11 +81,6 @@ def hardware_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PROFILES.glob("*.json") if "dense_flops" in path.read_text()))
 
 
-def hardware_profiles() -> dict[str, Any]:
-    """Returns the contents of all profiles, in which each number has a source."""
-    return {name: read_json(PROFILES / f"{name}.json") for name in hardware_names()}
-
-
 @cache
 def profile_of(device: str) -> str:
     """Returns the profile whose words all occur in a device name such as `NVIDIA A100-SXM4-80GB`, or ""."""
@@ -94,8 +89,8 @@ def profile_of(device: str) -> str:
     return next((name for name in hardware_names() if set(name.upper().split("-")) <= words), "")
 
 
-def load_hardware(name: str) -> Hardware:
-    """Loads a profile by name, or by the path of a JSON file in the same format; ValueError if invalid."""
+def profile_path(name: str) -> Path:
+    """Returns the file of a profile, given its name or the path of a JSON file; ValueError if not found."""
     by_name = {known.lower(): known for known in hardware_names()}
     # `h100` is short for `H100-80GB`
     short = {lower.partition("-")[0]: known for lower, known in by_name.items()}
@@ -104,7 +99,12 @@ def load_hardware(name: str) -> Hardware:
     if path.suffix != ".json" or not path.exists():
         fix = f"use one of {', '.join(by_name.values())}, or the path of a JSON profile"
         raise ValueError(f"GPU={name}: unknown device. Fix: {fix}.")
-    fix = "use the format of the files in moe_exp/planner/profiles"
+    return path
+
+
+def load_hardware(name: str) -> Hardware:
+    """Loads a profile by name, or by the path of a JSON file in the same format; ValueError if invalid."""
+    path, fix = profile_path(name), "use the format of the files in moe_exp/planner/profiles"
     content = read_json(path, fix=fix)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must contain a JSON object. Fix: {fix}.")

@@ -14,6 +14,7 @@ from helpers.planner.planned import LARGE, write_profile
 from moe_exp import cli
 from moe_exp.config import load_config
 from moe_exp.host.processes import own_command
+from moe_exp.planner.hardware import PROFILES
 from moe_exp.planner.measured import MEASURED_RUNS, job_of_row, read_runs
 from moe_exp.planner.prediction import CONSTANTS
 
@@ -275,6 +276,16 @@ def test_hardware_with_sources(plan):
     assert report["A100-80GB"]["num_units"]["value"] == 108
     one = plan("hardware", "h200").out
     assert "H200" in one and "150.8 G" in one and "A100" not in one
+
+
+def test_hardware_of_a_file(plan, tmp_path):
+    """The file's numbers, also if its name is that of a device of the package."""
+    for name in ("A100-40GB", "A100-80GB"):
+        content = json.loads((PROFILES / "A100-80GB.json").read_text()) | {"name": name}
+        content["num_units"]["value"] = 107
+        (tmp_path / "mine.json").write_text(json.dumps(content))
+        report = json.loads(plan("hardware", str(tmp_path / "mine.json"), "--json").out)
+        assert {key: one["num_units"]["value"] for key, one in report.items()} == {name: 107}
 
 
 def test_a_search_loads_nothing_heavy(no_settings, tmp_path):
