@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from moe_exp.inference.model import Model
-    from moe_exp.planner.run_plan import RunPlan
+    from moe_exp.planner.tables import RunPlan
 
 
 class Run:
@@ -218,8 +218,8 @@ def plan(
     from moe_exp.data.tokens.manifests import with_vocab_size
     from moe_exp.planner.hardware import DEFAULT_GPU, load_hardware
     from moe_exp.planner.prediction import CONSTANTS, load_constants
-    from moe_exp.planner.run_plan import plan_run, settings_for
-    from moe_exp.planner.search.layout_text import parse_budget
+    from moe_exp.planner.search.layout_text import parse_budget, settings_for
+    from moe_exp.planner.tables import plan_run
 
     hardware, constants = load_hardware(gpu or DEFAULT_GPU), load_constants(Path(profile or CONSTANTS))
     budget = parse_budget(*(None if value is None else str(value) for value in (tokens, price)))

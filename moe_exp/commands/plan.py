@@ -61,8 +61,8 @@ KEPT = argparse.SUPPRESS
 @command("plan run", "estimate memory, time and cost of a run (the default command)", argument_default=KEPT)
 @takes(*_GOODPUT, *PLANNED)
 def run_plan(arguments: argparse.Namespace) -> None:
-    from moe_exp.planner.run_plan import plan_run
     from moe_exp.planner.search.layout_text import parse_budget
+    from moe_exp.planner.tables import plan_run
 
     failures = positive_options(arguments, *FAILURE_FLAGS)
     if failures and "mtbf_hours" not in failures:
@@ -274,7 +274,7 @@ def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, An
     """Returns the settings from flags and --config by field name; --gpus sets NNODES and GPUS_PER_NODE."""
     from moe_exp.config.loading import with_file
     from moe_exp.config.settings_file import warn_of_misspelt
-    from moe_exp.planner.run_plan import settings_for
+    from moe_exp.planner.search.layout_text import settings_for
 
     warn_of_misspelt()
     given = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Generic, TypeVar
 
 from moe_exp.planner.costs.constants import OWN, TimeConstants
@@ -53,6 +54,18 @@ class Fit(Generic[T]):
         """90th percentile of the relative errors of left-out rows, or 0 without rows."""
         sizes = sorted(abs(error) for error in self.left_out.values())
         return sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else 0.0
+
+    @property
+    def summary(self) -> dict[str, float]:
+        """Number of rows and sizes of their errors, 0 without rows."""
+        errors, left_out = (list(map(abs, of.values())) or [0.0] for of in (self.errors, self.left_out))
+        return {
+            "rows": len(self.errors),
+            "mean_error": fmean(errors),
+            "max_error": max(errors),
+            "left_out_mean_error": fmean(left_out),
+            "left_out_90_percent_within": self.bound,
+        }
 
 
 def fit(
@@ -140,6 +153,10 @@ class Calibration:
     hardware: tuple[str, ...]
 
     @property
+    def parts(self) -> dict[str, Fit[Any]]:
+        return {"memory": self.memory, "time": self.time}
+
+    @property
     def constants(self) -> Constants:
         memory, time = self.memory, self.time
         return Constants(memory.constants, time.constants, memory.bound, time.bound, self.hardware)
@@ -167,9 +184,8 @@ def calibrate(
 
 def doubts(calibration: Calibration) -> Iterator[str]:
     """Yields warnings about large errors and about constants more than three spreads from their prior."""
-    for name, part in (("memory", calibration.memory), ("time", calibration.time)):
-        errors = [abs(error) for error in part.errors.values()]
-        if errors and (mean := sum(errors) / len(errors)) > 0.15:
+    for name, part in calibration.parts.items():
+        if (mean := part.summary["mean_error"]) > 0.15:
             fix = "check the rows with the largest errors"
             yield f"{name}: predictions are off by {mean:.0%} on average; {fix}"
         for of in fields(part.constants):
@@ -180,21 +196,10 @@ def doubts(calibration: Calibration) -> Iterator[str]:
 
 def profile_text(calibration: Calibration, source: Path) -> str:
     """Returns the fitted constants as JSON for `prediction.load_constants`."""
-    parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
     constants, summary = {}, {}
-
-    def mean(errors: Mapping[str, float]) -> float:
-        return round(sum(map(abs, errors.values())) / max(1, len(errors)), 5)
-
-    for name, part in parts.items():
+    for name, part in calibration.parts.items():
         constants[name] = {key: float(f"{value:.5g}") for key, value in asdict(part.constants).items()}
-        summary[name] = {
-            "rows": len(part.errors),
-            "mean_error": mean(part.errors),
-            "max_error": round(max(map(abs, part.errors.values()), default=0.0), 5),
-            "left_out_mean_error": mean(part.left_out),
-            "left_out_90_percent_within": round(part.bound, 5),
-        }
+        summary[name] = {key: round(value, 5) for key, value in part.summary.items()}
     head = {"source": source.name, "hardware": list(calibration.hardware)}
     return json.dumps(head | {"constants": constants, "fit": summary}, indent=2) + "\n"
 

@@ -1,66 +1,120 @@
-"""The planner's reports on runs and layouts, as values for `--json` and as tables. No torch."""
+"""The plan of one run, and reports on plans and layouts: values for `--json`, and tables. No torch."""
 
+import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import groupby
-from statistics import fmean
 from typing import Any, Literal, TextIO
 
 from rich.box import HEAVY_HEAD, SIMPLE, Box
 from rich.table import Table
 
-from moe_exp.config import Config
+from moe_exp.config import Config, raise_for
 from moe_exp.host.files import bytes_text, count_text, scaled_text
 from moe_exp.host.progress import table_console
-from moe_exp.planner.calibration import Calibration, Fit
+from moe_exp.planner.calibration import Calibration
 from moe_exp.planner.costs import params
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted, stages_text
 from moe_exp.planner.costs.products import counted_as
-from moe_exp.planner.costs.saves import Goodput
-from moe_exp.planner.estimate import Cost, Lever, speed_of
+from moe_exp.planner.costs.saves import Goodput, goodput_of
+from moe_exp.planner.estimate import Cost, Lever, cost_of, levers, speed_of
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.prediction import Prediction
+from moe_exp.planner.prediction import Constants, Prediction, predict
 from moe_exp.planner.search import topology
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, recompute_level
 from moe_exp.planner.search.topology import Candidate, Explanation, Search, layout_words
 
 
-def describe_run(
-    config: Config, hardware: Hardware, prediction: Prediction, cost: Cost, goodput: Goodput | None = None
-) -> dict[str, Any]:
-    """Returns the report on a run: parameters, memory by stage and part, time by part, cost, and goodput."""
-    count, stage = count_parameters(config), params.most_loaded_rank(config)
-    candidate = Candidate(config, prediction)
-    return {
-        "gpu": hardware.name,
-        "num_gpus": config.world_size,
-        "preset": config.preset,
-        "dtype": config.dtype,
-        "layout": layout_words(config),
-        "stage_layers": list(PlannedJob.of(config).stage_layers),
-        "parameters": {
-            "total": count.total,
-            "active_per_token": count.active_per_token,
-            "most_loaded_rank": params.rank_parameters(config, stage).total,
-            "most_loaded_stage": stage,
-        },
-        "counted_as": counted_as(config, hardware),
-        "memory": _memory_report(prediction),
-        "time": _time_report(config, hardware, prediction),
-        "cost": asdict(cost) | {"days": cost.days},
-        "goodput": asdict(goodput) if goodput else None,
-        "error": {  # expected relative error
-            "memory": prediction.memory_error,
-            "time": prediction.time_error,
-            "is_calibrated": prediction.is_calibrated,
-            "published": asdict(prediction.published) if prediction.published else None,
-        },
-        "checkpoint_bytes": checkpoint_bytes(config),
-        "filling_batch": candidate.filling_batch,
-        "notes": candidate.notes,
-    }
+@dataclass(frozen=True, repr=False)
+class RunPlan:
+    """Predicted memory, time and cost of a run. Printing it shows the tables of `moe-exp plan`."""
+
+    config: Config
+    hardware: Hardware
+    prediction: Prediction  # memory of each pipeline stage, and the parts of the iteration time
+    cost: Cost  # of the complete run
+    goodput: Goodput | None = None  # None without `failures`
+    levers: Sequence[Lever] = ()  # savings from changing one setting
+
+    def __repr__(self) -> str:
+        stream = io.StringIO()
+        self.print(stream)
+        return stream.getvalue().rstrip()
+
+    def print(self, stream: TextIO) -> None:
+        PlanPrinter(stream).run(self)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """All values, as `moe-exp plan --json` prints them."""
+        config, prediction = self.config, self.prediction
+        count, stage = count_parameters(config), params.most_loaded_rank(config)
+        candidate = Candidate(config, prediction)
+        return {
+            "gpu": self.hardware.name,
+            "num_gpus": config.world_size,
+            "preset": config.preset,
+            "dtype": config.dtype,
+            "layout": layout_words(config),
+            "stage_layers": list(PlannedJob.of(config).stage_layers),
+            "parameters": {
+                "total": count.total,
+                "active_per_token": count.active_per_token,
+                "most_loaded_rank": params.rank_parameters(config, stage).total,
+                "most_loaded_stage": stage,
+            },
+            "counted_as": counted_as(config, self.hardware),
+            "memory": _memory_report(prediction),
+            "time": _time_report(config, self.hardware, prediction),
+            "cost": asdict(self.cost) | {"days": self.cost.days},
+            "goodput": asdict(self.goodput) if self.goodput else None,
+            "error": {  # expected relative error
+                "memory": prediction.memory_error,
+                "time": prediction.time_error,
+                "is_calibrated": prediction.is_calibrated,
+                "published": asdict(prediction.published) if prediction.published else None,
+            },
+            "checkpoint_bytes": checkpoint_bytes(config),
+            "filling_batch": candidate.filling_batch,
+            "notes": candidate.notes,
+            "levers": [asdict(lever) for lever in self.levers],
+        }
+
+    @property
+    def fits(self) -> bool:
+        return not self.prediction.oom
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that the fullest rank needs."""
+        return self.prediction.needed_bytes
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        """Iteration time at the full global batch."""
+        return self.prediction.time.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput over all GPUs at the full global batch."""
+        return speed_of(self.config, self.hardware, self.seconds_per_iteration).tokens_per_second
+
+
+def plan_run(
+    config: Config, hardware: Hardware, constants: Constants, *, num_tokens: int | None = None,
+    price_per_gpu_hour: float | None = None, failures: Mapping[str, Any] | None = None,
+) -> RunPlan:  # fmt: skip
+    """Predicts a run; `failures` are arguments of `goodput_of`. Raises ConfigError for invalid settings."""
+    raise_for(config.problems())
+    budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
+    cost = cost_of(config, hardware, **budget, constants=constants)
+    prediction = predict(PlannedJob.of(config), hardware, constants)
+    times = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
+    goodput = goodput_of(config, **times, **failures) if failures else None
+    changes = levers(config, hardware, constants, prediction)
+    return RunPlan(config, hardware, prediction, cost, goodput, changes)
 
 
 def _memory_report(prediction: Prediction) -> dict[str, Any]:
@@ -77,8 +131,9 @@ def _memory_report(prediction: Prediction) -> dict[str, Any]:
 
 def _time_report(config: Config, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
     """Returns the speed, and the seconds of an iteration by part."""
-    parts = {"parts": prediction.time.parts(), "bound_by": topology.bound_by(prediction.time)}
-    return asdict(speed_of(config, hardware, prediction.time.total)) | parts
+    time, parts = prediction.time, prediction.time.parts()
+    bound_by = f"{time.bound.replace('_', ' ')} {parts[time.bound] / time.total:.0%}"
+    return asdict(speed_of(config, hardware, time.total)) | {"parts": parts, "bound_by": bound_by}
 
 
 def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, place: int) -> dict[str, Any]:
@@ -88,7 +143,7 @@ def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, 
         "place": place,
         **{name: getattr(config, name) for name in LAYOUT_SETTINGS},
         "dp": config.data_parallel_size,
-        "edp": config.world_size // (config.etp * config.ep * config.pp),
+        "edp": params.num_replicas(config)[1],
         "stage_layers": config.stage_layers,
         "peak_bytes": prediction.peak_bytes,
         "margin_bytes": prediction.margin_bytes,
@@ -145,10 +200,8 @@ class PlanPrinter:
     def __init__(self, stream: TextIO):
         self._console = table_console(stream, highlight=False)
 
-    def run(
-        self, report: Mapping[str, Any], prediction: Prediction, cost: Cost, levers: Sequence[Lever] = (),
-        goodput: Goodput | None = None,
-    ) -> None:  # fmt: skip
+    def run(self, plan: RunPlan) -> None:
+        report, prediction = plan.report, plan.prediction
         count, time = report["parameters"], report["time"]
         title = "{num_gpus} x {gpu}, {layout}, PRESET={preset}, {dtype}".format_map(report)
         of_rank = f"{counted(count['most_loaded_rank'])} at most (stage {count['most_loaded_stage']})"
@@ -161,15 +214,15 @@ class PlanPrinter:
             "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
             "TFLOP/s per GPU": f"{_short(time['tflops_per_gpu'])}, MFU {time['mfu']:.1%}",
             "tokens per second": f"{time['tokens_per_second']:,.0f}",
-            "whole run": _whole(cost),
-            **(_goodput_rows(goodput) if goodput else {}),
+            "whole run": _whole(plan.cost),
+            **(_goodput_rows(plan.goodput) if plan.goodput else {}),
             "checkpoint": bytes_text(report["checkpoint_bytes"]),
             "batch to fill the pipeline": f"{report['filling_batch']:,} samples",
             "notes": ", ".join(report["notes"]),
         }
         self._rows(title, rows)
         self._memory(prediction)
-        self._levers(levers)
+        self._levers(plan.levers)
         total = prediction.time.total
         times = {
             name.replace("_", " "): f"{_seconds(part)} s, {part / total:.1%}"
@@ -267,22 +320,18 @@ class PlanPrinter:
 
     def calibration(self, calibration: Calibration) -> None:
         """Prints the fitted constants and the errors of predictions with these constants."""
-        parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
-        rows = []
-        for name, fit in parts.items():
-            errors, left_out = (list(map(abs, of.values())) for of in (fit.errors, fit.left_out))
-            shares = [fmean(errors), max(errors), fmean(left_out), fit.bound] if errors else []
-            rows.append((name, str(len(errors)), *(f"{share:.1%}" for share in shares)))
-        columns = ("", "rows", "mean error", "largest", "mean left out", "90% within")
-        self.table("errors of predictions", columns, rows)
-        constants = []
-        for fit in parts.values():
+        rows, constants = [], []
+        for name, fit in calibration.parts.items():
+            num_rows, *shares = fit.summary.values()
+            rows.append((name, str(num_rows), *(f"{share:.1%}" for share in shares if num_rows)))
             for of in fields(fit.constants):
                 value, prior = getattr(fit.constants, of.name), of.metadata["prior"]
                 constants.append((of.name, f"{value:.4g}", f"{prior:.4g}", of.metadata["meaning"]))
+        columns = ("", "rows", "mean error", "largest", "mean left out", "90% within")
+        self.table("errors of predictions", columns, rows)
         self.table("constants", ("constant", "value", "expected", "meaning"), constants)
         # The measurements of these rows should be checked first.
-        for name, fit in parts.items():
+        for name, fit in calibration.parts.items():
             if worst := sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]:
                 said = ", ".join(f"{row} {error:+.1%}" for row, error in worst)
                 self._console.print(f"rows with the largest {name} errors when left out of the fit: {said}")

@@ -8,7 +8,7 @@ from moe_exp.config import load_config
 from moe_exp.planner.estimate import levers
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import Constants, load_constants
-from moe_exp.planner.run_plan import RunPlan, plan_run
+from moe_exp.planner.tables import RunPlan, plan_run
 
 H100 = load_hardware("H100-80GB")
 QWEN = {"preset": "qwen3-30b-a3b", "nnodes": 8, "gpus_per_node": 8, "gbsz": 512, "pp": 4, "ep": 8, "mbsz": 2}

@@ -1,5 +1,6 @@
 """Parses layouts and budgets such as `1,2,4`, `TP=4,PP=12` and `300B`, and exports layouts. No torch."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from moe_exp.config import Config, ConfigError, load_config, problem, raise_for,
 from moe_exp.config.loading import explain
 from moe_exp.config.parsers import number_in
 from moe_exp.config.setting_types import as_given
+from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, SPLIT_SETTINGS
 
 _LISTS = ("pipeline_layers", "recompute_modules", "offload_modules")  # one value contains commas
@@ -100,6 +102,18 @@ def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
         fix = f"use {below} or {below + gpus_per_node}, or another GPUS_PER_NODE"
         raise setting_error("gpus", num_gpus, rule, fix)
     return {"nnodes": num_gpus // gpus_per_node, "gpus_per_node": gpus_per_node}
+
+
+def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:
+    """Returns `flags` with `gpus` split into NNODES and GPUS_PER_NODE."""
+    settings = dict(flags)
+    if gpus is not None:
+        per_node = settings.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
+        if per_node and not str(per_node).isdecimal():
+            rule = "must be a whole number of at least 1"
+            raise setting_error("gpus_per_node", per_node, rule, "set GPUS_PER_NODE to a number")
+        settings |= world_of(gpus, int(per_node or hardware.gpus_per_node))
+    return settings
 
 
 _ALWAYS = {*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz"}

@@ -11,7 +11,6 @@ from typing import Any
 
 from moe_exp.config import Config, problem, raise_for
 from moe_exp.planner.costs.job import PlannedJob
-from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants, Prediction, load_constants, predict
 from moe_exp.planner.search import layout_rules as rules
@@ -60,10 +59,6 @@ class Search:
 
     def runner_ups(self) -> list[Candidate]:
         return [one for one in self.ranked[1:] if one.seconds <= (1 + RUNNER_UP) * self.ranked[0].seconds]
-
-    def place_of(self, seconds: float) -> int:
-        """Returns the place (1: fastest) of an iteration time among all layouts."""
-        return 1 + sum(one.seconds < seconds for one in self.ranked)
 
 
 def search(
@@ -215,7 +210,7 @@ def explain(
     if inner.ranked:
         candidate = inner.ranked[0]
         best = found.ranked[0] if found.ranked else candidate
-        place = found.place_of(candidate.seconds)
+        place = 1 + sum(one.seconds < candidate.seconds for one in found.ranked)
         mine, other = candidate.prediction.time.parts(), best.prediction.time.parts()
         losses = sorted(((name, mine[name] - other[name]) for name in mine), key=lambda item: -item[1])
         return Explanation(wanted, candidate, True, place, dict(losses), [])
@@ -236,11 +231,6 @@ def explain(
         rule = f"all layouts with these settings are rejected: {reasons}"
         problems = [problem("layout", words, rule, "omit some of these settings")]
     return Explanation(wanted, None, False, 0, {}, problems)
-
-
-def bound_by(time: IterationTime) -> str:
-    """Formats `IterationTime.bound` with its share of the iteration."""
-    return f"{time.bound.replace('_', ' ')} {time.parts()[time.bound] / time.total:.0%}"
 
 
 def memory_line(candidate: Candidate) -> str:

@@ -5,7 +5,8 @@ from moe_exp.config import ConfigError, load_config
 from moe_exp.planner.search import layout_text
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 from moe_exp.planner.search.layout_text import exported_settings, parse_budget, parse_fixed, parse_wanted
-from moe_exp.planner.search.topology import bound_by, explain, layout_words, search
+from moe_exp.planner.search.topology import explain, layout_words, search
+from moe_exp.planner.tables import describe_candidate
 
 
 def told(wanted, *, hardware=A100, fixed=None, **settings):
@@ -70,9 +71,11 @@ def test_a_layout_out_of_memory_says_how_far():
 
 def test_bound_and_layout_in_words():
     fixed = {"tp": [2], "pp": [2], "ep": [2], "vpp": [2], "etp": [1]}
-    one = search(model(SMALL), A100, fixed=fixed, constants=PRIORS).ranked[0]
+    result = search(model(SMALL), A100, fixed=fixed, constants=PRIORS)
+    one = result.ranked[0]
     assert layout_words(one.config) == "TP2,PP2,VPP2,EP2,DP1"
-    assert bound_by(one.prediction.time).startswith(one.prediction.time.bound.replace("_", " "))
+    words = describe_candidate(one, result, A100, 1)["bound_by"]
+    assert words.startswith(one.prediction.time.bound.replace("_", " "))
 
 
 @pytest.mark.parametrize(
