@@ -14,13 +14,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from moe_exp.config import ConfigError, load_config, problem, raise_for
 from moe_exp.host.files import read_json, write_json
-from moe_exp.report.comparison import NATS, Overview, smoothed, why_not_compared, window_of
+from moe_exp.report.comparison import NATS, TRAINING, Overview, run_curve, window_of
+from moe_exp.report.headline import Axis
 from moe_exp.report.run_data import RunRecords, read_run
 from moe_exp.runs.records import json_value
 from moe_exp.studies.child_runs import Case, given_settings
@@ -161,12 +162,6 @@ class Comparison:
 
 # Results
 
-Axis = Literal["tokens", "flops", "seconds"]
-# to keys of the train records
-AXES: dict[Axis, str] = {
-    "tokens": "consumed_tokens", "flops": "consumed_flops", "seconds": "training_seconds",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -220,11 +215,10 @@ def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, lis
     window = window_of([one.recorded for one in ended])
     curves = {}
     for index, one in enumerate(ended):
-        if not why_not_compared(one.recorded, window):
-            x, loss = one.recorded.train[AXES[axis]], smoothed(one.recorded, NATS, window)
-            known = np.isfinite(x) & np.isfinite(loss)
+        if curve := run_curve(one.recorded, TRAINING, NATS, window):
+            known = np.isfinite(curve.at[axis])
             if known.any():
-                curves[index] = x[known], loss[known]
+                curves[index] = curve.at[axis][known], curve.loss[known]
     if len(curves) < 2:
         return None
     end = min(float(x[-1]) for x, _ in curves.values())

@@ -10,11 +10,16 @@ from itertools import combinations
 from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.comparison import VALIDATION, Group, Parity, in_words, parity
-from moe_exp.report.headline import opposite_text, pair_text, ranking
-from moe_exp.studies.compare.comparison import AXES, Axis, Comparison, Ended, losses_at_shared_end
-from moe_exp.studies.compare.variants import active_parameters, apart, differences, flops_per_token
+from moe_exp.report.headline import AXES, amount_text, opposite_text, pair_text, ranking
+from moe_exp.studies.compare.comparison import Comparison, Ended, losses_at_shared_end
+from moe_exp.studies.compare.variants import (
+    MATCHED_BY,
+    active_parameters,
+    apart,
+    differences,
+    flops_per_token,
+)
 
-_MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
 _MOST_PAIRED = 4  # up to this number of variants, all pairs are compared
 _MOST_COLUMNS = 6  # up to this number, variants are columns, else rows
 
@@ -63,7 +68,7 @@ def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
         "active per token": [count_text(active_parameters(one.config)) for one in variants],
         "FLOPs per token": [flops_text(flops_per_token(one.config)) for one in variants],
         "MLP width": widths,
-        f"{_MATCHED_BY[match]} against {reference.name}": [
+        f"{MATCHED_BY[match]} against {reference.name}": [
             "-" if one is reference else f"{apart(one.config, reference.config, match):+.2%}"
             for one in variants
         ],
@@ -96,7 +101,8 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
         if found := losses_at_shared_end(ended, axis):
             losses = {one.run.name: loss for one, loss in zip(ended, found[1], strict=True)}
             row = [_mean_text([losses[one.run.name] for one in runs], _loss) for runs in by_name.values()]
-            rows[f"loss at {_AXIS_WORDS[axis](found[0])}"] = row
+            end = f"{_seconds(found[0])} of training"
+            rows[f"loss at {end if axis == 'training_seconds' else amount_text(axis, found[0])}"] = row
     head = f"# {comparison.folder.name}: matched by {comparison.options.match}"
     lines = [head, "", *_table(list(by_name), rows), ""]
     times = [one.numbers.seconds for one in ended if one.status == "finished" and one.numbers.seconds > 0]
@@ -135,7 +141,7 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
             yield from (pair_text(one, ranking([*one.run.runs, *one.other.runs])) for one in known or found)
             continue
         # One sentence about the means over the seeds.
-        words: dict[Axis, str] = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
+        words = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
         shares = {what: [getattr(one, axis) for one in known] for axis, what in words.items()}
         texts = {what: _mean_text(of, "{:.0%}".format, interval=True) for what, of in shares.items()}
         cost = in_words([f"{text} of {what}" for what, text in texts.items() if text])
@@ -198,12 +204,6 @@ def _duration(seconds: float | None) -> str:
 
 
 _seconds, _loss = "{:.1f} s".format, "{:.4f}".format
-
-_AXIS_WORDS: dict[Axis, Callable[[float], str]] = {
-    "tokens": lambda end: f"{count_text(end)} tokens",
-    "flops": lambda end: f"{flops_text(end)} FLOPs",
-    "seconds": lambda end: f"{_seconds(end)} of training",
-}
 
 # (label, value of a run, formatter)
 _RESULTS: list[tuple[str, Callable[[Ended], float | None], Callable[[float], str]]] = [

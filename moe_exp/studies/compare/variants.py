@@ -158,6 +158,9 @@ MEASURES: dict[Match, Callable[[Config], float]] = {
 }  # fmt: skip
 
 
+MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
+
+
 def apart(config: Config, reference: Config, match: Match) -> float:
     """Returns the relative difference from the reference in the matched quantity."""
     return MEASURES[match](config) / MEASURES[match](reference) - 1
@@ -200,8 +203,7 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
         if width := matched_width(variant.config, target, measure):
             matched.append(variant.having(**{name: width}))
         else:
-            unit = "active parameters" if match == "active-params" else "FLOPs per token"
-            rule = f"exceeds the {target:.4g} {unit} of {reference.name} even without MLPs"
+            rule = f"exceeds the {target:.4g} {MATCHED_BY[match]} of {reference.name} even without MLPs"
             fix = f"set its {name.upper()}, or reduce its other sizes"
             problems.append(problem("variant", variant.name, rule, fix))
     raise_for(problems)

@@ -63,9 +63,8 @@ def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = 
     with at_work(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder", executor=executor):
         print(results.plan_text(ladder), end="\n\n", flush=True)
         reasons = _climb(ladder, executor, sbatch, left)
-        text = write_reports(ladder, reasons)
+        found, text = write_reports(ladder, reasons)
     print(f"\n{text}\n{ladder.folder}/report.md, report.html, ladder.json", flush=True)
-    found = results.results_of(ladder, reasons)
     return 1 if found.left_out else TO_BE_CONTINUED if found.num_left else FINISHED
 
 
@@ -134,11 +133,11 @@ def ended_job(run: Case, code: int | None) -> Ended:
     return back_to_back.ended_with(run, code, text)
 
 
-def write_reports(ladder: Ladder, reasons: dict[str, str]) -> str:
-    """Writes report.md, report.html and ladder.json atomically; returns the Markdown."""
+def write_reports(ladder: Ladder, reasons: dict[str, str]) -> tuple[results.Results, str]:
+    """Writes report.md, report.html and ladder.json atomically; returns the results and the Markdown."""
     found = results.results_of(ladder, reasons)
     text = results.result_text(ladder, found)
     write_atomically(ladder.folder / "report.md", text)
     write_atomically(ladder.folder / "report.html", results.page(ladder, found))
     write_json(ladder.folder / "ladder.json", results.as_json(ladder, found))
-    return text
+    return found, text

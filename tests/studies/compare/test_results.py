@@ -65,9 +65,9 @@ def test_losses_where_the_first_run_ends(comparison):
     write_run(dmoe2, [None, None])
     ended = [read_ended(run) for run in (dmoe, dense, dmoe2, dense2)]
     # dense ends with 300 tokens at 4.5 s, where dmoe is a quarter of the way from 4.0 to 3.0, 4 s to 6 s.
-    assert losses_at_shared_end(ended, "tokens") == (300.0, [3.0, 4.5, None, None])
-    assert losses_at_shared_end(ended, "seconds") == (4.5, [3.75, 4.5, None, None])
-    assert losses_at_shared_end(ended[1:], "tokens") is None
+    assert losses_at_shared_end(ended, "consumed_tokens") == (300.0, [3.0, 4.5, None, None])
+    assert losses_at_shared_end(ended, "training_seconds") == (4.5, [3.75, 4.5, None, None])
+    assert losses_at_shared_end(ended[1:], "consumed_tokens") is None
 
 
 def test_it_says_what_the_page_says(comparison):

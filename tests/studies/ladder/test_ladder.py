@@ -107,7 +107,7 @@ def test_laws_speedups_and_a_prediction_made_before_the_last_rung(ladder):
     assert speedup.value == pytest.approx(true, rel=1e-3) and speedup.low < true < speedup.high
     assert found.speedups["dmoe"].trend.low > 0
 
-    text = write_reports(ladder, {})
+    _, text = write_reports(ladder, {})
     assert f"dmoe over dense: {true:.2f}×" in text and "the gain grows with compute" in text
     assert "the last rung: predicted" in text and "± 0.0020" in text
     page = (ladder.folder / "report.html").read_text()
@@ -130,7 +130,7 @@ def test_a_failed_and_a_diverged_run_are_named_and_left_out(ladder):
     assert [math.isnan(points.losses[1, 0]) for points in found.points.values()] == [True, True]
     true = LAWS["dmoe"]
     assert found.fit and found.fit.laws["dmoe"].exponent == pytest.approx(true.exponent, rel=0.02)
-    text = write_reports(ladder, {"rung_2/dmoe": "oom: out of memory"})
+    _, text = write_reports(ladder, {"rung_2/dmoe": "oom: out of memory"})
     assert "left out: rung_2/dmoe: oom: out of memory" in text
 
 
