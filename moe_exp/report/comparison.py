@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,14 +22,8 @@ NATS, BITS = "nats per token", "bits per byte"
 VALIDATION, TRAINING = "validation loss", "training loss"
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Resources that a run used until its smoothed loss first reached a target; NaN if unknown."""
-
-    iteration: float
-    tokens: float
-    flops: float
-    seconds: float
+# axes on which costs are compared, in the order of a sentence
+COSTS = {"consumed_flops": "the FLOPs", "training_seconds": "the time", "consumed_tokens": "the tokens"}
 
 
 @dataclass(frozen=True)
@@ -55,19 +48,15 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class Parity:
-    """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss that both reach.
-
-    Costs are fractions of the cost of `other`, NaN if unknown. Mean curves represent several seeds.
-    """
+    """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss that both reach (seeds: mean)."""
 
     run: Group
     other: Group
     what: str = TRAINING  # smoothed; or VALIDATION
     loss: float = float("nan")
     unit: str = NATS  # or BITS
-    flops: float = float("nan")
-    seconds: float = float("nan")
-    tokens: float = float("nan")
+    # fraction of the cost of `other` on each of COSTS, NaN if unknown; empty if the two cannot be compared
+    shares: Mapping[str, float] = field(default_factory=dict)
     is_reached: bool = True  # whether `run` reaches the lowest loss of `other`, else `loss` is its own
     other_lowest: float = float("nan")
     reason: str = ""  # why the two cannot be compared
@@ -169,8 +158,10 @@ def lowest(values: Floats) -> float:
     return float(np.fmin.reduce(values)) if len(values) else float("nan")
 
 
-def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | None:
-    """Cost at which `values` first reach `loss`, by linear interpolation, or None; `at`: costs by axis."""
+def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> dict[str, float] | None:
+    """Costs by axis at which `values` first reach `loss`, by linear interpolation; NaN if unknown, None if
+    `loss` is not reached. `at`: costs of the values.
+    """
     reached = np.flatnonzero(values <= loss)  # NaN compares false
     if not len(reached):
         return None
@@ -178,11 +169,12 @@ def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | Non
     before, value = float(values[index - 1]) if index else float("nan"), float(values[index])
     # position on the line from the previous value; 1 without one
     share = (before - loss) / (before - value) if before > loss else 1.0
-    amounts = []
-    for x in (at[axis] for axis in AXES):
+    costs = {}
+    for axis in AXES:
+        x = at[axis]
         start = x[index - 1] if index and share < 1.0 and np.isfinite(x[index - 1]) else x[index]
-        amounts.append(float(start + share * (x[index] - start)))
-    return Cost(*amounts)
+        costs[axis] = float(start + share * (x[index] - start))
+    return costs
 
 
 def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
@@ -288,12 +280,9 @@ def parity(one: Group, other: Group) -> Parity:
             continue
         ours, theirs = (cost_of(curve.at, curve.loss, loss) for curve in curves)
         assert ours and theirs
-        shares: dict[str, Any] = {}
-        for name in ("flops", "seconds", "tokens"):
-            used, base = getattr(ours, name), getattr(theirs, name)
-            shares[name] = used / base if base > 0 else float("nan")
+        shares = {axis: ours[axis] / theirs[axis] if theirs[axis] > 0 else float("nan") for axis in COSTS}
         is_reached = own_lowest <= other_lowest
-        return replace(found, loss=loss, **shares, is_reached=is_reached, other_lowest=other_lowest)
+        return replace(found, loss=loss, shares=shares, is_reached=is_reached, other_lowest=other_lowest)
     return found
 
 
@@ -302,9 +291,11 @@ def parity_text(found: Parity) -> str:
     name, other = found.run.name, found.other.name
     if found.reason:
         return f"{name} and {other} are not compared: {found.reason}."
-    parts = [(found.flops, "the FLOPs"), (found.seconds, "the time"), (found.tokens, "the tokens")]
-    shares = [f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)]
-    cost = in_words(shares) or "an unknown share of the FLOPs"
+    known = {axis: share for axis, share in found.shares.items() if np.isfinite(share)}
+    cost = (
+        in_words([f"{share:.0%} of {COSTS[axis]}" for axis, share in known.items()])
+        or "an unknown share of the FLOPs"
+    )
     loss = found.what if found.what == VALIDATION else "loss"
     if found.is_reached:
         lowest_text = f"{found.loss:.4f} {found.unit}, the lowest that both reach"

@@ -197,10 +197,10 @@ def pair_text(pair: Parity, found: Ranking | None) -> str:
 
 
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
-    """Returns a sentence if the ranking at equal tokens contradicts `pair.tokens`, else an empty string."""
+    """Returns a sentence if the ranking at equal tokens contradicts the pair's share of them, else ""."""
     lead = difference(pair, found)
     # no contradiction: fewer tokens to the same loss, and a lower loss at equal tokens
-    if found is None or not (pair.tokens - 1) * lead < 0:
+    if found is None or not (pair.shares.get("consumed_tokens", float("nan")) - 1) * lead < 0:
         return ""
     better = pair.other if lead > 0 else pair.run
     by = f"by {abs(lead):.4f} after {amount_text(found.axis, found.at)} each"

@@ -14,7 +14,7 @@ from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.host import quantities
 from moe_exp.host.quantities import count_text, digits_text, duration, flops_text, loss_text, percent
 from moe_exp.report import comparison, headline
-from moe_exp.report.comparison import NATS, VALIDATION, Cost, Overview, Parity, in_words
+from moe_exp.report.comparison import COSTS, NATS, VALIDATION, Overview, Parity, in_words
 from moe_exp.report.headline import Axis, Ranking
 from moe_exp.report.run_data import LAYER_KEYS, SPIKE_FACTOR, SPIKE_WINDOW, RunRecords, spikes
 from moe_exp.runs.records import time_of
@@ -121,17 +121,13 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
     if len(found) <= 4:
         cards = ""
         for one in found:
-            # a share is green only if the ranking at equal amounts does not contradict it
-            shares: list[tuple[float, Axis, str]] = [
-                (one.tokens, "consumed_tokens", "of the tokens"),
-                (one.flops, "consumed_flops", "of the FLOPs"),
-                (one.seconds, "training_seconds", "of the time"),
-            ]
             figures = ""
-            for share, axis, what in shares:
-                css = "less" if share < 1 and not headline.difference(one, rankings.get(axis)) >= 0 else ""
-                figures += f'<div><b class="{css}">{percent(share, 0)}</b><span>{what}</span></div>'
-            figures = "" if one.reason else f'<div class="figures">{figures}</div>'
+            for axis in headline.AXES if one.shares else ():
+                # green only if the ranking at equal amounts does not contradict it
+                is_less = one.shares[axis] < 1 and not headline.difference(one, rankings.get(axis)) >= 0
+                share = f'<b class="{"less" if is_less else ""}">{percent(one.shares[axis], 0)}</b>'
+                figures += f"<div>{share}<span>of {COSTS[axis]}</span></div>"
+            figures = figures and f'<div class="figures">{figures}</div>'
             text = escape(headline.pair_text(one, rankings.get("consumed_tokens")))
             cards += f'<div class="card">{figures}<p>{text}</p></div>'
         return f'<h3>{title}</h3><div class="cards">{cards}</div>{how(_PARITY_RULE)}'
@@ -144,7 +140,7 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
             cells = f'<td class="text" colspan="4">{escape(one.reason)}</td>'
         else:
             loss = f"{loss_text(one.loss)}{'' if one.what == VALIDATION else ' (training)'}"
-            texts = (loss, *(percent(share, 0) for share in (one.tokens, one.flops, one.seconds)))
+            texts = (loss, *(percent(one.shares[axis], 0) for axis in headline.AXES))
             cells = "".join(f"<td>{text}</td>" for text in texts)
         rows.append(f'<tr><th scope="row">{pair}</th>{cells}</tr>')
     head = ["run", "loss reached by both", "of the tokens", "of the FLOPs", "of the time"]
@@ -223,11 +219,12 @@ def cost_html(
     return choose + table(head, rows, "Cost of a loss") + how(rule)
 
 
-def cost_texts(cost: Cost | None) -> list[str]:
+def cost_texts(cost: Mapping[str, float] | None) -> list[str]:
     """Tokens, FLOPs, time and iteration as text."""
     if cost is None:
         return ["not reached"] * 4
-    return [count_text(cost.tokens), flops_text(cost.flops), duration(cost.seconds), f"{cost.iteration:.0f}"]
+    texts = {"consumed_tokens": count_text, "consumed_flops": flops_text, "training_seconds": duration}
+    return [*(text(cost[axis]) for axis, text in texts.items()), f"{cost['iteration']:.0f}"]
 
 
 def settings_html(runs: Sequence[RunRecords], rows: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -8,7 +8,6 @@ import pytest
 from helpers.run_folders import dense_and_moe, event, train_record, write_run
 from moe_exp.report import comparison, page
 from moe_exp.report.comparison import (
-    Cost,
     common_loss,
     cost_of,
     loss_unit,
@@ -38,10 +37,10 @@ def test_when_a_loss_is_reached():
     values = np.array([NAN, 5, 4, 4.5, 4, 3])
     at = dict.fromkeys(AXES, np.arange(0.0, 60.0, 10.0))
     # 0.8 of the way from the second to the third
-    assert cost_of(at, values, 4.2).tokens == pytest.approx(18.0)
+    assert cost_of(at, values, 4.2)["consumed_tokens"] == pytest.approx(18.0)
     # A value that is met exactly, one with nothing before it, and one that never comes.
     found = [cost_of(at, values, target) for target in (4, 5, 2)]
-    assert found == [Cost(20, 20, 20, 20), Cost(10, 10, 10, 10), None]
+    assert found == [dict.fromkeys(AXES, 20.0), dict.fromkeys(AXES, 10.0), None]
     assert page.new_minima(values) == [1, 2, 5]
     assert len(page.new_minima(np.arange(5000.0, 0, -1), most=400)) == 400
 
@@ -84,7 +83,8 @@ def test_parity_by_hand(tmp_path):
     losses = {"dense": ([5, 4, 3.5, 3], 10, 1, DENSE), "moe": ([4, 3, 2.5, None], 15, 3, MOE)}
     runs = runs_of(tmp_path, losses)
     (found,) = pairs(runs)
-    assert (found.loss, found.tokens, found.flops, found.seconds) == (3, 2 / 4, 30 / 40, 6 / 4)
+    shares = {"consumed_flops": 30 / 40, "training_seconds": 6 / 4, "consumed_tokens": 2 / 4}
+    assert (found.loss, found.shares) == (3, shares)
     text = parity_text(found)
     assert "moe reaches the loss of dense (3.0000 nats per token, the lowest that both reach)" in text
     assert "75% of the FLOPs, 150% of the time and 50% of the tokens" in text
@@ -95,7 +95,7 @@ def test_parity_where_the_dense_run_is_better(tmp_path):
     losses = {"dense": ([5, 3, 2], 10, 1, DENSE), "moe": ([5, 4, 3.5], 10, 1, MOE)}
     (found,) = pairs(runs_of(tmp_path, losses))
     # dense comes to 3.5 three quarters of the way from its first record to the second.
-    assert (found.loss, found.tokens) == (3.5, 3 / 1.75)
+    assert (found.loss, found.shares["consumed_tokens"]) == (3.5, 3 / 1.75)
     text = parity_text(found)
     assert "moe does not reach the loss of dense (2.0000 nats per token). It needed" in text
     assert "171% of the time and 171% of the tokens of dense to reach its own lowest loss, 3.5000" in text

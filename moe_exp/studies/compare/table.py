@@ -9,7 +9,7 @@ from itertools import combinations
 
 from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.planner.costs.params import count_parameters
-from moe_exp.report.comparison import VALIDATION, Group, Parity, in_words, parity
+from moe_exp.report.comparison import COSTS, VALIDATION, Group, Parity, in_words, parity
 from moe_exp.report.headline import AXES, amount_text, opposite_text, pair_text, ranking
 from moe_exp.studies.compare.comparison import Comparison, Ended, losses_at_shared_end
 from moe_exp.studies.compare.variants import (
@@ -141,15 +141,14 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
             yield from (pair_text(one, ranking([*one.run.runs, *one.other.runs])) for one in known or found)
             continue
         # One sentence about the means over the seeds.
-        words = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
-        shares = {what: [getattr(one, axis) for one in known] for axis, what in words.items()}
-        texts = {what: _mean_text(of, "{:.0%}".format, interval=True) for what, of in shares.items()}
+        shares = {axis: [one.shares[axis] for one in known] for axis in COSTS}
+        texts = {COSTS[axis]: _mean_text(of, "{:.0%}".format, interval=True) for axis, of in shares.items()}
         cost = in_words([f"{text} of {what}" for what, text in texts.items() if text])
         loss = _mean_text([one.loss for one in known], _loss)
         what = VALIDATION if known[0].what == VALIDATION else "loss"
         run = Group(tuple(run for one in known for run in one.run.runs))
         against = Group(tuple(run for one in known for run in one.other.runs))
-        mean = Parity(run, against, tokens=statistics.fmean(shares["the tokens"]))
+        mean = Parity(run, against, shares={axis: statistics.fmean(of) for axis, of in shares.items()})
         opposite = opposite_text(mean, ranking([*run.runs, *against.runs]))
         yield (
             f"{known[0].run.name} against {known[0].other.name}, means of {len(known)} seeds: reached the"

@@ -126,7 +126,8 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
     assert [is_finished(run) for run in comparison.runs()] == [True, True, True, False]
     way = _compared(ended[0], ended[1])
     # dmoe is at 3.0 with its third record, at 6 s; dense has ended at 4 s.
-    assert (way.loss, way.tokens, way.flops, way.seconds) == (3.0, 0.75, 0.75, 1.5)
+    shares = {"consumed_flops": 0.75, "training_seconds": 1.5, "consumed_tokens": 0.75}
+    assert (way.loss, way.shares) == (3.0, shares)
     assert _compared(ended[2], ended[3]).reason == "dense_seed_1235 has no loss yet"
     text = result_text(comparison, ended)
     rows = {
