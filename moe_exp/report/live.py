@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moe_exp.config import ConfigError
+from moe_exp.config import raise_for
 from moe_exp.host.processes import signals_handled
 from moe_exp.host.quantities import bytes_text, duration
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number, number_text
@@ -48,8 +48,7 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
         may_come = not once and not inside and not folder.is_file()
         if not (inside & set(_OF_A_RUN) or may_come):
             problems += run_problems([folder])
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     # by resolved path: a run named twice gets one row
     followers = list({follower.folder.path.resolve(): follower for follower in map(Follower, paths)}.values())
     names = distinct_names([follower.folder.path for follower in followers])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_exp.config import ConfigError, problem
+from moe_exp.config import problem, raise_for
 from moe_exp.host.files import write_atomically
 from moe_exp.host.quantities import target_text
 from moe_exp.report import comparison, run_data
@@ -58,8 +58,7 @@ def write_report(
     Raises:
         ConfigError: a path is not a run folder, or `out` cannot be written; raised before any work.
     """
-    if problems := check_out(out) + run_problems(paths):
-        raise ConfigError(problems)
+    raise_for(check_out(out) + run_problems(paths))
     runs = read_runs(paths)
     text = (report_html if kind == "html" else report_markdown)(runs, title=title, loss=loss, notes=notes)
     # folder names and events may not be valid UTF-8

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config import Config, problem, raise_for
 from moe_exp.config.loading import known_settings, recorded_settings
 from moe_exp.host.files import read_json, regular
 from moe_exp.host.progress import progress
@@ -230,8 +230,7 @@ def spikes(values: Floats) -> list[int]:
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
     """Reads run folders, without duplicates. Raises ConfigError first if some paths are not run folders."""
     folders = list({path.resolve(): path for path in paths}.values())
-    if problems := run_problems(paths):
-        raise ConfigError(problems)
+    raise_for(run_problems(paths))
     metrics = [RunFolder(path).metrics for path in folders]
     total = sum(path.stat().st_size for path in metrics if path.exists())
     # a progress bar only for large files

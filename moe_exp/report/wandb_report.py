@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import ConfigError, problem
+from moe_exp.config import ConfigError, problem, raise_for
 from moe_exp.report.follower import Follower, number_text
 from moe_exp.runs.run_folder import RunFolder
 
@@ -126,8 +126,7 @@ def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
         else:
             continue
         problems.append(problem("run", folder.path, rule, fix))
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     runs = []
     for folder in {folder.path.resolve(): folder for folder in folders}.values():
         follower = Follower(folder.path)

@@ -43,16 +43,11 @@ def dry_run(ladder: Ladder) -> str:
 
 def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = ()) -> int:
     """Performs the remaining runs of a ladder and updates the reports after each run. Returns the exit code:
-    1 if a run failed, timed out or diverged, else TO_BE_CONTINUED if runs remain.
+    1 if a run failed, timed out or diverged, else TO_BE_CONTINUED if runs remain. Raises like `run_comparison`.
 
     Args:
         executor: one of EXECUTORS.
         sbatch: sbatch options of the SLURM jobs.
-
-    Raises:
-        ConfigError: if the settings cannot run on this machine or in this folder.
-        ValueError: if the folder is in use.
-        KeyboardInterrupt: on Ctrl-C, SIGTERM or SIGHUP, after the current run has saved a checkpoint.
     """
     check(ladder)
     left = [run for comparison in ladder.rungs for run in comparison.runs() if not is_finished(run)]

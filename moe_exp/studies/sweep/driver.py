@@ -166,24 +166,19 @@ class Sweep:
 
     def row(self, case: Case, *, retry_failed: bool = False) -> Row:
         path = self.result(case.name)
-        result = Result.read(path) if path.exists() else None
-        if result and retry_failed and result.status != "ok":
-            result = None
-        device = (result.device if result else "") or self.device
-        gpu = self.settings.gpu or profile_of(device)
-        status, reason, prediction = "left", "", None
-        if case.problems:
+        result = Result.read(path) if path.exists() else Result("left")
+        if retry_failed and result.status != "ok":
+            result = Result("left")
+        device, memory = result.device or self.device, result.memory_bytes
+        gpu, status, reason = self.settings.gpu or profile_of(device), str(result.status), result.reason
+        prediction = None if case.problems else table.prediction_of(case.config, device, gpu)
+        if status == "left" and case.problems:
             status, reason = "rejected", " ".join(case.problems)
-        else:
-            prediction = table.prediction_of(case.config, device, gpu)
-            if not self.settings.run_oom and (reason := table.is_oom(case.config, device, gpu)):
-                status = "predicted-oom"
-        if result:
-            status, reason = result.status, result.reason
-        memory = result.memory_bytes if result else None
+        elif status == "left" and not self.settings.run_oom:
+            reason = table.is_oom(case.config, device, gpu)
+            status = "predicted-oom" if reason else "left"
         return Row(
-            case, status, reason, device, gpu,
-            seconds=result.seconds if result else None,
+            case, status, reason, device, gpu, result.seconds,
             memory_gib=memory / GIBIBYTE if memory else None,
             predicted_seconds=prediction.time.total if prediction else None,
             predicted_gib=prediction.peak_bytes / GIBIBYTE if prediction else None,

@@ -33,7 +33,7 @@ _MEASURED, _PREDICTED, _TEXT = "#1f5f9e", "#d9541e", "#333333"
 _FASTEST_FIRST = ("ok", "oom", "timeout", "failed", "predicted-oom", "left")
 
 
-Status = Literal["ok", "failed", "oom", "timeout"]
+Status = Literal["ok", "failed", "oom", "timeout", "left"]  # left: not yet run
 
 TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT", re.IGNORECASE)
 
