@@ -42,8 +42,9 @@ def dry_run(ladder: Ladder) -> str:
 
 
 def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = ()) -> int:
-    """Performs the remaining runs of a ladder and updates the reports after each run. Returns the exit code,
-    1 if a run failed, timed out or diverged, else TO_BE_CONTINUED if runs remain; raises like `run_comparison`.
+    """Performs the remaining runs of a ladder and updates the reports after each run; raises like
+    `run_comparison`. Returns the exit code: 1 if a run failed, timed out or diverged, else TO_BE_CONTINUED if
+    runs remain.
 
     Args:
         executor: one of EXECUTORS.
