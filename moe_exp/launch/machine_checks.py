@@ -29,12 +29,9 @@ from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, d
 from moe_exp.host.files import bytes_text, expanded, is_url
 from moe_exp.launch.source_checks import source_problems
 from moe_exp.launch.torchrun_job import port_problem
-from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.planner.costs.saves import disk_use, keep_last_that_fits
-from moe_exp.planner.estimate import memory_advice
-from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.planner.prediction import predict
+from moe_exp.planner.estimate import memory_advice, predicted_on
 from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, lock_problems, run_folder_problems
 
 
@@ -367,21 +364,15 @@ def _data_dir(c: Config) -> Iterator[str]:
 
 def memory_warnings(config: Config) -> list[str]:
     """Warns if a rank is predicted to need more memory than this host's GPUs have."""
-    profile = profile_of(device_name()) if count_gpus() else ""
-    if not profile:
+    planned = predicted_on(device_name(), config) if count_gpus() else None
+    if not planned or not planned[1].oom:
         return []
-    hardware = load_hardware(profile)
-    try:
-        expected = predict(PlannedJob.of(config), hardware)
-        if not expected.oom:
-            return []
-        advice = memory_advice(config, hardware, expected)
-    except ValueError:  # settings that the planner does not know
-        return []
+    hardware, expected = planned
     # both in GiB, as nvidia-smi shows memory
     needed, has = (f"{of / 2**30:.1f} GiB" for of in (expected.needed_bytes, expected.memory_bytes))
-    rule = f"the planner predicts that a rank needs {needed} of memory, but {profile} has {has}"
-    fix = f"use more GPUs, a layout from moe-exp plan search, or {advice or 'a smaller model'}"
+    rule = f"the planner predicts that a rank needs {needed} of memory, but {hardware.name} has {has}"
+    advice = memory_advice(config, hardware, expected) or "a smaller model"
+    fix = f"use more GPUs, a layout from moe-exp plan search, or {advice}"
     return [config.problem("gpus_per_node", rule, fix)]
 
 

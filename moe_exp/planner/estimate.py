@@ -11,7 +11,7 @@ from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.products import planned_loss
 from moe_exp.planner.costs.timing import time_of
-from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.hardware import Hardware, load_hardware, profile_of
 from moe_exp.planner.prediction import Constants, Prediction, at_stage, load_constants, predict
 from moe_exp.planner.search.layout_rules import RECOMPUTE, recompute_settings
 
@@ -122,6 +122,17 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
         slower = after.time.total / prediction.time.total - 1
         found.append(Lever(setting, activations[0] - activations[1], saved, slower, fits=not after.oom))
     return sorted(found, key=lambda lever: (bool(lever.problem), -lever.needed_bytes))
+
+
+def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | None:
+    """Predicts a run on a device, given its driver's name; None if a device or setting is unknown."""
+    if not (profile := profile_of(device)):
+        return None
+    hardware = load_hardware(profile)
+    try:
+        return hardware, predict(PlannedJob.of(config), hardware)
+    except ValueError:
+        return None
 
 
 def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:

@@ -27,11 +27,6 @@ class Standing:
     high: float
     left_out: tuple[RunRecords, ...] = ()
 
-    @property
-    def has_seeds(self) -> bool:
-        """Whether the loss is a mean over several seeds."""
-        return len(self.group.runs) - len(self.left_out) > 1
-
 
 @dataclass(frozen=True)
 class Ranking:
@@ -133,7 +128,7 @@ def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
     else:
         text = f"{best.group.name} is the best of {number} {lead}, ahead of {second.group.name}: {losses}"
     parts = []  # the ranges of both groups over their seeds, and what was left out
-    if seeded := [one for one in (best, second) if one.has_seeds]:
+    if seeded := [one for one in (best, second) if len(one.group.runs) - len(one.left_out) > 1]:
         ranges = [f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}" for one in seeded]
         verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
         parts.append(f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}.")

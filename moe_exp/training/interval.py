@@ -6,7 +6,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import fmean
@@ -25,10 +25,7 @@ from moe_exp.engine.runtime import Runtime, from_all_ranks
 from moe_exp.host.devices import device_name, peak_resident_bytes
 from moe_exp.layers.groups import start_copy
 from moe_exp.layers.statistics import statistics_names, update
-from moe_exp.planner.costs.job import PlannedJob
-from moe_exp.planner.estimate import memory_advice
-from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.planner.prediction import predict
+from moe_exp.planner.estimate import memory_advice, predicted_on
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.slow_ranks import PHASES as RANK_PHASES
 from moe_exp.watch.slow_ranks import PROCESSORS, SlowRanks, processor_seconds
@@ -431,13 +428,11 @@ def out_of_memory_text(config: Config, error: Exception) -> str:
     largest = sorted({x.untyped_storage()._cdata: x for x in tensors}.values(), key=_bytes_of)[-4:]
     sizes = (f"{_bytes_of(x) / 2**30:.2f} GiB ({x.dtype}, {[*x.shape]})" for x in reversed(largest))
     parts.append("largest tensors: " + ", ".join(sizes).replace("torch.", ""))
-    if profile := profile_of(device_name()):
-        hardware = load_hardware(profile)
-        with suppress(ValueError):  # settings that the planner does not know
-            planned = predict(PlannedJob.of(config), hardware)
-            needed, has = planned.needed_bytes / 2**30, planned.memory_bytes / 2**30
-            parts.insert(1, f"planned peak {needed:.1f} of {has:.1f} GiB")
-            parts.append(f"to save memory: {memory_advice(config, hardware, planned) or 'use more GPUs'}")
+    if planned := predicted_on(device_name(), config):
+        hardware, expected = planned
+        needed, has = expected.needed_bytes / 2**30, expected.memory_bytes / 2**30
+        parts.insert(1, f"planned peak {needed:.1f} of {has:.1f} GiB")
+        parts.append(f"to save memory: {memory_advice(config, hardware, expected) or 'use more GPUs'}")
     return "; ".join(parts)
 
 
