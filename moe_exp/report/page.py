@@ -145,8 +145,7 @@ def report_html(
     # With many runs, reduce the points of the curves until the page is small enough.
     for detail in (1.0, 0.5, 0.2, 0.05):
         fields["data"] = embedded(page_data(runs, loss, detail))
-        # in one pass, so that a run named like a placeholder is not replaced
-        text = re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], parts.asset_text("page.html"))
+        text = parts.filled("page.html", fields)
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
     rule = f"the page would exceed {MOST_BYTES:,} bytes"

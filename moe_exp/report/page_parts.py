@@ -1,6 +1,7 @@
 """Renders the static parts of the page: tables, sentences, timeline. Escapes all text from runs."""
 
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -38,6 +39,12 @@ _MOST_SAMPLES, _MOST_CHARACTERS = 8, 2000
 def asset_text(name: str) -> str:
     """Content of a file in assets/."""
     return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
+
+
+def filled(name: str, fields: Mapping[str, str]) -> str:
+    """Content of a file in assets/ with `fields` in place of {{field}}."""
+    # in one pass, so that a run named like a placeholder is not replaced
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], asset_text(name))
 
 
 def charts_html(names: Sequence[str], wide: str = "") -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from moe_exp.config.loading import main_settings
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.quantities import count_text, flops_text
+from moe_exp.report.page_parts import filled
 from moe_exp.runs.records import json_value
 from moe_exp.studies.child_runs import Case
 from moe_exp.studies.compare.comparison import read_ended
@@ -22,18 +23,6 @@ from moe_exp.studies.ladder.ladder import RULE, Ladder, compute_of
 from moe_exp.studies.ladder.laws import Estimate, Fit, Noise, Points, Speedup, fit_laws, fit_problem, speedups
 
 _COLORS = ("#1f5f9e", "#d9541e", "#3b8f4f", "#8a4fa3", "#b08900", "#555555")
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222;
-  background: #fff }}
-table {{ border-collapse: collapse }}
-td, th {{ padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right }}
-svg {{ max-width: 100%; height: auto }}
-</style>
-{body}
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -295,7 +284,7 @@ def page(ladder: Ladder, results: Results) -> str:
     body += "<table>" + cells(names, "th") + "".join(cells(row, "td") for row in rows) + "</table>"
     for part in _lines(ladder, results):
         body += "".join(f"<p>{escape(line.removeprefix('- '))}</p>" for line in part.splitlines())
-    return _PAGE.format(title=title, body=body)
+    return filled("ladder.html", {"title": title, "body": body})
 
 
 def draw(ladder: Ladder, results: Results) -> str:
