@@ -52,6 +52,11 @@ class Hardware:
         """Whether the device is newer than Ampere; newer devices have separate `TimeConstants`."""
         return self.architecture not in ("cpu", "volta", "ampere")
 
+    @property
+    def has_published_runs(self) -> bool:
+        """Whether `profiles/public_runs.csv` contains runs on similar devices."""
+        return self.architecture in ("hopper", "blackwell", "blackwell_ultra")
+
     def link_domain(self, gpus_per_node: int) -> int:
         """Returns the number of devices connected by NVLink, given nodes of `gpus_per_node` devices."""
         return max(self.gpus_per_link_domain, gpus_per_node)

@@ -141,8 +141,6 @@ def predict(job: PlannedJob, hardware: Hardware, constants: Constants | None = N
     longer = {stage.seq_len for stage in job.config.stages} - {job.config.seq_len}
     jobs = [job, *(replace(job, config=at_stage(job.config, seq_len)) for seq_len in longer)]
     memory = [memory_of(one, hardware, constants.memory) for one in jobs]
-    # others have no published runs on similar devices
-    is_published = hardware.architecture in ("hopper", "blackwell", "blackwell_ultra")
     return Prediction(
         stages=max(memory, key=lambda stages: max(stage.total for stage in stages)),
         time=time_of(job, hardware, constants.time),
@@ -150,5 +148,5 @@ def predict(job: PlannedJob, hardware: Hardware, constants: Constants | None = N
         memory_error=constants.memory_error,
         time_error=constants.time_error,
         is_calibrated=hardware.name in constants.hardware,
-        published=constants.published.get(kind_of(job, hardware)) if is_published else None,
+        published=constants.published.get(kind_of(job, hardware)) if hardware.has_published_runs else None,
     )

@@ -101,8 +101,7 @@ class LoadHistory:
         # Files of older versions lack the first two LAYER_KEYS: compute them from the counts.
         computed = (shares_RLE.max(axis=2), (shares_RLE < DEAD_BELOW).mean(axis=2))
         for index, from_counts_RL in enumerate(computed):
-            missing = ~np.isfinite(values_RKL[:, index])
-            values_RKL[:, index][missing] = from_counts_RL[missing]
+            _fill(values_RKL[:, index], from_counts_RL)
         known_RKL = np.isfinite(values_RKL)
         sums_RKL = np.where(known_RKL, values_RKL, 0)
         # `add.at` adds a repeated column every time, `+=` only once
