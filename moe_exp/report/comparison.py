@@ -291,11 +291,8 @@ def parity_text(found: Parity) -> str:
     name, other = found.run.name, found.other.name
     if found.reason:
         return f"{name} and {other} are not compared: {found.reason}."
-    known = {axis: share for axis, share in found.shares.items() if np.isfinite(share)}
-    cost = (
-        in_words([f"{share:.0%} of {COSTS[axis]}" for axis, share in known.items()])
-        or "an unknown share of the FLOPs"
-    )
+    shares = [f"{share:.0%} of {COSTS[axis]}" for axis, share in found.shares.items() if np.isfinite(share)]
+    cost = in_words(shares) or "an unknown share of the FLOPs"
     loss = found.what if found.what == VALIDATION else "loss"
     if found.is_reached:
         lowest_text = f"{found.loss:.4f} {found.unit}, the lowest that both reach"

@@ -247,10 +247,8 @@ def _data_parallel(
         gathered = weight if engine.gathered_bytes is None else engine.gathered_bytes
         per_parameter = engine.reduced_bytes + gathered
     total = 0.0
-    strides = config.tp, config.etp * config.ep
-    for parameters, size, stride in zip(
-        (rank.dense, rank.expert), num_replicas(config), strides, strict=True
-    ):
+    kinds = (rank.dense, rank.expert), num_replicas(config), (config.tp, config.etp * config.ep)
+    for parameters, size, stride in zip(*kinds, strict=True):
         group = Group(size, stride, hardware, config.gpus_per_node)
         share = group.ring_share(constants, constants.data_bandwidth)
         if parameters and group.size > 1:

@@ -12,13 +12,7 @@ from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.comparison import COSTS, VALIDATION, Group, Parity, in_words, parity
 from moe_exp.report.headline import AXES, amount_text, opposite_text, pair_text, ranking
 from moe_exp.studies.compare.comparison import Comparison, Ended, losses_at_shared_end
-from moe_exp.studies.compare.variants import (
-    MATCHED_BY,
-    active_parameters,
-    apart,
-    differences,
-    flops_per_token,
-)
+from moe_exp.studies.compare.variants import MATCHED_BY, apart, differences, flops_per_token
 
 _MOST_PAIRED = 4  # up to this number of variants, all pairs are compared
 _MOST_COLUMNS = 6  # up to this number, variants are columns, else rows
@@ -63,9 +57,10 @@ def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
             width += f", {config.topk} of {config.num_experts}"
             width += f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
         widths.append(width)
+    counts = [count_parameters(one.config) for one in variants]
     return {
-        "parameters": [count_text(count_parameters(one.config).total) for one in variants],
-        "active per token": [count_text(active_parameters(one.config)) for one in variants],
+        "parameters": [count_text(count.total) for count in counts],
+        "active per token": [count_text(count.active_per_token) for count in counts],
         "FLOPs per token": [flops_text(flops_per_token(one.config)) for one in variants],
         "MLP width": widths,
         f"{MATCHED_BY[match]} against {reference.name}": [

@@ -156,8 +156,6 @@ def active_parameters(config: Config) -> float:
 MEASURES: dict[Match, Callable[[Config], float]] = {
     "flops": flops_per_token, "active-params": active_parameters, "time": flops_per_token,
 }  # fmt: skip
-
-
 MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
 
 
