@@ -13,8 +13,7 @@ from moe_exp.commands.parsers import JSON, arg, command, print_json, string, tak
 from moe_exp.commands.plan import KEPT, PLANNED
 from moe_exp.config import Config, raise_for, setting_error
 from moe_exp.config.parsers import number_in
-from moe_exp.host.files import read_json
-from moe_exp.planner.hardware import Hardware, hardware_names, load_hardware, profile_path
+from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
 
 if TYPE_CHECKING:
     from moe_exp.planner.prediction import Constants
@@ -209,8 +208,7 @@ def run_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter
 
     plan.refuse_settings(arguments)
-    names = [arguments.name] if arguments.name else hardware_names()
-    profiles = {load_hardware(name).name: read_json(profile_path(name)) for name in names}
+    profiles = hardware_profiles(arguments.name)
     if arguments.json:
         print_json(profiles)
     else:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -121,6 +121,12 @@ def load_hardware(name: str) -> Hardware:
             raise ValueError(f"{path}: {field} is missing. Fix: {fix}.") from None
         rule = rule.replace("Input should", "must")
         raise ValueError(f"{path}: {field}={values[field]}: {rule}. Fix: {fix}.") from None
+
+
+def hardware_profiles(name: str) -> dict[str, Any]:
+    """Returns the contents of a profile, or of all if `name` is empty; each number has a source."""
+    names = [name] if name else hardware_names()
+    return {load_hardware(one).name: read_json(profile_path(one)) for one in names}
 
 
 _FORM = TypeAdapter(Hardware)
