@@ -121,31 +121,30 @@ def run_search(arguments: argparse.Namespace) -> int:
         found, changes = search_smaller(config, hardware, fixed=fixed_values, constants=constants)
     else:
         found = search(config, hardware, fixed=fixed_values, constants=constants)
-        explained = explain(found, config, hardware, wanted, fixed=fixed_values, constants=constants)
+        explained = explain(found, wanted)
     best = found.ranked[0] if found.ranked else None
     cost = cost_of(best.config, hardware, constants=constants, **cost_flags) if best else None
     printer = PlanPrinter(sys.stderr if to_stdout else sys.stdout)
     if arguments.json:
-        report = describe_search(found, hardware, arguments.top) | {"changed": changes}
+        report = describe_search(found, arguments.top) | {"changed": changes}
         report["cost"] = asdict(cost) | {"days": cost.days} if cost else None
         if explained:
-            report["explained"] = describe_explanation(explained, found, hardware)
+            report["explained"] = describe_explanation(explained, found)
         print_json(report)
     elif explained:
         printer.explanation(explained, found)
     else:
-        printer.search(found, hardware, arguments.top, changes)
+        printer.search(found, arguments.top, changes)
         if best and cost:
             printer.best(best, cost)
     if arguments.export:
-        _export(arguments, found, explained, hardware, cost_flags["num_tokens"])
+        _export(arguments, found, explained, cost_flags["num_tokens"])
     return int(best is None)
 
 
 def _export(
-    arguments: argparse.Namespace, found: Search, explained: Explanation | None, hardware: Hardware,
-    num_tokens: int | None,
-) -> None:  # fmt: skip
+    arguments: argparse.Namespace, found: Search, explained: Explanation | None, num_tokens: int | None
+) -> None:
     """Writes the chosen layout to a settings file or to standard output."""
     from moe_exp.config import load_config
     from moe_exp.host.files import write_atomically
@@ -164,7 +163,7 @@ def _export(
         raise setting_error("rank", arguments.rank, rule, fix)
     chosen = (explained and explained.candidate) or found.ranked[arguments.rank - 1]
     to_stdout = arguments.export == "env"
-    defaults = load_config({"preset": chosen.config.preset}, {}, nodes=hardware.nodes)
+    defaults = load_config({"preset": chosen.config.preset}, {}, nodes=found.hardware.nodes)
     pairs = exported_settings(with_budget(chosen.config, num_tokens), defaults, overrides=to_stdout)
     lines = "".join(f"{name}={shlex.quote(value)}\n" for name, value in pairs)
     if doubt := _doubt(chosen, found):

@@ -136,7 +136,7 @@ def _time_report(config: Config, hardware: Hardware, prediction: Prediction) -> 
     return asdict(speed_of(config, hardware, time.total)) | {"parts": parts, "bound_by": bound_by}
 
 
-def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, place: int) -> dict[str, Any]:
+def describe_candidate(candidate: Candidate, found: Search, place: int) -> dict[str, Any]:
     config, prediction = candidate.config, candidate.prediction
     best = found.ranked[0].seconds if found.ranked else candidate.seconds
     return {
@@ -147,7 +147,7 @@ def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, 
         "stage_layers": config.stage_layers,
         "peak_bytes": prediction.peak_bytes,
         "margin_bytes": prediction.margin_bytes,
-        **_time_report(config, hardware, prediction),
+        **_time_report(config, found.hardware, prediction),
         "slower_than_best": candidate.seconds / best - 1,
         "runner_up": place > 1 and candidate.seconds <= (1 + topology.RUNNER_UP) * best,
         "filling_batch": candidate.filling_batch,
@@ -155,23 +155,22 @@ def describe_candidate(candidate: Candidate, found: Search, hardware: Hardware, 
     }
 
 
-def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, Any]:
+def describe_search(found: Search, top: int) -> dict[str, Any]:
     """Returns the fastest `top` layouts of a search, and the numbers of tried, fitting and rejected ones."""
     return {
-        "gpu": hardware.name,
-        "counted_as": counted_as(found.ranked[0].config, hardware) if found.ranked else {},
+        "gpu": found.hardware.name,
+        "counted_as": counted_as(found.ranked[0].config, found.hardware) if found.ranked else {},
         "num_tried": found.num_tried,
         "num_fitting": len(found.ranked),
         "num_runner_ups": len(found.runner_ups()),
         "rejected": dict(found.rejected.most_common()),
         "layouts": [
-            describe_candidate(one, found, hardware, place)
-            for place, one in enumerate(found.ranked[:top], start=1)
+            describe_candidate(one, found, place) for place, one in enumerate(found.ranked[:top], start=1)
         ],
     }
 
 
-def describe_explanation(explained: Explanation, found: Search, hardware: Hardware) -> dict[str, Any]:
+def describe_explanation(explained: Explanation, found: Search) -> dict[str, Any]:
     report: dict[str, Any] = {
         "asked": dict(explained.wanted),
         "valid": explained.candidate is not None,
@@ -180,7 +179,7 @@ def describe_explanation(explained: Explanation, found: Search, hardware: Hardwa
     }
     if explained.candidate is not None:
         report["losses_seconds"] = explained.losses
-        report["layout"] = describe_candidate(explained.candidate, found, hardware, explained.place)
+        report["layout"] = describe_candidate(explained.candidate, found, explained.place)
         report["memory"] = _memory_report(explained.candidate.prediction)
     return report
 
@@ -230,7 +229,7 @@ class PlanPrinter:
         }
         self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
 
-    def search(self, found: Search, hardware: Hardware, top: int, changes: Mapping[str, str]) -> None:
+    def search(self, found: Search, top: int, changes: Mapping[str, str]) -> None:
         """Prints the fastest layouts, the number of near-equal layouts, and why others were rejected.
 
         `changes`: settings without which no layout fits with 8% to spare.
@@ -245,15 +244,15 @@ class PlanPrinter:
             count, batch = count_parameters(config), f"GBSZ={config.gbsz}, SEQ_LEN={config.seq_len}"
             size = f"{count_text(count.total)} parameters, {count_text(count.active_per_token)} active"
             model = f"PRESET={config.preset}, {size}, {config.dtype}, {batch}"
-            self._print(f"{model}; {config.world_size} x {hardware.name}")
-            for part, words in counted_as(config, hardware).items():
+            self._print(f"{model}; {config.world_size} x {found.hardware.name}")
+            for part, words in counted_as(config, found.hardware).items():
                 self._print(f"{part}: {words}")
             is_narrow = self._console.width < _WIDE
             title = "layouts by time per iteration; = marks times within 2% of the best"
             title += "" if is_narrow else ", too close for predictions to distinguish"
             rows = []
             for place, one in enumerate(found.ranked[:top], start=1):
-                row, of = describe_candidate(one, found, hardware, place), one.prediction
+                row, of = describe_candidate(one, found, place), one.prediction
                 cells = {
                     "": f"{'=' if row['runner_up'] else ''}{place}",
                     "layout": layout_words(one.config),

@@ -49,6 +49,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
+    config: Config  # whose layout was ignored
+    hardware: Hardware
+    fixed: Mapping[str, Sequence[Any]]  # allowed values by setting
+    constants: Constants
     ranked: list[Candidate]  # layouts that fit, fastest first
     rejected: Counter[str]  # number of rejected layouts by reason
     smallest: Candidate | None  # the layout that needs the least memory among those that do not fit
@@ -80,7 +84,8 @@ def search(
         return one.seconds, over_nodes, one.config.tp * one.config.pp * one.config.cp
 
     ranked = sorted(work.fitting, key=order)
-    return Search(ranked, +rejected, work.smallest)  # without reasons that refused none
+    rejected = +rejected  # without reasons that refused none
+    return Search(config, hardware, fixed or {}, constants, ranked, rejected, work.smallest)
 
 
 # Settings that save memory but change the results, and the share of memory without which they are needed:
@@ -197,16 +202,12 @@ class Explanation:
     problems: list[str]  # why no layout is valid or fits
 
 
-def explain(
-    found: Search, config: Config, hardware: Hardware, wanted: Mapping[str, Any], *,
-    fixed: Mapping[str, Sequence[Any]] | None = None, constants: Constants | None = None,
-) -> Explanation:  # fmt: skip
-    """Explains why the settings `wanted` are rejected, or how the fastest layout with these settings ranks.
-    The other arguments must equal those of the search that returned `found`.
-    """
-    narrowed = {**(fixed or {}), **{name: (value,) for name, value in wanted.items()}}
+def explain(found: Search, wanted: Mapping[str, Any]) -> Explanation:
+    """Explains why the settings `wanted` are rejected, or how the fastest layout with them ranks."""
+    config, fixed = found.config, found.fixed
+    narrowed = {**fixed, **{name: (value,) for name, value in wanted.items()}}
     # Searching again with the settings fixed finds the best layout that has them, not just any.
-    inner = search(config, hardware, fixed=narrowed, constants=constants)
+    inner = search(config, found.hardware, fixed=narrowed, constants=found.constants)
     if inner.ranked:
         candidate = inner.ranked[0]
         best = found.ranked[0] if found.ranked else candidate
@@ -216,7 +217,7 @@ def explain(
         return Explanation(wanted, candidate, True, place, dict(losses), [])
     if inner.smallest is not None:
         return Explanation(wanted, inner.smallest, False, 0, {}, [memory_line(inner.smallest)])
-    given = {name: values[0] for name, values in (fixed or {}).items() if len(values) == 1} | dict(wanted)
+    given = {name: values[0] for name, values in fixed.items() if len(values) == 1} | dict(wanted)
     # Problems of the given settings regardless of the others.
     layout = dict(given)
     if "pp" in layout and not layout.keys() & set(rules.SPLIT_SETTINGS):

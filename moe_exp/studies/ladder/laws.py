@@ -38,9 +38,6 @@ class Points:
         with np.errstate(invalid="ignore"):
             return np.asarray(np.where(known, self.losses, 0.0).sum(axis=1) / known.sum(axis=1))
 
-    def until(self, num_rungs: int) -> Points:
-        return Points(self.compute[:num_rungs], self.losses[:num_rungs])
-
 
 @dataclass(frozen=True)
 class Law:

@@ -118,7 +118,7 @@ def predict(ladder: Ladder) -> str:
             return ""
         return "The last rung was not predicted: this rung started before other rungs had ended."
     results = results_of(ladder)
-    below = {name: points.until(len(ladder.rungs) - 1) for name, points in results.points.items()}
+    below = {name: Points(of.compute[:-1], of.losses[:-1]) for name, of in results.points.items()}
     if problem := fit_problem(below, ladder.definition.asymptote):
         return f"The last rung is not predicted: {problem}."
     fit = fit_laws(below, asymptote=ladder.definition.asymptote, is_shared=ladder.grows)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from helpers.planner.planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
@@ -9,9 +11,8 @@ from moe_exp.planner.search.topology import explain, layout_words, search
 from moe_exp.planner.tables import describe_candidate
 
 
-def told(wanted, *, hardware=A100, fixed=None, **settings):
-    config = model(LARGE, nnodes=48, **settings)
-    return explain(found(48, **settings), config, hardware, wanted, fixed=fixed, constants=PRIORS)
+def told(wanted, *, fixed=None, **settings):
+    return explain(replace(found(48, **settings), fixed=fixed or {}), wanted)
 
 
 def names(lines):
@@ -63,7 +64,7 @@ def test_a_layout_out_of_memory_says_how_far():
     hardware = with_memory(10)
     config = model(LARGE, nnodes=48)
     everything = search(config, hardware, constants=PRIORS)
-    said = explain(everything, config, hardware, {"tp": 4, "pp": 12}, constants=PRIORS)
+    said = explain(everything, {"tp": 4, "pp": 12})
     assert said.candidate is not None and not said.fits
     assert said.problems[0].startswith("LAYOUT=TP4,PP12,DP8: needs ")
     assert f"{said.candidate.prediction.peak_bytes / 2**30:.1f} of 10.0 GiB" in said.problems[0]
@@ -74,7 +75,7 @@ def test_bound_and_layout_in_words():
     result = search(model(SMALL), A100, fixed=fixed, constants=PRIORS)
     one = result.ranked[0]
     assert layout_words(one.config) == "TP2,PP2,VPP2,EP2,DP1"
-    words = describe_candidate(one, result, A100, 1)["bound_by"]
+    words = describe_candidate(one, result, 1)["bound_by"]
     assert words.startswith(one.prediction.time.bound.replace("_", " "))
 
 
