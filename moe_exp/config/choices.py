@@ -96,14 +96,8 @@ EXPERT_BACKENDS = {
 }
 
 
-@dataclass(frozen=True)
-class Dispatcher:
-    """A token dispatcher, which sends tokens to the ranks of their experts."""
-
-    gathers: bool = False  # every rank receives all tokens, not only those for its own experts
-
-
-DISPATCHERS = {name: Dispatcher(name == "allgather") for name in ("alltoall", "allgather", "deepep", "local")}
+# Token dispatchers, which send tokens to the ranks of their experts.
+DISPATCHERS = ["alltoall", "allgather", "deepep", "local"]
 
 
 @dataclass(frozen=True)

@@ -35,18 +35,21 @@ from moe_exp.planner.costs.params import optimizer_state_bytes
 TABLES = {
     "router_score": (choices.SCORES, choices.Score(normalizes=True)),
     "aux_loss_type": (choices.LOSSES, choices.Loss("over a decade", needs_scores=True)),
-    "dispatcher": (choices.DISPATCHERS, choices.Dispatcher()),
     "lr_decay_style": (choices.SCHEDULES, choices.Schedule(has_final_decay=True)),
     "optimizer": (choices.OPTIMIZERS, choices.Optimizer("of no kind", "adam", is_sharded=False)),
     "expert_backend": (choices.EXPERT_BACKENDS, choices.ExpertBackend(("nosuch",), "pip it", ("bf16",), 16)),
 }
 
 
-@pytest.fixture(params=TABLES)
+@pytest.fixture(params=[*TABLES, "dispatcher"])
 def added(request, monkeypatch):
     """The name of a setting, whose table has the entry `dummy`."""
-    table, entry = TABLES[request.param]
-    monkeypatch.setitem(table, "dummy", entry)
+    if request.param == "dispatcher":
+        choices.DISPATCHERS.append("dummy")
+        request.addfinalizer(choices.DISPATCHERS.pop)
+    else:
+        table, entry = TABLES[request.param]
+        monkeypatch.setitem(table, "dummy", entry)
     return request.param
 
 

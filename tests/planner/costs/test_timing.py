@@ -183,8 +183,7 @@ def test_a_choice_without_a_price_is_refused_by_name(name):
 
 def test_every_dispatcher_and_backend_of_the_registry_is_planned():
     assert RECIPIENTS.keys() == {"auto", *DISPATCHERS}
-    gathering = {name for name, it in DISPATCHERS.items() if it.gathers}
-    assert {name for name, to in RECIPIENTS.items() if to == "all"} == gathering
+    assert {name for name, to in RECIPIENTS.items() if to == "all"} == {"allgather"}
     assert set(PRICED_BACKENDS) == {"auto", *EXPERT_BACKENDS}
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
-from moe_exp.config.ramp import RampStep
+from moe_exp.config.sections.learning import RampStep
 
 
 def ramped(rampup: str, *, gbsz: int = 64, train_iters: int = 100) -> Config:
