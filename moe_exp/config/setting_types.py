@@ -198,7 +198,6 @@ def is_text(name: str) -> bool:
 
 
 Part = Literal["place", "layout", "model", "experts", "learning", "data", "output", "care"]
-KEPT = object()  # marks a setting whose value does not change in measured runs
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,6 @@ class Traits:
     part: Part  # aspect of a run; place: where it is started and written
     costs: bool  # whether it affects the memory of a rank or the time of an iteration
     compared: bool  # whether it must be equal in all calls of a comparison, as losses or records depend on it
-    measured: Any = KEPT  # value in runs that are only measured
     # further names in Megatron-LM, where the flag has no value; then it needs none here either
     megatron_flags: tuple[str, ...] | None = None
 

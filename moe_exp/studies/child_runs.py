@@ -24,9 +24,8 @@ from typing import Any, Literal
 import psutil
 from filelock import FileLock, Timeout
 
-from moe_exp.config import TRAITS, Config, load_config, module_arguments
+from moe_exp.config import Config, load_config, module_arguments
 from moe_exp.config.loading import fixed_for, given_values
-from moe_exp.config.setting_types import KEPT
 from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.host.devices import Nodes
 from moe_exp.host.exit_codes import CAUSED_BY_ANOTHER
@@ -46,7 +45,15 @@ _END_SECONDS = 60.0
 _SAVE_SECONDS = 600.0  # enough to finish an iteration and write a checkpoint
 
 # Settings of runs that are only measured: full global batch from the start, and no output except metrics.
-MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured is not KEPT}
+MEASURED_ONLY = {
+    "node_rank": 0, "upcycle_from": "", "upcycle_granularity": 1, "lr_decay_style": "constant",
+    "warmup_iters": 0, "decay_iters": 0, "rampup_batch_size": "", "average_every": 1, "data_stages": "",
+    "load_dir": "", "remote_dir": "", "save_interval": 0, "save_at_end": False, "async_save": False,
+    "keep_last": 0, "keep_every": 0, "keep_best": 0, "exit_interval": 0, "log_interval": 1,
+    "eval_interval": 0, "wandb_project": "", "prometheus_file": "", "dump_iters": "", "dump_ranks": "",
+    "spike_action": "none", "sdc_check_every": 0, "preflight": False, "slow_rank_every": 0,
+    "max_restarts": 0, "exit_duration": 0, "profile_iters": "", "memory_snapshot": "",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from statistics import fmean
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from moe_exp.checkpoint.state import Progress, parameters_in_sync
 from moe_exp.config import Config
-from moe_exp.engine.faults import STOP_REASONS
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.qk_clip import attention_cores
 from moe_exp.engine.runtime import Runtime, from_all_ranks
@@ -245,36 +243,6 @@ def expert_record(layer: int, row: list[float], config: Config, num_shares: int)
         "z_loss": sums["z_loss"] / num_shares,
         "aux_losses": {name: sums[f"aux_losses.{name}"] / num_shares for name in config.balancing_losses},
     }
-
-
-@dataclass(frozen=True)
-class IterationEnd:
-    """Values of an iteration that are the same on every rank."""
-
-    stop: str  # key of STOP_REASONS if any rank was asked to end the run, else empty
-    is_writing: bool  # whether any rank is still writing checkpoint files
-    lm_loss: float  # cross entropy, nats, mean over the counted tokens; NaN without any
-
-
-def end_of_iteration(
-    *, stop: str, is_writing: bool, losses: Sequence[Tensor], device: torch.device
-) -> Callable[[], IterationEnd]:
-    """Combines the values of all ranks by one all-reduce; the returned function waits for the result."""
-    # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens. If ranks
-    # have different reasons, the first one is used.
-    flags = [*(reason == stop for reason in STOP_REASONS), is_writing]
-    table = torch.tensor([*flags, 0, 0], dtype=torch.float64).to(device)
-    if losses:
-        table[-2:] = torch.stack(list(losses))[:, :2].double().sum(dim=0)
-    torch.distributed.all_reduce(table)
-    values = start_copy(table)
-
-    def read() -> IterationEnd:
-        *counts, writing, loss, num_counted = values()
-        given = next((reason for reason, count in zip(STOP_REASONS, counts, strict=True) if count), "")
-        return IterationEnd(given, bool(writing), loss / num_counted if num_counted else math.nan)
-
-    return read
 
 
 # In the order of the log line. all_to_all and experts are parts of forward_backward; checkpoint is not part

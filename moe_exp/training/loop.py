@@ -43,20 +43,22 @@ from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder,
 from moe_exp.runs.summary import finish_run
 from moe_exp.training import samples as data
 from moe_exp.training.console import end_logging, setup_logging
-from moe_exp.training.interval import Interval, IterationEnd, end_of_iteration, out_of_memory_text
-from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard, samples_without_skips
+from moe_exp.training.interval import Interval, out_of_memory_text
+from moe_exp.training.loss_guard import GuardEnd, IterationEnd, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.microbatch import start_graphs
 from moe_exp.training.recordings import Recorder, dump, is_dumped
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
-from moe_exp.training.step import Job, Step, forward_backward, settle, train_step
+from moe_exp.training.step import Job, Step, agree_with_all_ranks, forward_backward, settle, train_step
 from moe_exp.watch.excluded_nodes import exclude_list
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 from moe_exp.watch.slow_ranks import report
 
 logger = logging.getLogger(__name__)
+
+ENDS = (ConfigError, SaveError, ReplicaError, GuardEnd)  # raised on every rank, so none waits for another
 
 # Reading order: `main` reads the settings, `run` is one start of the run, `build` creates or restores model
 # and optimizer, `train` is the loop, and `train_step` (training/step.py) one iteration. Losses and gradients
@@ -82,12 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with faults.stop_signal() as stop, faults.named_by_rank(stop, partial(out_of_memory_text, config)):
         try:
             exit_code = run(config, stop)
-        except ConfigError as error:
-            faults.end_job(error.problems, error.exit_code)
-        except (SaveError, ReplicaError) as error:
-            faults.end_job(str(error).splitlines(), FAILED)
-        except GuardEnd as end:
-            faults.end_job([end.line], end.code)
+        except ENDS as error:
+            faults.end_job(str(error).splitlines(), getattr(error, "exit_code", FAILED))
     return exit_code
 
 
@@ -220,7 +218,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     limits: dict[str, Any] = {"exit_minutes": config.exit_duration, "exit_interval": config.exit_interval}
     rules = faults.StopRules(stop, folder.exit_file if rank.is_first else None, **limits)
     step: Step | None = None
-    late: Callable[[], tuple[Iteration, IterationEnd]] | None = None  # results that are not read yet
+    late: Callable[[], IterationEnd] | None = None  # results that are not read yet
 
     while progress.iteration < config.train_iters:
         iteration = progress.iteration + 1  # `train_step` advances `progress`
@@ -233,7 +231,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
             )
             # Read during the next iteration what is not needed at once: the GPU idles while the host waits.
             ends = [late()] if late else []
-            at_once = is_due(config, iteration) or any(end.stop or not done.updated for done, end in ends)
+            at_once = is_due(config, iteration) or any(end.stop or not end.done.updated for end in ends)
             if at_once:
                 settle(job, progress, interval, step)
             valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
@@ -243,7 +241,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         if at_once:
             ends.append(late())
             late = None
-        reason = next((end.stop for _, end in ends if end.stop), "")
+        reason = next((end.stop for end in ends if end.stop), "")
         is_last = bool(reason) or iteration == config.train_iters
         heartbeat.enter("end" if is_last else "end_of_iteration")
         if reason and iteration < config.train_iters:
@@ -252,8 +250,8 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
         # Before this iteration is saved, because a spike may restart the run from an older checkpoint.
         try:
-            for done, end in ends:
-                guard.check(progress, done, end)
+            for end in ends:
+                guard.check(progress, end)
         except GuardEnd:
             rules.acknowledge(reason)
             raise
@@ -280,19 +278,6 @@ def is_due(config: Config, iteration: int) -> bool:
     )  # fmt: skip
     is_multiple = any(_is_multiple(iteration, interval) for interval in intervals)
     return is_multiple or iteration == config.train_iters or is_dumped(config, iteration)
-
-
-def agree_with_all_ranks(
-    job: Job, step: Step, stop: str, *, is_writing: bool
-) -> Callable[[], tuple[Iteration, IterationEnd]]:
-    """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce.
-
-    The returned function waits for them; `step` must be settled before its call.
-    """
-    # tensor parallel ranks have the same losses: one of them counts
-    losses = step.losses if job.runtime.groups.tp.rank() == 0 else []
-    read = end_of_iteration(stop=stop, is_writing=is_writing, losses=losses, device=job.runtime.device)
-    return lambda: (step.done, read())
 
 
 def measure(
@@ -406,7 +391,7 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
     try:
         with faults.stop_signal() as stop:
             code = run(config, stop)
-    except (ConfigError, SaveError, ReplicaError, GuardEnd):  # on every rank, so none waits for another
+    except ENDS:
         runtime.stop()
         raise
     finally:

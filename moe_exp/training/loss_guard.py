@@ -30,7 +30,6 @@ from moe_exp.host.exit_codes import FAILED, START_AGAIN, TO_BE_CONTINUED
 from moe_exp.host.files import write_json
 from moe_exp.runs.records import iter_metrics
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks
-from moe_exp.training.interval import IterationEnd
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.replica_checks import GradientCheck, ReplicaError
 from moe_exp.training.spikes import LEVEL_WINDOW, Spike, SpikeDetector, SpikeEnd
@@ -49,7 +48,7 @@ class GuardEnd(RuntimeError):
 
     def __init__(self, line: str, code: int):
         super().__init__(line)
-        self.line, self.code = line, code
+        self.exit_code = code
 
 
 class Iteration(NamedTuple):
@@ -60,6 +59,15 @@ class Iteration(NamedTuple):
     batch_size: int  # samples of all ranks
     updated: bool
     grad_norm: float | None  # before clipping
+
+
+class IterationEnd(NamedTuple):
+    """Results of an iteration, the same on every rank."""
+
+    done: Iteration
+    stop: str  # key of STOP_REASONS if any rank was asked to end the run, else empty
+    is_writing: bool  # whether any rank is still writing checkpoint files
+    lm_loss: float  # cross entropy, nats, mean over the counted tokens; NaN without any
 
 
 class LossGuard:
@@ -85,15 +93,16 @@ class LossGuard:
         self._num_bad = 0
         self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
 
-    def check(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
-        """Checks iteration `done`; raises GuardEnd on every rank if the run must end or restart."""
+    def check(self, progress: Progress, end: IterationEnd) -> None:
+        """Checks an iteration; raises GuardEnd on every rank if the run must end or restart."""
+        done = end.done
         self._recent.append(done)
         # A skipped step has a norm if the norm is not finite. Without a norm fp16 has overflowed, which
         # counts only if the loss scaler cannot lower its scale further.
         is_bad = not math.isfinite(end.lm_loss) or done.grad_norm is not None
         if not done.updated and (is_bad or self._trained.optimizer.get_loss_scale() <= _LOWEST_LOSS_SCALE):
             self._num_bad += 1
-            self._bad_step(progress, done, end)
+            self._bad_step(progress, end)
             return
         self._num_bad = 0
         if self._detector is None or not math.isfinite(end.lm_loss):
@@ -150,8 +159,8 @@ class LossGuard:
         if self._detector is not None:
             progress.spike_windows = self._detector.state()
 
-    def _bad_step(self, progress: Progress, done: Iteration, end: IterationEnd) -> None:
-        config = self._config
+    def _bad_step(self, progress: Progress, end: IterationEnd) -> None:
+        config, done = self._config, end.done
         if self._num_bad == 1:
             values = {"loss": end.lm_loss, "grad_norm": done.grad_norm}
             # JSON has neither NaN nor infinity

@@ -19,8 +19,7 @@ from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
 from moe_exp.host.files import is_url
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.interval import IterationEnd
-from moe_exp.training.loss_guard import Iteration
+from moe_exp.training.loss_guard import IterationEnd
 from moe_exp.training.metrics import Metrics
 from moe_exp.watch.hangs import heartbeat
 
@@ -85,13 +84,13 @@ class CheckpointManager:
             raise SaveError(f"{what}. Fix: {fix}.")
         return time.monotonic() - start
 
-    def finish_written(self, ends: Sequence[tuple[Iteration, IterationEnd]]) -> float:
+    def finish_written(self, ends: Sequence[IterationEnd]) -> float:
         """Finishes a pending save (ASYNC_SAVE) once all ranks have written it; returns the seconds waited.
 
         `ends` are the results that training has just read. Every rank must call this function with the same
         `ends`.
         """
-        return self.finish() if self.writer.is_pending and ends and not ends[-1][1].is_writing else 0.0
+        return self.finish() if self.writer.is_pending and ends and not ends[-1].is_writing else 0.0
 
     @heartbeat.during(heartbeat.PAUSED)
     def finish_uploads(self, stop: str = "") -> None:

@@ -4,11 +4,13 @@
 the optimizer step was taken; `settle` waits for the gradient norm, at the latest in the next iteration.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.integrity import Source
@@ -18,6 +20,7 @@ from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.engine.averaged_weights import update_average
+from moe_exp.engine.faults import STOP_REASONS
 from moe_exp.engine.fused_step import count_step
 from moe_exp.engine.graphs import MicrobatchGraphs
 from moe_exp.engine.optimizer_setup import next_batch
@@ -27,7 +30,7 @@ from moe_exp.layers.kernels.launch import KernelFailure
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.interval import Interval, PhaseTimers, timed
-from moe_exp.training.loss_guard import Iteration
+from moe_exp.training.loss_guard import Iteration, IterationEnd
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
 from moe_exp.training.replica_checks import GradientCheck
 from moe_exp.watch.hangs import heartbeat
@@ -128,6 +131,29 @@ def complete(
     if updated:
         job.trained.scheduler.step(increment=step.batch_size)  # in samples, because of batch ramp-ups
         average_weights(job, progress, interval)
+
+
+def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
+    """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce.
+
+    The returned function waits for them; `step` must be settled before its call.
+    """
+    # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens. If ranks
+    # have different reasons, the first one is used.
+    flags = [*(reason == stop for reason in STOP_REASONS), is_writing]
+    table = torch.tensor([*flags, 0, 0], dtype=torch.float64).to(job.runtime.device)
+    if step.losses and job.runtime.groups.tp.rank() == 0:  # tensor parallel ranks have the same losses
+        table[-2:] = torch.stack(list(step.losses))[:, :2].double().sum(dim=0)
+    torch.distributed.all_reduce(table)
+    values = start_copy(table)
+
+    def read() -> IterationEnd:
+        *counts, writing, loss, num_counted = values()
+        given = next((reason for reason, count in zip(STOP_REASONS, counts, strict=True) if count), "")
+        lm_loss = loss / num_counted if num_counted else math.nan
+        return IterationEnd(step.done, given, bool(writing), lm_loss)
+
+    return read
 
 
 def forward_backward(

@@ -21,7 +21,9 @@ from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimizer
 from moe_exp.layers.experts import RoutedTokens
 from moe_exp.training import loop
-from moe_exp.training.interval import Interval, IterationEnd, end_of_iteration, expert_record
+from moe_exp.training.interval import Interval, expert_record
+from moe_exp.training.loss_guard import IterationEnd
+from moe_exp.training.step import agree_with_all_ranks
 
 ITERATIONS = 2
 SETTINGS = {
@@ -226,25 +228,34 @@ def test_an_iteration_is_bad_once_and_the_ramp_is_in_the_eta():
 
 
 def on_rank(stops: list[str], writing: list[bool], losses: list[list[tuple[float, int]]]) -> IterationEnd:
-    rank = dist.get_rank()
-    return end_of_iteration(
-        stop=stops[rank], is_writing=writing[rank],
-        losses=[torch.tensor(loss) for loss in losses[rank]], device=torch.device("cpu"),
-    )()  # fmt: skip
+    rank, groups = dist.get_rank(), SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
+    job = SimpleNamespace(runtime=SimpleNamespace(groups=groups, device=torch.device("cpu")))
+    step = SimpleNamespace(losses=[torch.tensor(loss) for loss in losses[rank]], done=None)
+    return agree_with_all_ranks(job, step, stops[rank], is_writing=writing[rank])()
 
 
 @pytest.mark.parametrize(
     ("stops", "writing", "losses", "expected"),
     [
-        (["", ""], [False] * 2, [[(1.0, 1), (2.0, 1)], [(3.0, 1), (6.0, 1)]], IterationEnd("", False, 3.0)),
+        (
+            ["", ""],
+            [False] * 2,
+            [[(1.0, 1), (2.0, 1)], [(3.0, 1), (6.0, 1)]],
+            ("", False, 3.0),
+        ),
         # the first of the reasons that any rank has, and a rank without losses, as of an early stage
-        (["EXIT", "SIGTERM"], [False, True], [[], [(1.0, 1), (8.0, 5)]], IterationEnd("SIGTERM", True, 1.5)),
+        (
+            ["EXIT", "SIGTERM"],
+            [False, True],
+            [[], [(1.0, 1), (8.0, 5)]],
+            ("SIGTERM", True, 1.5),
+        ),
         # of one rank no token counts
-        (["", "EXIT"], [True, False], [[(0.0, 0)], [(9.0, 2)]], IterationEnd("EXIT", True, 4.5)),
+        (["", "EXIT"], [True, False], [[(0.0, 0)], [(9.0, 2)]], ("EXIT", True, 4.5)),
     ],
 )
 def test_every_rank_knows_the_mean_loss_and_why_to_stop(stops, writing, losses, expected):
-    assert run_on_ranks(2, on_rank, stops, writing, losses) == [expected, expected]
+    assert [end[1:] for end in run_on_ranks(2, on_rank, stops, writing, losses)] == [expected, expected]
 
 
 def test_a_loss_that_is_not_finite_reaches_every_rank():

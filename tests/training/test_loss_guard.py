@@ -19,8 +19,7 @@ from moe_exp.config import Config
 from moe_exp.data.samples.dataset import DataStage, SampleStream
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.interval import IterationEnd
-from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
+from moe_exp.training.loss_guard import GuardEnd, Iteration, IterationEnd, LossGuard
 from moe_exp.training.spikes import Spike, SpikeDetector
 from moe_exp.watch.hangs import heartbeat
 
@@ -176,7 +175,7 @@ def test_bad_steps_count_in_a_row(tmp_path, monkeypatch):
 
     def make(iteration: int, updated: bool) -> None:
         done = Iteration(iteration, 4 * iteration, 4, updated, 1.0 if updated else math.nan)
-        guard.check(None, done, IterationEnd("", False, 2.0))
+        guard.check(None, IterationEnd(done, "", False, 2.0))
 
     for iteration, updated in enumerate([False, False, True, False, False, True, False, False], start=1):
         make(iteration, updated)
@@ -203,7 +202,7 @@ def test_a_stage_of_other_data_is_no_spike(consumed, tmp_path):
         guard._spike = lambda spike, *_, told=told: told.append(spike)
         for step, loss in list(enumerate(losses, 1))[consumed // 4 :]:
             done = Iteration(step, 4 * (step - 1), 4, True, 1.0)
-            guard.check(progress, done, IterationEnd("", False, loss))
+            guard.check(progress, IterationEnd(done, "", False, loss))
     assert not found[160] and found[10**6][0].first_iteration == 41
 
 

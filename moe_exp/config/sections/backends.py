@@ -36,14 +36,12 @@ class BackendSettings(ExpertSettings):
         "dense run whose weights initialize the model: its checkpoints folder, or the folder of one "
         "iteration; empty: no upcycling",
         costs=False,
-        measured="",
     )
     upcycle_granularity: Positive = experts(
         1,
         "number of parts into which each dense MLP is split; the experts are copies of these parts "
         "(UPCYCLE_FROM)",
         costs=False,
-        measured=1,
     )
     cross_entropy: Literal["auto", "megatron", "triton", "linear"] = model(
         "auto",

@@ -79,7 +79,6 @@ class DataSettings(OptimizerSettings):
         "",
         "later training stages with other files, weights or sample lengths, each starting at a sample or "
         "token: a YAML file or YAML text (docs/corpus.md)",
-        measured="",
     )
     data_order: Literal["stream", "megatron"] = data(
         "stream",

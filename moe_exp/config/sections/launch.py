@@ -37,7 +37,7 @@ class LaunchSettings(BaseModel):
         le=65535,
     )
     nnodes: NumRanks = layout(1, "number of nodes")
-    node_rank: NonNegative = place(0, "index of this node", measured=0)
+    node_rank: NonNegative = place(0, "index of this node")
     gpus_per_node: NumRanks = layout(
         ...,
         "ranks per node: one per GPU, or processes on a CPU host (default: all GPUs; at most 2 on a CPU host "

@@ -105,7 +105,6 @@ class LearningSettings(ParallelSettings):
         "cosine",
         "learning-rate schedule: a name, or a comma-separated list of phases such as 'constant:80%,linear' "
         "(constant for 80% of the iterations, then linear decay; docs/learning_rate.md)",
-        measured="constant",
     )
     mbsz: Positive = learning(8, "micro-batch size (samples)", costs=True)
     gbsz: Positive = learning(64, "global batch size (samples)", costs=True)
@@ -113,9 +112,8 @@ class LearningSettings(ParallelSettings):
     warmup_iters: NonNegative = learning(
         1000,
         "linear warm-up (iterations); if TRAIN_ITERS is set, the default is at most a tenth of TRAIN_ITERS",
-        measured=0,
     )
-    decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", measured=0)
+    decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS")
     wsd_decay_iters: NonNegative = learning(
         0, "length of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S) (iterations)"
     )
@@ -135,7 +133,6 @@ class LearningSettings(ParallelSettings):
         "",
         "batch size ramp-up 'START INCREMENT SAMPLES': from START to GBSZ in steps of INCREMENT, over "
         "SAMPLES samples",
-        measured="",
     )
 
     @property

@@ -82,7 +82,7 @@ class OptimizerSettings(LearningSettings):
         costs=True,
     )
     average_every: Positive = learning(
-        1, "optimizer steps between updates of the moving average (with EMA_DECAY)", measured=1
+        1, "optimizer steps between updates of the moving average (with EMA_DECAY)"
     )
     seed: Seed = learning(1234, "random seed for weights, data order and dropout")
     deterministic: bool = learning(

@@ -17,13 +17,11 @@ class OutputSettings(DataSettings):
         "checkpoint to start from: a checkpoints folder, a run folder, the folder of one iteration, or a URL "
         "in an object store. Optimizer state and iteration are loaded too, unless ckpt reshape "
         "--weights-only removed them; empty: the run's own checkpoints",
-        measured="",
     )
     remote_dir: str = output(
         "",
         "object store folder (s3://, gs://) to which each checkpoint is copied, with config.yaml and "
         "metrics.jsonl; a run folder without checkpoints resumes from this copy",
-        measured="",
         compared=False,
     )
     allow_other_model: bool = output(
@@ -34,36 +32,28 @@ class OutputSettings(DataSettings):
     allow_other_optimizer: bool = output(
         False, "resume from a checkpoint of another optimizer, with moments reset to zero"
     )
-    save_interval: NonNegative = output(
-        1000, "iterations between checkpoints; 0: only at the end of the run", measured=0
-    )
+    save_interval: NonNegative = output(1000, "iterations between checkpoints; 0: only at the end of the run")
     save_at_end: bool = output(
-        True,
-        "save a checkpoint when the run ends; false: only every SAVE_INTERVAL iterations",
-        measured=False,
+        True, "save a checkpoint when the run ends; false: only every SAVE_INTERVAL iterations"
     )
     async_save: bool = output(
         False,
         "continue training while checkpoint files are written; the next save waits until they are written",
-        measured=False,
         compared=False,
     )
     keep_last: NonNegative = output(
         0,
         "number of newest checkpoints to keep; older ones are deleted; 0: keep all",
-        measured=0,
         compared=False,
     )
     keep_every: NonNegative = output(
         0,
         "also keep checkpoints at multiples of this number of iterations (with KEEP_LAST); 0: none",
-        measured=0,
         compared=False,
     )
     keep_best: NonNegative = output(
         0,
         "also keep this number of checkpoints with the lowest validation loss (with KEEP_LAST); 0: none",
-        measured=0,
         compared=False,
     )
     verify_checkpoint: bool = output(
@@ -72,24 +62,23 @@ class OutputSettings(DataSettings):
         compared=False,
     )
     exit_interval: NonNegative = output(
-        0, "save and exit at the next multiple of this number of iterations; 0: never", measured=0
+        0, "save and exit at the next multiple of this number of iterations; 0: never"
     )
-    log_interval: Positive = output(20, "iterations between log lines", measured=1)
+    log_interval: Positive = output(20, "iterations between log lines")
     log_timers: bool = output(
         False, "log the time of each phase of an iteration (ms): data, all-to-all, experts, optimizer, ..."
     )
-    eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none", measured=0)
+    eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none")
     eval_iters: NonNegative = output(10, "number of global batches per evaluation")
     tensorboard_axes: bool = output(
         False,
         "also write losses over tokens, FLOPs and training time to TensorBoard, as runs named by_*",
         compared=False,
     )
-    wandb_project: str = output("", "Weights & Biases project; empty: not used", measured="", compared=False)
+    wandb_project: str = output("", "Weights & Biases project; empty: not used", compared=False)
     prometheus_file: PathText = output(
         "",
         "file NAME.prom for the latest metrics, read by node_exporter's textfile collector; empty: none",
-        measured="",
         compared=False,
     )
     wandb_mode: Literal["online", "offline", "disabled"] = output(

@@ -36,11 +36,8 @@ class ReliabilitySettings(OutputSettings):
         "",
         "iterations after which parameters, gradients and moments are written to RUN_DIR/RUN_NAME/dumps, "
         "such as 10,20 or 10-12; empty: none",
-        measured="",
     )
-    dump_ranks: WholeNumbers = care(
-        "", "ranks that write the dumps of DUMP_ITERS, such as 0,4; empty: all", measured=""
-    )
+    dump_ranks: WholeNumbers = care("", "ranks that write the dumps of DUMP_ITERS, such as 0,4; empty: all")
     disk_check: Literal["run", "one", "none"] = care(
         "run",
         "free disk space required at start; run: for all remaining checkpoints (in a resumed run, for the "
@@ -57,7 +54,6 @@ class ReliabilitySettings(OutputSettings):
         "action at a loss spike; none: nothing; log: write an event; rollback: also return to a checkpoint "
         "before the spike and skip its batches",
         compared=True,
-        measured="none",
     )
     max_rollbacks: NonNegative = care(
         5,
@@ -69,13 +65,11 @@ class ReliabilitySettings(OutputSettings):
         0,
         "iterations between checks for silent corruption: gradients are recomputed on the same rank and on "
         "another rank and compared; a mismatch restarts the run from an earlier checkpoint; 0: off",
-        measured=0,
     )
     preflight: bool = care(
         False,
         "check arithmetic, memory, links, disks and clocks of every node before training; the job ends if a "
         "node fails",
-        measured=False,
     )
     preflight_timeout: Positive = care(
         300, "maximum time for which nodes wait for each other at the start of the preflight (seconds)"
@@ -94,9 +88,7 @@ class ReliabilitySettings(OutputSettings):
         "and each save, enforced like HANG_TIMEOUT; none: no limit",
     )
     slow_rank_every: NonNegative = care(
-        5,
-        "iterations between exchanges of phase times to detect slow ranks (event slow_rank); 0: off",
-        measured=0,
+        5, "iterations between exchanges of phase times to detect slow ranks (event slow_rank); 0: off"
     )
     exclude_slow: bool = care(
         False, "add the host of a slow rank to the list of excluded nodes, for the next jobs"
@@ -113,16 +105,15 @@ class ReliabilitySettings(OutputSettings):
         "moe_exp,megatron,torch.distributed", "packages and modules whose calls are recorded"
     )
     max_restarts: NonNegative = care(
-        0, "maximum number of restarts of all ranks per launch, after a rank fails; 0: none", measured=0
+        0, "maximum number of restarts of all ranks per launch, after a rank fails; 0: none"
     )
     exit_duration: Rate = care(
         0.0,
         "time after launch at which the run saves and exits (minutes); 0: never",
-        measured=0,
         compared=True,
     )
     profile_iters: Iterations = care(
-        "", "iterations traced by the PyTorch profiler, such as 10-12 or 10,20; empty: none", measured=""
+        "", "iterations traced by the PyTorch profiler, such as 10-12 or 10,20; empty: none"
     )
     profile_ranks: RankList = care(
         "0", "ranks recorded by PROFILE_ITERS and MEMORY_SNAPSHOT, such as 0 or 0,3; all: every rank"
@@ -131,7 +122,6 @@ class ReliabilitySettings(OutputSettings):
         "",
         "iterations whose GPU memory allocations are recorded for pytorch.org/memory_viz, such as 10-12; "
         "empty: none",
-        measured="",
     )
 
     def problems(self) -> Iterator[str]:
