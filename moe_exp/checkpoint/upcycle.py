@@ -96,7 +96,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     if granularity > 1:
         shards = f"{copies} copies of each of {granularity} shards of the dense MLP"
         what = f"{shards}, router in {copies} virtual groups"
-    assert config.router_weights_sum is not None  # config/sections/backends.py
+    assert config.router_weights_sum is not None  # config/sections/moe.py
     what += f", second projection scaled by {granularity / config.router_weights_sum:g}"
     return f"upcycled from {folder}: {sum(config.moe_layers)} MoE layers with {what}"
 
@@ -116,7 +116,7 @@ def _fill(layer: int, experts: MegatronExperts, dense: Mapping[str, LogicalTenso
             count, index = (size, rank) if name == "bias2" else (granularity * size, shard * size + rank)
             parts = whole.chunk(halves if experts.gated else 1, axis)
             tensors[name] = torch.cat([part.chunk(count, axis)[index] for part in parts], axis)
-    assert config.router_weights_sum is not None  # config/sections/backends.py
+    assert config.router_weights_sum is not None  # config/sections/moe.py
     filled = experts_of(shards, local, granularity=granularity, weights_sum=config.router_weights_sum)
     for name, parameter in parameters.items():
         parameter.copy_(filled[name])

@@ -296,7 +296,7 @@ def run_from_hf(arguments: argparse.Namespace) -> int:
     from moe_exp.data.download.sources import model_source
 
     if arguments.verify:
-        from moe_exp.inference.verify import check_transformers, compare
+        from moe_exp.inference.model import check_transformers, compare
 
         check_transformers()
     source, origin, ignored = Path(arguments.source), "", arguments.ignore_field

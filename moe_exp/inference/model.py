@@ -1,13 +1,19 @@
-"""A trained model in this process (`moe_exp.load_model`)."""
+"""A trained model in this process (`moe_exp.load_model`), and a comparison of a converted model with that of
+transformers, layer by layer (`convert from-hf --verify`).
+"""
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
+from moe_exp.checkpoint.hf.model_folder import read_json
+from moe_exp.checkpoint.hf.mxfp4 import is_mxfp4
 from moe_exp.config import setting_error
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine import runtime
@@ -15,6 +21,9 @@ from moe_exp.host.files import expanded
 from moe_exp.inference.generate import Generated, GenerateRequest, Sampling, generate, plan_generation
 from moe_exp.inference.ranks import Layout, Stage, batch_size_of, check_files, config_for_use, load_model
 from moe_exp.inference.text import decoder_of, encode, tokenizer_for
+
+NUM_TOKENS = 64
+LIMIT = 1e-4  # relative, in fp32; the models tested have at most 4e-7
 
 
 class Model:
@@ -118,3 +127,56 @@ class Model:
 
     def _text_tokenizer(self) -> TextTokenizer:
         return tokenizer_for(saved_config(self.folder), self._tokenizer, order=saved_order(self.folder))
+
+
+def check_transformers() -> None:
+    """Checks that transformers is installed; ValueError if not."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        rule, fix = "requires transformers, which is not installed", "pip install transformers, or omit it"
+        raise setting_error("verify", True, rule, fix) from None
+
+
+@torch.no_grad()
+def compare(source: Path, target: Path) -> tuple[list[str], bool]:
+    """Runs both models in fp32 on random tokens; returns lines for the user, and whether the logits agree.
+
+    Args:
+        source: Hugging Face folder.
+        target: checkpoints folder that was converted from it.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    model = Model(target, dtype="fp32")
+    config, parts = model.config, model.module
+    length = min(NUM_TOKENS, config.seq_len)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    found: list[Tensor] = []  # outputs of the embedding, the layers but the last, the final norm; logits
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        found.append(hidden.transpose(0, 1).float().cpu())
+
+    for part in (parts.embedding, *list(parts.decoder.layers)[:-1], parts.decoder.final_layernorm):
+        part.register_forward_hook(keep)
+    found.append(model.score(tokens))
+    runtime.stop()
+    is_packed = is_mxfp4(read_json(source / "config.json"))
+    options = {"quantization_config": Mxfp4Config(dequantize=True)} if is_packed else {}
+    theirs: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options).eval()
+    result = theirs(tokens.clamp(max=theirs.config.vocab_size - 1), output_hidden_states=True)
+    layers = [f"layer {number}" for number in range(1, config.num_layers)]
+    names = ["embedding", *layers, "last layer, norm", "logits"]
+    differences = {}
+    for name, ours, other in zip(names, found, (*result.hidden_states, result.logits), strict=True):
+        other = other[..., : ours.size(-1)]
+        norms = torch.linalg.vector_norm(ours - other), torch.linalg.vector_norm(other)
+        differences[name] = float(norms[0] / norms[1])
+    agrees = differences["logits"] <= LIMIT
+    lines = [f"{length} random tokens in fp32, relative difference from transformers:"]
+    lines += [f"  {name:<20}{value:.1e}" for name, value in differences.items()]
+    begins = next((name for name, value in differences.items() if not value <= LIMIT), "")
+    lines.append(f"differs from {begins} on (limit {LIMIT:.0e})" if begins else "the models agree")
+    return lines, agrees

@@ -44,13 +44,21 @@ from moe_exp.runs.summary import finish_run
 from moe_exp.training import samples as data
 from moe_exp.training.console import end_logging, setup_logging
 from moe_exp.training.interval import Interval, out_of_memory_text
-from moe_exp.training.loss_guard import GuardEnd, IterationEnd, LossGuard, samples_without_skips
+from moe_exp.training.loss_guard import GuardEnd, LossGuard, samples_without_skips
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.microbatch import start_graphs
 from moe_exp.training.recordings import Recorder, dump, is_dumped
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
-from moe_exp.training.step import Job, Step, agree_with_all_ranks, forward_backward, settle, train_step
+from moe_exp.training.step import (
+    IterationEnd,
+    Job,
+    Step,
+    agree_with_all_ranks,
+    forward_backward,
+    settle,
+    train_step,
+)
 from moe_exp.watch.excluded_nodes import exclude_list
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
@@ -231,7 +239,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
             )
             # Read during the next iteration what is not needed at once: the GPU idles while the host waits.
             ends = [late()] if late else []
-            at_once = is_due(config, iteration) or any(end.stop or not end.done.updated for end in ends)
+            at_once = is_due(config, iteration) or any(end.stop or not end.step.updated for end in ends)
             if at_once:
                 settle(job, progress, interval, step)
             valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
@@ -351,7 +359,7 @@ def mean_valid_loss(job: Job) -> float:
 def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:
     """Logs the interval that ends with `step`. Called by every rank."""
     record = interval.record(
-        progress, learning_rate=job.trained.scheduler.get_lr({}), grad_norm=step.done.grad_norm,
+        progress, learning_rate=job.trained.scheduler.get_lr({}), grad_norm=step.grad_norm,
         num_zeros=step.num_zeros, loss_scale=float(job.trained.optimizer.get_loss_scale()),
     )  # fmt: skip
     if metrics is not None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_exp.checkpoint.format.folders import iteration_folder, iteration_of, iterations, set_latest
 from moe_exp.checkpoint.integrity import find_source
@@ -33,6 +33,7 @@ from moe_exp.runs.run_folder import RunFolder, read_rollbacks
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.replica_checks import GradientCheck, ReplicaError
 from moe_exp.training.spikes import LEVEL_WINDOW, Spike, SpikeDetector, SpikeEnd
+from moe_exp.training.step import IterationEnd, Step
 from moe_exp.watch.excluded_nodes import exclude_if_possible, exclude_list
 from moe_exp.watch.hangs import heartbeat
 
@@ -49,25 +50,6 @@ class GuardEnd(RuntimeError):
     def __init__(self, line: str, code: int):
         super().__init__(line)
         self.exit_code = code
-
-
-class Iteration(NamedTuple):
-    """The batch of an iteration, and whether it changed the weights."""
-
-    iteration: int
-    first_sample: int
-    batch_size: int  # samples of all ranks
-    updated: bool
-    grad_norm: float | None  # before clipping
-
-
-class IterationEnd(NamedTuple):
-    """Results of an iteration, the same on every rank."""
-
-    done: Iteration
-    stop: str  # key of STOP_REASONS if any rank was asked to end the run, else empty
-    is_writing: bool  # whether any rank is still writing checkpoint files
-    lm_loss: float  # cross entropy, nats, mean over the counted tokens; NaN without any
 
 
 class LossGuard:
@@ -91,11 +73,11 @@ class LossGuard:
         self._detector = None if config.spike_action == "none" else SpikeDetector(progress.spike_windows)
         self._stage = samples.stage_at(max(0, progress.consumed_samples - 1)).number
         self._num_bad = 0
-        self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
+        self._recent: deque[Step] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
 
     def check(self, progress: Progress, end: IterationEnd) -> None:
         """Checks an iteration; raises GuardEnd on every rank if the run must end or restart."""
-        done = end.done
+        done = end.step
         self._recent.append(done)
         # A skipped step has a norm if the norm is not finite. Without a norm fp16 has overflowed, which
         # counts only if the loss scaler cannot lower its scale further.
@@ -160,7 +142,7 @@ class LossGuard:
             progress.spike_windows = self._detector.state()
 
     def _bad_step(self, progress: Progress, end: IterationEnd) -> None:
-        config, done = self._config, end.done
+        config, done = self._config, end.step
         if self._num_bad == 1:
             values = {"loss": end.lm_loss, "grad_norm": done.grad_norm}
             # JSON has neither NaN nor infinity
@@ -244,13 +226,13 @@ class LossGuard:
         line = f"rolled back to iteration {done['back_to']}, before the spike, {text}"
         raise GuardEnd(f"{line}; the same command resumes from that iteration", code)
 
-    def _stream(self, iterations: Sequence[Iteration]) -> tuple[Range, ...]:
+    def _stream(self, iterations: Sequence[Step]) -> tuple[Range, ...]:
         """Samples of the iterations, as ranges of sample numbers in the stream."""
         ends = [(done.first_sample, done.first_sample + done.batch_size) for done in iterations]
         return merged(pair for first, end in ends for pair in stream_ranges(first, end, self._skipped))
 
     @heartbeat.during("rollback")
-    def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
+    def _batches(self, iterations: Sequence[Step]) -> dict[str, Any]:
         """Event fields about the batches: their samples and, per file, up to 1000 of their documents."""
         # Only rank 0 writes events, and looking up documents may build the order of a whole epoch.
         if self._metrics is None:

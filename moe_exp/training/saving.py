@@ -19,8 +19,8 @@ from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
 from moe_exp.host.files import is_url
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.loss_guard import IterationEnd
 from moe_exp.training.metrics import Metrics
+from moe_exp.training.step import IterationEnd
 from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,6 @@ from moe_exp.layers.kernels.launch import KernelFailure
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.interval import Interval, PhaseTimers, timed
-from moe_exp.training.loss_guard import Iteration, IterationEnd
 from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
 from moe_exp.training.replica_checks import GradientCheck
 from moe_exp.watch.hangs import heartbeat
@@ -57,14 +57,25 @@ class Job:
 
 @dataclass
 class Step:
-    """One iteration on this rank."""
+    """One iteration on this rank. `updated` and `grad_norm` are the same on every rank; set by `complete`."""
 
+    iteration: int
     first_sample: int
     batch_size: int  # samples of all ranks
     losses: Sequence[Tensor]  # per micro-batch as logged by `run_schedule`; empty except on the last stage
     num_zeros: float | None  # zeros in the gradient, if counted
     late_norm: Callable[[], list[float]] | None  # waits for the gradient norm, which decides on the step
-    done: Iteration = field(init=False)  # results, the same on every rank; set by `complete`
+    updated: bool = field(init=False)  # whether the weights have changed
+    grad_norm: float | None = field(init=False)  # before clipping
+
+
+class IterationEnd(NamedTuple):
+    """Results of an iteration, the same on every rank."""
+
+    step: Step
+    stop: str  # key of STOP_REASONS if any rank was asked to end the run, else empty
+    is_writing: bool  # whether any rank is still writing checkpoint files
+    lm_loss: float  # cross entropy, nats, mean over the counted tokens; NaN without any
 
 
 def train_step(
@@ -107,7 +118,7 @@ def train_step(
     interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops)
     zeros = None if num_zeros is None else float(num_zeros)
     late_norm = start_copy(grad_norm.view(1)) if updated is None else None
-    step = Step(first_sample, batch_size, losses, zeros, late_norm)
+    step = Step(progress.iteration, first_sample, batch_size, losses, zeros, late_norm)
     if late_norm is None:
         norm = None if grad_norm is None else float(grad_norm)
         complete(job, progress, interval, step, updated=bool(updated), norm=norm)
@@ -125,7 +136,7 @@ def complete(
     job: Job, progress: Progress, interval: Interval, step: Step, *, updated: bool, norm: float | None
 ) -> None:
     """Advances the schedule and the weight average after a step, or counts it as skipped."""
-    step.done = Iteration(progress.iteration, step.first_sample, step.batch_size, updated, norm)
+    step.updated, step.grad_norm = updated, norm
     progress.skipped_iterations += not updated
     interval.num_skipped += not updated
     if updated:
@@ -151,7 +162,7 @@ def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -
         *counts, writing, loss, num_counted = values()
         given = next((reason for reason, count in zip(STOP_REASONS, counts, strict=True) if count), "")
         lm_loss = loss / num_counted if num_counted else math.nan
-        return IterationEnd(step.done, given, bool(writing), lm_loss)
+        return IterationEnd(step, given, bool(writing), lm_loss)
 
     return read
 

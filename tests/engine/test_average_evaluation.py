@@ -57,7 +57,7 @@ def trained(settings: dict[str, Any], port: int, folder: str) -> dict[str, Any]:
     # fp16 begins with steps that are skipped, until the loss scale fits
     for iteration in range(1, 30 if job.config.dtype == "fp16" else 6):
         step = loop.train_step(job, progress, interval, count_zeros=False)
-        norms.append((step.done.grad_norm, [float(total / count) for total, count in step.losses]))
+        norms.append((step.grad_norm, [float(total / count) for total, count in step.losses]))
         if iteration % 2 == 1:
             loop.validate(job, progress, metrics)
     if folder:

@@ -52,7 +52,7 @@ def trained(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
         with _broken(job, fault) if has_fault else contextlib.nullcontext():
             step = loop.train_step(job, progress, interval, count_zeros=True)
         rate = job.trained.optimizer.param_groups[0]["lr"]
-        found["steps"].append((step.done.updated, step.done.grad_norm, rate))
+        found["steps"].append((step.updated, step.grad_norm, rate))
         found["states"].append(before == _state(job))
     found["state"] = _state(job)
     buffers = [pair for chunk in job.trained.model for pair in chunk.named_buffers()]

@@ -38,9 +38,9 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
         step = loop.train_step(job, progress, interval, count_zeros=False)
         parts = job.trained.optimizer.chained_optimizers
         found["scales"].append([float(part.get_loss_scale()) for part in parts])
-        found["updated"].append(step.done.updated)
-        found["grad_norms"].append(step.done.grad_norm)
-        return step.done.updated
+        found["updated"].append(step.updated)
+        found["grad_norms"].append(step.grad_norm)
+        return step.updated
 
     while not iterate():
         pass

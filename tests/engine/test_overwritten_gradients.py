@@ -44,7 +44,7 @@ def trained(settings: dict[str, Any], zeroed: bool, port: int) -> list[Step]:
         chunk.zero_grad_buffer = reset_and_spoil
     interval, progress, steps = Interval(job.config, job.runtime, model), Progress(), []
     for _ in range(2):
-        done = loop.train_step(job, progress, interval, count_zeros=False).done
+        done = loop.train_step(job, progress, interval, count_zeros=False)
         steps.append(_step(job, progress, interval, done.grad_norm))
     assert bool(num_nan) == (not zeroed and job.config.expert_backend == "triton")
     runtime.stop()

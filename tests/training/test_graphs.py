@@ -110,7 +110,7 @@ def trained(settings: dict[str, Any], port: int, with_graphs: bool) -> list[Step
     for step in range(num_steps):
         if step == num_steps // 2:  # without graphs, and with averaged weights if there are any
             loop.validate(job, progress, None)
-        done = loop.train_step(job, progress, interval, count_zeros=False).done
+        done = loop.train_step(job, progress, interval, count_zeros=False)
         average_weights(job, progress, interval)
         steps.append(_step(job, progress, interval, done.grad_norm))
     for one in StandIn.made:

@@ -19,8 +19,9 @@ from moe_exp.config import Config
 from moe_exp.data.samples.dataset import DataStage, SampleStream
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.loss_guard import GuardEnd, Iteration, IterationEnd, LossGuard
+from moe_exp.training.loss_guard import GuardEnd, LossGuard
 from moe_exp.training.spikes import Spike, SpikeDetector
+from moe_exp.training.step import IterationEnd, Step
 from moe_exp.watch.hangs import heartbeat
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,6 +43,14 @@ def curve(folder: Path) -> list[tuple[int, float, float]]:
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
     return [record for record in records(folder, "event") if record["event"] == name]
+
+
+def done_step(
+    iteration: int, first_sample: int, batch_size: int, updated: bool, grad_norm: float | None
+) -> Step:
+    step = Step(iteration, first_sample, batch_size, [], None, None)
+    step.updated, step.grad_norm = updated, grad_norm
+    return step
 
 
 def run_without(settings: dict[str, Any], skipped: list[int], port: int) -> None:
@@ -174,7 +183,7 @@ def test_bad_steps_count_in_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr("moe_exp.training.loss_guard._ranges_text", lambda ranges: "")
 
     def make(iteration: int, updated: bool) -> None:
-        done = Iteration(iteration, 4 * iteration, 4, updated, 1.0 if updated else math.nan)
+        done = done_step(iteration, 4 * iteration, 4, updated, 1.0 if updated else math.nan)
         guard.check(None, IterationEnd(done, "", False, 2.0))
 
     for iteration, updated in enumerate([False, False, True, False, False, True, False, False], start=1):
@@ -201,7 +210,7 @@ def test_a_stage_of_other_data_is_no_spike(consumed, tmp_path):
         guard = LossGuard(config, None, RunFolder(tmp_path), None, samples, progress, None, list)
         guard._spike = lambda spike, *_, told=told: told.append(spike)
         for step, loss in list(enumerate(losses, 1))[consumed // 4 :]:
-            done = Iteration(step, 4 * (step - 1), 4, True, 1.0)
+            done = done_step(step, 4 * (step - 1), 4, True, 1.0)
             guard.check(progress, IterationEnd(done, "", False, loss))
     assert not found[160] and found[10**6][0].first_iteration == 41
 
@@ -235,7 +244,7 @@ def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):
     assert not folder.exit_file.exists()
 
 
-def roll_back(recent: list[Iteration], go_back: Any, monkeypatch: Any, path: Path, **settings: Any) -> None:
+def roll_back(recent: list[Step], go_back: Any, monkeypatch: Any, path: Path, **settings: Any) -> None:
     """Has a guard roll back a spike of iteration 7."""
     monkeypatch.setattr("moe_exp.training.loss_guard.from_first_rank", lambda make: 0)
     monkeypatch.setattr("moe_exp.training.loss_guard.go_back", go_back)
@@ -250,7 +259,7 @@ def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
     """A watch that took reading all checkpoints for a hang would end every rollback."""
     seen = []
     monkeypatch.setattr(heartbeat, "_heart", Namespace(phase="end_of_iteration", enter=seen.append))
-    recent = [Iteration(6, 20, 4, True, 1.0), Iteration(7, 24, 4, True, 1.0)]
+    recent = [done_step(6, 20, 4, True, 1.0), done_step(7, 24, 4, True, 1.0)]
     roll_back(recent, lambda *_, **__: seen.append("go_back") or "none", monkeypatch, tmp_path)
     assert seen == ["rollback", "go_back", "end_of_iteration"]
 
@@ -271,7 +280,7 @@ def test_a_spike_right_after_a_start_goes_back_to_before_that_start(settings, sa
         calls.append((iteration, list(samples)))
         return "there is no whole checkpoint"
 
-    recent = [Iteration(7, 24, 4, True, 1.0)]  # the start was at 6
+    recent = [done_step(7, 24, 4, True, 1.0)]  # the start was at 6
     roll_back(recent, go_back, monkeypatch, tmp_path, gbsz=16, seq_len=32, **settings)
     # and if there is none before it, to that of the start
     assert calls == [(6, samples), (7, samples)]

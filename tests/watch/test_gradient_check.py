@@ -116,7 +116,7 @@ def curve_of(
         except ReplicaError as error:
             return found, str(error), list(error.hosts), progress.checked
         loop.settle(job, progress, interval, step)
-        facts = {"learning_rate": 0.0, "grad_norm": step.done.grad_norm, "num_zeros": None, "loss_scale": 1.0}
+        facts = {"learning_rate": 0.0, "grad_norm": step.grad_norm, "num_zeros": None, "loss_scale": 1.0}
         record = interval.record(progress, **facts)
         times = ("timers", "elapsed", "tokens_per_second", "tflops", "eta", "memory", "peak_memory")
         found.append({name: value for name, value in record.items() if not name.startswith(times)})

@@ -6,7 +6,7 @@ from typing import Literal
 
 from moe_exp.config.choices import OFFLOADED, RECOMPUTED, RECOMPUTED_IN_MOE
 from moe_exp.config.errors import choices, divisors, multiples, problem
-from moe_exp.config.sections.backends import BackendSettings
+from moe_exp.config.sections.moe import ExpertSettings
 from moe_exp.config.setting_types import (
     NonNegative,
     NumRanks,
@@ -25,7 +25,7 @@ from moe_exp.config.setting_types import (
 SIZE_MULTIPLES = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
-class ParallelSettings(BackendSettings):
+class ParallelSettings(ExpertSettings):
     """Settings of the section Parallelism."""
 
     tp: NumRanks = layout(1, "tensor-parallel size; sizes above 1 turn on sequence parallelism")

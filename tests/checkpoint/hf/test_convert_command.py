@@ -16,7 +16,7 @@ from helpers.hf.tiny_models import save_tokenizer, tiny_folder, weights_of
 from helpers.jsonl import BinIdxWriter
 from moe_exp.cli import main
 from moe_exp.config.loading import load_config
-from moe_exp.inference.verify import compare
+from moe_exp.inference.model import compare
 
 
 def test_there_and_back(tmp_path, hf_folders, capsys, monkeypatch):

@@ -21,7 +21,7 @@ from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.checkpoint.hf.importing import from_hf
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.config.loading import load_config
-from moe_exp.inference.verify import compare
+from moe_exp.inference.model import compare
 
 TOKENS = RandomTokens(40, 250).batch(0, 2)
 CASES = [("deepseek_v3", 1, {}), ("glm4_moe", 2, {}), ("glm4_moe_lite", 1, {"tie_word_embeddings": True})]

@@ -39,7 +39,7 @@ def trained(settings: dict[str, Any], port: int, kernel: bool) -> list[Step]:
         for _ in range(3):
             step = loop.train_step(job, progress, interval, count_zeros=True)
             loop.settle(job, progress, interval, step)
-            steps.append(_step(job, progress, interval, step.done.grad_norm))
+            steps.append(_step(job, progress, interval, step.grad_norm))
     finally:
         one_iteration.run_schedule = finalize
     groups = [group for part in optimizer.chained_optimizers for group in part.optimizer.param_groups]

@@ -27,7 +27,7 @@ def trained(settings: dict[str, Any], port: int) -> list[Step]:
     for _ in range(2):
         step = loop.train_step(job, progress, interval, count_zeros=True)
         loop.settle(job, progress, interval, step)
-        steps.append(_step(job, progress, interval, step.done.grad_norm))
+        steps.append(_step(job, progress, interval, step.grad_norm))
         # the main weights have the gradients of the buffers, not copies of them
         places = {one.grad_data.untyped_storage().data_ptr() for one in buffers if one.grad_data.numel()}
         mains = [p for part in job.trained.optimizer.chained_optimizers for p in part.get_parameters()]

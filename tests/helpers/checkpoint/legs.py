@@ -113,7 +113,7 @@ def _run(leg: Leg, port: int) -> list[Step]:
     interval, steps = Interval(config, rank, job.trained.model), []
     for step in range(leg.steps + 1):
         if step:
-            grad_norm = loop.train_step(job, progress, interval, count_zeros=False).done.grad_norm
+            grad_norm = loop.train_step(job, progress, interval, count_zeros=False).grad_norm
             steps.append(_step(job, progress, interval, grad_norm))
         if progress.iteration in leg.saves:
             save(config, rank, leg.saves[progress.iteration], job.trained, progress)

@@ -53,7 +53,7 @@ def trained(settings: dict[str, Any], port: int) -> list[Step]:
     job = start_job(settings, port)
     interval, progress, steps = Interval(job.config, job.runtime, job.trained.model), Progress(), []
     for _ in range(2):
-        done = loop.train_step(job, progress, interval, count_zeros=False).done
+        done = loop.train_step(job, progress, interval, count_zeros=False)
         steps.append(_step(job, progress, interval, done.grad_norm))
     runtime.stop()
     return steps
