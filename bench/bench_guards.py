@@ -74,7 +74,7 @@ class Guarded(Ours):
         with heartbeat.during("profile"):
             self.recorder.end(progress.iteration)
         stop = self.rules.reason(progress.iteration)
-        self.guard.check(progress, loop.agree_with_all_ranks(job, step, stop, is_writing=False)())
+        self.guard.check(progress, loop.end_iteration(job, step, stop, is_writing=False)())
         return in_step, time.perf_counter() - begin
 
 

@@ -14,7 +14,6 @@ from moe_exp.commands.parsers import JSON, arg, command, flag, memory_bytes, pri
 if TYPE_CHECKING:
     from moe_exp.checkpoint.tools.diff import Comparison
 
-# Commands import the library when they run, so that `moe-exp --help` is fast.
 _CHECKPOINT = "iter_ folder, checkpoints folder or run folder"
 _PATH = arg("path", _CHECKPOINT, Path)
 _ITERATION = arg("--iteration N", "iteration of the checkpoint (default: the newest)", int)

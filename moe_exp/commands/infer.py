@@ -17,8 +17,6 @@ from moe_exp.config import Config, raise_for, setting_error
 if TYPE_CHECKING:
     from moe_exp.engine.runtime import Runtime
 
-# Commands import the library when they run, so that `moe-exp --help` is fast.
-
 T = TypeVar("T")
 
 _SIZES = {"tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert tensor"}

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from moe_exp.planner.prediction import Constants
     from moe_exp.planner.search.topology import Candidate, Explanation, Search
 
-# Commands import the library when they run, so that `moe-exp --help` is fast.
 FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
 _PROFILE = arg("--profile FILE", "file with the planner's constants, written by moe-exp plan calibrate", Path)
 PLANNED = (  # arguments that describe the planned run

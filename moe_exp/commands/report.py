@@ -9,8 +9,6 @@ from pathlib import Path
 from moe_exp.commands.parsers import arg, command, flag, string, takes
 from moe_exp.config import problem, raise_for, setting_error
 
-# Commands import the library when they run, so that `moe-exp --help` is fast.
-
 _LONGEST_NAME = 255  # of a file, in bytes
 # Options that do not apply to a kind of report.
 _NOT_WITH = {

@@ -30,7 +30,7 @@ STOP_REASONS = {name: f"a rank received {name}" for name in ("SIGTERM", "SIGINT"
 
 
 class StopSignal:
-    """Stop signal that this rank has received; `step.agree_with_all_ranks` informs the other ranks."""
+    """Stop signal that this rank has received; `step.end_iteration` informs the other ranks."""
 
     reason = ""  # key of STOP_REASONS, or empty
 

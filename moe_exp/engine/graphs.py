@@ -116,6 +116,12 @@ def choose_graph(
     return ("off", found) if found else ("on", "forward and backward of a micro-batch are one launch")
 
 
+def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
+    """Sums of bits, int64 [number of tensors], which tell whether tensors are equal without copies of them."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64) for x in tensors])
+
+
 class MicrobatchGraphs:
     """Graphs of the micro-batches of this rank's model.
 
@@ -178,10 +184,8 @@ class MicrobatchGraphs:
                 with torch.enable_grad():
                     for _ in range(min(2, num_microbatches)):  # the second one adds to the gradients
                         logged = self.run(batch, num_microbatches)
-                # Sums of the bits: copies would need as much memory as the gradients.
                 results = [logged, *(p.main_grad for p in self._parameters)]
-                bits = torch.stack([x.view(torch.int32).sum(dtype=torch.int64) for x in results])
-                found.append((bits, torch.stack(torch._foreach_norm(results))))
+                found.append((bit_sums(results), torch.stack(torch._foreach_norm(results))))
         finally:
             self._zero()
             for x, value in before:

@@ -50,15 +50,7 @@ from moe_exp.training.microbatch import start_graphs
 from moe_exp.training.recordings import Recorder, dump, is_dumped
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
-from moe_exp.training.step import (
-    IterationEnd,
-    Job,
-    Step,
-    agree_with_all_ranks,
-    forward_backward,
-    settle,
-    train_step,
-)
+from moe_exp.training.step import IterationEnd, Job, Step, end_iteration, forward_backward, settle, train_step
 from moe_exp.watch.excluded_nodes import exclude_list
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
@@ -245,7 +237,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
             valid_loss = measure(job, progress, interval, metrics, recorder, step, is_logged=is_logged)
 
         # The only collective of the loop itself: all ranks agree whether to stop.
-        late = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saves.writer.is_writing)
+        late = end_iteration(job, step, rules.reason(iteration), is_writing=saves.writer.is_writing)
         if at_once:
             ends.append(late())
             late = None

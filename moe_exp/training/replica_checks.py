@@ -36,6 +36,7 @@ from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwr
 from moe_exp.config import Config
 from moe_exp.config.parameter_groups import are_alike, multiples_of
 from moe_exp.config.parameter_names import is_norm_or_bias
+from moe_exp.engine.graphs import bit_sums
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.optimizer_setup import parameter_names
@@ -389,9 +390,7 @@ class GradientCheck:
         # a number per parameter: a sum of bits, or where additions have no fixed order, a norm
         grads = [parameter.main_grad for parameter in self._parameters.values()]
         if self._bound == 0:
-            bits = {2: torch.int16, 4: torch.int32}
-            sums = [grad.view(bits[grad.element_size()]).sum(dtype=torch.int64) for grad in grads]
-            self._expected.append(torch.stack(sums))
+            self._expected.append(bit_sums(grads))
         else:
             self._expected.append(torch.stack(torch._foreach_norm(grads, dtype=torch.float32)).double())
 

@@ -144,7 +144,7 @@ def complete(
         average_weights(job, progress, interval)
 
 
-def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
+def end_iteration(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
     """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce.
 
     The returned function waits for them; `step` must be settled before its call.

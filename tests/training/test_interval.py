@@ -22,7 +22,7 @@ from moe_exp.engine.optimizer_setup import LearningRateScheduler, build_optimize
 from moe_exp.layers.experts import RoutedTokens
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval, expert_record
-from moe_exp.training.step import IterationEnd, agree_with_all_ranks
+from moe_exp.training.step import IterationEnd, end_iteration
 
 ITERATIONS = 2
 SETTINGS = {
@@ -230,7 +230,7 @@ def on_rank(stops: list[str], writing: list[bool], losses: list[list[tuple[float
     rank, groups = dist.get_rank(), SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0))
     job = SimpleNamespace(runtime=SimpleNamespace(groups=groups, device=torch.device("cpu")))
     step = SimpleNamespace(losses=[torch.tensor(loss) for loss in losses[rank]])
-    return agree_with_all_ranks(job, step, stops[rank], is_writing=writing[rank])()
+    return end_iteration(job, step, stops[rank], is_writing=writing[rank])()
 
 
 @pytest.mark.parametrize(

@@ -44,16 +44,6 @@ class Batches(NamedTuple):
     rampup: tuple[int, int, int] | None  # START, INCREMENT, SAMPLES
     train_iters: int
 
-    @property
-    def sizes(self) -> list[int]:
-        """Batch sizes of the ramp in order, GBSZ last. A run may skip a batch size whose part of the ramp is
-        shorter than one batch.
-        """
-        if self.rampup is None:
-            return [self.gbsz]
-        start, increment, _ = self.rampup
-        return [*range(start, self.gbsz, increment), self.gbsz]
-
     def size_at(self, consumed_samples: int) -> int:
         """Batch size of the next iteration after `consumed_samples`."""
         if self.rampup is None:
@@ -251,9 +241,10 @@ class LearningSettings(ParallelSettings):
             return f"GBSZ={self.gbsz} must be START plus a multiple of INCREMENT"
         if (self.gbsz - start) // increment > _MOST_RAMP_STEPS or samples > _MOST_RAMP_SAMPLES:
             return f"must have at most {_MOST_RAMP_STEPS} steps and {_MOST_RAMP_SAMPLES} samples"
-        step, sizes = self.mbsz * replicas, self.batches.sizes
-        for number, size in enumerate(sizes[:-1], start=1):
-            has = f"step {number} of {len(sizes)} has a batch of {size}"
+        # without GBSZ itself, the last; a run skips a size whose part of the ramp is shorter than one batch
+        step, sizes = self.mbsz * replicas, range(start, self.gbsz, increment)
+        for number, size in enumerate(sizes, start=1):
+            has = f"step {number} of {len(sizes) + 1} has a batch of {size}"
             if size % step:
                 return f"{has}, not a multiple of MBSZ*DP={self.mbsz}*{replicas}={step}"
             if self.vpp and size % (step * self.pp):
