@@ -138,7 +138,7 @@ def run_reshape(arguments: argparse.Namespace) -> None:
     ),
     arg(
         "--ema-decay X",
-        "with --weights ema: weight of a checkpoint relative to the next newer checkpoint (default: 0.9)",
+        "with --weights ema: weight of a checkpoint relative to the next newer checkpoint",
         default=0.9,
     ),
     JSON,
@@ -168,7 +168,7 @@ def run_average(arguments: argparse.Namespace) -> None:
     arg("a", _CHECKPOINT, Path),
     arg("b", "reference checkpoint: the relative difference of a tensor is ||a-b||/||b||", Path),
     flag("--optimizer", "also compare the optimizer state"),
-    arg("--top N", "number of tensors to show, largest differences first (default: 10)", default=10),
+    arg("--top N", "number of tensors to show, largest differences first", default=10),
     arg("--rtol X", "largest relative difference ||a-b||/||b|| for exit code 0 (default: 0)", default=0.0),
     JSON,
 )

@@ -54,17 +54,17 @@ SHUFFLE_TASKS = either(
 def execution(what_tasks: str) -> tuple[Argument, ...]:
     """The options that `execution_of` reads; `what_tasks` is the help text of --tasks."""
     return (
-        either("--executor NAME", "where tasks run: local, slurm or ray (default: local)", default="local"),
+        either("--executor NAME", "where tasks run: local, slurm or ray", default="local"),
         either("--tasks N", what_tasks, int),
         either("--workers N", "concurrent tasks (default: number of cores; unlimited on SLURM and Ray)", int),
         either("--partition", "partition of the SLURM jobs"),
-        either("--time", "time limit of each SLURM job (default: 24:00:00)", default="24:00:00"),
+        either("--time", "time limit of each SLURM job", default="24:00:00"),
         either("--qos", "quality of service (QOS) of the SLURM jobs"),
-        either("--cpus-per-task N", "CPUs per SLURM job or Ray task (default: 1)", default=1),
+        either("--cpus-per-task N", "CPUs per SLURM job or Ray task", default=1),
         either(
             "--mem-per-cpu GB", "memory per CPU of each SLURM job or Ray task (GB; default: 4)", default=4
         ),
-        either("--max-array-size N", "the SLURM cluster's MaxArraySize (default: 1001)", default=1001),
+        either("--max-array-size N", "the SLURM cluster's MaxArraySize", default=1001),
         either("--sbatch NAME=VALUE", "additional sbatch option (repeatable)", action="append", default=[]),
     )
 

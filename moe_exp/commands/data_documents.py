@@ -45,8 +45,8 @@ _SOURCE = (
 @takes(
     *_SOURCE,
     arg("--output-dir FOLDER", "folder for the files (default: data/<name>_raw)", Path),
-    arg("--max-workers N", "number of concurrent downloads (default: 8)", default=8),
-    arg("--retries N", "number of consecutive failures before giving up (default: 6)", default=6),
+    arg("--max-workers N", "number of concurrent downloads", default=8),
+    arg("--retries N", "number of consecutive failures before giving up", default=6),
     arg("--bandwidth MB/S", "bandwidth assumed by --dry-run (MB/s; default: 50)", float, default=50),
     flag("--dry-run", "print files, bytes, free disk space and time; write nothing"),
     flag("--start-over", "download everything again, at the newest commit of the revision"),
@@ -113,12 +113,8 @@ def run_download(arguments: argparse.Namespace) -> None:
     group(
         "shards",
         either("--seed", "random seed for shuffling and for held-out documents (default: 0)", default=0),
-        either("--nchunks N", "number of training shards (default: 32)", default=32),
-        either(
-            "--valid-fraction X",
-            "fraction of documents held out for validation (default: 0.005)",
-            default=0.005,
-        ),
+        either("--nchunks N", "number of training shards", default=32),
+        either("--valid-fraction X", "fraction of documents held out for validation", default=0.005),
         data.MEMORY,
     ),
     group(
@@ -160,7 +156,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 
 
 _HOW = (
-    arg("--text-field --text_field", "field that contains the text (default: text)", default="text"),
+    arg("--text-field --text_field", "field that contains the text", default="text"),
     flag("--skip-bad", "skip and count invalid lines instead of stopping"),
     flag("--start-over", "create the output again, even if settings or inputs have changed"),
     flag("--dry-run", "print the estimated resources; write nothing"),
@@ -173,10 +169,10 @@ _HOW = (
     arg("--output", "folder to create (default: the first input's name plus _shuffled)", Path),
     arg("--name", "prefix of the file names (default: the output's name without _shuffled)"),
     arg("--seed", "random seed (default: 0)", default=0),
-    arg("--shards", "number of training files (default: 32)", default=32, dest="num_shards"),
+    arg("--shards", "number of training files", default=32, dest="num_shards"),
     arg(
         "--valid-fraction",
-        "fraction of documents held out for validation, at least one document (default: 0.005)",
+        "fraction of documents held out for validation, at least one document",
         default=0.005,
     ),
     arg(

@@ -58,7 +58,7 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--allow-special", "encode special tokens in texts as special tokens (default: as ordinary text)"),
     arg(
         "--backend",
-        "tokenizer implementation; auto uses gigatoken if its results are identical (default: auto)",
+        "tokenizer implementation; auto uses gigatoken if its results are identical",
         choices=BACKENDS,
         default="auto",
     ),
@@ -244,8 +244,8 @@ def run_pull(arguments: argparse.Namespace) -> None:
 @takes(
     arg("path", "prefix of .bin/.idx files, JSONL file, or a folder of either", Path),
     arg("--tokenizer", "tokenizer.json or its folder, to show samples as text", Path),
-    arg("--samples", "number of documents to show (default: 3)", default=3),
-    arg("--text-field", "JSONL field that contains the text (default: text)", default="text"),
+    arg("--samples", "number of documents to show", default=3),
+    arg("--text-field", "JSONL field that contains the text", default="text"),
     arg(
         "--seq-len",
         "sequence length for which to report the share of cut documents (tokens; default: 4096)",
@@ -265,7 +265,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 @takes(
     arg("path", "folder, prefix or file created by moe-exp data", Path),
     arg("--against OTHER", "corpus to compare with instead of the manifest (documents in any order)", Path),
-    arg("--text-field", "JSONL field that contains the text, with --against (default: text)", default="text"),
+    arg("--text-field", "JSONL field that contains the text, with --against", default="text"),
 )
 def run_verify(arguments: argparse.Namespace) -> int:
     from moe_exp.data.verification import compare, verify

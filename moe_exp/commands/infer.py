@@ -31,7 +31,7 @@ _MODEL = (
         default="",
     ),
     *(
-        arg(f"--{name}", f"{what}-parallel size, independent of training (default: 1)", positive, default=1)
+        arg(f"--{name}", f"{what}-parallel size, independent of training", positive, default=1)
         for name, what in _SIZES.items()
     ),
     arg("--gpus-per-node N", "ranks per node (default: as the parallel sizes require)", positive, default=0),
@@ -135,7 +135,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
     string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes (default: as in training)"),
     flag("--allow-special", "treat <s> and other special tokens in a prompt as special tokens, not as text"),
-    arg("--max-new-tokens", "maximum number of new tokens per prompt (default: 128)", default=128),
+    arg("--max-new-tokens", "maximum number of new tokens per prompt", default=128),
     arg("--max-positions", "maximum sum of prompt and new tokens (default: SEQ_LEN of training)", default=0),
     arg("--temperature", "sampling temperature; 0: always the most probable token (default: 0)", default=0.0),
     arg("--top-k", "sample from the k most probable tokens; 0: all (default: 0)", default=0),
@@ -144,7 +144,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         "sample from the smallest set of tokens whose probabilities add up to this; 1: all (default: 1)",
         default=1.0,
     ),
-    arg("--seed", "random seed; results do not depend on the parallel layout (default: 1234)", default=1234),
+    arg("--seed", "random seed; results do not depend on the parallel layout", default=1234),
     repeated("--stop TEXT", "text at which generation stops; the text itself is not printed (repeatable)"),
     flag("--json", "print one JSON object per prompt, with tokens and log-probabilities"),
 )

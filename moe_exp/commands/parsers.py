@@ -60,7 +60,7 @@ def arg(words: str, about: str | None = None, kind: Kind | None = None, /, **opt
 
     Args:
         words: names and metavar of the argument, such as `--top N` or `source SRC`.
-        about: help text.
+        about: help text, to which a default that is neither 0 nor empty is appended unless it names another.
         kind: type of the value, or a function that parses the value (default: the type of a numeric
             `default`, else str).
         options: options of argparse's `add_argument`.
@@ -68,8 +68,11 @@ def arg(words: str, about: str | None = None, kind: Kind | None = None, /, **opt
     names = [word for word in words.split() if word.startswith("-")] or words.split()[:1]
     if metavar := words.split()[len(names) :]:
         options["metavar"] = metavar[0]
-    if kind is None and type(options.get("default")) in (int, float):
-        kind = type(options["default"])
+    default = options.get("default")
+    if kind is None and type(default) in (int, float):
+        kind = type(default)
+    if about and default and isinstance(default, str | int | float) and "default: " not in about:
+        about = f"{about} (default: {default})"
     options |= {"type": kind} if kind else {}
     return lambda parser: parser.add_argument(*names, help=about, **options)
 

@@ -85,7 +85,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
     argument_default=KEPT,
 )
 @takes(
-    arg("--top N", "number of layouts to show (default: 10)", default=10),
+    arg("--top N", "number of layouts to show", default=10),
     string("--explain TP=4,PP=12", "layout to explain: why it is rejected, or its time relative to the best"),
     string("--export FILE", "file to write the best layout to, as settings for --config (env: print them)"),
     arg("--rank N", "rank of the layout to export (default: 1, or the layout of --explain)", default=1),

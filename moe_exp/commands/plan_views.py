@@ -164,7 +164,7 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
 
 
 @command("plan nearest", "list the published runs most similar to these settings", argument_default=KEPT)
-@takes(*PLANNED, arg("--top N", "number of runs to show (default: 10)", default=10))
+@takes(*PLANNED, arg("--top N", "number of runs to show", default=10))
 def run_nearest(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import print_table
     from moe_exp.planner.search.topology import layout_words

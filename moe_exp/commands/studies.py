@@ -27,12 +27,10 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
     arg(
         "--match",
         "quantity that is equal for all models; flops: FLOPs per token, active-params: active parameters"
-        " (both with equally many training tokens), time: training time (default: flops)",
+        " (both with equally many training tokens), time: training time",
         default="flops",
     ),
-    arg(
-        "--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise (default: 1)", default=1
-    ),
+    arg("--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise", default=1),
     arg(
         "--seconds",
         "with --match time: training time per model (seconds; default: the MoE's time for TRAIN_ITERS)",
@@ -174,7 +172,7 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 
 
 @command("mup check", "check how outputs and their changes during training scale with width and experts")
-@takes(arg("--steps", "training iterations per model (default: 10)", default=10), *_of_mup(repeats=12))
+@takes(arg("--steps", "training iterations per model", default=10), *_of_mup(repeats=12))
 def run_mup_check(arguments: argparse.Namespace) -> int:
     """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch, and
     fits how each part's outputs and their changes scale with model size. Under muP, outputs and changes do
@@ -211,8 +209,8 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
 @command("mup transfer", "find the best learning rate at several model sizes and how much it changes")
 @takes(
     string("--lrs", "comma-separated learning rates (default: LR / 8 to LR * 8, by factors of 2)"),
-    arg("--jobs", "models trained concurrently (default: 1)", default=1),
-    arg("--out", "output folder (default: mup_transfer)", default="mup_transfer"),
+    arg("--jobs", "models trained concurrently", default=1),
+    arg("--out", "output folder", default="mup_transfer"),
     *_of_mup(repeats=3),
 )
 def run_mup_transfer(arguments: argparse.Namespace) -> int:

@@ -73,7 +73,7 @@ def run_preflight(arguments: argparse.Namespace) -> int:
     arg("file FILE", "list of excluded nodes, usually RUN_DIR/exclude_nodes.txt", Path),
     flag("--slurm", "print the list as the sbatch option --exclude=a,b (nothing if the list is empty)"),
     arg("--add HOST", "hosts to add to the list", nargs="+", default=[]),
-    arg("--reason", "reason recorded by --add (default: added by a user)", default="added by a user"),
+    arg("--reason", "reason recorded by --add", default="added by a user"),
     arg("--remove HOST", "hosts to remove from the list", nargs="+", default=[]),
 )
 def run_exclude(arguments: argparse.Namespace) -> None:
@@ -167,21 +167,17 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
         flag("--test-alert", "send a test alert to every channel; works before the run starts"),
     ),
     flag("--quiet", "print nothing about healthy runs"),
-    arg("--again TIME", "interval between repeated reports of a problem (default: 6h)", default="6h"),
+    arg("--again TIME", "interval between repeated reports of a problem", default="6h"),
     string(
         "--stuck TIME",
         "report a run as stuck after this time without a new record (default: derived from the run's speed)",
     ),
     arg(
         "--ahead TIME",
-        "report that a run needs more jobs when its remaining job time is below this (default: 24h)",
+        "report that a run needs more jobs when its remaining job time is below this",
         default="24h",
     ),
-    arg(
-        "--wait TIME",
-        "report a run with queued jobs when no job has run for this long (default: 24h)",
-        default="24h",
-    ),
+    arg("--wait TIME", "report a run with queued jobs when no job has run for this long", default="24h"),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
     group(
         "alert channels; passwords and webhook URLs are read only from files and environment variables",
@@ -255,7 +251,7 @@ def run_stacks(arguments: argparse.Namespace) -> None:
     ),
     arg("b", "reference checkpoint or dump for the relative errors", Path),
     flag("--weights-only", "skip the optimizer state of checkpoints"),
-    arg("--top N", "number of tensors to show, largest relative error first (default: 20)", default=20),
+    arg("--top N", "number of tensors to show, largest relative error first", default=20),
     arg("--rtol X", "relative error up to which tensors count as equal (default: 0)", default=0.0),
     JSON,
 )

@@ -117,7 +117,7 @@ def choose_graph(
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
-    """Sums of bits, int64 [number of tensors], which tell whether tensors are equal without copies of them."""
+    """Sums of bits, int64 [number of tensors], to compare tensors without copies of them."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64) for x in tensors])
 
