@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from moe_exp.commands.data import declare_steps, run_data_command
+from moe_exp.commands.data import data_guarded, declare_steps
 from moe_exp.commands.guard import ended_quietly, guarded
 from moe_exp.commands.parsers import ExactParser, add_parser
 
@@ -40,7 +40,7 @@ def _main(arguments: list[str]) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_exp").setLevel(logging.INFO)
     if args.command == "data":
-        return run_data_command(args)
+        return data_guarded(lambda: args.run(args))
     if args.command not in UNGUARDED:
         return guarded(lambda: args.run(args), f"moe-exp {args.command}")
     try:

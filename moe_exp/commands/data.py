@@ -89,12 +89,8 @@ def under_way(what: str = "") -> int:
     return UNDER_WAY
 
 
-def run_data_command(arguments: argparse.Namespace) -> int:
-    """Runs a command of `declare_steps`. An error that a user can fix is printed in one line; exit code 1."""
-    return _data_guard(lambda: arguments.run(arguments))
-
-
-def _data_guard(work: Callable[[], int | None]) -> int:
+def data_guarded(work: Callable[[], int | None]) -> int:
+    """Runs a command of `declare_steps` as `guarded` does, with fixes for invalid documents."""
     from moe_exp.data.kinds import BadDocument
 
     def explained() -> int | None:
@@ -127,4 +123,4 @@ def main(command: str, argv: Sequence[str] | None = None, *, prog: str | None = 
         arguments = chosen.parse_args(argv)
         return arguments.run(arguments)
 
-    return ended_quietly(lambda: _data_guard(work))
+    return ended_quietly(lambda: data_guarded(work))
