@@ -94,15 +94,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
     flag("--weights-only", "omit optimizer, schedule, random states and progress"),
     arg("--dtype", "data type of the weights (default: unchanged)", choices=("bf16", "fp32")),
     *(
-        arg(
-            f"--{one}s",
-            f"stacked: one key for all {one}s; single: one key per {one} (default: unchanged)",
-            choices=("stacked", "single"),
-        )
+        arg(f"--{one}s", f"stacked: one key for all {one}s; single: one key per {one} (default: unchanged)",
+            choices=("stacked", "single"))
         for one in ("layer", "expert")
     ),
     _ITERATION,
-)
+)  # fmt: skip
 def run_reshape(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.info import chosen
     from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
@@ -120,29 +117,19 @@ def run_reshape(arguments: argparse.Namespace) -> None:
 
 @command("ckpt average", "average the weights of checkpoints, as a replacement for learning-rate decay")
 @takes(
-    arg(
-        "sources source",
-        "iter_ folders, oldest first; a checkpoints or run folder stands for all its checkpoints",
-        Path,
-        nargs="+",
-    ),
+    arg("sources source",
+        "iter_ folders, oldest first; a checkpoints or run folder stands for all its checkpoints", Path,
+        nargs="+"),
     arg("target", "checkpoints folder to create; its checkpoint has no optimizer state", Path),
     arg("--last N", "average the newest N checkpoints per folder (default: all; with --ema: 1)", default=0),
     flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
-    arg(
-        "--weights NAME",
-        "weights, named after the learning rate decay that the average replaces: uniform (linear decay), "
-        "1-sqrt, cosine or inverse-sqrt; ema (see --ema-decay); or one number per checkpoint, such as 1,2,3 "
-        "(default: uniform)",
-        default="uniform",
-    ),
-    arg(
-        "--ema-decay X",
-        "with --weights ema: weight of a checkpoint relative to the next newer checkpoint",
-        default=0.9,
-    ),
+    arg("--weights NAME", "weights, named after the learning rate decay that the average replaces: uniform "
+        "(linear decay), 1-sqrt, cosine or inverse-sqrt; ema (see --ema-decay); or one number per "
+        "checkpoint, such as 1,2,3 (default: uniform)", default="uniform"),
+    arg("--ema-decay X", "with --weights ema: weight of a checkpoint relative to the next newer checkpoint",
+        default=0.9),
     JSON,
-)
+)  # fmt: skip
 def run_average(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.reshape import average, sources_of, weights_of
     from moe_exp.config import setting_error
@@ -229,16 +216,13 @@ def run_prune(arguments: argparse.Namespace) -> None:
 @command("ckpt shrink", "rewrite torch.save files that store more bytes than their tensors need")
 @takes(
     arg("path", "torch.save file, or a folder to search for such files", Path),
-    arg(
-        "--pattern GLOB",
-        "file names to search for in a folder (repeatable; default: *.pt *.pth *.bin)",
-        action="append",
-    ),
+    arg("--pattern GLOB", "file names to search for in a folder (repeatable; default: *.pt *.pth *.bin)",
+        action="append"),
     flag("--no-recursive", "do not search subfolders"),
     flag("--dry-run", "print the disk space that would be saved; write nothing"),
     arg("--out DIR", "folder for the smaller files (default: replace the original files)", Path),
     JSON,
-)
+)  # fmt: skip
 def run_shrink(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.format.folders import holds_checkpoints
     from moe_exp.checkpoint.tools.shrink import PATTERNS, shrink, torch_files
@@ -323,25 +307,16 @@ def run_from_hf(arguments: argparse.Namespace) -> int:
     arg("source SRC", "run folder, checkpoints folder or iter_ folder, in any layout", Path),
     arg("target DST", "Hugging Face folder to create", Path),
     _DTYPE,
-    arg(
-        "--weights",
+    arg("--weights",
         "model: the model's own weights; main: the optimizer's fp32 main weights (default: model)",
-        choices=("model", "main"),
-        default="model",
-    ),
-    arg(
-        "--max-shard-size SIZE",
-        "maximum size of a file; a larger tensor gets its own file (default: 5GB)",
-        memory_bytes,
-        default=5 * 10**9,
-    ),
+        choices=("model", "main"), default="model"),
+    arg("--max-shard-size SIZE", "maximum size of a file; a larger tensor gets its own file (default: 5GB)",
+        memory_bytes, default=5 * 10**9),
     arg("--tokenizer PATH", "tokenizer folder or tokenizer.json (default: TOKENIZER of the run)", Path),
-    arg(
-        "--like FOLDER",
+    arg("--like FOLDER",
         "Hugging Face folder that provides generation_config.json, token ids and max_position_embeddings",
-        Path,
-    ),
-)
+        Path),
+)  # fmt: skip
 def run_to_hf(arguments: argparse.Namespace) -> None:
     """Writes safetensors files, their index, config, generation config, tokenizer and a model card. Chooses
     the transformers architecture that is equivalent to the model. If no architecture is equivalent, prints

@@ -30,15 +30,12 @@ def run_list(_: argparse.Namespace) -> None:
 
 
 _SOURCE = (
-    arg(
-        "source",
-        "dataset name (see `moe-exp data list`), owner/name on the Hugging Face Hub, folder, file, or object"
-        " store URL (s3://, gs://, hf://)",
-    ),
+    arg("source", "dataset name (see `moe-exp data list`), owner/name on the Hugging Face Hub, folder, file, "
+        "or object store URL (s3://, gs://, hf://)"),
     repeated("--pattern GLOB", "files to use, instead of the registered patterns (repeatable)"),
     arg("--text-field NAME", "field that contains the text (default: as registered, otherwise text)"),
     arg("--revision", "branch, tag or commit of the dataset (default: as registered, otherwise main)"),
-)
+)  # fmt: skip
 
 
 @command("data download", "download a dataset's files from the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN)")
@@ -88,25 +85,13 @@ def run_download(arguments: argparse.Namespace) -> None:
         either("--max-chars N", "maximum length of a text (characters)", int),
         either("--limit N", "maximum number of documents to read", int),
         either("--dedup", "remove exact duplicates", action="store_true"),
-        either(
-            "--near-dedup OPTIONS",
-            "remove near duplicates, found by MinHash; OPTIONS such as '{hashes_per_bucket: 8}' are optional",
-            nargs="?",
-            const="{}",
-        ),
-        either(
-            "--filter FILTER",
-            "filter NAME, or 'NAME: {option: value}' (repeatable; see docs/corpus.md)",
-            action="append",
-            default=[],
-        ),
-        either(
-            "--decontaminate FILE",
-            "remove documents that share 12 consecutive words with a benchmark, given as a JSONL file of its"
-            " texts or as lm-eval:TASK (repeatable)",
-            action="append",
-            default=[],
-        ),
+        either("--near-dedup OPTIONS", "remove near duplicates, found by MinHash; OPTIONS such as "
+               "'{hashes_per_bucket: 8}' are optional", nargs="?", const="{}"),
+        either("--filter FILTER", "filter NAME, or 'NAME: {option: value}' (repeatable; see docs/corpus.md)",
+               action="append", default=[]),
+        either("--decontaminate FILE", "remove documents that share 12 consecutive words with a benchmark, "
+               "given as a JSONL file of its texts or as lm-eval:TASK (repeatable)", action="append",
+               default=[]),
         TEXT_DOCUMENTS,
         either("--skip-bad", "skip and count invalid documents instead of stopping", action="store_true"),
     ),
@@ -122,7 +107,7 @@ def run_download(arguments: argparse.Namespace) -> None:
         *execution("number of chunks (default: one per input file, at most 64)"),
         data.SHUFFLE_TASKS,
     ),
-)
+)  # fmt: skip
 def run_prepare(arguments: argparse.Namespace) -> int:
     """Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into
     DATA_DIR/NAME_shuffled. Repeat the command to resume. Exit code 75: SLURM jobs are under way; the last job
@@ -170,17 +155,10 @@ _HOW = (
     arg("--name", "prefix of the file names (default: the output's name without _shuffled)"),
     arg("--seed", "random seed (default: 0)", default=0),
     arg("--shards", "number of training files", default=32, dest="num_shards"),
-    arg(
-        "--valid-fraction",
-        "fraction of documents held out for validation, at least one document",
-        default=0.005,
-    ),
-    arg(
-        "--memory",
-        "memory budget such as 256MB or 8GB, in addition to the interpreter's 45 MB (default: a quarter of"
-        " the free memory)",
-        memory_bytes,
-    ),
+    arg("--valid-fraction", "fraction of documents held out for validation, at least one document",
+        default=0.005),
+    arg("--memory", "memory budget such as 256MB or 8GB, in addition to the interpreter's 45 MB (default: a "
+        "quarter of the free memory)", memory_bytes),
     TEXT_DOCUMENTS,
     *_HOW,
     group(
@@ -189,7 +167,7 @@ _HOW = (
             "number of tasks on separate cores or machines (default: 1, in-process; resume with the same N)"
         ),
     ),
-)
+)  # fmt: skip
 def run_shuffle(arguments: argparse.Namespace) -> int:
     """Shuffles documents globally into shards NAME.chunk.00.jsonl ... and NAME.val.jsonl. The result depends
     on the inputs and their order, --seed, --shards and --valid-fraction, but not on --memory or the machine.
@@ -228,18 +206,14 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
 @command("data merge", "merge shards into one JSONL file, without the validation file")
 @takes(
     arg("--input_dir --input-dir", "folder with the shards", Path, required=True),
-    arg(
-        "--valid_file_name --valid-file-name",
+    arg("--valid_file_name --valid-file-name",
         "validation file in the input folder, excluded from the merge (the suffix .jsonl is optional)",
-        required=True,
-    ),
-    arg(
-        "--output_file_name --output-file-name",
+        required=True),
+    arg("--output_file_name --output-file-name",
         "path of the merged file, or a name next to the input folder (the suffix .jsonl is optional)",
-        required=True,
-    ),
+        required=True),
     *_HOW,
-)
+)  # fmt: skip
 def run_merge(arguments: argparse.Namespace) -> None:
     """Merges the shards of a folder into one file next to the folder, INPUT_DIR/../OUTPUT_FILE_NAME.jsonl,
     for preprocess_data.py --input.

@@ -32,22 +32,14 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
 @takes(
     one_of(
         arg("--input PATH", f"files, folders or quoted patterns: {KINDS}", nargs="+"),
-        arg(
-            "--merge PREFIX", "prefixes of token files to merge in this order into --output-prefix", nargs="+"
-        ),
+        arg("--merge PREFIX", "prefixes of token files to merge in this order into --output-prefix",
+            nargs="+"),
         required=True,
     ),
-    arg(
-        "--output-prefix",
-        "output path without suffix; _KEY_document is appended, except with --merge",
-        required=True,
-    ),
-    arg(
-        "--json-keys KEY",
-        "fields to tokenize, each into its own files (default: text)",
-        nargs="+",
-        default=["text"],
-    ),
+    arg("--output-prefix", "output path without suffix; _KEY_document is appended, except with --merge",
+        required=True),
+    arg("--json-keys KEY", "fields to tokenize, each into its own files (default: text)", nargs="+",
+        default=["text"]),
     arg("--tokenizer-type", "tokenizer type, as named in Megatron", choices=TOKENIZER_TYPES),
     arg("--tokenizer-model", "tokenizer folder, tokenizer.json, name on the Hub, or SentencePiece .model"),
     arg("--vocab-file", "vocab.json of GPT2BPETokenizer"),
@@ -56,12 +48,8 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--prepend-bos", "begin every document with the beginning-of-sequence token"),
     arg("--eod-token", "end-of-document token, if the tokenizer's files do not define it"),
     flag("--allow-special", "encode special tokens in texts as special tokens (default: as ordinary text)"),
-    arg(
-        "--backend",
-        "tokenizer implementation; auto uses gigatoken if its results are identical",
-        choices=BACKENDS,
-        default="auto",
-    ),
+    arg("--backend", "tokenizer implementation; auto uses gigatoken if its results are identical",
+        choices=BACKENDS, default="auto"),
     TEXT_DOCUMENTS,
     _SKIP_BAD,
     _START_OVER,
@@ -78,7 +66,7 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
         flag("--split-sentences", argparse.SUPPRESS),
         about="accepted for compatibility",
     ),
-)
+)  # fmt: skip
 def run_tokenize(arguments: argparse.Namespace) -> int:
     """Tokenizes documents into PREFIX_text_document.bin/.idx. --workers and --tasks do not affect
     their contents. Repeat the command to resume. Exit code 75: SLURM jobs are under way.
@@ -137,16 +125,13 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     arg("--eos-token", "end-of-document token (default: %(default)s)", default=EOD_TOKEN),
     arg("--bos-token", "beginning-of-document token (default: none)"),
     arg("--pad-token", "padding token (default: none)"),
-    arg(
-        "--max-megabytes",
-        "maximum text to train on (MB), taking the same fraction of each file (default: %(default)s)",
-        float,
-        default=1000,
-    ),
+    arg("--max-megabytes",
+        "maximum text to train on (MB), taking the same fraction of each file (default: %(default)s)", float,
+        default=1000),
     TEXT_DOCUMENTS,
     _SKIP_BAD,
     _START_OVER,
-)
+)  # fmt: skip
 def run_train_tokenizer(arguments: argparse.Namespace) -> None:
     """Trains a byte-level BPE tokenizer. Streams the text; memory grows with the number of distinct words."""
     same = ("vocab_size", "json_key", "eos_token", "bos_token", "pad_token", "skip_bad", "start_over")
@@ -246,13 +231,10 @@ def run_pull(arguments: argparse.Namespace) -> None:
     arg("--tokenizer", "tokenizer.json or its folder, to show samples as text", Path),
     arg("--samples", "number of documents to show", default=3),
     arg("--text-field", "JSONL field that contains the text", default="text"),
-    arg(
-        "--seq-len",
-        "sequence length for which to report the share of cut documents (tokens; default: 4096)",
-        default=4096,
-    ),
+    arg("--seq-len", "sequence length for which to report the share of cut documents (tokens; default: 4096)",
+        default=4096),
     JSON,
-)
+)  # fmt: skip
 def run_inspect(arguments: argparse.Namespace) -> None:
     from moe_exp.data.inspection import inspect_path, print_inspection
 

@@ -24,28 +24,20 @@ _SIZES = {"tp": "tensor", "pp": "pipeline", "ep": "expert", "etp": "expert tenso
 _NODES = {"nnodes": 1, "node_rank": 0, "master_addr": "localhost", "master_port": 23456}
 _MODEL = (
     arg("--checkpoint DIR", "iter_ folder, checkpoints folder or run folder", required=True),
-    arg(
-        "--dtype",
-        "data type for computation (default: as in training)",
-        choices=("fp32", "bf16", "fp16"),
-        default="",
-    ),
+    arg("--dtype", "data type for computation (default: as in training)", choices=("fp32", "bf16", "fp16"),
+        default=""),
     *(
         arg(f"--{name}", f"{what}-parallel size, independent of training", positive, default=1)
         for name, what in _SIZES.items()
     ),
     arg("--gpus-per-node N", "ranks per node (default: as the parallel sizes require)", positive, default=0),
-    arg(
-        "--threads-per-rank N",
-        "PyTorch threads per rank (default: an equal share of the cores)",
-        positive,
-        default=0,
-    ),
+    arg("--threads-per-rank N", "PyTorch threads per rank (default: an equal share of the cores)", positive,
+        default=0),
     *(
         arg(f"--{name.replace('_', '-')}", f"as in moe-exp train (default: ${name.upper()}, or {default})")
         for name, default in _NODES.items()
     ),
-)
+)  # fmt: skip
 _DOCUMENT_MASK = arg(
     "--document-mask",
     "restrict attention to each document, as with DOCUMENT_MASK (default: as in training)",
@@ -82,45 +74,24 @@ def run_score(arguments: argparse.Namespace) -> int:
 @command("eval", "measure loss, perplexity and bits per byte on held-out tokens")
 @takes(
     *_MODEL,
-    arg(
-        "--data PREFIX",
-        "prefixes of .bin/.idx files; each gets a row in the table (default: the run's VALID_DATA, the"
-        " validation split of TRAIN_DATA, or the embedded corpus)",
-        nargs="+",
-        default=[],
-    ),
-    string(
-        "--data-of RUN",
-        "run whose validation data and sequence length are used instead of the checkpoint's own",
-    ),
-    flag(
-        "--allow-other-data",
-        "warn instead of failing if the data's manifest names a tokenizer other than the model's",
-    ),
+    arg("--data PREFIX", "prefixes of .bin/.idx files; each gets a row in the table (default: the run's "
+        "VALID_DATA, the validation split of TRAIN_DATA, or the embedded corpus)", nargs="+", default=[]),
+    string("--data-of RUN",
+           "run whose validation data and sequence length are used instead of the checkpoint's own"),
+    flag("--allow-other-data",
+         "warn instead of failing if the data's manifest names a tokenizer other than the model's"),
     arg("--samples N", "number of SEQ_LEN-token sequences per prefix, from its start (default: all)", int),
     flag("--by-document", "evaluate each document separately instead of joining all documents"),
-    arg(
-        "--experts N",
-        "count the tokens per expert for each --data prefix, and show the N most specialized experts per"
-        " layer (if N is omitted: 8)",
-        int,
-        nargs="?",
-        const=8,
-    ),
+    arg("--experts N", "count the tokens per expert for each --data prefix, and show the N most specialized "
+        "experts per layer (if N is omitted: 8)", int, nargs="?", const=8),
     arg("--batch-size", "sequences per batch (default: as many as fit in 256 MB of logits)", int),
-    flag(
-        "--capacity",
-        "drop tokens above the expert capacity and skip sequences shorter than SEQ_LEN, as in training"
-        " (MOE_TYPE=moe)",
-    ),
+    flag("--capacity", "drop tokens above the expert capacity and skip sequences shorter than SEQ_LEN, as in "
+         "training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
-    string(
-        "--tokenizer",
-        "tokenizer for bits per byte: tokenizer.json, its folder, a .model file, or bytes (default: as in"
-        " training)",
-    ),
+    string("--tokenizer", "tokenizer for bits per byte: tokenizer.json, its folder, a .model file, or bytes "
+           "(default: as in training)"),
     flag("--json", "print one JSON object"),
-)
+)  # fmt: skip
 def run_eval(arguments: argparse.Namespace) -> int:
     from moe_exp.inference.evaluate import EvalRequest, plan_evaluation, print_evaluated
 
@@ -139,15 +110,13 @@ def run_eval(arguments: argparse.Namespace) -> int:
     arg("--max-positions", "maximum sum of prompt and new tokens (default: SEQ_LEN of training)", default=0),
     arg("--temperature", "sampling temperature; 0: always the most probable token (default: 0)", default=0.0),
     arg("--top-k", "sample from the k most probable tokens; 0: all (default: 0)", default=0),
-    arg(
-        "--top-p",
+    arg("--top-p",
         "sample from the smallest set of tokens whose probabilities add up to this; 1: all (default: 1)",
-        default=1.0,
-    ),
+        default=1.0),
     arg("--seed", "random seed; results do not depend on the parallel layout", default=1234),
     repeated("--stop TEXT", "text at which generation stops; the text itself is not printed (repeatable)"),
     flag("--json", "print one JSON object per prompt, with tokens and log-probabilities"),
-)
+)  # fmt: skip
 def run_generate(arguments: argparse.Namespace) -> int:
     from moe_exp.inference.generate import GenerateRequest, Sampling, plan_generation, print_generated
 

@@ -30,22 +30,14 @@ PLANNED = (  # arguments that describe the planned run
     add_arguments,
 )
 _GOODPUT = (
-    arg(
-        "--mtbf-hours H",
+    arg("--mtbf-hours H",
         "mean time between failures of one node (hours); also estimates goodput and the best SAVE_INTERVAL",
-        float,
-    ),
-    arg(
-        "--restart-minutes M",
-        "time from a failure to the next iteration (minutes; with --mtbf-hours; default: 15)",
-        float,
-    ),
-    arg(
-        "--save-seconds S",
-        "time of one save (seconds; with --mtbf-hours; default: checkpoint size at 1 GB/s per node)",
-        float,
-    ),
-)
+        float),
+    arg("--restart-minutes M",
+        "time from a failure to the next iteration (minutes; with --mtbf-hours; default: 15)", float),
+    arg("--save-seconds S",
+        "time of one save (seconds; with --mtbf-hours; default: checkpoint size at 1 GB/s per node)", float),
+)  # fmt: skip
 # An omitted flag must not override one given before the subcommand: `moe-exp plan --tp 4 run`.
 KEPT = argparse.SUPPRESS
 
@@ -195,13 +187,9 @@ def _doubt(chosen: Candidate, found: Search) -> str:
 @takes(
     arg("--runs CSV", "table of measured runs", Path, required=True),
     arg("--out FILE", "file to write the fitted constants to, for --profile", Path, required=True),
-    arg(
-        "--prior FILE",
-        "profile whose constants are the priors of the fit, for a new device with few runs",
-        Path,
-        default=None,
-    ),
-)
+    arg("--prior FILE", "profile whose constants are the priors of the fit, for a new device with few runs",
+        Path, default=None),
+)  # fmt: skip
 def run_calibrate(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.calibration import calibrate, doubts, profile_text

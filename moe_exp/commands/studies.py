@@ -18,28 +18,19 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
 
 @command("compare", "train dense and MoE models with the same budget and write a report")
 @takes(
-    string(
-        "--runs",
-        "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense, unless two or"
-        " more --variant are given)",
-    ),
+    string("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense, "
+           "unless two or more --variant are given)"),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
-    arg(
-        "--match",
-        "quantity that is equal for all models; flops: FLOPs per token, active-params: active parameters"
-        " (both with equally many training tokens), time: training time",
-        default="flops",
-    ),
+    arg("--match", "quantity that is equal for all models; flops: FLOPs per token, active-params: active "
+        "parameters (both with equally many training tokens), time: training time", default="flops"),
     arg("--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise", default=1),
-    arg(
-        "--seconds",
+    arg("--seconds",
         "with --match time: training time per model (seconds; default: the MoE's time for TRAIN_ITERS)",
-        default=0.0,
-    ),
+        default=0.0),
     arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
     flag("--dry-run", "print the models, their sizes and the expected time; start and write nothing"),
     add_arguments,
-)
+)  # fmt: skip
 def run_compare(arguments: argparse.Namespace) -> int:
     """Trains the models one after another with the same budget and writes their final losses. The dense model
     gets the MLP width that matches the MoE. Repeat the command to run the remaining models. RUN_NAME names
@@ -63,11 +54,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
     "train dense and MoE models at several sizes, fit scaling laws and predict the loss of the largest",
 )
 @takes(
-    arg(
-        "definition",
+    arg("definition",
         "YAML file with the rungs (model sizes), or the name of a built-in ladder (default: --sizes)",
-        nargs="?",
-    ),
+        nargs="?"),
     arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; also sets depth, tokens and LR"),
     arg("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense)"),
     arg("--variant NAME:SETTING=VALUE,...", _VARIANT, action="append"),
@@ -79,7 +68,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
     flag("--dry-run", "print the rungs; start and write nothing"),
     add_arguments,
-)
+)  # fmt: skip
 def run_ladder(arguments: argparse.Namespace) -> int:
     """Trains variants at several sizes with equal FLOPs per rung, fits each variant's loss over compute, and
     reports the effective speedup over the baseline with confidence intervals. The loss of the last rung is

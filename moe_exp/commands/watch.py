@@ -101,13 +101,11 @@ def run_exclude(arguments: argparse.Namespace) -> None:
 @command("watch blame", "find the node, rank and device that caused the errors in logs")
 @takes(
     arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
-    arg(
-        "--exclude FILE",
+    arg("--exclude FILE",
         "file to which hosts with hardware, driver or link faults are added, for the next jobs to avoid",
-        Path,
-    ),
+        Path),
     JSON,
-)
+)  # fmt: skip
 def run_blame(arguments: argparse.Namespace) -> None:
     from moe_exp.watch import blame
     from moe_exp.watch.excluded_nodes import exclude
@@ -168,15 +166,10 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     ),
     flag("--quiet", "print nothing about healthy runs"),
     arg("--again TIME", "interval between repeated reports of a problem", default="6h"),
-    string(
-        "--stuck TIME",
-        "report a run as stuck after this time without a new record (default: derived from the run's speed)",
-    ),
-    arg(
-        "--ahead TIME",
-        "report that a run needs more jobs when its remaining job time is below this",
-        default="24h",
-    ),
+    string("--stuck TIME", "report a run as stuck after this time without a new record (default: derived "
+           "from the run's speed)"),
+    arg("--ahead TIME", "report that a run needs more jobs when its remaining job time is below this",
+        default="24h"),
     arg("--wait TIME", "report a run with queued jobs when no job has run for this long", default="24h"),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
     group(
@@ -184,18 +177,14 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
         arg("--mail-to ADDRESSES", "e-mail recipients"),
         arg("--mail-from ADDRESS", "e-mail sender (default: moe-exp@HOST)"),
         arg("--smtp HOST:PORT", "SMTP server (default: localhost)"),
-        arg(
-            "--smtp-security",
-            "encryption of the SMTP connection (default: starttls)",
-            choices=("starttls", "tls", "none"),
-            default="starttls",
-        ),
+        arg("--smtp-security", "encryption of the SMTP connection (default: starttls)",
+            choices=("starttls", "tls", "none"), default="starttls"),
         arg("--smtp-user NAME", "SMTP user name; the password is read from $SMTP_PASSWORD or a file"),
         arg("--smtp-password-file FILE", "file whose first line is the SMTP password"),
         arg("--webhook-file FILE", "file whose first line is the webhook URL (default: $WATCH_WEBHOOK)"),
         arg("--alert-file FILE", "file to append alerts to"),
     ),
-)
+)  # fmt: skip
 def run_watchdog(arguments: argparse.Namespace) -> int:
     """Checks for each run whether its jobs are running or queued, whether training makes progress, when the
     run will end, when the disk will be full, and which events are new. Exit code 0: all runs are healthy;
@@ -244,17 +233,14 @@ def run_stacks(arguments: argparse.Namespace) -> None:
 
 @command("watch diff", "compare two checkpoints, or the dumps of two ranks or runs, tensor by tensor")
 @takes(
-    arg(
-        "a",
-        "checkpoint (iter_ folder, checkpoints folder or run folder), or tensor dump (see DUMP_ITERS)",
-        Path,
-    ),
+    arg("a", "checkpoint (iter_ folder, checkpoints folder or run folder), or tensor dump (see DUMP_ITERS)",
+        Path),
     arg("b", "reference checkpoint or dump for the relative errors", Path),
     flag("--weights-only", "skip the optimizer state of checkpoints"),
     arg("--top N", "number of tensors to show, largest relative error first", default=20),
     arg("--rtol X", "relative error up to which tensors count as equal (default: 0)", default=0.0),
     JSON,
-)
+)  # fmt: skip
 def run_diff(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.diff import compare
     from moe_exp.checkpoint.tools.info import chosen
@@ -291,21 +277,15 @@ def run_diff(arguments: argparse.Namespace) -> int:
 @command("watch storage", "recommend a save interval and estimate the disk space that a run requires")
 @takes(
     arg("run_folder RUN", "run folder, or a settings file (YAML or NAME=value lines)", Path),
-    arg(
-        "--mtbf HOURS",
-        "mean time between failures of one node (hours; default: from the run's events)",
-        float,
-    ),
+    arg("--mtbf HOURS", "mean time between failures of one node (hours; default: from the run's events)",
+        float),
     arg("--nodes N", "number of nodes by which --mtbf is divided (default: NNODES of the run)", int),
     arg("--save-seconds S", "time of one save (seconds; default: measured in the run)", float),
     arg("--iteration-seconds S", "time of one iteration (seconds; default: measured in the run)", float),
-    arg(
-        "--restart-seconds S",
-        "time from a failure to the next iteration (seconds; default: measured in the run)",
-        float,
-    ),
+    arg("--restart-seconds S",
+        "time from a failure to the next iteration (seconds; default: measured in the run)", float),
     JSON,
-)
+)  # fmt: skip
 def run_storage(arguments: argparse.Namespace) -> int:
     from moe_exp.host.progress import print_summary
     from moe_exp.runs.run_folder import RunFolder, existing_place
