@@ -186,10 +186,11 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str 
     Args:
         path: run folder, checkpoints folder or iter_ folder.
         dtype: data type for computation: fp32, bf16 or fp16; empty: the training's.
-        tokenizer: file or folder of the tokenizer; empty: the training's.
+        tokenizer: tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: the
+            training's.
 
     Raises:
-        ValueError: if no usable checkpoint is found.
+        ValueError: if no usable checkpoint is found, or the process is one of several ranks.
         ModuleNotFoundError: if torch is not installed.
     """
     _package("torch", extra="train")

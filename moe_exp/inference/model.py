@@ -27,21 +27,14 @@ LIMIT = 1e-4  # relative, in fp32; the models tested have at most 4e-7
 
 
 class Model:
-    """A checkpoint's model on one GPU or on the CPU. It never drops tokens, even if the training did.
-
-    Args:
-        path: run folder, checkpoints folder or iter_ folder.
-        dtype: compute dtype, fp32, bf16 or fp16; empty: the training's.
-        tokenizer: tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: the
-            training's.
+    """A checkpoint's model on one GPU or on the CPU; takes the arguments of `moe_exp.load_model`. It never
+    drops tokens, even if the training did.
 
     Attributes:
         config: the model's settings.
         folder: iter_ folder of the checkpoint.
         module: Megatron's GPTModel, in eval mode.
 
-    Raises:
-        ValueError: if the checkpoint cannot be used, or the process is one of several ranks.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str = ""):
