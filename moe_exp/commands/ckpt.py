@@ -125,7 +125,7 @@ def run_reshape(arguments: argparse.Namespace) -> None:
     flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
     arg("--weights NAME", "weights, named after the learning rate decay that the average replaces: uniform "
         "(linear decay), 1-sqrt, cosine or inverse-sqrt; ema (see --ema-decay); or one number per "
-        "checkpoint, such as 1,2,3 (default: uniform)", default="uniform"),
+        "checkpoint, such as 1,2,3", default="uniform"),
     arg("--ema-decay X", "with --weights ema: weight of a checkpoint relative to the next newer checkpoint",
         default=0.9),
     JSON,
@@ -307,8 +307,7 @@ def run_from_hf(arguments: argparse.Namespace) -> int:
     arg("source SRC", "run folder, checkpoints folder or iter_ folder, in any layout", Path),
     arg("target DST", "Hugging Face folder to create", Path),
     _DTYPE,
-    arg("--weights",
-        "model: the model's own weights; main: the optimizer's fp32 main weights (default: model)",
+    arg("--weights", "model: the model's own weights; main: the optimizer's fp32 main weights",
         choices=("model", "main"), default="model"),
     arg("--max-shard-size SIZE", "maximum size of a file; a larger tensor gets its own file (default: 5GB)",
         memory_bytes, default=5 * 10**9),

@@ -31,7 +31,7 @@ def either(words: str, about: str, kind: Kind | None = None, /, **options: Any) 
 
 TEXT_DOCUMENTS = arg(  # same as the setting TEXT_DOCUMENTS
     "--text-documents",
-    "split text files into one document per file, or per block between blank lines (default: file)",
+    "split text files into one document per file, or per block between blank lines",
     choices=("file", "block"),
     default="file",
 )

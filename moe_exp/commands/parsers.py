@@ -157,7 +157,10 @@ def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handle
 def add_parser(subparsers: Any, path: str) -> ExactParser:
     """Adds the parser of a declared command and the parsers of its subcommands."""
     own = _declared[path]
-    texts = {"description": f"{own.about[0].upper()}{own.about[1:]}."}
+    texts: dict[str, Any] = {"description": f"{own.about[0].upper()}{own.about[1:]}."}
+    if (group := _declared.get(path.rpartition(" ")[0])) and group.run:
+        # an omitted flag must not override one given before the subcommand: `moe-exp plan --tp 4 run`
+        texts["argument_default"] = argparse.SUPPRESS
     if path in EXAMPLES:
         texts["epilog"] = "\n  ".join((_EXAMPLES, *EXAMPLES[path]))
     parser: ExactParser = subparsers.add_parser(path.split()[-1], help=own.about, **texts | own.options)

@@ -38,8 +38,6 @@ _GOODPUT = (
     arg("--save-seconds S",
         "time of one save (seconds; with --mtbf-hours; default: checkpoint size at 1 GB/s per node)", float),
 )  # fmt: skip
-# An omitted flag must not override one given before the subcommand: `moe-exp plan --tp 4 run`.
-KEPT = argparse.SUPPRESS
 
 
 @command(
@@ -49,7 +47,7 @@ KEPT = argparse.SUPPRESS
     " and flags.",
     usage="moe-exp plan [command] [flags] [settings as in moe-exp train]",
 )
-@command("plan run", "estimate memory, time and cost of a run (the default command)", argument_default=KEPT)
+@command("plan run", "estimate memory, time and cost of a run (the default command)")
 @takes(*_GOODPUT, *PLANNED)
 def run_plan(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.search.layout_text import parse_budget
@@ -74,7 +72,6 @@ def run_plan(arguments: argparse.Namespace) -> None:
     "plan search",
     "rank the layouts of a model on a number of GPUs",
     usage="moe-exp plan search [flags] [settings as in moe-exp train]",
-    argument_default=KEPT,
 )
 @takes(
     arg("--top N", "number of layouts to show", default=10),
@@ -183,7 +180,7 @@ def _doubt(chosen: Candidate, found: Search) -> str:
     return f"{rule}: training may run out of memory. Fix: try the layout for a few iterations{other}."
 
 
-@command("plan calibrate", "fit the planner's constants to measured runs", argument_default=KEPT)
+@command("plan calibrate", "fit the planner's constants to measured runs")
 @takes(
     arg("--runs CSV", "table of measured runs", Path, required=True),
     arg("--out FILE", "file to write the fitted constants to, for --profile", Path, required=True),
@@ -207,7 +204,7 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
     print(f"wrote {arguments.out}; use it with moe-exp plan ... --profile {shlex.quote(str(arguments.out))}")
 
 
-@command("plan predict", "predict memory and time of the runs in a CSV", argument_default=KEPT)
+@command("plan predict", "predict memory and time of the runs in a CSV")
 @takes(
     arg("--runs CSV", "table of runs; columns with results may be missing or empty", Path, required=True),
     arg("--out CSV", "file for the predictions (row_id,mem_gb,sec_per_it,oom)", Path, required=True),

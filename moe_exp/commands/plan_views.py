@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands import plan
 from moe_exp.commands.parsers import JSON, arg, command, print_json, string, takes
-from moe_exp.commands.plan import KEPT, PLANNED
+from moe_exp.commands.plan import PLANNED
 from moe_exp.config import Config, raise_for, setting_error
 from moe_exp.config.parsers import number_in
 from moe_exp.planner.hardware import Hardware, hardware_profiles, load_hardware
@@ -32,7 +32,7 @@ def _one_layout(arguments: argparse.Namespace) -> Loaded:
     return planned
 
 
-@command("plan explain", "draw the timeline of an iteration on every pipeline stage", argument_default=KEPT)
+@command("plan explain", "draw the timeline of an iteration on every pipeline stage")
 @takes(*PLANNED, arg("--svg FILE", "SVG file to draw the timeline to", Path, default=None))
 def run_explain(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically
@@ -59,9 +59,7 @@ def run_explain(arguments: argparse.Namespace) -> None:
 
 
 @command(
-    "plan roofline",
-    "list operations, arithmetic intensity, time and bottleneck of each part of a layer",
-    argument_default=KEPT,
+    "plan roofline", "list operations, arithmetic intensity, time and bottleneck of each part of a layer"
 )
 @takes(*PLANNED)
 def run_roofline(arguments: argparse.Namespace) -> None:
@@ -92,14 +90,10 @@ def run_roofline(arguments: argparse.Namespace) -> None:
     )
 
 
-@command(
-    "plan compare-hardware",
-    "find the best layout and its price on several kinds of devices",
-    argument_default=KEPT,
-)
+@command("plan compare-hardware", "find the best layout and its price on several kinds of devices")
 @takes(
     *PLANNED,
-    arg("--devices A,B", f"devices to compare (default: {','.join(_COMPARED)})", default=",".join(_COMPARED)),
+    arg("--devices A,B", "devices to compare", default=",".join(_COMPARED)),
     string("--prices A=X,B=Y", "prices per device-hour, in any currency, such as H100=2.1,B200=4"),
 )
 def run_compare_hardware(arguments: argparse.Namespace) -> None:
@@ -163,7 +157,7 @@ def run_compare_hardware(arguments: argparse.Namespace) -> None:
     print_table(f"PRESET={config.preset} on {config.world_size} devices, GBSZ={config.gbsz}", columns, rows)
 
 
-@command("plan nearest", "list the published runs most similar to these settings", argument_default=KEPT)
+@command("plan nearest", "list the published runs most similar to these settings")
 @takes(*PLANNED, arg("--top N", "number of runs to show", default=10))
 def run_nearest(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import print_table
@@ -202,7 +196,7 @@ def run_nearest(arguments: argparse.Namespace) -> None:
     print_table("published runs, most similar first; planned with the constants of this plan", columns, rows)
 
 
-@command("plan hardware", "list known devices with their specifications and sources", argument_default=KEPT)
+@command("plan hardware", "list known devices with their specifications and sources")
 @takes(arg("name", "name of a device (default: all)", nargs="?", default=""), JSON)
 def run_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter

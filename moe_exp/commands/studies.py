@@ -150,12 +150,11 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
     """Returns the arguments that `mup check` and `mup transfer` share."""
     experts_help = "values of NUM_EXPERTS at the first width, such as 8,16 (default: the given NUM_EXPERTS)"
     parts_help = "expert granularities at the first width, such as 1,2; each multiplies TOPK and NUM_EXPERTS"
-    widths = "64,128,256,512"
     return (
-        arg("--widths", f"HIDDEN_SIZE of the models (default: {widths})", default=widths),
+        arg("--widths", "HIDDEN_SIZE of the models", default="64,128,256,512"),
         string("--experts", experts_help),
         string("--granularities", parts_help),
-        arg("--repeats", f"number of seeds per model (default: {repeats})", int, default=repeats),
+        arg("--repeats", "number of seeds per model", int, default=repeats),
         add_arguments,
     )
 

@@ -177,7 +177,7 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
         arg("--mail-to ADDRESSES", "e-mail recipients"),
         arg("--mail-from ADDRESS", "e-mail sender (default: moe-exp@HOST)"),
         arg("--smtp HOST:PORT", "SMTP server (default: localhost)"),
-        arg("--smtp-security", "encryption of the SMTP connection (default: starttls)",
+        arg("--smtp-security", "encryption of the SMTP connection",
             choices=("starttls", "tls", "none"), default="starttls"),
         arg("--smtp-user NAME", "SMTP user name; the password is read from $SMTP_PASSWORD or a file"),
         arg("--smtp-password-file FILE", "file whose first line is the SMTP password"),
