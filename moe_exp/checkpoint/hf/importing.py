@@ -20,8 +20,7 @@ from moe_exp.checkpoint.hf import model_folder, tensor_rules
 from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES, OTHER_TYPES
 from moe_exp.checkpoint.hf.fields import Settings, UnsupportedModel, refuse
-from moe_exp.checkpoint.hf.model_folder import DTYPES, TORCH_DTYPES, Advance, ModelFolder
-from moe_exp.checkpoint.hf.mxfp4 import is_mxfp4
+from moe_exp.checkpoint.hf.model_folder import DTYPES, TORCH_DTYPES, Advance, ModelFolder, is_mxfp4
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.setting_types import as_given

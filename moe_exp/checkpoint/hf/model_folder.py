@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import first_few, unusable
-from moe_exp.checkpoint.hf.mxfp4 import BLOCKS, SCALES, is_mxfp4, unpacked
 from moe_exp.data.download.sources import LEGAL_FILES
 from moe_exp.data.tokens import tokenizer as tokenizers
 from moe_exp.data.tokens.manifests import DocumentTokens
@@ -36,6 +35,10 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 Advance = Callable[[int], None]  # called with the number of bytes converted since the last call
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# MXFP4 (OCP Microscaling Formats 1.0), the published format of gpt-oss: ends of the names of the two tensors
+# of a weight, and the numbers that the lower three of four bits mean.
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -132,23 +135,23 @@ class ModelFolder:
     def _take_packed(self) -> dict[str, StoredWeight]:
         """Replaces MXFP4 blocks and scales in `weights` with the weights that they encode."""
         packed: dict[str, StoredWeight] = {}
-        for name in [name.removesuffix(BLOCKS) for name in self.weights if name.endswith(BLOCKS)]:
-            blocks, scales = (self.weights.pop(name + end, None) for end in (BLOCKS, SCALES))
+        for name in [name.removesuffix(_BLOCKS) for name in self.weights if name.endswith(_BLOCKS)]:
+            blocks, scales = (self.weights.pop(name + end, None) for end in (_BLOCKS, _SCALES))
             if (
                 not blocks or not scales or {blocks.dtype, scales.dtype} != {"U8"}
                 or len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16)
             ):  # fmt: skip
-                rule = f"{name + BLOCKS}: must be U8 [..., 16] and have {name + SCALES} of type U8"
+                rule = f"{name + _BLOCKS}: must be U8 [..., 16] and have {name + _SCALES} of type U8"
                 raise unusable(self.path, rule, "download the published weights")
-            packed |= {name + BLOCKS: blocks, name + SCALES: scales}
+            packed |= {name + _BLOCKS: blocks, name + _SCALES: scales}
             experts, rows, num_blocks = scales.shape
             self.weights[name] = StoredWeight(blocks.file, (experts, 32 * num_blocks, rows), "BF16")
         return packed
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """Reads a tensor, or the slice at `index` on the first axis; ValueError if damaged."""
-        if name + BLOCKS in self._packed:
-            return unpacked(self.read(name + BLOCKS, index), self.read(name + SCALES, index))
+        if name + _BLOCKS in self._packed:
+            return unpacked(self.read(name + _BLOCKS, index), self.read(name + _SCALES, index))
         file = (self._packed.get(name) or self.weights[name]).file
         with self._opened(file) as opened:
             return opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
@@ -166,6 +169,25 @@ class ModelFolder:
             yield self._open[1]
         except SafetensorError as error:
             raise _damaged(path, f"is damaged ({' '.join(str(error).split())})") from None
+
+
+def is_mxfp4(fields: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that weights are in MXFP4."""
+    how = fields.get("quantization_config")
+    return isinstance(how, dict) and how.get("quant_method") == "mxfp4"
+
+
+def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Decodes an expert's weight in MXFP4 to [I, O] in bf16, which holds every value exactly.
+
+    Args:
+        blocks: [O, I / 32, 16], with two values of four bits per byte, the lower bits first.
+        scales: [O, I / 32], exponents of 2 plus 127.
+    """
+    values = torch.tensor([*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)])
+    of_byte = torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)  # [256, 2]
+    exponents = scales.int().unsqueeze(-1) - 127
+    return torch.ldexp(of_byte[blocks.int()].flatten(-2), exponents).flatten(-2).bfloat16().t()
 
 
 def read_json(path: Path) -> dict[str, Any]:

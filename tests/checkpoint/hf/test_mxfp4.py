@@ -14,7 +14,7 @@ from helpers.hf.tiny_models import their_logits, tiny_folder, weights_of
 from helpers.relative_error import assert_equal_to
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.importing import from_hf
-from moe_exp.checkpoint.hf.mxfp4 import unpacked
+from moe_exp.checkpoint.hf.model_folder import unpacked
 
 TOKENS = torch.randint(250, (2, 40), generator=torch.Generator().manual_seed(0))
 
