@@ -377,7 +377,7 @@ def choose_architecture(config: Config, preferred: Collection[str] = ()) -> Arch
     for architecture in sorted(ARCHITECTURES.values(), key=lambda one: one.name not in preferred):
         reasons = against[architecture.name] = []
         for name, trait in TRAITS.items():
-            if trait.of(config) not in architecture.traits.get(name, (trait.usual,)):
+            if trait.of(config) not in architecture.all_traits.get(name, (trait.usual,)):
                 values = (f"{setting.upper()}={getattr(config, setting)}" for setting in trait.settings)
                 reasons.append(" ".join(values) + trait.note)
         if not reasons:

@@ -4,11 +4,12 @@ configuration_*.py) and, for serving, against vLLM's vllm/model_executor/models/
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from moe_exp.checkpoint.hf import fields as rules
 from moe_exp.checkpoint.hf import layer_tensors as t
-from moe_exp.checkpoint.hf.fields import FieldRule, must_be, same
+from moe_exp.checkpoint.hf.fields import EITHER, WHOLE, FieldRule, must_be, same
 from moe_exp.checkpoint.hf.rotary_fields import rope, rotated_channels
 from moe_exp.checkpoint.hf.tensor_rules import ZERO_EXPERT_SIZE, TensorRule
 
@@ -21,9 +22,8 @@ class Architecture:
     model_type: str  # as in config.json; `architecture_of` also knows OTHER_TYPES
     fields: tuple[FieldRule, ...]  # rules for config.json
     tensors: tuple[TensorRule, ...]  # rules for the weights
-    # names of exporting.TRAITS to allowed values; default: the usual one
-    traits: Mapping[str, tuple[Any, ...]]
     defaults: Mapping[str, Any]  # field defaults of its configuration class; fields with None may be null
+    traits: rules.Traits = field(default_factory=dict)  # allowed values, if not those of the field rules
     settings: Mapping[str, Any] = field(default_factory=dict)  # that all models of this class share
     # other fields that may be null, to the meaning of null; None: the rules decide
     null: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +35,12 @@ class Architecture:
         """Whether config.json has a field for ROUTER_SCALING_FACTOR."""
         names = {name for rule in self.fields for name in rule.names}
         return bool(names & {"routed_scaling_factor", "router_scaling_factor", "route_scale"})
+
+    @property
+    def all_traits(self) -> rules.Traits:
+        """Allowed values by name in exporting.TRAITS; without a name, only the usual value is allowed."""
+        of_fields = (rule.traits.items() for rule in self.fields)
+        return dict(chain(*of_fields, self.traits.items()))
 
 
 def _read_causal(fields: rules.Fields) -> rules.Settings:
@@ -98,19 +104,11 @@ _QWEN_DEFAULTS = sized(
 SOFTMAX = {"router_score": "softmax"}
 SIGMOID = {"router_score": "sigmoid", "router_normalize": "true", "router_bias_update_rate": 1e-3}
 DENSE_MODEL = {"use_moe": False}
-_COMPRESSED = ("latent", "latent, queries whole")
 _LATENT = {"multi_latent_attention": True, "qk_norm": True}
-EITHER = (False, True)
-MULTIPLIERS = ("none", "of logits", "of embeddings", "any")
-WHOLE = ("as an expert", "of whole experts")  # widths of a shared expert
-ANY_LAYERS = ("all", "after the first", "mixed")
-NORMALIZED = ("softmax, normalized", "softmax over all")
-NORMALIZED_OR_NOT = ("softmax", *NORMALIZED)
-NORMED_HEADS = {"qk_norm": ("head",), "heads_fill_width": EITHER}
+NORMALIZED = {"routing": ("softmax, normalized", "softmax over all")}
+NORMED_HEADS = {"qk_norm": ("head",)}
 DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",)}
-_QWEN_TRAITS = {"moe_layers": ANY_LAYERS, "routing": NORMALIZED_OR_NOT}
-# of any pattern, with a rotary embedding in all layers
-WINDOWS = ("none", "all", "some", "some, others dense")
+SIGMOID_TRAITS = {"routing": ("sigmoid, normalized",), "expert_bias": EITHER}
 
 MIXTRAL = Architecture(
     "MixtralForCausalLM", "mixtral",
@@ -122,7 +120,7 @@ MIXTRAL = Architecture(
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=SOFTMAX | {"router_pre_softmax": False},
-    traits={"routing": NORMALIZED, "heads_fill_width": EITHER, "windows": WINDOWS[:2]},
+    traits=NORMALIZED,
     defaults=sized(
         131072, 8, 1e-5, head_dim=None, sliding_window=None, router_aux_loss_coef=0.001,
         router_jitter_noise=0.0,
@@ -137,7 +135,7 @@ OLMOE = Architecture(
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.PROJECTION_NORMS, *t.EXPERTS),
     settings=SOFTMAX | {"qk_norm": True, "qk_norm_scope": "all"},
-    traits={"qk_norm": ("all",), "routing": NORMALIZED_OR_NOT},
+    traits={"qk_norm": ("all",)},
     defaults=sized(
         4096, None, 1e-5, attention_bias=False, clip_qkv=None, norm_topk_prob=False,
         router_aux_loss_coef=0.01,
@@ -152,7 +150,7 @@ QWEN3_MOE = Architecture(
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE, *t.EXPERTS),
     settings=SOFTMAX | {"qk_norm": True},
-    traits=_QWEN_TRAITS | NORMED_HEADS | {"windows": WINDOWS[:2]},
+    traits=NORMED_HEADS,
     defaults=_QWEN_MOE_DEFAULTS | {"num_key_value_heads": 4, "attention_bias": False},
     null={"sliding_window": None},
 )  # fmt: skip
@@ -190,7 +188,7 @@ QWEN2_MOE = Architecture(
         *t.MODEL, *t.ATTENTION, *t.QKV_BIAS, *t.DENSE, *t.EXPERTS, *t.shared("shared_expert"), *t.SHARED_GATE
     ),
     settings=SOFTMAX,
-    traits=_QWEN_TRAITS | {"shared": ("none", "gated"), "qkv_bias": EITHER, "windows": WINDOWS},
+    traits={"shared": ("none", "gated"), "qkv_bias": EITHER},
     without_effect={r"model\.layers\.\d+\.mlp\.shared_expert(_gate)?\..*": "no_shared"},
     defaults=_QWEN_MOE_DEFAULTS | {
         "num_key_value_heads": 16, "qkv_bias": True, "max_window_layers": 28, "layer_types": None
@@ -214,17 +212,11 @@ _DEEPSEEK_FIELDS = (DENSE_WIDTH, EXPERT_WIDTH, *BIASED_ROUTING, _FIRST_DENSE)
 _INTERLEAVED = must_be(
     "rope_interleave", True, because="Megatron's latent attention rotates adjacent channels"
 )
-DEEPSEEK_TRAITS = {
-    "moe_layers": ("all", "after the first"), "routing": ("sigmoid", "sigmoid, normalized"),
-    "expert_bias": EITHER, "groups": (0, 2), "shared": WHOLE,
-}  # fmt: skip
-_PREDICTS = {"mtp": ("none", "MoE")}
 DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3",
     fields=(*common(), *_DEEPSEEK_FIELDS, NO_BIAS, rules.latent_attention, _INTERLEAVED, rules.PREDICTION),
     tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.DEEPSEEK_EXPERTS, *t.PREDICTION),
     settings=_LATENT,
-    traits=DEEPSEEK_TRAITS | _PREDICTS | {"attention": _COMPRESSED},
     defaults=sized(
         4096, 128, attention_bias=False, q_lora_rank=1536, rope_interleave=True, first_k_dense_replace=3,
         norm_topk_prob=True, routed_scaling_factor=2.5, n_group=8, topk_group=4, num_mtp_layers=1,
@@ -243,10 +235,7 @@ GLM4_MOE = Architecture(
     tensors=(
         *t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.HEAD_NORMS, *t.DENSE, *t.DEEPSEEK_EXPERTS, *t.PREDICTION
     ),
-    traits=DEEPSEEK_TRAITS | _PREDICTS | {
-        "qk_norm": ("none", "head"), "qkv_bias": EITHER, "rotates_whole_heads": EITHER,
-        "heads_fill_width": EITHER,
-    },
+    traits={"qk_norm": ("none", "head"), "qkv_bias": EITHER},
     defaults=sized(
         131072, 8, 1e-5, attention_bias=False, use_qk_norm=False, first_k_dense_replace=1,
         norm_topk_prob=True, routed_scaling_factor=1.0, n_group=1, topk_group=1, num_mtp_layers=1,
@@ -260,7 +249,7 @@ DOTS1 = Architecture(
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE, *t.DEEPSEEK_EXPERTS),
     settings={"qk_norm": True},
-    traits=DEEPSEEK_TRAITS | NORMED_HEADS | {"windows": WINDOWS},
+    traits=NORMED_HEADS,
     defaults=sized(
         2048, 32, attention_bias=False, first_k_dense_replace=0, norm_topk_prob=False,
         routed_scaling_factor=1.0, n_group=1, topk_group=1, sliding_window=4096, max_window_layers=62,
@@ -277,7 +266,7 @@ SOLAR_OPEN = Architecture(
         FieldRule(("intermediate_size",), lambda f: {}, lambda c: {}),  # of dense layers, which it lacks
     ),
     tensors=(*t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.DEEPSEEK_EXPERTS),
-    traits=DEEPSEEK_TRAITS | {"moe_layers": ("all",), "qkv_bias": EITHER, "heads_fill_width": EITHER},
+    traits={"qkv_bias": EITHER},
     defaults=sized(
         131072, 8, 1e-5, head_dim=128, attention_bias=False, norm_topk_prob=True, routed_scaling_factor=1.0,
         n_group=1, topk_group=1,
@@ -300,22 +289,18 @@ MINIMAX_M2 = Architecture(
         *t.expert_bias("block_sparse_moe.e_score_correction_bias", alias=t.BIAS_OF_BLOCK),
     ),
     settings=SIGMOID | {"qk_norm": True, "qk_norm_scope": "all"},
-    traits={
-        "qk_norm": ("all",), "routing": ("sigmoid, normalized",), "expert_bias": EITHER,
-        "rotates_whole_heads": EITHER, "heads_fill_width": EITHER,
-    },
+    traits=SIGMOID_TRAITS | {"qk_norm": ("all",)},
     defaults=sized(196608, 8, head_dim=128, router_aux_loss_coef=0.001, router_jitter_noise=0.0),
 )  # fmt: skip
 # DeepSeek-V3 with another field for the dense layers.
 GLM4_MOE_LITE = Architecture(
     "Glm4MoeLiteForCausalLM", "glm4_moe_lite",
     fields=(
-        *common(), DENSE_WIDTH, EXPERT_WIDTH, *BIASED_ROUTING, rules.dense_layers_by_type, NO_BIAS,
+        *common(), DENSE_WIDTH, EXPERT_WIDTH, *BIASED_ROUTING, rules.dense_layers_by_type(), NO_BIAS,
         rules.latent_attention, _INTERLEAVED, rules.PREDICTION,
     ),
     tensors=DEEPSEEK_V3.tensors,
     settings=_LATENT,
-    traits=DEEPSEEK_TRAITS | _PREDICTS | {"attention": _COMPRESSED, "moe_layers": ANY_LAYERS},
     defaults=sized(
         202752, 20, 1e-5, attention_bias=False, q_lora_rank=768, rope_interleave=True, mlp_layer_types=None,
         norm_topk_prob=True, routed_scaling_factor=1.8, n_group=1, topk_group=1,
@@ -328,9 +313,7 @@ AXK1 = replace(
     fields=tuple(rule for rule in GLM4_MOE_LITE.fields if rule is not rules.PREDICTION),
     tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.DEEPSEEK_EXPERTS, t.NORM_AFTER_MOE),
     settings=_LATENT | {"norm_placement": "around_moe"},
-    traits={
-        **GLM4_MOE_LITE.traits, "attention": ("latent",), "norm_placement": ("around_moe",), "mtp": ("none",)
-    },
+    traits={"attention": ("latent",), "norm_placement": ("around_moe",)},
     defaults={
         **GLM4_MOE_LITE.defaults, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
         "num_key_value_heads": 64, "q_lora_rank": 1536, "routed_scaling_factor": 2.5, "n_group": 8,
@@ -351,10 +334,7 @@ DEEPSEEK_V2 = Architecture(
     ),
     tensors=(*t.MODEL, *t.LATENT_ATTENTION, *t.DENSE, *t.EXPERTS, *t.shared("shared_experts")),
     settings=_LATENT | SOFTMAX,
-    traits=DEEPSEEK_TRAITS | {
-        "attention": _COMPRESSED, "routing": ("softmax", "softmax over all"), "expert_bias": (False,),
-        "groups": (0, 1),
-    },
+    traits={"routing": ("softmax", "softmax over all")},
     defaults=sized(
         2048, attention_bias=False, mlp_bias=False, head_dim=None, first_k_dense_replace=0, q_lora_rank=1536,
         n_group=None, topk_group=None, topk_method="greedy", norm_topk_prob=False, routed_scaling_factor=1.0,
@@ -366,7 +346,7 @@ HY_V3 = Architecture(
     fields=(
         *common(theta=11158840.0), *HEADS, NO_BIAS, NO_MLP_BIAS, DENSE_WIDTH, EXPERT_WIDTH, TOPK,
         same("num_experts|num_local_experts", "num_experts"), rules.shared_experts("num_shared_experts"),
-        same("router_scaling_factor", "router_scaling_factor"), rules.dense_layers_by_type,
+        same("router_scaling_factor", "router_scaling_factor"), rules.dense_layers_by_type(),
         rules.balancing("aux_loss_alpha"),
         must_be("enable_moe_fp32_combine", True, False, because="must be true or false"),
     ),
@@ -376,9 +356,7 @@ HY_V3 = Architecture(
         *t.expert_bias("mlp.expert_bias", alias=t.BIAS_OF_BLOCK), *t.shared("shared_mlp"),
     ),
     settings=SIGMOID | {"qk_norm": True},
-    traits=DEEPSEEK_TRAITS | NORMED_HEADS | {
-        "moe_layers": ANY_LAYERS, "routing": ("sigmoid, normalized",), "groups": (0,)
-    },
+    traits=SIGMOID_TRAITS | NORMED_HEADS,
     defaults=sized(
         131072, 8, 1e-5, initializer_range=0.006, head_dim=128, attention_bias=False, mlp_bias=False,
         router_scaling_factor=2.826, mlp_layer_types=None, enable_moe_fp32_combine=True,
@@ -403,10 +381,7 @@ ERNIE4_5_MOE = Architecture(
         ),
     ),
     settings=SOFTMAX | {"router_normalize": "true", "router_bias_update_rate": 1e-3},
-    traits={
-        "moe_layers": ("all", "after the first"), "heads_fill_width": EITHER, "routing": NORMALIZED,
-        "expert_bias": EITHER, "shared": ("none", *WHOLE),
-    },
+    traits=NORMALIZED | {"expert_bias": EITHER, "shared": ("none", *WHOLE)},
     defaults=_DEFAULTS_OF_ERNIE | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 4,
         "tie_word_embeddings": True, "use_bias": False, "moe_num_shared_experts": 2,
@@ -420,7 +395,7 @@ LLAMA = Architecture(
     fields=(*common(), *HEADS, NO_BIAS, NO_MLP_BIAS, DENSE_WIDTH),
     tensors=(*t.MODEL, *t.ATTENTION, *t.DENSE),
     settings=DENSE_MODEL,
-    traits=DENSE_TRAITS | {"heads_fill_width": EITHER},
+    traits=DENSE_TRAITS,
     defaults=sized(2048, head_dim=None, attention_bias=False, mlp_bias=False),
     null=NO_DROPOUT,
 )  # fmt: skip
@@ -430,7 +405,7 @@ QWEN3 = Architecture(
     fields=(*common(), *HEADS, NO_BIAS, DENSE_WIDTH, _WINDOWS_OF_QWEN),
     tensors=(*t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE),
     settings=DENSE_MODEL | {"qk_norm": True},
-    traits=DENSE_TRAITS | NORMED_HEADS | {"windows": WINDOWS},
+    traits=DENSE_TRAITS | NORMED_HEADS,
     defaults=_QWEN_DEFAULTS | {"head_dim": 128, "attention_bias": False},
     null={"num_key_value_heads": None, "sliding_window": None},
 )  # fmt: skip
@@ -455,7 +430,7 @@ FLEX_OLMO = Architecture(
     ),
     tensors=(*OLMO_ATTENTION, *t.EXPERTS[1:]),
     settings=SOFTMAX | OLMO_SETTINGS,
-    traits=OLMO_TRAITS | {"routing": NORMALIZED_OR_NOT},
+    traits=OLMO_TRAITS,
     defaults=sized(4096, attention_bias=False, norm_topk_prob=False, router_aux_loss_coef=0.01),
     null=NO_DROPOUT,
 )  # fmt: skip
@@ -481,10 +456,7 @@ HUNYUAN_MOE = Architecture(
         *t.shared("shared_mlp"),
     ),
     settings={**MIXTRAL.settings, "qk_norm": True, "qk_norm_scope": "rotated"},
-    traits={
-        "routing": NORMALIZED, "qk_norm": ("rotated",), "heads_fill_width": EITHER,
-        "shared": ("as an expert",),
-    },
+    traits=NORMALIZED | {"qk_norm": ("rotated",), "heads_fill_width": EITHER},
     defaults=sized(2048, None, 1e-5, attention_bias=False),
 )  # fmt: skip
 # Constant factors in the forward pass.
@@ -497,7 +469,7 @@ GRANITE = Architecture(
     fields=(*common(), *HEADS_BY_WIDTH, NO_BIAS, NO_MLP_BIAS, DENSE_WIDTH, *rules.MULTIPLIERS),
     tensors=LLAMA.tensors,
     settings=DENSE_MODEL,
-    traits=DENSE_TRAITS | {"multipliers": MULTIPLIERS},
+    traits=DENSE_TRAITS,
     defaults=_GRANITE_DEFAULTS | {"mlp_bias": False},
 )  # fmt: skip
 GRANITE_MOE = Architecture(
@@ -508,7 +480,7 @@ GRANITE_MOE = Architecture(
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.JOINED_EXPERTS),
     settings=MIXTRAL.settings,
-    traits={"routing": NORMALIZED, "multipliers": MULTIPLIERS},
+    traits=NORMALIZED,
     defaults=_GRANITE_DEFAULTS | {"router_aux_loss_coef": 0.001},
     null=NO_DROPOUT | {"router_aux_loss_coef": None},
 )  # fmt: skip
@@ -516,7 +488,7 @@ GRANITE_MOE_SHARED = replace(
     GRANITE_MOE, name="GraniteMoeSharedForCausalLM", model_type="granitemoeshared",
     fields=(*GRANITE_MOE.fields, same("shared_intermediate_size", "shared_expert_size")),
     tensors=(*GRANITE_MOE.tensors, *t.JOINED_SHARED),
-    traits={**GRANITE_MOE.traits, "shared": ("none", *WHOLE, "of another width")},
+    traits=NORMALIZED | {"shared": ("none", *WHOLE, "of another width")},
     defaults={**GRANITE_MOE.defaults, "shared_intermediate_size": 0},
 )  # fmt: skip
 
@@ -526,7 +498,7 @@ QWEN2 = Architecture(
     fields=(*common(), *HEADS_BY_WIDTH, DENSE_WIDTH, _WINDOWS_OF_QWEN),
     tensors=(*t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.DENSE),
     settings=DENSE_MODEL | {"qkv_bias": True},
-    traits=DENSE_TRAITS | {"qkv_bias": (True,), "windows": WINDOWS},
+    traits=DENSE_TRAITS | {"qkv_bias": (True,)},
     defaults=_QWEN_DEFAULTS, null=QWEN3.null,
 )  # fmt: skip
 MISTRAL = Architecture(
@@ -534,7 +506,7 @@ MISTRAL = Architecture(
     fields=(*common(), *HEADS, DENSE_WIDTH, rules.windows()),
     tensors=(*t.MODEL, *t.ATTENTION, *t.DENSE),
     settings=DENSE_MODEL,
-    traits=DENSE_TRAITS | {"heads_fill_width": EITHER, "windows": WINDOWS[:2]},
+    traits=DENSE_TRAITS,
     defaults=sized(131072, 8, head_dim=None, sliding_window=4096),
     null={"sliding_window": None},
 )  # fmt: skip

@@ -40,9 +40,8 @@ AFMOE = Architecture(
         *t.expert_bias("mlp.expert_bias"), *t.shared("shared_experts"),
     ),
     settings=f.SIGMOID | {"qk_norm": True, "attention_gate": True, "norm_placement": "around"},
-    traits=f.DEEPSEEK_TRAITS | f.NORMED_HEADS | {
-        "routing": ("sigmoid, normalized",), "groups": (0,), "gate": (True,), "norm_placement": ("around",),
-        "windows": w.ONLY_ROTATED, "multipliers": ("none", "of embeddings"),
+    traits=f.SIGMOID_TRAITS | f.NORMED_HEADS | {
+        "gate": (True,), "norm_placement": ("around",), "multipliers": ("none", "of embeddings")
     },
     defaults=f.sized(
         16384, None, 1e-5, head_dim=128, num_dense_layers=1, route_scale=1.0, global_attn_every_n_layers=4,
@@ -55,6 +54,7 @@ _LOGIT_SCALE = FieldRule(
     ("logit_scale",),
     lambda fields: {"logits_scaling": 1 / given(fields, "logit_scale")},
     lambda c: {"logit_scale": 1 / c.logits_scaling},
+    {"multipliers": ("none", "of logits")},
 )
 _NORMS_OF_COHERE = {"normalization": "LayerNorm", "norm_bias": False, "norm_placement": "parallel"}
 _COHERE = tuple(rule for rule in f.common() if "rms_norm_eps" not in rule.names)
@@ -75,10 +75,7 @@ COHERE2 = Architecture(
     ),
     tensors=(*t.MODEL, *t.ADJACENT_ATTENTION, *t.DENSE[1:]),
     settings=f.DENSE_MODEL | _NORMS_OF_COHERE,
-    traits=f.DENSE_TRAITS | {
-        "normalization": ("LayerNorm",), "norm_placement": ("parallel",), "windows": w.ONLY_ROTATED,
-        "multipliers": ("none", "of logits"),
-    },
+    traits=f.DENSE_TRAITS | {"normalization": ("LayerNorm",), "norm_placement": ("parallel",)},
     defaults=_DEFAULTS_OF_COHERE,
 )  # fmt: skip
 
@@ -140,7 +137,7 @@ COHERE2_MOE = replace(
         must_be("rope_scaling", None, because="transformers ignores this field, unlike rope_parameters"),
         must_be(_COMBINED, "average", "sum", because="must be average or sum"),
         must_be(_SCORE, "softmax", "sigmoid", because="must be softmax or sigmoid"), _of_cohere_moe,
-        w.layers_by_type(lambda fields: given(fields, _FIRST, 0)),
+        rules.dense_layers_by_type(lambda fields: given(fields, _FIRST, 0)),
         rules.windows(
             _has_window, "sliding_window_pattern", rotated=True, also_rotated=_rotates_dense, unused=4096
         ),
@@ -150,10 +147,8 @@ COHERE2_MOE = replace(
     settings={"norm_placement": "parallel"},
     traits={
         "normalization": ("LayerNorm", "RMSNorm"), "norm_placement": ("parallel",),
-        "windows": (*w.ONLY_ROTATED, "some, others dense", "rotated, and dense"),
-        "multipliers": ("none", "of logits"), "moe_layers": f.ANY_LAYERS,
-        "routing": ("softmax, normalized", "softmax over all", "sigmoid", "sigmoid, normalized"),
-        "shared": ("none", *f.WHOLE), "heads_fill_width": f.EITHER,
+        "windows": (*rules.ONLY_ROTATED, "some, others dense", "rotated, and dense"),
+        "routing": (*f.NORMALIZED["routing"], *rules.SIGMOID), "shared": ("none", *rules.WHOLE),
     },
     defaults=_DEFAULTS_OF_COHERE | {
         "head_dim": 128, "rms_norm_eps": None, "mlp_layer_types": None, _PREFIX: 1, "norm_topk_prob": True,
@@ -195,17 +190,16 @@ MIMO_V2_FLASH = Architecture(
         ),
         same("attention_value_scale", "value_scale"),
         same("n_routed_experts|num_local_experts", "num_experts"), f.TOPK, rules.SIGMOID_ROUTING,
-        rules.limited_groups(2), rules.balancing("aux_loss_alpha"), rules.dense_layers_by_type,
+        rules.limited_groups(2), rules.balancing("aux_loss_alpha"), rules.dense_layers_by_type(),
     ),
     tensors=(
         *t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.DENSE, *t.EXPERTS, *t.EXPERT_BIAS,
         t.sinks("self_attn.attention_sink_bias", "self_attn.sinks", "windowed"),
     ),
     settings={"attention_sinks": "windowed"},
-    traits=f.DEEPSEEK_TRAITS | {
-        "moe_layers": f.ANY_LAYERS, "qkv_bias": f.EITHER, "sinks": ("some",), "window_groups": (2,),
-        "value_heads": f.EITHER, "value_scale": f.EITHER, "heads_fill_width": f.EITHER,
-        "rotates_whole_heads": f.EITHER, "shared": ("none",), **w.ANY_BASE,
+    traits={
+        "qkv_bias": rules.EITHER, "sinks": ("some",), "window_groups": (2,), "value_heads": rules.EITHER,
+        "value_scale": rules.EITHER,
     },
     defaults=f.sized(
         131072, 4, 1e-5, head_dim=192, attention_bias=False, v_head_dim=128, sliding_window=129,

@@ -1,7 +1,6 @@
 """Tables of architectures with sliding windows, sinks or layers without rotary embedding."""
 
 from dataclasses import replace
-from typing import Any
 
 from moe_exp.checkpoint.hf import families as f
 from moe_exp.checkpoint.hf import fields as rules
@@ -10,20 +9,7 @@ from moe_exp.checkpoint.hf import rotary_fields as rotary
 from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.fields import FieldRule, given, must_be, same
 
-ONLY_ROTATED = ("all", "rotated")
 NUM_EXPERTS = same("num_experts|num_local_experts", "num_experts")
-
-
-def layers_by_type(num_dense: Any) -> FieldRule:
-    """dense_layers_by_type, but by default the first `num_dense(fields)` layers are dense."""
-    rule, name = rules.dense_layers_by_type, "mlp_layer_types"
-
-    def read(fields: rules.Fields) -> rules.Settings:
-        layers, first = given(fields, "num_hidden_layers"), num_dense(fields)
-        types = given(fields, name, ["dense"] * first + ["sparse"] * (layers - first))
-        return rule.read({**fields, name: types, "first_k_dense_replace": None})
-
-    return FieldRule(rule.names, read, rule.write)
 
 
 # Biases everywhere, sinks in all layers; transposed experts, gate and up alternating.
@@ -48,10 +34,7 @@ GPT_OSS = Architecture(
         "router_pre_softmax": False, "add_bias_linear": True, "activation": "clamped_swiglu",
         "attention_sinks": "all",
     },
-    traits={
-        "routing": f.NORMALIZED, "biases": (True,), "sinks": ("all",), "activation": ("clamped_swiglu",),
-        "heads_fill_width": f.EITHER, "windows": f.WINDOWS,
-    },
+    traits=f.NORMALIZED | {"biases": (True,), "sinks": ("all",), "activation": ("clamped_swiglu",)},
     defaults=f.sized(
         131072, 8, 1e-5, head_dim=64, sliding_window=128, layer_types=None, attention_bias=True,
         swiglu_alpha=1.702, swiglu_limit=7.0, router_aux_loss_coef=0.001,
@@ -70,7 +53,7 @@ EXAONE4 = Architecture(
     tensors=(*t.MODEL, *t.ATTENTION[1:], *t.HEAD_NORMS, *t.OUTPUT_NORMS, *t.DENSE[1:]),
     settings=f.DENSE_MODEL | {"qk_norm": True, "norm_placement": "post"},
     traits=f.DENSE_TRAITS | f.NORMED_HEADS | {
-        "norm_placement": ("post",), "windows": ("none", *ONLY_ROTATED)
+        "norm_placement": ("post",), "windows": ("none", *rules.ONLY_ROTATED)
     },
     defaults=f.sized(2048, 32, 1e-5, sliding_window=4096, sliding_window_pattern=4, layer_types=None),
     null={"sliding_window": None, "sliding_window_pattern": None},
@@ -83,14 +66,14 @@ EXAONE_MOE = Architecture(
         *f.common(), *f.HEADS, f.DENSE_WIDTH, f.EXPERT_WIDTH, NUM_EXPERTS, f.TOPK,
         rules.shared_experts("num_shared_experts"), rules.SIGMOID_ROUTING, rules.limited_groups(2),
         rules.balancing("aux_loss_alpha"), EXAONE4.fields[-1],
-        layers_by_type(lambda fields: given(fields, "first_k_dense_replace")),
+        rules.dense_layers_by_type(lambda fields: given(fields, "first_k_dense_replace")),
     ),
     tensors=(
         *t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE, *t.EXPERTS, *t.shared("shared_experts"),
         *t.expert_bias(t.BIAS_OF_BLOCK, alias="mlp.gate.e_score_correction_bias"),
     ),
     settings={"qk_norm": True},
-    traits=f.DEEPSEEK_TRAITS | f.NORMED_HEADS | {"moe_layers": f.ANY_LAYERS, "windows": ONLY_ROTATED},
+    traits=f.NORMED_HEADS,
     defaults={
         **EXAONE4.defaults, "first_k_dense_replace": 1, "mlp_layer_types": None, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1,
@@ -103,6 +86,7 @@ _NORMALIZED = FieldRule(
     ("norm_topk_prob",),
     lambda fields: {"router_normalize": "true" if given(fields, "norm_topk_prob") else "false"},
     lambda c: {"norm_topk_prob": c.router_weights_sum is not None},
+    {"routing": rules.SIGMOID},
 )
 FLINT = Architecture(
     "FlintForCausalLM", "flint",
@@ -122,16 +106,14 @@ FLINT = Architecture(
         t.sinks("self_attn.softmax_offset", alias="self_attn.sinks"),
     ),
     settings={"qk_norm": True, "router_score": "sigmoid", "attention_sinks": "all"},
-    traits=f.NORMED_HEADS | {
-        "moe_layers": f.ANY_LAYERS, "routing": ("sigmoid", "sigmoid, normalized"), "windows": ONLY_ROTATED,
-        "sinks": ("all",), "shared": (*f.WHOLE, "of another width"),
-    },
+    traits=f.NORMED_HEADS | {"sinks": ("all",), "shared": (*rules.WHOLE, "of another width")},
     defaults=f.sized(
         262144, 4, head_dim=128, sliding_window=513, layer_types=None, attention_bias=False,
         decoder_sparse_step=1, mlp_only_layers=None, norm_topk_prob=True, router_aux_loss_coef=0.0005,
     ),
 )  # fmt: skip
 # Dense; any layers without rotary embedding.
+_ANY_WINDOWS = {"windows": (*rules.WINDOWS, "rotated", "mixed")}
 SMOLLM3 = Architecture(
     "SmolLM3ForCausalLM", "smollm3",
     fields=(
@@ -140,7 +122,7 @@ SMOLLM3 = Architecture(
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.DENSE),
     settings=f.DENSE_MODEL,
-    traits=f.DENSE_TRAITS | {"windows": (*f.WINDOWS, "rotated", "mixed"), "heads_fill_width": f.EITHER},
+    traits=f.DENSE_TRAITS | _ANY_WINDOWS,
     defaults=f.sized(
         32768, 4, attention_bias=False, mlp_bias=False, tie_word_embeddings=True, use_sliding_window=False,
         sliding_window=None, no_rope_layers=None, no_rope_layer_interval=4, layer_types=None,
@@ -157,28 +139,24 @@ GRANITE_MOE_SWA = replace(
     ),
     tensors=(*t.MODEL, *t.ATTENTION, t.sinks("self_attn.sinks"), *t.JOINED_EXPERTS_OF_SWA, *t.JOINED_SHARED),
     settings={**f.GRANITE_MOE_SHARED.settings, "attention_sinks": "all"},
-    traits={
-        **f.GRANITE_MOE_SHARED.traits, "windows": SMOLLM3.traits["windows"], "sinks": ("all",),
-        "window_base": ("none", "plain"),
-    },
+    traits={**f.GRANITE_MOE_SHARED.traits, **_ANY_WINDOWS, "sinks": ("all",)},
     defaults={
         **f.GRANITE_MOE_SHARED.defaults, "sliding_window": 128, "layer_types": None, "layer_rope_theta": None
     },
 )  # fmt: skip
 # Rotary embeddings by kind of layer.
-ANY_BASE = {"windows": f.WINDOWS, "window_base": ("none", "plain", "beside scaling")}
 _LISTED = rules.windows(lambda i, fields: False, unused=1024)
 MELLUM = Architecture(
     "MellumForCausalLM", "mellum",
     fields=(
         *f.common(rotary=rotary.rope_by_kind(_LISTED, full=5e5, windowed=1e4, legacy=False)), _LISTED,
         *f.HEADS, f.NO_BIAS, f.DENSE_WIDTH, f.EXPERT_WIDTH, NUM_EXPERTS, f.TOPK, rules.NORMALIZED_WEIGHTS,
-        layers_by_type(lambda fields: 0), rules.balancing(),
+        rules.dense_layers_by_type(lambda fields: 0), rules.balancing(),
         FieldRule(("mtp_layer_types", "mtp_mlp_layer_types"), lambda fields: {}, lambda c: {}),
     ),
     tensors=f.QWEN3_MOE.tensors,
     settings=f.QWEN3_MOE.settings,
-    traits={**f.QWEN3_MOE.traits, **ANY_BASE},
+    traits=f.QWEN3_MOE.traits,
     defaults=f.sized(
         131072, 4, head_dim=128, sliding_window=1024, layer_types=None, attention_bias=False,
         mlp_layer_types=None, norm_topk_prob=True, router_aux_loss_coef=0.001, mtp_layer_types=None,
@@ -194,6 +172,5 @@ OLMO3 = replace(
         *(rule for rule in f.OLMO2.fields if "rope_theta" not in rule.names),
         rotary.rope_by_kind(_THREE_THEN_FULL, full=5e5, windowed=5e5, legacy=True), _THREE_THEN_FULL,
     ),
-    traits={**f.OLMO2.traits, **ANY_BASE},
     defaults={**f.OLMO2.defaults, "sliding_window": 4096, "layer_types": None},
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Rules that map fields of a config.json to this package's settings and back."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_exp.config import Config
@@ -9,6 +9,15 @@ from moe_exp.config.setting_types import pattern_of
 
 Fields = Mapping[str, Any]
 Settings = dict[str, Any]
+Traits = Mapping[str, tuple[Any, ...]]  # names of exporting.TRAITS to values
+
+# Values of traits
+EITHER = (False, True)
+WHOLE = ("as an expert", "of whole experts")  # widths of a shared expert
+ANY_LAYERS = ("all", "after the first", "mixed")
+WINDOWS = ("none", "all", "some", "some, others dense")  # with a rotary embedding in all layers
+ONLY_ROTATED = ("all", "rotated")
+SIGMOID = ("sigmoid", "sigmoid, normalized")
 
 _REQUIRED = object()
 
@@ -29,13 +38,14 @@ class FieldRule:
     names: tuple[str, ...]  # field names
     read: Callable[[Fields], Settings]  # fields -> settings; raises UnsupportedModel
     write: Callable[[Config], dict[str, Any]]  # settings -> fields, all or some of `names`
+    traits: Traits = field(default_factory=dict)  # values that these fields can express
 
 
 def field_rule(
-    *names: str, write: Callable[[Config], dict[str, Any]]
+    *names: str, write: Callable[[Config], dict[str, Any]], traits: Traits | None = None
 ) -> Callable[[Callable[[Fields], Settings]], FieldRule]:
     """Decorator that turns a function that reads fields into the rule for these fields."""
-    return lambda read: FieldRule(names, read, write)
+    return lambda read: FieldRule(names, read, write, traits or {})
 
 
 def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
@@ -85,6 +95,7 @@ PREDICTION = FieldRule(
     ("num_nextn_predict_layers", "num_mtp_layers"),
     lambda f: {"mtp_num_layers": int(given(f, "num_nextn_predict_layers", given(f, "num_mtp_layers", 0)))},
     lambda c: {"num_nextn_predict_layers": c.mtp_num_layers} if c.mtp_num_layers else {},
+    {"mtp": ("none", "MoE")},
 )
 KEY_VALUE_HEADS = FieldRule(
     ("num_key_value_heads",),
@@ -101,7 +112,9 @@ def _read_head_dim(fields: Fields, *, is_fixed: bool = False) -> Settings:
     return {"head_dim": 0 if size == by_width else size}
 
 
-HEAD_DIM = FieldRule(("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_channels})
+HEAD_DIM = FieldRule(
+    ("head_dim",), _read_head_dim, lambda c: {"head_dim": c.kv_channels}, {"heads_fill_width": EITHER}
+)
 HEAD_DIM_BY_WIDTH = FieldRule(("head_dim",), lambda f: _read_head_dim(f, is_fixed=True), lambda c: {})
 
 
@@ -162,12 +175,14 @@ def windows(
         return fields | ({"layer_types": kinds} if has_window else {})
 
     known = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", *names)
-    return FieldRule(known, read, write)
+    expressed = ONLY_ROTATED if rotated else WINDOWS if has_window else WINDOWS[:2]
+    return FieldRule(known, read, write, {"windows": expressed})
 
 
 @field_rule(
     "attention_multiplier",
     write=lambda c: {"attention_multiplier": c.attention_multiplier or c.kv_channels**-0.5},
+    traits={"multipliers": ("none", "of logits", "of embeddings", "any")},
 )
 def attention_multiplier(fields: Fields) -> Settings:
     if (factor := given(fields, "attention_multiplier")) == 0:
@@ -187,6 +202,7 @@ NORMALIZED_WEIGHTS = FieldRule(
     ("norm_topk_prob",),
     lambda f: {"router_pre_softmax": not given(f, "norm_topk_prob")},
     lambda c: {"norm_topk_prob": not c.router_pre_softmax or c.router_normalize == "true"},
+    {"routing": ("softmax", "softmax, normalized", "softmax over all")},
 )
 
 
@@ -198,6 +214,7 @@ NORMALIZED_WEIGHTS = FieldRule(
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, moe in enumerate(c.moe_layers) if not moe],
     },
+    traits={"moe_layers": ANY_LAYERS},
 )
 def dense_layers_by_list(fields: Fields) -> Settings:
     step, dense = given(fields, "decoder_sparse_step"), set(given(fields, "mlp_only_layers", []))
@@ -226,6 +243,7 @@ def first_dense_layers(name: str) -> FieldRule:
         (name,),
         lambda f: _layer_settings([i >= given(f, name) for i in range(given(f, "num_hidden_layers"))]),
         lambda c: {name: c.moe_layers.index(True)},
+        {"moe_layers": ANY_LAYERS[:2]},
     )
 
 
@@ -237,24 +255,31 @@ def last_layer_is_moe(fields: Fields) -> Settings:
     return {}
 
 
-def _write_layer_types(config: Config) -> dict[str, Any]:
-    first = config.moe_layers.index(True)
-    number = {"first_k_dense_replace": first} if all(config.moe_layers[first:]) else {}
-    return {"mlp_layer_types": ["sparse" if moe else "dense" for moe in config.moe_layers]} | number
+def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> FieldRule:
+    """Rule for a list with the kind of each layer. Without the list, the first `num_dense(fields)` layers are
+    dense. None: only the first; transformers then ignores first_k_dense_replace, which other software reads.
+    """
 
+    def read(fields: Fields) -> Settings:
+        num_layers, first = given(fields, "num_hidden_layers"), num_dense(fields) if num_dense else 1
+        types = given(fields, "mlp_layer_types", ["dense"] * first + ["sparse"] * (num_layers - first))
+        if len(types) != num_layers or set(types) - {"dense", "sparse"}:
+            rule = f"must be dense or sparse for each of the {num_layers} layers"
+            raise refuse("mlp_layer_types", types, rule, "correct the config.json")
+        settings = _layer_settings([kind == "sparse" for kind in types])
+        other = None if num_dense else given(fields, "first_k_dense_replace", None)
+        if other not in (None, types.index("sparse")):
+            rule = "contradicts mlp_layer_types"
+            raise refuse("first_k_dense_replace", other, rule, "correct the config.json")
+        return settings
 
-@field_rule("mlp_layer_types", "first_k_dense_replace", write=_write_layer_types)
-def dense_layers_by_type(fields: Fields) -> Settings:
-    num_layers = given(fields, "num_hidden_layers")
-    types = given(fields, "mlp_layer_types", ["dense"] + ["sparse"] * (num_layers - 1))
-    if len(types) != num_layers or set(types) - {"dense", "sparse"}:
-        rule = f"must be dense or sparse for each of the {num_layers} layers"
-        raise refuse("mlp_layer_types", types, rule, "correct the config.json")
-    settings = _layer_settings([kind == "sparse" for kind in types])
-    # transformers ignores this field, which other software reads
-    if (first := given(fields, "first_k_dense_replace", None)) not in (None, types.index("sparse")):
-        raise refuse("first_k_dense_replace", first, "contradicts mlp_layer_types", "correct the config.json")
-    return settings
+    def write(config: Config) -> dict[str, Any]:
+        first = config.moe_layers.index(True)
+        number = {"first_k_dense_replace": first} if all(config.moe_layers[first:]) else {}
+        return {"mlp_layer_types": ["sparse" if moe else "dense" for moe in config.moe_layers]} | number
+
+    names = ("mlp_layer_types", "first_k_dense_replace")
+    return FieldRule(names, read, write, {"moe_layers": ANY_LAYERS})
 
 
 def shared_experts(name: str = "n_shared_experts") -> FieldRule:
@@ -263,6 +288,7 @@ def shared_experts(name: str = "n_shared_experts") -> FieldRule:
         (name,),
         lambda f: {"shared_expert_size": given(f, name) * given(f, "moe_intermediate_size")},
         lambda c: {name: c.shared_expert_size // c.expert_ffn_size},
+        {"shared": WHOLE},
     )
 
 
@@ -281,6 +307,7 @@ def _of_all_layers(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
         "intermediate_size": c.expert_ffn_size, "moe_intermediate_size": c.expert_ffn_size,
         "num_shared_expert": 1, "moe_topk": c.topk,
     },
+    traits={"shared": WHOLE[:1]},
 )  # fmt: skip
 def hunyuan_experts(fields: Fields) -> Settings:
     width = given(fields, "intermediate_size")
@@ -314,7 +341,8 @@ def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> Fiel
         fields = {"n_group": groups or 1, "topk_group": config.router_group_topk or 1}
         return fields | ({"topk_method": methods[groups > 1]} if methods else {})
 
-    return FieldRule(("n_group", "topk_group", *(["topk_method"] if methods else [])), read, write)
+    names = ("n_group", "topk_group", *(["topk_method"] if methods else []))
+    return FieldRule(names, read, write, {"groups": (0, best)})
 
 
 def group_ranking(topk: int, groups: int, used: int, best: int = 0) -> int:
@@ -332,6 +360,7 @@ SIGMOID_ROUTING = FieldRule(
     lambda c: {
         "norm_topk_prob": c.router_weights_sum is not None, "routed_scaling_factor": c.router_scaling_factor,
     },
+    {"routing": SIGMOID, "expert_bias": EITHER},
 )  # fmt: skip
 
 
@@ -379,6 +408,7 @@ _LATENT_SIZES = {
         {name: getattr(c, setting) for name, setting in _LATENT_SIZES.items()}
         | {"q_lora_rank": c.q_lora_rank or None, "num_key_value_heads": c.num_heads}
     ),
+    traits={"attention": ("latent", "latent, queries whole")},
 )  # fmt: skip
 def latent_attention(fields: Fields) -> Settings:
     heads = given(fields, "num_attention_heads")

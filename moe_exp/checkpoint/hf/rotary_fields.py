@@ -78,7 +78,8 @@ def rope(
             **turned,
         }
 
-    return FieldRule(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), read, write)
+    names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    return FieldRule(names, read, write, {} if whole else {"rotates_whole_heads": rules.EITHER})
 
 
 # MiniMax: another field for the rotated part of a head, without effect beside partial_rotary_factor
@@ -174,7 +175,8 @@ def rope_by_kind(
             of_windows = {"rope_type": "default", "rope_theta": config.window_rotary_base} | turned
         return {name: {rules.FULL: of_full, rules.WINDOWED: of_windows}}
 
-    return FieldRule((name, *(old if legacy else ())), read, write)
+    traits = {**flat.traits, "window_base": ("none", "plain", "beside scaling")}
+    return FieldRule((name, *(old if legacy else ())), read, write, traits)
 
 
 def rope_by_layer(windows: FieldRule, theta: float) -> FieldRule:
@@ -209,7 +211,7 @@ def rope_by_layer(windows: FieldRule, theta: float) -> FieldRule:
         ]
         return flat.write(config) | {name: bases}
 
-    return FieldRule((*flat.names, name), read, write)
+    return FieldRule((*flat.names, name), read, write, {"window_base": ("none", "plain")})
 
 
 def rotates(layer: int, fields: Fields) -> bool:
