@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from moe_exp.checkpoint.format import fingerprints, folders
@@ -40,7 +40,7 @@ from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.devices import rank_place
 from moe_exp.host.files import HashedFile
-from moe_exp.runs.run_folder import package_versions
+from moe_exp.runs.run_folder import iterations, package_versions
 
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -255,7 +255,7 @@ class CheckpointWriter:
         # The new checkpoint is already published, so an error here must not end the run.
         try:
             # Newer ones are from an abandoned attempt; training will reach these iterations again.
-            found = [iteration for iteration in folders.iterations(checkpoints) if iteration <= newest]
+            found = [iteration for iteration in iterations(checkpoints) if iteration <= newest]
             losses = folders.valid_losses(checkpoints)
         except OSError as error:
             logger.warning("cannot list %s, so no checkpoint is removed: %s", checkpoints, error)
@@ -281,9 +281,7 @@ def _complete(pending: _Pending, all_written: list[Written]) -> int:
     """Writes metadata, fingerprints and manifest of a checkpoint; returns the checkpoint's size (bytes)."""
     metadata, partial = pending.metadata, pending.partial
     assert metadata is not None
-    metadata.storage_data = dict(chain.from_iterable(one.places.items() for one in all_written))
-    metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
-    write_metadata(partial, metadata)
+    write_metadata(partial, metadata, dict(chain.from_iterable(one.places.items() for one in all_written)))
     names = [METADATA, "metadata.json"]
     if found := fingerprints.added(one.fingerprints for one in all_written):
         fingerprints.write(partial, found)

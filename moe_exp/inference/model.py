@@ -12,8 +12,7 @@ from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
-from moe_exp.checkpoint.hf.model_folder import read_json
-from moe_exp.checkpoint.hf.model_folder import is_mxfp4
+from moe_exp.checkpoint.hf.model_folder import is_mxfp4, read_json
 from moe_exp.config import setting_error
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine import runtime

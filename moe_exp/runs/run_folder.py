@@ -88,9 +88,16 @@ class RunFolder:
         return cls(Path(config.run_dir).expanduser() / config.name)
 
     def checkpoint_iterations(self) -> list[int]:
-        """Sorted iterations of existing checkpoints, complete or damaged."""
-        found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in self.checkpoints.glob("iter_*"))
-        return sorted(int(match[1]) for match in found if match)
+        """Iterations of the run's checkpoints, see `iterations`."""
+        return iterations(self.checkpoints)
+
+
+def iterations(checkpoints: Path) -> list[int]:
+    """Iterations of all iter_ folders in ascending order; their checkpoints may be damaged."""
+    if not checkpoints.is_dir():
+        return []
+    found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in checkpoints.iterdir() if path.is_dir())
+    return sorted(int(match[1]) for match in found if match)
 
 
 def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:

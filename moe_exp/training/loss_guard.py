@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.checkpoint.format.folders import iteration_folder, iteration_of, iterations, set_latest
+from moe_exp.checkpoint.format.folders import iteration_folder, iteration_of, set_latest
 from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.save import CheckpointWriter
@@ -29,7 +29,7 @@ from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, START_AGAIN, TO_BE_CONTINUED
 from moe_exp.host.files import write_json
 from moe_exp.runs.records import iter_metrics
-from moe_exp.runs.run_folder import RunFolder, read_rollbacks
+from moe_exp.runs.run_folder import RunFolder, iterations, read_rollbacks
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.replica_checks import GradientCheck, ReplicaError
 from moe_exp.training.spikes import LEVEL_WINDOW, Spike, SpikeDetector, SpikeEnd

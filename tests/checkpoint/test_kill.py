@@ -12,9 +12,10 @@ import pytest
 from helpers.checkpoint import small_job
 from helpers.checkpoint.ckpt_files import write_checkpoint
 from helpers.checkpoint.small_job import files_of, records, run_to_end, small_settings, write_tokens
-from moe_exp.checkpoint.format.folders import damages, iterations, latest_iteration, publish, recover, usable
+from moe_exp.checkpoint.format.folders import damages, latest_iteration, publish, recover, usable
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.integrity import contents
+from moe_exp.runs.run_folder import iterations
 
 
 def check_all(checkpoints: Path, reference: Path) -> int:

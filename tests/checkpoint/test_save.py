@@ -17,11 +17,12 @@ from helpers.checkpoint.saving import save
 from helpers.checkpoint.small_job import files_of, records, run_to_end, small_settings, write_tokens
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint import save as save_module
-from moe_exp.checkpoint.format.folders import Manifest, damages, iterations, latest_iteration
+from moe_exp.checkpoint.format.folders import Manifest, damages, latest_iteration
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.config import load_config
 from moe_exp.planner.costs.params import checkpoint_bytes
+from moe_exp.runs.run_folder import iterations
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 

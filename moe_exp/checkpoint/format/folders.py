@@ -27,12 +27,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from moe_exp.host.files import bytes_text, file_hash, regular, sync_folder, write_atomically, write_json
-from moe_exp.runs.run_folder import LATEST, RunFolder
+from moe_exp.runs.run_folder import LATEST, RunFolder, iterations
 
 MANIFEST = "manifest.json"
 PARTIAL, REMOVED, REPLACED = ".partial", ".removed", ".replaced"
 FORMAT_VERSION = 1
-_NAME = re.compile(r"iter_(\d{7,})")
 
 
 def iteration_folder(checkpoints: Path, iteration: int) -> Path:
@@ -73,14 +72,6 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def iterations(checkpoints: Path) -> list[int]:
-    """Iterations of all iter_ folders in ascending order; their checkpoints may be damaged."""
-    if not checkpoints.is_dir():
-        return []
-    found = (_NAME.fullmatch(path.name) for path in checkpoints.iterdir() if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
-
-
 def usable(path: Path) -> list[Path]:
     """Folders of the checkpoints, intact or damaged, that a run may resume from, newest first. `path` is a
     checkpoints, run or iter_ folder. Skips checkpoints newer than the iteration in the `LATEST` file: users
@@ -93,7 +84,7 @@ def usable(path: Path) -> list[Path]:
             found = sorted({newest, *(i for i in found if i < newest)})
         if found:  # also if the run was killed after the first checkpoint and before writing `latest`
             return [iteration_folder(checkpoints, i) for i in reversed(found)]
-    return [path] if (path / "metadata.json").is_file() or _NAME.match(path.name) else []
+    return [path] if (path / "metadata.json").is_file() or re.match(r"iter_\d{7,}", path.name) else []
 
 
 def holds_checkpoints(path: Path) -> bool:

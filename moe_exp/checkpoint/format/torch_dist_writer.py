@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA
+from moe_exp.host.files import replacing, write_atomically
 
 _BACKEND = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1,
@@ -21,14 +22,15 @@ _BACKEND = {
 }  # fmt: skip
 
 
-def write_metadata(folder: Path, metadata: dcp.Metadata) -> None:
-    """Writes `.metadata`, and metadata.json with the name of the format for Megatron."""
-    with (folder / METADATA).open("wb") as file:
+def write_metadata(
+    folder: Path, metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, _StorageInfo]
+) -> None:
+    """Writes `.metadata` with the file position of each piece, and metadata.json with the format's name."""
+    metadata.storage_data, metadata.storage_meta = places, dcp.StorageMeta()
+    metadata.version = "1.0.0"
+    with replacing(folder / METADATA) as file:
         pickle.dump(metadata, file)
-        _sync(file)
-    with (folder / "metadata.json").open("w") as text:
-        json.dump(_BACKEND, text)
-        _sync(text)
+    write_atomically(folder / "metadata.json", json.dumps(_BACKEND))
 
 
 class TorchDistWriter:
@@ -54,7 +56,8 @@ class TorchDistWriter:
 
     def next_file(self) -> None:
         if self._file is not None:
-            _sync(self._file)
+            self._file.flush()
+            os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
 
@@ -90,13 +93,9 @@ class TorchDistWriter:
             filled = sum(math.prod(chunk.sizes) for chunk in info.chunks)
             if filled != math.prod(info.size):
                 raise ValueError(f"{key}: only {filled} of {math.prod(info.size)} values were written.")
-        parts: dict[str, Any] = {**self._tensors, **self._objects}
-        metadata = dcp.Metadata(parts, storage_data=self._places, storage_meta=dcp.StorageMeta())
-        metadata.version = "1.0.0"
-        with (self.folder / COMMON).open("wb") as file:
+        with replacing(self.folder / COMMON) as file:
             torch.save(common, file)
-            _sync(file)
-        write_metadata(self.folder, metadata)
+        write_metadata(self.folder, dcp.Metadata({**self._tensors, **self._objects}), self._places)
 
     def _write(self, index: dcp.MetadataIndex, value: Any) -> None:
         if self._file is None:
@@ -108,8 +107,3 @@ class TorchDistWriter:
         self._places[index] = _StorageInfo(Path(self._file.name).name, start, end - start)
         if end >= self.file_bytes:
             self.next_file()
-
-
-def _sync(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

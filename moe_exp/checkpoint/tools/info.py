@@ -13,6 +13,7 @@ from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary
+from moe_exp.runs.run_folder import iterations
 
 # Router buffers: not trained by the optimizer, and kept in fp32 by Megatron.
 BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", *LOSS_STATE)
@@ -27,7 +28,7 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
     if folder is None:
         fix = "omit --iteration, or specify a run folder"
         raise folders.unusable(name, f"{path} is not a checkpoints or run folder", fix)
-    if iteration not in (there := folders.iterations(folder)):
+    if iteration not in (there := iterations(folder)):
         fix = f"choose one of {', '.join(map(str, there)) or 'none'}"
         raise folders.unusable(name, f"{folder} has no such checkpoint", fix)
     return folders.existing(folders.iteration_folder(folder, iteration))
@@ -132,12 +133,12 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
 def describe_all(checkpoints: Path) -> list[dict[str, Any]]:
     """For each checkpoint: iteration, size, state (from its file sizes), and whether it is the latest."""
     latest, found = folders.latest_iteration(checkpoints), []
-    for iteration in folders.iterations(checkpoints):
+    for iteration in iterations(checkpoints):
         folder = folders.iteration_folder(checkpoints, iteration)
         num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
         one = {"iteration": iteration, "num_bytes": num_bytes}
         found.append(one | {"state": _state(folder), "latest": iteration == latest})
-    if latest is not None and latest not in folders.iterations(checkpoints):
+    if latest is not None and latest not in iterations(checkpoints):
         found.append({"iteration": latest, "num_bytes": 0, "state": "missing", "latest": True})
     return found
 

@@ -13,7 +13,7 @@ from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, common_state, dr
 from helpers.checkpoint.peak import peak_bytes
 from helpers.ranks import run_on_ranks
 from moe_exp.checkpoint.format import fingerprints
-from moe_exp.checkpoint.format.folders import Manifest, iterations, latest_iteration
+from moe_exp.checkpoint.format.folders import Manifest, latest_iteration
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.integrity import Verification
@@ -21,6 +21,7 @@ from moe_exp.checkpoint.tools.reshape import WEIGHTS, Reshaping, average, reshap
 from moe_exp.cli import main
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
+from moe_exp.runs.run_folder import iterations
 
 
 def test_the_weights_of_each_name():

@@ -7,9 +7,8 @@ import pytest
 from filelock import FileLock
 
 from helpers.checkpoint.ckpt_files import write_checkpoint
-from moe_exp.checkpoint.format.folders import iterations
 from moe_exp.cli import main
-from moe_exp.runs.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST, iterations
 
 LOSSES = {10: 3.0, 20: 1.5, 30: 2.0, 40: 1.0, 50: 2.5}
 
