@@ -1,9 +1,6 @@
 """Loads checkpoints, and weights from Megatron-LM's checkpoints. All ranks must call these functions."""
 
 import logging
-import os
-import pickle
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -11,38 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_exp.checkpoint import state as training_state
 from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.fingerprints import Fingerprint, TensorPiece, fingerprints_of, shown
-from moe_exp.checkpoint.format.folders import first_few, iteration_of, iterations, one_checkpoint, unusable
-from moe_exp.checkpoint.format.keys import ROUTER_BIAS, check_tensors, sharded_tensors, zero_missing_biases
+from moe_exp.checkpoint.format.folders import first_few, iteration_of, one_checkpoint
+from moe_exp.checkpoint.format.keys import check_tensors, read_state, sharded_tensors
+from moe_exp.checkpoint.format.naming import KEEP_BYTES
 from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
-from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common, read_metadata
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest, Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config, ConfigError
-from moe_exp.config.choices import LOSS_STATE
 from moe_exp.config.model_changes import optimizer_change
 from moe_exp.engine.averaged_weights import restart_average
 from moe_exp.engine.optimizer_classes import MOMENTS
-from moe_exp.engine.runtime import Runtime, from_first_rank, on_every_rank
+from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED
-from moe_exp.host.megatron_versions import LOAD_WARNINGS
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.runs.run_folder import LATEST
+from moe_exp.runs.run_folder import LATEST, iterations
 
-from megatron.core.dist_checkpointing.dict_utils import merge
-from megatron.core.dist_checkpointing.mapping import apply_factory_merges, is_main_replica
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 
 logger = logging.getLogger(__name__)
-
-_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class RestoreError(ConfigError):
@@ -83,7 +71,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         if config.fingerprints:
             compare_restored(runtime, folder, trained, None)
         return Progress(num_averaged=int(config.ema_decay > 0))
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(folder, keep_bytes=KEEP_BYTES, checksums=False)
     state = training_state.weights_state(runtime, trained.model, reader)
     has_moments = optimizer_change(config, common["config"], str(folder)) is None
     request = OptimizerRequest(trained.optimizer, state, reader, with_moments=has_moments)
@@ -94,13 +82,13 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         # the streams start from the seed.
         state["rng_state"] = training_state.rng_state(runtime)
     with parameters_in_sync(trained.model):
-        loaded = _load_model(state, trained, reader)
+        objects = _load_model(state, trained, reader)
         request.finish(common["optimizer"], trained.model)
     if config.fingerprints:
         compare_restored(runtime, folder, trained, request.converted)
     trained.scheduler.load_state_dict(common["scheduler"])
     if "rng_state" in state:
-        training_state.set_rng_state(loaded["rng_state"][0])
+        training_state.set_rng_state(objects[state["rng_state"].unique_key][0])
     torch.distributed.barrier()
     return resumed_progress(config, common, has_average=request.has_average)
 
@@ -131,7 +119,7 @@ def compare_model(config: Config, folder: Path) -> dict[str, Any]:
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
     """Loads only the weights of an iter_ folder; ValueError if the weights do not match the model."""
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(folder, keep_bytes=KEEP_BYTES, checksums=False)
     state = training_state.weights_state(runtime, trained.model, reader)
     check_tensors(state, reader)
     with parameters_in_sync(trained.model):
@@ -142,63 +130,17 @@ def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
 
 
 def _load_model(state: dict[str, Any], trained: Trained, reader: CheckpointReader) -> dict[str, Any]:
-    loaded = load_sharded(state, reader.folder)
-    # Transformer Engine's state, and the keys that `check_tensors` allows to be missing
-    optional = ("_extra_state", ROUTER_BIAS, *LOSS_STATE)
+    """Fills the tensors of `state` and the model; returns the objects of `state`, see `read_state`."""
+    objects = read_state(state, reader)
     for index, chunk in enumerate(map(unwrapped, trained.model)):
-        zero_missing_biases(chunk, reader)
-        weights = loaded[f"model{index}"]
-        on_one_side = set(chunk.state_dict()) ^ set(weights)
-        if differing := sorted(name for name in on_one_side if not name.endswith(optional)):
-            rule = f"does not match the model's parameters {first_few(differing)}"
-            raise unusable("checkpoint", rule, "use the model settings that wrote the checkpoint")
-        chunk.load_state_dict(weights, strict=False)
-    return loaded
-
-
-def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Loads like Megatron's `dist_checkpointing.load`, but without executing code from files. Megatron
-    unpickles `.metadata` and loads objects with `weights_only=False`. All ranks must call this function,
-    which changes `state`. Exactly one rank must own each value.
-
-    Raises:
-        ValueError: on every rank, if `.metadata` or an object contains anything but the format's classes,
-            tensors and plain values, or if a file or a tensor does not match the request.
-    """
-    # Megatron unpickles `.metadata` without restrictions, so a restricted unpickler has to accept it first.
-    on_every_rank(lambda: read_metadata(folder))
-    loaded = on_every_rank(lambda: read_common(folder))
-    force_all_tensors_to_non_fp8(state)
-    sharded, not_sharded, factories = load_preprocess(state)
-    merge(loaded, not_sharded)
-    sharded, _ = extract_sharded_base(sharded)
-    validate_sharding_integrity(determine_global_metadata(sharded)[1])
-
-    def read() -> dict[str, Any]:
-        # Forces `weights_only` for every `torch.load` in this process, regardless of the caller's argument.
-        before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
-        os.environ[_FORCE] = "1"
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", LOAD_WARNINGS, UserWarning)
-                return dict(TorchDistLoadShardedStrategy().load(sharded, folder))
-        except (CheckpointException, pickle.UnpicklingError) as error:
-            # CheckpointException is only a BaseException; it maps each failed rank to its error.
-            cause: BaseException = error
-            if isinstance(error, CheckpointException):
-                cause = next(iter(error.failures.values()))[0]
-            reason = " ".join(str(cause).split())[:200]
-            if isinstance(cause, pickle.UnpicklingError):
-                reason = "it contains an object whose loading would execute code"
-            raise unusable(f"checkpoint={folder}", f"cannot be used ({reason})") from None
-        finally:
-            del os.environ[_FORCE]
-            os.environ.update({name: value for name, value in before.items() if value is not None})
-
-    # Since Megatron 0.19, each rank reads independently: without this exchange, a rank with damaged files
-    # would fail while the others continue.
-    merge(loaded, on_every_rank(read))
-    return dict(apply_factory_merges(loaded, factories))
+        # Transformer Engine's state; all other values are already in the parameters and buffers
+        extra = {
+            name: objects[value.unique_key]
+            for name, value in state[f"model{index}"].items()
+            if isinstance(value, ShardedObject)
+        }
+        chunk.load_state_dict(extra, strict=False)
+    return objects
 
 
 def compare_restored(

@@ -214,10 +214,6 @@ class OptimizerRequest:
         self.has_average = any(key.startswith(_written(AVERAGE, "")) for key in reader.tensors)
         # fp32 moments, as read, that the optimizer keeps in another dtype
         self.converted: list[Owned] = []
-        state, in_checkpoint = list(owned_state(optimizer)), _by_parameter(weights)
-        # router biases, which older versions did not have: zero, see `zero_missing_biases`
-        self._missing = [owned for owned in state if owned.parameter not in in_checkpoint]
-        asked = (self._asked(owned) for owned in state if owned.parameter in in_checkpoint)
 
         def key_of(name: str, key: str) -> str:
             # Before 2026-12, runs without the distributed optimizer saved main weights under another name,
@@ -225,6 +221,7 @@ class OptimizerRequest:
             before = _written("fp32_param", key)
             return before if name == "param" and before in reader.tensors else _written(name, key)
 
+        asked = map(self._asked, owned_state(optimizer))
         self.shards = {str(i): shard for i, shard in enumerate(shards_of(asked, weights, key_of))}
 
     def _asked(self, owned: Owned) -> Owned:
@@ -252,10 +249,6 @@ class OptimizerRequest:
         """
         for weights, loaded in self._main_weights:
             weights.copy_(loaded)
-        for owned in self._missing:
-            for values in owned.values.values():
-                values.zero_()
-            owned.keep()
         for keep in self._keep:
             keep()
         if not self.has_average:

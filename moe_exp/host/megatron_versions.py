@@ -12,9 +12,6 @@ from typing import Any
 # From 0.19 on, unsharded state is this object in a checkpoint instead of the file common.pt.
 COMMON_OBJECT = "common_state/shard_0_1"
 
-# UserWarnings of torch about its use by Megatron from 0.18 on, if each rank loads by itself.
-LOAD_WARNINGS = "(The argument order of load|torch.distributed is disabled)"
-
 
 def quiet_loggers() -> None:
     """Silences messages that users cannot act on."""

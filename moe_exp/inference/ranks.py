@@ -212,7 +212,6 @@ def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
     reader = CheckpointReader(folder, keep_bytes=1)
     state = formats.model_state(model, sharding_metadata(rank), reader)
     formats.check_tensors(state, reader, unused=("mtp.",))  # only training predicts further tokens
-    formats.zero_missing_biases(model, reader)
     formats.read_tensors(state, reader)
     return model
 

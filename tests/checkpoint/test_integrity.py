@@ -20,10 +20,11 @@ from helpers.ranks import RankError, run_on_ranks
 from moe_exp.checkpoint import integrity
 from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import Manifest, entries_of, one_checkpoint, recover, usable
+from moe_exp.checkpoint.format.keys import read_state
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.integrity import Source, Verification, find_source
-from moe_exp.checkpoint.load import load_sharded, resumed_progress
+from moe_exp.checkpoint.load import resumed_progress
 from moe_exp.config import ConfigError, load_config
 from moe_exp.runs.run_folder import hold_run_folder, release_run_folders
 
@@ -200,10 +201,9 @@ def megatrons_arguments(folder: Path, version: str) -> list[Any]:
     (folder / "manifest.json").unlink()
     assert list(Verification(folder).findings()) == []
     assert find_source(folder, checksums=True) == Source(folder)
-    tensor = ShardedTensor.from_rank_offsets("weight", torch.zeros(50, 20))
-    read = [CheckpointReader(folder).common(), load_sharded({"w": tensor}, folder)]
-    assert [common["args"] == arguments for common in read] == [True, True]
-    return read[0]["iteration"]
+    common = CheckpointReader(folder).common()
+    assert common["args"] == arguments
+    return common["iteration"]
 
 
 @pytest.mark.parametrize("version", ["0.16", "0.19"])
@@ -216,15 +216,14 @@ def one_rank_cannot_read(folder: Path) -> str:
     place = torch.distributed.get_rank()
     piece = ShardedTensor.from_rank_offsets("weight", torch.zeros(25, 20), (0, place, 2))
     with pytest.raises(ValueError, match="cannot be used") as raised:
-        load_sharded({"w": piece}, folder / str(place))
+        read_state({"w": piece}, CheckpointReader(folder / str(place)))
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp"])
-def test_what_one_rank_cannot_read_ends_all_with_the_same_words(tmp_path, name):
+def test_what_one_rank_cannot_read_ends_all_with_the_same_words(tmp_path):
     for rank in ("0", "1"):
         write_checkpoint(tmp_path / "new", 1).rename(tmp_path / rank)
-    cut(tmp_path / "1" / name)
+    cut(tmp_path / "1" / "__0_0.distcp")
     assert len(set(run_on_ranks(2, one_rank_cannot_read, tmp_path))) == 1
 
 
@@ -252,22 +251,14 @@ def hostile(kind: str, folder: Path, mark: Path) -> None:
 
 
 def load_hostile(folder: Path) -> None:
-    """Every way in which this package reads a checkpoint is refused."""
-
-    def load() -> None:
-        state = {"weight": ShardedTensor.from_rank_offsets("weight", torch.zeros(50, 20))}
-        state["rng"] = ShardedObject("rng_state", None, (1, 1), (0, 0))
-        assert load_sharded(state, folder)["weight"].sum() == 1000
-
-    def read() -> None:
+    """Everything that this package reads of a checkpoint."""
+    weight = torch.zeros(50, 20)
+    state = {"weight": ShardedTensor.from_rank_offsets("weight", weight)}
+    state["rng"] = ShardedObject("rng_state", None, (1, 1), (0, 0))
+    with pytest.raises(ValueError, match=rf"{folder}.*cannot be used \(.*\)\. Fix: use another"):
         reader = CheckpointReader(folder)
         reader.common()
-        reader.read_object("rng_state/shard_0.0_1.1")
-
-    for way in (load, read):
-        with pytest.raises(ValueError, match=rf"{folder}.*cannot be used \(.*\)\. Fix: use another"):
-            way()
-    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+        read_state(state, reader)
 
 
 @pytest.mark.parametrize("kind", ["metadata", "common", "object"])

@@ -40,9 +40,6 @@ DIFFERENCES = {
     "Adam gets the argument capturable": Difference(
         "refuse_cuda_graphs", "0.17", "optimizer/__init__.py", '"capturable"'
     ),
-    "each rank loads by itself": Difference(
-        "LOAD_WARNINGS", "0.18", "dist_checkpointing/strategies/torch.py", "no_dist=True"
-    ),
     "DDP warns that it gets no layout": Difference(
         "quiet_loggers", "0.18", "distributed/distributed_data_parallel.py", "full_param_layout not provided"
     ),

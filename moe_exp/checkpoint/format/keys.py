@@ -21,7 +21,7 @@ from moe_exp.checkpoint.format.folders import first_few, unusable
 from moe_exp.checkpoint.format.naming import single_styles, weight_keys
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config.choices import LOSS_STATE
-from moe_exp.engine.runtime import from_all_ranks
+from moe_exp.engine.runtime import from_all_ranks, on_every_rank
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -30,11 +30,10 @@ from megatron.core.models.gpt import GPTModel
 
 logger = logging.getLogger(__name__)
 
-ROUTER_BIAS = ".mlp.router.bias"  # end of its key
-
-
-def has_router_biases(reader: CheckpointReader) -> bool:
-    return any(key.endswith(ROUTER_BIAS) for key in reader.tensors)
+_ROUTER_BIAS = ".mlp.router.bias"  # end of its key
+# Tensors that may be missing and then become zero: router biases of older versions, and the state of a loss
+# that the checkpoint's run did not use.
+_OPTIONAL = (_ROUTER_BIAS, *LOSS_STATE)
 
 
 def model_state(
@@ -61,27 +60,11 @@ def model_state(
         of_local_spec = value.key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         if value.key not in reader.tensors and of_local_spec in reader.tensors:
             value.key = of_local_spec
-    # The state of a loss that the checkpoint's run did not use may be missing; it then starts at zero.
-    optional = LOSS_STATE if has_router_biases(reader) else (ROUTER_BIAS, *LOSS_STATE)
-
-    def is_there(value: Any) -> bool:
-        if isinstance(value, ShardedObject):
-            return value.unique_key in reader.objects
-        return value.key in reader.tensors or not value.key.endswith(optional)
-
-    return {name: value for name, value in state.items() if is_there(value)}
-
-
-@torch.no_grad()
-def zero_missing_biases(model: GPTModel, reader: CheckpointReader) -> None:
-    """Sets the router biases of `model` to zero if the checkpoint has no router biases."""
-    if has_router_biases(reader):
-        return
-    missing = [p for name, p in model.named_parameters() if name.endswith(ROUTER_BIAS)]
-    for bias in missing:
-        bias.zero_()
-    if missing:
-        logger.warning("the checkpoint has no router biases; setting them to zero (the same model)")
+    return {
+        name: value
+        for name, value in state.items()
+        if not isinstance(value, ShardedObject) or value.unique_key in reader.objects
+    }
 
 
 def check_tensors(
@@ -96,7 +79,10 @@ def check_tensors(
     needed = {key: (shape, may_be_padded) for key, shape, may_be_padded in set().union(*from_all_ranks(mine))}
     others = set(weight_keys(reader.tensors)) - set(needed)
     others = {key for key in others if not (key.endswith(LOSS_STATE) or key.startswith(unused))}
-    differing = {"has no": set(needed) - set(reader.tensors), "has, unlike the model,": others}
+    has_biases = any(key.endswith(_ROUTER_BIAS) for key in reader.tensors)
+    optional = LOSS_STATE if has_biases else _OPTIONAL
+    missing = {key for key in set(needed) - set(reader.tensors) if not key.endswith(optional)}
+    differing = {"has no": missing, "has, unlike the model,": others}
     rules = [f"{what} {first_few(sorted(names), 3)}" for what, names in differing.items() if names]
     for key, (shape, may_be_padded) in sorted(needed.items()):
         other = reader.tensors[key].shape if key in reader.tensors else shape
@@ -124,8 +110,33 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
 
 @torch.no_grad()
 def read_tensors(state: Any, reader: CheckpointReader) -> None:
-    """Copies a checkpoint's values into the tensors of a sharded state."""
+    """Copies a checkpoint's values into the tensors of a sharded state; optional ones may become zero."""
+    lacks_biases = False
     for shard in sharded_tensors(state):
-        sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        if shard.key not in reader.tensors and shard.key.endswith(_OPTIONAL):
+            lacks_biases = lacks_biases or shard.key.endswith(_ROUTER_BIAS)
+            shard.data.zero_()
+            continue
         # `data` is a view of the parameter, also if the parameter has several shards
-        shard.data.copy_(reader.read(shard.key, shard.global_offset, sizes).view(shard.data.shape))
+        target, sizes = shard.data, (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        if shard.allow_shape_mismatch:
+            # an embedding: the checkpoint may have fewer padding rows, and rows that it lacks become zero
+            num_rows = min(sizes[0], max(0, reader.tensors[shard.key].shape[0] - shard.global_offset[0]))
+            target.zero_()
+            target, sizes = target[:num_rows], (num_rows, *sizes[1:])
+        target.copy_(reader.read(shard.key, shard.global_offset, sizes).view(target.shape))
+    if lacks_biases:
+        logger.warning("the checkpoint has no router biases; setting them to zero (the same model)")
+
+
+def read_state(state: Any, reader: CheckpointReader) -> dict[str, Any]:
+    """Like `read_tensors`, but also returns the objects of a sharded state, by their keys in the checkpoint.
+    All ranks must call this function. ValueError on every rank if a file is damaged or contains code.
+    """
+    objects = [value.unique_key for value in nested_values(state) if isinstance(value, ShardedObject)]
+
+    def read() -> dict[str, Any]:
+        read_tensors(state, reader)
+        return {key: reader.read_object(key)[0] for key in objects}
+
+    return on_every_rank(read)
