@@ -14,7 +14,7 @@ import torch
 from helpers import ROOT
 from helpers.ranks import free_port
 from helpers.whole_runs import SMALL
-from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES
+from moe_exp.checkpoint.hf.families_attention import ARCHITECTURES
 from moe_exp.checkpoint.hf.importing import architecture_of
 from moe_exp.cli import main
 from moe_exp.config import ConfigError, choices, load_config

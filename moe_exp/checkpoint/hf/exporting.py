@@ -20,7 +20,7 @@ from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor, read_common
 from moe_exp.checkpoint.hf import model_folder
 from moe_exp.checkpoint.hf.families import Architecture
-from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES
+from moe_exp.checkpoint.hf.families_attention import ARCHITECTURES
 from moe_exp.checkpoint.hf.fields import LATENT_EPSILON, UnsupportedModel, group_ranking
 from moe_exp.checkpoint.hf.tensor_rules import MappedPiece, Theirs, misfits, pieces, taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of

@@ -72,6 +72,8 @@ HEADS = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM)
 HEADS_BY_WIDTH = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM_BY_WIDTH)
 NO_BIAS = must_be("attention_bias", False, because="biases in the attention projections are not supported")
 NO_MLP_BIAS = must_be("mlp_bias", False, because="biases in the MLP are not supported")
+NUM_EXPERTS = same("num_experts|num_local_experts", "num_experts")
+NUM_LOCAL_EXPERTS = same("num_local_experts|num_experts", "num_experts")
 TOPK = same("num_experts_per_tok", "topk")
 DENSE_WIDTH = same("intermediate_size", "ffn_hidden_size")
 EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size")
@@ -113,8 +115,7 @@ SIGMOID_TRAITS = {"routing": ("sigmoid, normalized",), "expert_bias": EITHER}
 MIXTRAL = Architecture(
     "MixtralForCausalLM", "mixtral",
     fields=(
-        *common(theta=1e6), *HEADS, ONE_WIDTH, same("num_local_experts|num_experts", "num_experts"), TOPK,
-        rules.windows(), rules.balancing(),
+        *common(theta=1e6), *HEADS, ONE_WIDTH, NUM_LOCAL_EXPERTS, TOPK, rules.windows(), rules.balancing(),
         # in transformers, the noise also reaches the experts
         same("router_jitter_noise", "router_jitter"),
     ),
@@ -129,8 +130,8 @@ MIXTRAL = Architecture(
 OLMOE = Architecture(
     "OlmoeForCausalLM", "olmoe",
     fields=(
-        *common(), *HEADS_BY_WIDTH, NO_BIAS, ONE_WIDTH, same("num_experts|num_local_experts", "num_experts"),
-        TOPK, must_be("clip_qkv", None, because="clipped queries, keys and values are not supported"),
+        *common(), *HEADS_BY_WIDTH, NO_BIAS, ONE_WIDTH, NUM_EXPERTS, TOPK,
+        must_be("clip_qkv", None, because="clipped queries, keys and values are not supported"),
         rules.NORMALIZED_WEIGHTS, rules.balancing(),
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.PROJECTION_NORMS, *t.EXPERTS),
@@ -144,8 +145,7 @@ OLMOE = Architecture(
 QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM", "qwen3_moe",
     fields=(
-        *common(), *HEADS, NO_BIAS, DENSE_WIDTH, EXPERT_WIDTH,
-        same("num_experts|num_local_experts", "num_experts"), TOPK, rules.NORMALIZED_WEIGHTS,
+        *common(), *HEADS, NO_BIAS, DENSE_WIDTH, EXPERT_WIDTH, NUM_EXPERTS, TOPK, rules.NORMALIZED_WEIGHTS,
         rules.dense_layers_by_list, rules.windows(switched=True), rules.balancing(),
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.HEAD_NORMS, *t.DENSE, *t.EXPERTS),
@@ -276,9 +276,8 @@ SOLAR_OPEN = Architecture(
 MINIMAX_M2 = Architecture(
     "MiniMaxM2ForCausalLM", "minimax_m2",
     fields=(
-        *common(theta=5e6, fraction=1.0), *HEADS, rotated_channels, ONE_WIDTH,
-        same("num_local_experts|num_experts", "num_experts"), TOPK, rules.balancing(),
-        same("router_jitter_noise", "router_jitter"),
+        *common(theta=5e6, fraction=1.0), *HEADS, rotated_channels, ONE_WIDTH, NUM_LOCAL_EXPERTS, TOPK,
+        rules.balancing(), same("router_jitter_noise", "router_jitter"),
         must_be("scoring_func", "sigmoid", because="MiniMax-M2 uses sigmoid scores"),
         must_be("use_routing_bias", True, because="experts must be chosen by score plus bias"),
         must_be("use_qk_norm", True, because="queries and keys must be normalized"),
@@ -345,7 +344,7 @@ HY_V3 = Architecture(
     "HYV3ForCausalLM", "hy_v3",
     fields=(
         *common(theta=11158840.0), *HEADS, NO_BIAS, NO_MLP_BIAS, DENSE_WIDTH, EXPERT_WIDTH, TOPK,
-        same("num_experts|num_local_experts", "num_experts"), rules.shared_experts("num_shared_experts"),
+        NUM_EXPERTS, rules.shared_experts("num_shared_experts"),
         same("router_scaling_factor", "router_scaling_factor"), rules.dense_layers_by_type(),
         rules.balancing("aux_loss_alpha"),
         must_be("enable_moe_fp32_combine", True, False, because="must be true or false"),
@@ -425,8 +424,8 @@ OLMO2 = Architecture(
 FLEX_OLMO = Architecture(
     "FlexOlmoForCausalLM", "flex_olmo",
     fields=(
-        *common(theta=5e5), *HEADS_BY_WIDTH, NO_BIAS, ONE_WIDTH, TOPK,
-        same("num_experts|num_local_experts", "num_experts"), rules.NORMALIZED_WEIGHTS, rules.balancing(),
+        *common(theta=5e5), *HEADS_BY_WIDTH, NO_BIAS, ONE_WIDTH, TOPK, NUM_EXPERTS,
+        rules.NORMALIZED_WEIGHTS, rules.balancing(),
     ),
     tensors=(*OLMO_ATTENTION, *t.EXPERTS[1:]),
     settings=SOFTMAX | OLMO_SETTINGS,
@@ -438,9 +437,8 @@ FLEX_OLMO = Architecture(
 HUNYUAN_MOE = Architecture(
     "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe",
     fields=(
-        *common(rotary=rope(1e4, stretches=True)),
-        rules.KEY_VALUE_HEADS, same("head_dim", "head_dim.kv_channels"), NO_BIAS, NO_MLP_BIAS,
-        same("num_experts|num_local_experts", "num_experts"), rules.hunyuan_experts,
+        *common(rotary=rope(1e4, stretches=True)), rules.KEY_VALUE_HEADS,
+        same("head_dim", "head_dim.kv_channels"), NO_BIAS, NO_MLP_BIAS, NUM_EXPERTS, rules.hunyuan_experts,
         rules.balancing("aux_loss_alpha"),
         must_be("use_qk_norm", True, because="queries and keys must be normalized"),
         must_be("use_mixed_mlp_moe", True, because="must be true, as in transformers' class"),
@@ -475,8 +473,8 @@ GRANITE = Architecture(
 GRANITE_MOE = Architecture(
     "GraniteMoeForCausalLM", "granitemoe",
     fields=(
-        *common(), *HEADS_BY_WIDTH, NO_BIAS, ONE_WIDTH, TOPK, *rules.MULTIPLIERS,
-        same("num_local_experts|num_experts", "num_experts"), rules.balancing(),
+        *common(), *HEADS_BY_WIDTH, NO_BIAS, ONE_WIDTH, TOPK, *rules.MULTIPLIERS, NUM_LOCAL_EXPERTS,
+        rules.balancing(),
     ),
     tensors=(*t.MODEL, *t.ATTENTION, *t.JOINED_EXPERTS),
     settings=MIXTRAL.settings,
@@ -511,7 +509,7 @@ MISTRAL = Architecture(
     null={"sliding_window": None},
 )  # fmt: skip
 
-# choose_architecture tries them in this order, then those of families_windowed.py
+# choose_architecture tries them in this order, then those of families_attention.py
 TABLES = (
     MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3,
     DOTS1, SOLAR_OPEN, MINIMAX_M2, GLM4_MOE_LITE, DEEPSEEK_V2, HY_V3, ERNIE4_5_MOE, QWEN2, MISTRAL,

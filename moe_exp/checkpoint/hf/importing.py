@@ -18,7 +18,7 @@ from moe_exp.checkpoint.format.settings import config_of
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.hf import model_folder, tensor_rules
 from moe_exp.checkpoint.hf.families import Architecture
-from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES, OTHER_TYPES
+from moe_exp.checkpoint.hf.families_attention import ARCHITECTURES, OTHER_TYPES
 from moe_exp.checkpoint.hf.fields import Settings, UnsupportedModel, refuse
 from moe_exp.checkpoint.hf.model_folder import DTYPES, TORCH_DTYPES, Advance, ModelFolder, is_mxfp4
 from moe_exp.checkpoint.state import CONTENT

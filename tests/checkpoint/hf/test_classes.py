@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from helpers import ROOT
-from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES
+from moe_exp.checkpoint.hf.families_attention import ARCHITECTURES
 
 CHECKED = "5.23."
 pytestmark = pytest.mark.skipif(

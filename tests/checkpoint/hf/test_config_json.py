@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_exp.checkpoint.hf.exporting import fields_of
 from moe_exp.checkpoint.hf.families import Architecture
-from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES
+from moe_exp.checkpoint.hf.families_attention import ARCHITECTURES
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.checkpoint.hf.importing import architecture_of, settings_of
 from moe_exp.config import Config, load_config

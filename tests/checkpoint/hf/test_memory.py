@@ -10,7 +10,7 @@ import torch
 from helpers.checkpoint.peak import peak_bytes
 from helpers.ranks import run_on_ranks
 from moe_exp.checkpoint.hf.exporting import fields_of, to_hf
-from moe_exp.checkpoint.hf.families_parallel import ARCHITECTURES
+from moe_exp.checkpoint.hf.families_attention import ARCHITECTURES
 from moe_exp.checkpoint.hf.importing import from_hf, settings_of
 from moe_exp.checkpoint.hf.model_folder import Entry, write_shards
 from moe_exp.checkpoint.hf.tensor_rules import pieces
