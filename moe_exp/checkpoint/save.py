@@ -12,7 +12,6 @@ In step 2, no rank waits for other ranks. If a rank runs out of disk space, all 
 
 import copy
 import functools
-import io
 import logging
 import math
 import shutil
@@ -20,42 +19,33 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from moe_exp.checkpoint.format import fingerprints, folders
 from moe_exp.checkpoint.format.fingerprints import Fingerprints
-from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA
-from moe_exp.checkpoint.format.torch_dist_writer import write_metadata
+from moe_exp.checkpoint.format.torch_dist_writer import (
+    TensorChunk,
+    TorchDistWriter,
+    WrittenFiles,
+    write_metadata,
+)
 from moe_exp.checkpoint.state import CONTENT, Progress, Trained, parameters_in_sync, whole_state
 from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.devices import rank_place
-from moe_exp.host.files import HashedFile
 from moe_exp.runs.run_folder import iterations, package_versions
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 logger = logging.getLogger(__name__)
-
-Item = tuple[MetadataIndex, Tensor | io.BytesIO]
 
 
 class SaveError(RuntimeError):
@@ -74,30 +64,17 @@ class Saved:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """Data that this rank writes. Across all ranks, each value of each tensor is in exactly one item."""
+    """Data that this rank writes. Across all ranks, each value of each tensor is in exactly one chunk."""
 
-    items: list[Item]  # pieces of tensors, and objects as bytes, with their names in `.metadata`
+    chunks: list[TensorChunk]
+    objects: dict[str, Any]  # by full key
     common: dict[str, Any]  # unsharded state, the same on every rank; written by rank 0
-    metadata: Metadata | None  # of the whole checkpoint, without the pieces' file positions; only on rank 0
 
     def staged(self) -> "CheckpointPlan":
         """Copy of the plan and its data in host memory, unaffected by further training."""
         # Tensors that are already on the CPU are copied as well, since training changes them in place.
-        items = [(index, x.to("cpu", copy=True) if isinstance(x, Tensor) else x) for index, x in self.items]
-        return replace(self, items=items, common=copy.deepcopy(self.common))
-
-
-class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron has no types
-    """Replaces Megatron's writer: records the items that the planner passes to the writer."""
-
-    items: list[Item]
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Megatron's version creates the folder; if that fails on one rank, the others wait forever.
-        return plan
-
-    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self.items = [(item.index, planner.resolve_data(item)) for item in plan.items]
+        chunks = [(key, x.to("cpu", copy=True), shape, offsets) for key, x, shape, offsets in self.chunks]
+        return CheckpointPlan(chunks, copy.deepcopy(self.objects), copy.deepcopy(self.common))
 
 
 def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
@@ -110,23 +87,23 @@ def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
     strategy.apply_saving_parallelization(sharded)
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    writer = _PlannedItems("")
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    state = mcore_to_pyt_state_dict(by_key)
-    (_, metadata, _), *_ = save_state_dict_async_plan(state, writer, None, 0, planner=planner)
-    if metadata is not None:
-        # Megatron keeps all ranks' plans in the file to reuse them, which we do not do.
-        del metadata.all_local_plans
-    return CheckpointPlan(writer.items, common, metadata)
+    plan = CheckpointPlan([], {}, common)
+    for piece in nested_values(sharded):
+        if not is_main_replica(piece.replica_id):
+            continue
+        if isinstance(piece, ShardedObject):
+            plan.objects[piece.unique_key] = piece.data
+        else:
+            values = piece.data.detach().view((1,) * piece.prepend_axis_num + tuple(piece.local_shape))
+            plan.chunks.append((piece.key, values, tuple(piece.global_shape), tuple(piece.global_offset)))
+    return plan
 
 
 @dataclass(frozen=True)
 class Written:
     """A rank's report to rank 0 about the files that it has written."""
 
-    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)  # file position of each piece
-    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # manifest entries of its files
+    files: WrittenFiles = field(default_factory=WrittenFiles)
     fingerprints: Fingerprints = field(default_factory=dict)  # its shares of the tensors' fingerprints
     error: str = ""  # one-line reason for a failure; empty on success
 
@@ -138,7 +115,6 @@ class _Pending:
     iteration: int
     start: float
     partial: Path
-    metadata: Metadata | None
     facts: dict[str, Any]
     written: Future[Written]
     shares: Fingerprints  # this rank's
@@ -189,7 +165,7 @@ class CheckpointWriter:
         # All ranks learn of this error now, and none of them plans. Later errors are reported in `finish`.
         if error := from_first_rank(make):
             failed = self._thread.submit(Written, error=error)
-            self._pending = _Pending(iteration, start, partial, None, {}, failed, {})
+            self._pending = _Pending(iteration, start, partial, {}, failed, {})
             return
         with parameters_in_sync(trained.model):
             state = whole_state(self._config, self._runtime, trained, progress)
@@ -197,15 +173,14 @@ class CheckpointWriter:
         plan.common["versions"] = package_versions()
         written = self._write(partial, plan)
         # Computed from the tensors themselves rather than the staged copy, while the thread is writing.
-        tensors = ((index, data) for index, data in plan.items if isinstance(data, Tensor))
-        pieces = ((index.fqn, data, tuple(index.offset or ())) for index, data in tensors)
+        pieces = ((key, values, offsets) for key, values, _, offsets in plan.chunks)
         shares = fingerprints.fingerprints_of(pieces) if self._config.fingerprints else {}
         # JSON has no NaN
         loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None
         layout = {name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
         facts = {"versions": plan.common["versions"], "valid_loss": loss}
         facts |= {"world_size": self._runtime.world_size, "layout": layout}
-        self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written, shares)
+        self._pending = _Pending(iteration, start, partial, facts, written, shares)
 
     def _write(self, partial: Path, plan: CheckpointPlan) -> Future[Written]:
         """Starts the thread that writes this rank's files. `finish` reports its errors."""
@@ -218,7 +193,7 @@ class CheckpointWriter:
         if self._runtime.device.type == "cuda":
             # The thread uses its own stream, which does not wait for pending kernels or copies.
             torch.cuda.synchronize()
-        return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
+        return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan)
 
     def finish(self) -> Saved | None:
         """Waits for all ranks, then publishes; returns None if no save was started. Failures do not raise."""
@@ -279,50 +254,30 @@ class CheckpointWriter:
 
 def _complete(pending: _Pending, all_written: list[Written]) -> int:
     """Writes metadata, fingerprints and manifest of a checkpoint; returns the checkpoint's size (bytes)."""
-    metadata, partial = pending.metadata, pending.partial
-    assert metadata is not None
-    write_metadata(partial, metadata, dict(chain.from_iterable(one.places.items() for one in all_written)))
-    names = [METADATA, "metadata.json"]
+    entries = write_metadata(pending.partial, [one.files for one in all_written])
     if found := fingerprints.added(one.fingerprints for one in all_written):
-        fingerprints.write(partial, found)
-        names.append(fingerprints.FILE)
-    entries = dict(chain.from_iterable(one.entries.items() for one in all_written))
-    for name in names:
-        entries[name] = folders.entry_of(partial / name)
+        fingerprints.write(pending.partial, found)
+        entries[fingerprints.FILE] = folders.entry_of(pending.partial / fingerprints.FILE)
     # The manifest is written last: its presence marks the other files as complete.
-    manifest = folders.Manifest(pending.iteration, dict(sorted(entries.items())), pending.facts)
-    manifest.write(partial)
+    manifest = folders.Manifest(pending.iteration, entries, pending.facts)
+    manifest.write(pending.partial)
     return manifest.num_bytes
 
 
-def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[str, Any]) -> Written:
-    """Writes and syncs `items` and, on rank 0, `common`; returns an error instead of raising it."""
+def write_rank_files(folder: Path, rank: int, plan: CheckpointPlan) -> Written:
+    """Writes and syncs this rank's data and, on rank 0, `common`; returns an error instead of raising it."""
     try:
-        places, entries = {}, {}
-        if items:
-            name = f"__{rank}_0.distcp"
-            # Hashed while writing: reading the file again would take as long as writing it.
-            with HashedFile(folder / name) as file:
-                for index, data in items:
-                    start = file.tell()
-                    if isinstance(data, io.BytesIO):
-                        file.write(data.getbuffer())
-                    else:
-                        values = data.detach().cpu()
-                        # torch.save writes the whole storage of a view
-                        if values.untyped_storage().nbytes() != values.numel() * values.element_size():
-                            values = values.clone()
-                        torch.save(values, cast("IO[bytes]", file))
-                        del values  # frees the host copy before the next one is made
-                    places[index] = _StorageInfo(name, start, file.tell() - start)
-            entries[name] = file.entry()
-        if rank == 0:
-            with HashedFile(folder / COMMON) as file:
-                torch.save(common, cast("IO[bytes]", file))
-            entries[COMMON] = file.entry()
+        with TorchDistWriter(folder, rank=rank) as writer:
+            for key, values, shape, offsets in plan.chunks:
+                writer.add_chunk(key, values, shape=shape, offsets=offsets)
+            for key, value in plan.objects.items():
+                writer.add_object(key, value)
+            writer.next_file()
+            if rank == 0:
+                writer.add_common(plan.common)
     except Exception as error:
         return Written(error=_line(error, rank))
-    return Written(places, entries)
+    return Written(writer.written)
 
 
 def _line(error: Exception, rank: int) -> str:

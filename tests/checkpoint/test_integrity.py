@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.checkpoint.ckpt_files import entries_of
 from helpers.checkpoint.small_job import files_of, records, run_to_end, small_settings, write_tokens
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.checkpoint import integrity
 from moe_exp.checkpoint.format import folders
-from moe_exp.checkpoint.format.folders import Manifest, entries_of, one_checkpoint, recover, usable
+from moe_exp.checkpoint.format.folders import Manifest, one_checkpoint, recover, usable
 from moe_exp.checkpoint.format.keys import read_state
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter

@@ -9,9 +9,10 @@ import pytest
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
+from helpers.checkpoint.ckpt_files import entries_of
 from helpers.whole_runs import TINY
 from moe_exp.checkpoint import remote
-from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder, publish
+from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, publish
 from moe_exp.checkpoint.remote import Uploads, fetch_load_dir, fetch_run, newest_there, send_checkpoint
 from moe_exp.config import load_config
 from moe_exp.host.object_store import Store

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.checkpoint.ckpt_files import flip_bit
+from helpers.checkpoint.ckpt_files import entries_of, flip_bit
 from helpers.checkpoint.small_job import run_to_end, small_settings, write_tokens
 from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 from helpers.relative_error import relative_error
 from moe_exp import cli
-from moe_exp.checkpoint.format.folders import Manifest, entries_of
+from moe_exp.checkpoint.format.folders import Manifest
 from moe_exp.checkpoint.format.settings import _LAYOUT
 from moe_exp.config import Config
 from moe_exp.config.setting_types import traits

@@ -176,7 +176,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         content = {"format_version": FORMAT_VERSION, "iteration": self.iteration}
-        write_json(folder / MANIFEST, content | {"facts": dict(self.facts), "files": dict(self.files)})
+        files = dict(sorted(self.files.items()))
+        write_json(folder / MANIFEST, content | {"facts": dict(self.facts), "files": files})
 
     @property
     def num_bytes(self) -> int:
@@ -190,12 +191,6 @@ def _unreadable(path: str | Path, error: Exception) -> ValueError:
 def entry_of(path: Path) -> dict[str, Any]:
     """Manifest entry of one file; reads the whole file."""
     return {"bytes": path.stat().st_size, "xxh3_128": file_hash(path)}
-
-
-def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Manifest entries of a folder's files, sorted by name."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
-    return {path.name: entry_of(path) for path in files}
 
 
 def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: bool = True) -> Iterator[str]:

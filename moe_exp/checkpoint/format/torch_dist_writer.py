@@ -1,64 +1,93 @@
-"""Writes the files of a `torch_dist` checkpoint (see torch_dist.py) chunk by chunk in one process."""
+"""Writes the files of a `torch_dist` checkpoint (see torch_dist.py) chunk by chunk, in one process or more."""
 
+import contextlib
 import json
 import math
-import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from moe_exp.checkpoint.format.folders import entry_of
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA
-from moe_exp.host.files import replacing, write_atomically
+from moe_exp.host.files import HashedFile, replacing, write_atomically
 
 _BACKEND = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1,
     "common_backend": "torch", "common_backend_version": 1,
 }  # fmt: skip
+# Key, values, shape of the whole tensor and offsets.
+TensorChunk = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
 
 
-def write_metadata(
-    folder: Path, metadata: dcp.Metadata, places: dict[dcp.MetadataIndex, _StorageInfo]
-) -> None:
-    """Writes `.metadata` with the file position of each piece, and metadata.json with the format's name."""
-    metadata.storage_data, metadata.storage_meta = places, dcp.StorageMeta()
+@dataclass(frozen=True)
+class WrittenFiles:
+    """What one process has written, for `.metadata` and the manifest."""
+
+    parts: dict[str, Any] = field(default_factory=dict)  # tensors with their chunks, and objects, by key
+    places: dict[dcp.MetadataIndex, _StorageInfo] = field(default_factory=dict)  # their file positions
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # manifest entries of the files
+
+
+def write_metadata(folder: Path, written: Iterable[WrittenFiles]) -> dict[str, dict[str, Any]]:
+    """Writes `.metadata` of the files of all processes, and metadata.json with the format's name. Returns the
+    manifest entries of all files; ValueError if chunks of a tensor are missing.
+    """
+    whole = WrittenFiles()
+    for one in written:
+        for key, part in one.parts.items():
+            if key in whole.parts:
+                whole.parts[key].chunks.extend(part.chunks)
+            else:
+                whole.parts[key] = part
+        whole.places.update(one.places)
+        whole.entries.update(one.entries)
+    for key, part in whole.parts.items():
+        if isinstance(part, dcp.TensorStorageMetadata):
+            filled = sum(math.prod(chunk.sizes) for chunk in part.chunks)
+            if filled != math.prod(part.size):
+                raise ValueError(f"{key}: only {filled} of {math.prod(part.size)} values were written.")
+    metadata = dcp.Metadata(whole.parts, storage_data=whole.places, storage_meta=dcp.StorageMeta())
     metadata.version = "1.0.0"
     with replacing(folder / METADATA) as file:
         pickle.dump(metadata, file)
     write_atomically(folder / "metadata.json", json.dumps(_BACKEND))
+    return whole.entries | {name: entry_of(folder / name) for name in (METADATA, "metadata.json")}
 
 
 class TorchDistWriter:
     """Writes a checkpoint in chunks: call `add_tensor`, `add_chunk` and `add_object` in any order, then
     `finish`. Starts a new file after `file_bytes`. A `with` block closes the open file if there is an error.
+
+    With `rank`, it is one of several writers: it writes one file, into a folder that exists, and ends with
+    `next_file`; `write_metadata` then needs `written` of all ranks.
     """
 
-    def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
-        self.folder, self.file_bytes = folder, file_bytes
-        folder.mkdir(parents=True, exist_ok=True)
-        self._tensors: dict[str, dcp.TensorStorageMetadata] = {}
-        self._objects: dict[str, dcp.BytesStorageMetadata] = {}
-        self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-        self._file: IO[bytes] | None = None
-        self._num_files = 0
+    def __init__(self, folder: Path, *, rank: int | None = None, file_bytes: int = 4 << 30):
+        self.folder, self.written = folder, WrittenFiles()
+        self._rank, self._file_bytes = (0, file_bytes) if rank is None else (rank, math.inf)
+        if rank is None:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._open = contextlib.ExitStack()
+        self._name, self._file = "", None
 
     def __enter__(self) -> "TorchDistWriter":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
     def next_file(self) -> None:
+        """Syncs and closes the open file; further chunks go into a new one."""
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            self._open.close()
+            self.written.entries[self._name] = self._file.entry()
             self._file = None
 
     def add_tensor(self, key: str, values: Tensor) -> None:
@@ -67,15 +96,16 @@ class TorchDistWriter:
 
     def add_chunk(self, key: str, values: Tensor, *, shape: Sequence[int], offsets: Sequence[int]) -> None:
         """Writes the box `values` at `offsets` of a tensor of `shape`; boxes must fill it without overlap."""
-        info = self._tensors.get(key)
+        info = self.written.parts.get(key)
         if info is None:
             properties = dcp.TensorProperties(dtype=values.dtype)
-            info = self._tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
+            info = dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
+            self.written.parts[key] = info
         if tuple(info.size) != tuple(shape) or info.properties.dtype != values.dtype:
             kinds = f"{tuple(shape)} {values.dtype} and {tuple(info.size)} {info.properties.dtype}"
             raise ValueError(f"{key}: chunks must have one shape and dtype, not {kinds}.")
         info.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), values.size()))
-        values = values.detach().contiguous()
+        values = values.detach().cpu().contiguous()
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
             # torch.save would write the view's whole storage
             values = values.clone()
@@ -83,27 +113,29 @@ class TorchDistWriter:
 
     def add_object(self, key: str, value: Any) -> None:
         """Writes an object under a full key such as `rng_state/shard_0.0_1.1`."""
-        self._objects[key] = dcp.BytesStorageMetadata()
+        self.written.parts[key] = dcp.BytesStorageMetadata()
         self._write(dcp.MetadataIndex(key), [value])
 
-    def finish(self, common: dict[str, Any]) -> None:
-        """Writes `common` and the metadata; ValueError if chunks of a tensor are missing."""
+    def add_common(self, common: dict[str, Any]) -> None:
+        """Writes the unsharded state."""
+        with HashedFile(self.folder / COMMON) as file:
+            torch.save(common, cast("IO[bytes]", file))
+        self.written.entries[COMMON] = file.entry()
+
+    def finish(self, common: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Writes `common` and the metadata; returns and raises as `write_metadata`."""
         self.next_file()
-        for key, info in self._tensors.items():
-            filled = sum(math.prod(chunk.sizes) for chunk in info.chunks)
-            if filled != math.prod(info.size):
-                raise ValueError(f"{key}: only {filled} of {math.prod(info.size)} values were written.")
-        with replacing(self.folder / COMMON) as file:
-            torch.save(common, file)
-        write_metadata(self.folder, dcp.Metadata({**self._tensors, **self._objects}), self._places)
+        self.add_common(common)
+        return write_metadata(self.folder, [self.written])
 
     def _write(self, index: dcp.MetadataIndex, value: Any) -> None:
         if self._file is None:
-            self._file = (self.folder / f"__0_{self._num_files}.distcp").open("wb")
-            self._num_files += 1
+            self._name = f"__{self._rank}_{len(self.written.entries)}.distcp"
+            # hashed while it is written: reading it again would take as long as writing it
+            self._file = self._open.enter_context(HashedFile(self.folder / self._name))
         start = self._file.tell()
-        torch.save(value, self._file)
+        torch.save(value, cast("IO[bytes]", self._file))
         end = self._file.tell()
-        self._places[index] = _StorageInfo(Path(self._file.name).name, start, end - start)
-        if end >= self.file_bytes:
+        self.written.places[index] = _StorageInfo(self._name, start, end - start)
+        if end >= self._file_bytes:
             self.next_file()

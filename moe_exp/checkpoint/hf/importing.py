@@ -147,10 +147,10 @@ def from_hf(
         else:
             logger.warning("%s: tokenizer.json not found; settings.env has no TOKENIZER", source)
         written = folders.iteration_folder(partial, 0)
-        _write_weights(folder, sources, written, config, dtype, advance)
+        entries = _write_weights(folder, sources, written, config, dtype, advance)
         layout = {name: getattr(config, name) for name in _LAYOUT}
         facts = {"converted_from": architecture.name, "world_size": 1, "layout": layout}
-        folders.Manifest(0, folders.entries_of(written), facts).write(written)
+        folders.Manifest(0, entries, facts).write(written)
         write_atomically(partial / LATEST, "0")
         # for the model, its weights and further training; no preset changes these settings
         values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
@@ -298,7 +298,8 @@ def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.d
 
 def _write_weights(
     folder: ModelFolder, sources: _Sources, written: Path, config: Config, dtype: str | None, advance: Advance
-) -> None:
+) -> dict[str, dict[str, Any]]:
+    """Writes the files of a checkpoint and returns their manifest entries."""
     layout = {"tp": 1, "pp": 1, "device": "cpu"}
     with TorchDistWriter(written) as writer:
         for piece, reads in sources:
@@ -312,7 +313,7 @@ def _write_weights(
             if dtype is not None and not piece.key.endswith("router.expert_bias"):
                 values = values.to(TORCH_DTYPES[dtype])
             writer.add_chunk(piece.key, values.view(piece.box), shape=piece.shape, offsets=piece.offsets)
-        writer.finish({"config": config.model_dump(), "layout": layout, "content_metadata": CONTENT})
+        return writer.finish({"config": config.model_dump(), "layout": layout, "content_metadata": CONTENT})
 
 
 def _notes(config: Config, added: list[str]) -> list[str]:

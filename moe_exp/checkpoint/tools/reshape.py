@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_exp.checkpoint.format import fingerprints, folders, naming
 from moe_exp.checkpoint.format.settings import order_in, saved_config
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
-from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
+from moe_exp.checkpoint.format.torch_dist_writer import TensorChunk, TorchDistWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, chosen, iteration_of
 from moe_exp.config import setting_error
 from moe_exp.config.model_changes import model_changes
@@ -42,8 +42,6 @@ _STYLED_EXPERT = re.compile(r"experts\.experts\.(\d+\.)?")
 
 _CHUNK_OVERHEAD_BYTES = 2500  # per chunk: overhead of torch.save, and an entry in .metadata
 Tensors = Mapping[str, naming.LogicalTensor]  # by name
-# Key, values, shape of the whole tensor and offsets.
-_Chunk = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
 
 # w_i as a function of i and the number of checkpoints
 _DECAYS: dict[str, Callable[[int, int], float]] = {
@@ -104,7 +102,7 @@ def reshape(
                     advance(chunk.nbytes)
             for key, value in work.objects():
                 writer.add_object(key, value)
-            writer.finish(work.new_common())
+            entries = writer.finish(work.new_common())
         written = fingerprints.added(found)
         if values is None:
             dtype_name = str(DTYPES[changes.dtype]).removeprefix("torch.") if changes.dtype else None
@@ -112,10 +110,11 @@ def reshape(
             written = fingerprints.kept(saved, weights_only=changes.weights_only, dtype=dtype_name)
         if written:
             fingerprints.write(folder, written)
+            entries[fingerprints.FILE] = folders.entry_of(folder / fingerprints.FILE)
         own = folders.Manifest.read(source)
         all_facts = {name: fact for name, fact in (own.facts if own else {}).items() if name != "world_size"}
         all_facts |= {"reshaped_from": source.name, "weights_only": changes.weights_only} | dict(facts or {})
-        manifest = folders.Manifest(iteration, folders.entries_of(folder), all_facts)
+        manifest = folders.Manifest(iteration, entries, all_facts)
         manifest.write(folder)
         write_atomically(partial / LATEST, str(iteration))
     return Written(folders.iteration_folder(target, iteration), manifest.num_bytes)
@@ -171,7 +170,7 @@ class _Work:
                 prefix, _, _ = naming.optimizer_state(tensor.boxes[0].stored.key) or ("", "", "")
                 yield prefix, tensor, tensor.dtype
 
-    def chunks(self, tensor: naming.LogicalTensor) -> Iterator[_Chunk]:
+    def chunks(self, tensor: naming.LogicalTensor) -> Iterator[TensorChunk]:
         """Yields each chunk of a tensor: key, values, shape of the whole tensor, and the chunk's offsets."""
         key = tensor.boxes[0].stored.key
         _, _, key = naming.optimizer_state(key) or ("", "", key)

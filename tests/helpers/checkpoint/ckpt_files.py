@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder
+from moe_exp.checkpoint.format.folders import MANIFEST, Manifest, entry_of, iteration_folder
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.runs.run_folder import LATEST
@@ -62,6 +62,11 @@ def drawn_state(seed: int = 0) -> dict[str, Tensor]:
             tensors[f"optimizer.state.{state}.{key}"] = torch.randn(shape, generator=generator)
         tensors[key] = tensors[f"optimizer.state.param.{key}"].bfloat16()
     return tensors
+
+
+def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Manifest entries of a folder's files."""
+    return {path.name: entry_of(path) for path in folder.iterdir() if path.name != MANIFEST}
 
 
 def write_checkpoint(
