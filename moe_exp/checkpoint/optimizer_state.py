@@ -22,7 +22,7 @@ A save converts moments in bf16 or 8 bits to fp32 on the host; a load converts t
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -32,20 +32,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_exp.checkpoint.format.keys import sharded_tensors
+from moe_exp.checkpoint.format.naming import states
 from moe_exp.checkpoint.format.torch_dist import Box, CheckpointReader, boxes_of_range, intersection, slices
 from moe_exp.engine.averaged_weights import restart_average, update_model_weights
 from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, moments, set_moments
 from moe_exp.engine.runtime import from_all_ranks
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-
-_MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 
 @dataclass(frozen=True)
@@ -104,39 +103,27 @@ _Piece = tuple[Box, ShardedTensor]
 
 
 def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) -> list[_Piece]:
-    shape = tuple(parameter.shape)
-    if isinstance(described, ShardedTensor):
-        return [(Box((0,) * len(shape), shape), described)]
+    shape, pieces = tuple(parameter.shape), []
     # Megatron describes a parameter that is stored in several pieces (the two halves of a gated projection,
-    # one key per expert) by a factory. Run on a tensor without memory, the factory returns views whose
-    # strides and offsets identify the boxes.
-    probe = torch.empty(shape, dtype=parameter.dtype, device="meta")
-    pieces = []
-    for shard in nested_values(described.build_fn(described.key, probe, described.replica_id, None)):
+    # one key per expert) by a factory. It returns views, whose strides and offsets identify the boxes.
+    for shard in sharded_tensors([described]):
         view = shard.data
         num_dropped = len(shape) - view.dim()
-        strides = zip(view.shape, view.stride(), probe.stride()[num_dropped:], strict=True)
+        strides = zip(view.shape, view.stride(), parameter.stride()[num_dropped:], strict=True)
         is_box = all(size == 1 or a == b for size, a, b in strides)
-        is_view = view.untyped_storage()._cdata == probe.untyped_storage()._cdata
+        is_view = view.untyped_storage()._cdata == parameter.untyped_storage()._cdata
         assert is_box and is_view, f"{shard.key}: must be a box of its parameter"
-        sizes = (1,) * num_dropped + tuple(view.shape)
-        first = np.unravel_index(view.storage_offset(), shape)
-        pieces.append((Box(tuple(map(int, first)), sizes), shard))
+        first = np.unravel_index(view.storage_offset() - parameter.storage_offset(), shape)
+        pieces.append((Box(tuple(map(int, first)), (1,) * num_dropped + tuple(view.shape)), shard))
     num_values = sum(box.num_values for box, _ in pieces)
     assert num_values == math.prod(shape), f"{described.key}: must be filled by its pieces"
     return pieces
 
 
-def optimizer_shards(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    """This rank's shards of the optimizer's state, as views; `weights` comes from `weights_state`."""
-    return {str(number): one for number, one in enumerate(shards_of(owned_state(optimizer), weights))}
-
-
-def shards_of(
-    state: Iterable[Owned], weights: Mapping[str, Any], key_of: Callable[[str, str], str] | None = None
-) -> Iterator[ShardedTensor]:
-    """Yields the shards of `state` in a checkpoint, by default under the keys that a save writes."""
-    by_parameter, key_of = _by_parameter(weights), key_of or _written
+def shards_of(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
+    """Yields the shards of `state` in a checkpoint, under the keys that a save writes."""
+    described = (one for one in nested_values(dict(weights)) if not isinstance(one, ShardedObject))
+    by_parameter = {one.data: one for one in described}
     for owned in state:
         shape, pieces = owned.parameter.shape, _pieces(owned.parameter, by_parameter[owned.parameter])
         for box, (whole, shard) in itertools.product(boxes_of_range(shape, owned.start, owned.stop), pieces):
@@ -157,7 +144,7 @@ def shards_of(
             for name, values in owned.values.items():
                 in_box = values[begin : begin + box.num_values].view(box.sizes)[slices(part, box.offsets)]
                 yield ShardedTensor(
-                    key=key_of(name, shard.key), data=in_box.view(sizes), dtype=values.dtype,
+                    key=f"optimizer.state.{name}.{shard.key}", data=in_box.view(sizes), dtype=values.dtype,
                     local_shape=sizes, global_shape=shard.global_shape, global_offset=place,
                     axis_fragmentations=None,  # not a regular grid
                     replica_id=replica_id,
@@ -208,49 +195,30 @@ class OptimizerRequest:
         with_moments: bool = True,
     ):  # fmt: skip
         self.optimizer, self._with_moments = optimizer, with_moments
-        self._keep: list[Callable[[], None]] = []
-        self._main_weights: list[tuple[Tensor, Tensor]] = []
-        self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in reader.tensors)
-        self.has_average = any(key.startswith(_written(AVERAGE, "")) for key in reader.tensors)
+        self._state, stored = list(owned_state(optimizer)), set(states(reader))
+        self._has_main_weights, self.has_average = "param" in stored, AVERAGE in stored
         # fp32 moments, as read, that the optimizer keeps in another dtype
-        self.converted: list[Owned] = []
-
-        def key_of(name: str, key: str) -> str:
-            # Before 2026-12, runs without the distributed optimizer saved main weights under another name,
-            # and fp32 runs saved none.
-            before = _written("fp32_param", key)
-            return before if name == "param" and before in reader.tensors else _written(name, key)
-
-        asked = map(self._asked, owned_state(optimizer))
-        self.shards = {str(i): shard for i, shard in enumerate(shards_of(asked, weights, key_of))}
-
-    def _asked(self, owned: Owned) -> Owned:
-        main, with_moments = owned.values["param"], self._with_moments
-        others = {name: owned.values[name] for name in MOMENTS if with_moments and name in owned.values}
-        self._keep += [owned.keep] if others else []
-        self.converted += [replace(owned, values=others)] if others and owned.is_converted else []
-        if self.has_average and AVERAGE in owned.values:
-            others = others | {AVERAGE: owned.values[AVERAGE]}
-        if not self._has_main_weights:
-            self._main_weights.append((main, owned.parameter.detach().view(-1)[owned.start : owned.stop]))
-            return replace(owned, values=others)
-        if main.untyped_storage().data_ptr() != owned.parameter.untyped_storage().data_ptr():
-            return replace(owned, values={"param": main, **others})
-        # In fp32 the main weights are the model's weights. From a bf16 checkpoint, both would be loaded into
-        # the same memory, in an undefined order.
-        loaded = torch.empty_like(main)
-        self._main_weights.append((main, loaded))
-        return replace(owned, values={"param": loaded, **others})
+        converted = [owned for owned in self._state if with_moments and owned.is_converted]
+        self.converted = [_only(owned, MOMENTS) for owned in converted]
+        names = stored & {"param", AVERAGE} | set(MOMENTS if with_moments else ())
+        asked = (_only(owned, names) for owned in self._state)
+        # In fp32, main weights are read into the memory of the model's weights, after those.
+        self.shards = list(shards_of(asked, weights))
+        # Before 2026-12, runs without the distributed optimizer saved main weights under another name, and
+        # fp32 runs saved none.
+        for shard in self.shards:
+            before = shard.key.replace("optimizer.state.param.", "optimizer.state.fp32_param.", 1)
+            shard.key = before if before in reader.tensors else shard.key
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
         """Completes the load: sets main weights, `model` weights, steps and loss scale. `saved` is the state
         from `optimizer_groups` or Megatron. This run's learning rate, betas and weight decay do not change.
         """
-        for weights, loaded in self._main_weights:
-            weights.copy_(loaded)
-        for keep in self._keep:
-            keep()
+        for owned in [] if self._has_main_weights else self._state:
+            owned.values["param"].copy_(owned.parameter.view(-1)[owned.start : owned.stop])
+        for owned in self.converted:
+            owned.keep()
         if not self.has_average:
             restart_average(self.optimizer)
         # the model's weights follow from the main weights, as after an optimizer step
@@ -265,10 +233,5 @@ class OptimizerRequest:
                 part.grad_scaler.load_state_dict(scaler)
 
 
-def _by_parameter(weights: Mapping[str, Any]) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]:
-    tensors, _ = extract_sharded_tensors_and_factories(dict(weights))
-    return {value.data: value for value in nested_values(tensors)}
-
-
-def _written(name: str, key: str) -> str:
-    return f"optimizer.state.{name}.{key}"
+def _only(owned: Owned, names: Collection[str]) -> Owned:
+    return replace(owned, values={name: value for name, value in owned.values.items() if name in names})

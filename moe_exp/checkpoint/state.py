@@ -9,7 +9,7 @@ import torch
 
 from moe_exp.checkpoint.format.keys import model_state
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.optimizer_state import optimizer_groups, optimizer_shards
+from moe_exp.checkpoint.optimizer_state import optimizer_groups, owned_state, shards_of
 from moe_exp.config import Config
 from moe_exp.engine.optimizer_setup import LearningRateScheduler
 from moe_exp.engine.runtime import Runtime
@@ -88,7 +88,7 @@ def whole_state(config: Config, runtime: Runtime, trained: Trained, progress: Pr
     return {
         **weights,
         "optimizer": optimizer_groups(trained.optimizer),
-        "optimizer_shards": optimizer_shards(trained.optimizer, weights),
+        "optimizer_shards": list(shards_of(owned_state(trained.optimizer), weights)),
         "scheduler": trained.scheduler.state_dict(),
         "rng_state": rng_state(runtime),
         "progress": vars(progress).copy(),

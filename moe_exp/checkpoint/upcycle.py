@@ -32,14 +32,7 @@ from moe_exp.config import Config
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime, on_every_rank
 from moe_exp.layers.megatron.moe_parts import MegatronExperts
-
-# Our experts' tensor names: (Megatron's name in the dense MLP, split axis, halves of that axis with a gate).
-_DENSE = {
-    "weight1": ("linear_fc1.weight", 0, 2),
-    "weight2": ("linear_fc2.weight", 1, 1),
-    "bias1": ("linear_fc1.bias", 0, 2),
-    "bias2": ("linear_fc2.bias", 0, 1),
-}
+from moe_exp.layers.megatron.sharding import TENSORS
 
 
 def experts_of(
@@ -109,12 +102,13 @@ def _fill(layer: int, experts: MegatronExperts, dense: Mapping[str, LogicalTenso
     rank, size, granularity = experts.etp_group.rank(), experts.etp_group.size(), config.upcycle_granularity
     shards: dict[int, dict[str, Tensor]] = {expert % granularity: {} for expert in local}
     for name, parameter in parameters.items():
-        key, axis, halves = _DENSE[name]
+        key, split_axis, has_gate = TENSORS[name]
+        axis = split_axis - 1  # the dense MLP has no expert axis
         whole = dense[f"decoder.layers.{layer}.mlp.{key}"].read().to(parameter.dtype)
         for shard, tensors in shards.items():
             # Position within one half. The output bias is split only across expert-tensor-parallel ranks.
             count, index = (size, rank) if name == "bias2" else (granularity * size, shard * size + rank)
-            parts = whole.chunk(halves if experts.gated else 1, axis)
+            parts = whole.chunk(2 if has_gate and experts.gated else 1, axis)
             tensors[name] = torch.cat([part.chunk(count, axis)[index] for part in parts], axis)
     assert config.router_weights_sum is not None  # config/sections/moe.py
     filled = experts_of(shards, local, granularity=granularity, weights_sum=config.router_weights_sum)

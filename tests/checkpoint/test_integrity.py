@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.ckpt_files import entries_of
+from helpers.checkpoint.ckpt_files import add_tensor, entries_of
 from helpers.checkpoint.small_job import files_of, records, run_to_end, small_settings, write_tokens
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.checkpoint import integrity
@@ -37,7 +37,7 @@ def write_checkpoint(checkpoints: Path, iteration: int, *, manifest: bool = True
     """A checkpoint of two files, one of them with an object."""
     folder = checkpoints / f"iter_{iteration:07d}"
     writer = TorchDistWriter(folder)
-    writer.add_tensor("weight", torch.full((50, 20), float(iteration)))
+    add_tensor(writer, "weight", torch.full((50, 20), float(iteration)))
     writer.next_file()
     writer.add_object("rng_state/shard_0.0_1.1", {"cpu": torch.arange(5)})
     writer.finish({"progress": {"iteration": iteration}} | ({"versions": {}} if manifest else {}))
@@ -195,7 +195,7 @@ def megatrons_arguments(folder: Path, version: str) -> list[Any]:
         torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
     else:
         with TorchDistWriter(folder) as writer:
-            writer.add_tensor("weight", torch.ones(50, 20))
+            add_tensor(writer, "weight", torch.ones(50, 20))
             writer.add_object("common_state/shard_0_1", {"args": arguments, "iteration": 30})
             writer.finish({})
         (folder / "common.pt").unlink()
@@ -245,7 +245,7 @@ def hostile(kind: str, folder: Path, mark: Path) -> None:
         torch.save({"progress": Payload(mark)}, folder / "common.pt")
     else:
         with TorchDistWriter(folder) as writer:
-            writer.add_tensor("weight", torch.ones(50, 20))
+            add_tensor(writer, "weight", torch.ones(50, 20))
             writer.add_object("rng_state/shard_0.0_1.1", Payload(mark))
             writer.finish({})
     (folder / "manifest.json").unlink()

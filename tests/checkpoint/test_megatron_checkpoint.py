@@ -195,8 +195,9 @@ def resume_from_before_router_biases(settings: dict[str, Any], port: int, folder
 
     def of_an_older_version(*args: Any) -> dict[str, Any]:
         state = whole_state(*args)
-        for part in ("model0", "optimizer_shards"):
-            state[part] = {k: v for k, v in state[part].items() if not v.key.endswith("router.bias")}
+        end = "router.bias"
+        state["model0"] = {k: v for k, v in state["model0"].items() if not v.key.endswith(end)}
+        state["optimizer_shards"] = [v for v in state["optimizer_shards"] if not v.key.endswith(end)]
         return state
 
     def values() -> dict[tuple[str, str], Tensor]:

@@ -132,7 +132,7 @@ def counted_save(settings: dict[str, Any], port: int, folder: str) -> tuple[int,
         for owned in owned_state(job.trained.optimizer)
         for value in owned.values.values()
     }
-    shards = whole_state(job.config, job.runtime, job.trained, progress)["optimizer_shards"].values()
+    shards = whole_state(job.config, job.runtime, job.trained, progress)["optimizer_shards"]
     foreign = [shard.data.nbytes for shard in shards if shard.data.untyped_storage().data_ptr() not in own]
     save(job.config, job.runtime, Path(folder), job.trained, progress)
     return sum(shard.data.nbytes for shard in shards), sum(foreign)
@@ -182,7 +182,7 @@ def one_key_for_every_expert(settings: dict[str, Any], port: int, folder: str) -
     metadata = sharding_metadata(job.runtime) | {"singleton_local_shards": True}
     weights = {"model0": model_state(unwrapped(trained.model[0]), metadata)}
     groups = optimizer_state.optimizer_groups(trained.optimizer)
-    shards = optimizer_state.optimizer_shards(trained.optimizer, weights)
+    shards = list(optimizer_state.shards_of(owned_state(trained.optimizer), weights))
     dist_checkpointing.save(weights | {"shards": shards}, folder)
     for value in _values(job):
         value.zero_()
@@ -211,7 +211,7 @@ def save_without_a_shard(settings: dict[str, Any], port: int, folder: str) -> st
     def without_a_shard(*arguments: Any) -> dict[str, Any]:
         state = whole_state(*arguments)
         if torch.distributed.get_rank():
-            state["optimizer_shards"].pop("0")
+            state["optimizer_shards"].pop(0)
         return state
 
     writer = CheckpointWriter(job.config, job.runtime, Path(folder))

@@ -1,4 +1,4 @@
-"""Writes the files of a `torch_dist` checkpoint (see torch_dist.py) chunk by chunk, in one process or more."""
+"""Writes the files of a `torch_dist` checkpoint (see torch_dist.py), in one process or more."""
 
 import contextlib
 import json
@@ -62,8 +62,8 @@ def write_metadata(folder: Path, written: Iterable[WrittenFiles]) -> dict[str, d
 
 
 class TorchDistWriter:
-    """Writes a checkpoint in chunks: call `add_tensor`, `add_chunk` and `add_object` in any order, then
-    `finish`. Starts a new file after `file_bytes`. A `with` block closes the open file if there is an error.
+    """Writes a checkpoint in chunks: call `add_chunk` and `add_object` in any order, then `finish`.
+    Starts a new file after `file_bytes`. A `with` block closes the open file if there is an error.
 
     With `rank`, it is one of several writers: it writes one file, into a folder that exists, and ends with
     `next_file`; `write_metadata` then needs `written` of all ranks.
@@ -89,10 +89,6 @@ class TorchDistWriter:
             self._open.close()
             self.written.entries[self._name] = self._file.entry()
             self._file = None
-
-    def add_tensor(self, key: str, values: Tensor) -> None:
-        """Writes a whole tensor as one chunk."""
-        self.add_chunk(key, values, shape=tuple(values.shape), offsets=(0,) * values.dim())
 
     def add_chunk(self, key: str, values: Tensor, *, shape: Sequence[int], offsets: Sequence[int]) -> None:
         """Writes the box `values` at `offsets` of a tensor of `shape`; boxes must fill it without overlap."""

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
 # Our name to (Megatron's name, axis split by expert tensor parallelism, whether a gate doubles that axis).
-_TENSORS = {
+TENSORS = {
     "weight1": ("linear_fc1.weight", 1, True),
     "weight2": ("linear_fc2.weight", 2, False),
     "bias1": ("linear_fc1.bias", 1, True),
@@ -71,7 +71,7 @@ def shard_experts(
             extra = ShardedObject(f"{key}.{linear}._extra_state", None, shape, offset, replica_id)
             state[f"{prefix}{expert}.{linear}._extra_state"] = extra
     for name, tensor in tensors.items():
-        key, split_axis, has_gate = _TENSORS[name]
+        key, split_axis, has_gate = TENSORS[name]
         part = _Part(key, split_axis, gated and has_gate, place, sharded_offsets)
         state[f"{prefix}{name}"] = part.shard(f"{prefix}experts.{key}", tensor, singleton=singleton)
     return state

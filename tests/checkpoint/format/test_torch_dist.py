@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from helpers.checkpoint.ckpt_files import flip_bit
+from helpers.checkpoint.ckpt_files import add_tensor, flip_bit
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_metadata
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 
@@ -35,8 +35,8 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
     for row, column, rows, columns in BOXES:
         box = tensors["boxes"][row : row + rows, column : column + columns]
         writer.add_chunk("boxes", box, shape=SHAPE, offsets=(row, column, 0))
-    writer.add_tensor("half", tensors["half"])
-    writer.add_tensor("number", tensors["number"])
+    add_tensor(writer, "half", tensors["half"])
+    add_tensor(writer, "number", tensors["number"])
     writer.add_object("state/shard_0_1", {"step": 7})
     writer.finish({"progress": {"iteration": 7}})
     return tensors
@@ -93,7 +93,7 @@ def test_torch_reads_what_is_written_here_and_the_other_way_round(folder, tmp_pa
 
 def test_views_are_written_without_the_rest_of_their_storage(tmp_path):
     with TorchDistWriter(tmp_path / "a") as writer:
-        writer.add_tensor("x", torch.randn(1000, 1000)[:2])
+        add_tensor(writer, "x", torch.randn(1000, 1000)[:2])
         writer.finish({})
     assert sum(path.stat().st_size for path in (tmp_path / "a").glob("*.distcp")) < 2 * 1000 * 4 + 2000
 
@@ -138,7 +138,7 @@ def test_damage_is_named(name, damage, folder):
 
 def test_tensor_in_the_place_of_another(folder, tmp_path):
     with TorchDistWriter(tmp_path / "other", file_bytes=300) as writer:
-        writer.add_tensor("boxes", torch.zeros(3))
+        add_tensor(writer, "boxes", torch.zeros(3))
         writer.finish({})
     shutil.copy(tmp_path / "other/__0_0.distcp", folder)
     with pytest.raises(ValueError, match=r"__0_0.distcp: (does not contain boxes|cannot be used)"):

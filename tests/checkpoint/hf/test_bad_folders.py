@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from helpers.checkpoint.ckpt_files import add_tensor
 from helpers.hf.tiny_models import their_logits, tiny_folder, tiny_model, weights_of
 from helpers.relative_error import assert_equal_to
 from moe_exp.checkpoint.format import folders
@@ -407,7 +408,7 @@ def test_checkpoint_that_does_not_fit_its_settings(changed, common, text, checkp
     writer = TorchDistWriter(tmp_path / "source")
     kept = {key: reader.read(key) for key in reader.tensors if key != NORM_KEY}
     for key, values in (kept | changed).items():
-        writer.add_tensor(key, values)
+        add_tensor(writer, key, values)
     writer.finish(reader.common() if common else {})
     with pytest.raises(ValueError, match=text):
         to_hf(tmp_path / "source", tmp_path / "back")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.checkpoint.ckpt_files import add_tensor
 from helpers.hf.tiny_models import MODELS, save_tokenizer, tiny_folder, weights_of
 from moe_exp.checkpoint.format.folders import Manifest, damages, one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
@@ -68,7 +69,7 @@ def test_the_length_is_the_longer_of_source_and_run(seq_len, length, checkpoints
     source = CheckpointReader(one_checkpoint(checkpoints["llama"]))
     writer = TorchDistWriter(tmp_path / "run/iter_0000000")
     for key in source.tensors:
-        writer.add_tensor(key, source.read(key))
+        add_tensor(writer, key, source.read(key))
     changes = {"seq_len": seq_len, "load_dir": str(checkpoints["llama"])}
     writer.finish({"config": source.common()["config"] | changes, "iteration": 1})
     to_hf(tmp_path / "run/iter_0000000", tmp_path / "back")

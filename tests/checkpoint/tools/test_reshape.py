@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, drawn_state, flip_a_value, write_checkpoint
+from helpers.checkpoint.ckpt_files import (
+    BIAS,
+    STACKED,
+    WHOLE,
+    add_tensor,
+    drawn_state,
+    flip_a_value,
+    write_checkpoint,
+)
 from helpers.checkpoint.peak import peak_bytes
 from helpers.ranks import free_port, run_on_ranks
 from helpers.whole_runs import SMALL
@@ -62,7 +70,7 @@ def test_the_keys_that_megatron_asks_for_in_either_style(model, tmp_path):
     whole |= {f"optimizer.state.exp_avg.{key}": torch.randn(shape) for key, shape in stacked.items()}
     writer = TorchDistWriter(tmp_path / "source")
     for key, values in whole.items():
-        writer.add_tensor(key, values)
+        add_tensor(writer, key, values)
     writer.finish({})
     there = reshape(tmp_path / "source", tmp_path / "there", Reshaping(experts="single"))
     tensors = CheckpointReader(there.folder).tensors

@@ -64,6 +64,11 @@ def drawn_state(seed: int = 0) -> dict[str, Tensor]:
     return tensors
 
 
+def add_tensor(writer: TorchDistWriter, key: str, values: Tensor) -> None:
+    """Writes a whole tensor as one chunk."""
+    writer.add_chunk(key, values, shape=tuple(values.shape), offsets=(0,) * values.dim())
+
+
 def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
     """Manifest entries of a folder's files."""
     return {path.name: entry_of(path) for path in folder.iterdir() if path.name != MANIFEST}

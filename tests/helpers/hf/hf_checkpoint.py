@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from helpers.checkpoint.ckpt_files import add_tensor
 from helpers.hf import tiny_models
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
@@ -39,7 +40,7 @@ def write_checkpoint(model: PreTrainedModel, folder: Path, **settings: Any) -> P
                 values = reader.read(key)
                 if key in ("embedding.word_embeddings.weight", "output_layer.weight"):
                     values[VOCAB:] = 9.0
-                writer.add_tensor(key, values)
+                add_tensor(writer, key, values)
             config = Config(**config.model_dump() | _RUN | settings)
             writer.finish({"config": config.model_dump(), "iteration": 0})
     return folder
