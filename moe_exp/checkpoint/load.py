@@ -28,7 +28,7 @@ from moe_exp.host.exit_codes import FAILED
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.runs.run_folder import LATEST, iterations
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +82,13 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         # the streams start from the seed.
         state["rng_state"] = training_state.rng_state(runtime)
     with parameters_in_sync(trained.model):
-        objects = _load_model(state, trained, reader)
+        _load_model(state, trained, reader)
         request.finish(common["optimizer"], trained.model)
     if config.fingerprints:
         compare_restored(runtime, folder, trained, request.converted)
     trained.scheduler.load_state_dict(common["scheduler"])
     if "rng_state" in state:
-        training_state.set_rng_state(objects[state["rng_state"].unique_key][0])
+        training_state.set_rng_state(state["rng_state"][0])
     torch.distributed.barrier()
     return resumed_progress(config, common, has_average=request.has_average)
 
@@ -129,18 +129,12 @@ def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
         restart_average(trained.optimizer)
 
 
-def _load_model(state: dict[str, Any], trained: Trained, reader: CheckpointReader) -> dict[str, Any]:
-    """Fills the tensors of `state` and the model; returns the objects of `state`, see `read_state`."""
-    objects = read_state(state, reader)
+def _load_model(state: dict[str, Any], trained: Trained, reader: CheckpointReader) -> None:
+    read_state(state, reader)
     for index, chunk in enumerate(map(unwrapped, trained.model)):
         # Transformer Engine's state; all other values are already in the parameters and buffers
-        extra = {
-            name: objects[value.unique_key]
-            for name, value in state[f"model{index}"].items()
-            if isinstance(value, ShardedObject)
-        }
+        extra = {name: x for name, x in state[f"model{index}"].items() if name.endswith("_extra_state")}
         chunk.load_state_dict(extra, strict=False)
-    return objects
 
 
 def compare_restored(

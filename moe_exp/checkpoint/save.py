@@ -27,12 +27,8 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.checkpoint.format import fingerprints, folders
 from moe_exp.checkpoint.format.fingerprints import Fingerprints
-from moe_exp.checkpoint.format.torch_dist_writer import (
-    TensorChunk,
-    TorchDistWriter,
-    WrittenFiles,
-    write_metadata,
-)
+from moe_exp.checkpoint.format.torch_dist import TensorChunk
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter, WrittenFiles, write_metadata
 from moe_exp.checkpoint.state import CONTENT, Progress, Trained, parameters_in_sync, whole_state
 from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime, from_first_rank

@@ -23,7 +23,7 @@ from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.engine.runtime import from_all_ranks, on_every_rank
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
@@ -129,14 +129,16 @@ def read_tensors(state: Any, reader: CheckpointReader) -> None:
         logger.warning("the checkpoint has no router biases; setting them to zero (the same model)")
 
 
-def read_state(state: Any, reader: CheckpointReader) -> dict[str, Any]:
-    """Like `read_tensors`, but also returns the objects of a sharded state, by their keys in the checkpoint.
-    All ranks must call this function. ValueError on every rank if a file is damaged or contains code.
+def read_state(state: Any, reader: CheckpointReader) -> None:
+    """Like `read_tensors`, but also replaces the objects of a sharded state by their values. All ranks must
+    call this function. ValueError on every rank if a file is damaged or contains code.
     """
-    objects = [value.unique_key for value in nested_values(state) if isinstance(value, ShardedObject)]
 
-    def read() -> dict[str, Any]:
+    def value_of(part: Any) -> Any:
+        return reader.read_object(part.unique_key)[0] if isinstance(part, ShardedObject) else part
+
+    def read() -> None:
         read_tensors(state, reader)
-        return {key: reader.read_object(key)[0] for key in objects}
+        dict_list_map_inplace(value_of, state)
 
-    return on_every_rank(read)
+    on_every_rank(read)

@@ -51,6 +51,8 @@ _PLAIN = {
     ("builtins", "set"): set,
     ("builtins", "slice"): slice,
 }
+# Key, values, shape of the whole tensor and offsets.
+TensorChunk = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
 
 
 class Box(NamedTuple):
@@ -256,9 +258,7 @@ class CheckpointReader:
         self.objects: dict[str, Chunk] = {}
         for key, value in metadata.state_dict_metadata.items():
             if isinstance(value, TensorStorageMetadata):
-                chunks = tuple(
-                    self._chunk(metadata, key, tuple(c.offsets), tuple(c.sizes)) for c in value.chunks
-                )
+                chunks = tuple(self._chunk(metadata, key, c.offsets, c.sizes) for c in value.chunks)
                 stored = StoredTensor(key, tuple(value.size), value.properties.dtype, chunks)
                 # A damaged shape, such as 2**40 rows, would exhaust memory when its rows are listed.
                 held, rows = sum(chunk.num_bytes for chunk in chunks), max(stored.shape, default=0)
@@ -270,15 +270,15 @@ class CheckpointReader:
                 self.objects[key] = self._chunk(metadata, key, None, ())
 
     def _chunk(
-        self, metadata: Metadata, key: str, offsets: tuple[int, ...] | None, sizes: tuple[int, ...]
+        self, metadata: Metadata, key: str, offsets: Sequence[int] | None, sizes: Sequence[int]
     ) -> Chunk:
-        place = metadata.storage_data.get(MetadataIndex(key, offsets))
+        place, at = metadata.storage_data.get(MetadataIndex(key, offsets)), tuple(offsets or ())
         if place is None:
-            raise unusable(self.folder, f"does not record the position of {key} {offsets or ''}")
+            raise unusable(self.folder, f"does not record the position of {key} {at or ''}")
         # A damaged or malicious file must not cause reads outside the folder.
         if Path(place.relative_path).name != place.relative_path:
             raise unusable(self.folder, f"places {key} outside the folder, in {place.relative_path}")
-        return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
+        return Chunk(at, tuple(sizes), place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
         """Reads a tensor, or its box of `sizes` at `offsets`; KeyError if unknown, ValueError if damaged."""

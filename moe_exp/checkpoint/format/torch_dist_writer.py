@@ -22,8 +22,6 @@ _BACKEND = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1,
     "common_backend": "torch", "common_backend_version": 1,
 }  # fmt: skip
-# Key, values, shape of the whole tensor and offsets.
-TensorChunk = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,8 @@ def write_metadata(folder: Path, written: Iterable[WrittenFiles]) -> dict[str, d
     whole = WrittenFiles()
     for one in written:
         for key, part in one.parts.items():
-            if key in whole.parts:
-                whole.parts[key].chunks.extend(part.chunks)
-            else:
-                whole.parts[key] = part
+            if (known := whole.parts.setdefault(key, part)) is not part:
+                known.chunks.extend(part.chunks)
         whole.places.update(one.places)
         whole.entries.update(one.entries)
     for key, part in whole.parts.items():
@@ -71,11 +67,13 @@ class TorchDistWriter:
 
     def __init__(self, folder: Path, *, rank: int | None = None, file_bytes: int = 4 << 30):
         self.folder, self.written = folder, WrittenFiles()
-        self._rank, self._file_bytes = (0, file_bytes) if rank is None else (rank, math.inf)
+        self._rank, self._file_bytes = rank or 0, math.inf
         if rank is None:
+            self._file_bytes = file_bytes
             folder.mkdir(parents=True, exist_ok=True)
         self._open = contextlib.ExitStack()
-        self._name, self._file = "", None
+        self._name = ""
+        self._file: HashedFile | None = None
 
     def __enter__(self) -> "TorchDistWriter":
         return self

@@ -376,8 +376,10 @@ def choose_architecture(config: Config, preferred: Collection[str] = ()) -> Arch
     against: dict[str, list[str]] = {}  # settings that each architecture cannot express
     for architecture in sorted(ARCHITECTURES.values(), key=lambda one: one.name not in preferred):
         reasons = against[architecture.name] = []
+        of_fields = chain.from_iterable(rule.traits.items() for rule in architecture.fields)
+        allowed = dict(of_fields) | dict(architecture.traits)
         for name, trait in TRAITS.items():
-            if trait.of(config) not in architecture.all_traits.get(name, (trait.usual,)):
+            if trait.of(config) not in allowed.get(name, (trait.usual,)):
                 values = (f"{setting.upper()}={getattr(config, setting)}" for setting in trait.settings)
                 reasons.append(" ".join(values) + trait.note)
         if not reasons:

@@ -4,7 +4,6 @@ configuration_*.py) and, for serving, against vLLM's vllm/model_executor/models/
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from moe_exp.checkpoint.hf import fields as rules
@@ -23,7 +22,8 @@ class Architecture:
     fields: tuple[FieldRule, ...]  # rules for config.json
     tensors: tuple[TensorRule, ...]  # rules for the weights
     defaults: Mapping[str, Any]  # field defaults of its configuration class; fields with None may be null
-    traits: rules.Traits = field(default_factory=dict)  # allowed values, if not those of the field rules
+    # values that it allows, if not those of the field rules; of other traits, only the usual value
+    traits: rules.Traits = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # that all models of this class share
     # other fields that may be null, to the meaning of null; None: the rules decide
     null: Mapping[str, Any] = field(default_factory=dict)
@@ -35,12 +35,6 @@ class Architecture:
         """Whether config.json has a field for ROUTER_SCALING_FACTOR."""
         names = {name for rule in self.fields for name in rule.names}
         return bool(names & {"routed_scaling_factor", "router_scaling_factor", "route_scale"})
-
-    @property
-    def all_traits(self) -> rules.Traits:
-        """Allowed values by name in exporting.TRAITS; without a name, only the usual value is allowed."""
-        of_fields = (rule.traits.items() for rule in self.fields)
-        return dict(chain(*of_fields, self.traits.items()))
 
 
 def _read_causal(fields: rules.Fields) -> rules.Settings:
@@ -71,6 +65,7 @@ HEADS = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM)
 # vLLM always computes the head size as width / heads, regardless of config.json
 HEADS_BY_WIDTH = (rules.KEY_VALUE_HEADS, rules.HEAD_DIM_BY_WIDTH)
 NO_BIAS = must_be("attention_bias", False, because="biases in the attention projections are not supported")
+BIASED_QKV = replace(same("attention_bias", "qkv_bias"), traits={"qkv_bias": EITHER})
 NO_MLP_BIAS = must_be("mlp_bias", False, because="biases in the MLP are not supported")
 NUM_EXPERTS = same("num_experts|num_local_experts", "num_experts")
 NUM_LOCAL_EXPERTS = same("num_local_experts|num_experts", "num_experts")
@@ -229,13 +224,13 @@ DEEPSEEK_V3 = Architecture(
 GLM4_MOE = Architecture(
     "Glm4MoeForCausalLM", "glm4_moe",
     fields=(
-        *common(fraction=0.5), *HEADS, *_DEEPSEEK_FIELDS, same("attention_bias", "qkv_bias"),
+        *common(fraction=0.5), *HEADS, *_DEEPSEEK_FIELDS, BIASED_QKV,
         same("use_qk_norm", "qk_norm"), rules.PREDICTION,
     ),
     tensors=(
         *t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.HEAD_NORMS, *t.DENSE, *t.DEEPSEEK_EXPERTS, *t.PREDICTION
     ),
-    traits={"qk_norm": ("none", "head"), "qkv_bias": EITHER},
+    traits={"qk_norm": ("none", "head")},
     defaults=sized(
         131072, 8, 1e-5, attention_bias=False, use_qk_norm=False, first_k_dense_replace=1,
         norm_topk_prob=True, routed_scaling_factor=1.0, n_group=1, topk_group=1, num_mtp_layers=1,
@@ -262,11 +257,10 @@ DOTS1 = Architecture(
 SOLAR_OPEN = Architecture(
     "SolarOpenForCausalLM", "solar_open",
     fields=(
-        *common(theta=1e6), *HEADS, EXPERT_WIDTH, *BIASED_ROUTING, same("attention_bias", "qkv_bias"),
+        *common(theta=1e6), *HEADS, EXPERT_WIDTH, *BIASED_ROUTING, BIASED_QKV,
         FieldRule(("intermediate_size",), lambda f: {}, lambda c: {}),  # of dense layers, which it lacks
     ),
     tensors=(*t.MODEL, *t.ATTENTION, t.QKV_BIAS[0], *t.DEEPSEEK_EXPERTS),
-    traits={"qkv_bias": EITHER},
     defaults=sized(
         131072, 8, 1e-5, head_dim=128, attention_bias=False, norm_topk_prob=True, routed_scaling_factor=1.0,
         n_group=1, topk_group=1,

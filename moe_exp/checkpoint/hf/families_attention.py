@@ -10,7 +10,7 @@ from moe_exp.checkpoint.hf import fields as rules
 from moe_exp.checkpoint.hf import layer_tensors as t
 from moe_exp.checkpoint.hf import rotary_fields as rotary
 from moe_exp.checkpoint.hf.families import Architecture
-from moe_exp.checkpoint.hf.fields import FieldRule, given, must_be, same
+from moe_exp.checkpoint.hf.fields import EITHER, FieldRule, given, must_be, same
 from moe_exp.checkpoint.hf.tensor_rules import averages
 from moe_exp.config import Config
 
@@ -41,15 +41,20 @@ GPT_OSS = Architecture(
         swiglu_alpha=1.702, swiglu_limit=7.0, router_aux_loss_coef=0.001,
     ),
 )  # fmt: skip
+
+
+def _windows_but_every(name: str, *default: int, unused: int) -> FieldRule:
+    """Rule for windows, and a rotary embedding, in all layers but every n-th; n is the field `name`."""
+    return rules.windows(
+        lambda i, fields: (i + 1) % given(fields, name, *default) != 0, name, rotated=True, unused=unused
+    )
+
+
 # Dense, norms after attention and MLP.
 EXAONE4 = Architecture(
     "Exaone4ForCausalLM", "exaone4",
     fields=(
-        *f.common(), *f.HEADS, f.DENSE_WIDTH,
-        rules.windows(
-            lambda i, fields: (i + 1) % given(fields, "sliding_window_pattern"), "sliding_window_pattern",
-            rotated=True, unused=4096,
-        ),
+        *f.common(), *f.HEADS, f.DENSE_WIDTH, _windows_but_every("sliding_window_pattern", unused=4096),
     ),
     tensors=(*t.MODEL, *t.ATTENTION[1:], *t.HEAD_NORMS, *t.OUTPUT_NORMS, *t.DENSE[1:]),
     settings=f.DENSE_MODEL | {"qk_norm": True, "norm_placement": "post"},
@@ -182,10 +187,7 @@ AFMOE = Architecture(
         *f.common(), *f.HEADS, f.NO_BIAS, f.DENSE_WIDTH, f.EXPERT_WIDTH, f.NUM_EXPERTS, f.TOPK,
         rules.first_dense_layers("num_dense_layers"), rules.shared_experts("num_shared_experts"),
         same("route_scale", "router_scaling_factor"), rules.balancing("aux_loss_alpha"),
-        rules.windows(
-            lambda i, fields: (i + 1) % given(fields, "global_attn_every_n_layers") != 0,
-            "global_attn_every_n_layers", rotated=True, unused=1024,
-        ),
+        _windows_but_every("global_attn_every_n_layers", unused=1024),
         FieldRule(
             ("mup_enabled",),
             lambda fields: {
@@ -227,11 +229,7 @@ COHERE2 = Architecture(
     "Cohere2ForCausalLM", "cohere2",
     fields=(
         *_COHERE, same("layer_norm_eps", "norm_epsilon"), *f.HEADS_BY_WIDTH, f.NO_BIAS, f.DENSE_WIDTH,
-        _LOGIT_SCALE,
-        rules.windows(
-            lambda i, fields: (i + 1) % given(fields, "sliding_window_pattern", 4) != 0,
-            "sliding_window_pattern", rotated=True, unused=4096,
-        ),
+        _LOGIT_SCALE, _windows_but_every("sliding_window_pattern", 4, unused=4096),
     ),
     tensors=(*t.MODEL, *t.ADJACENT_ATTENTION, *t.DENSE[1:]),
     settings=f.DENSE_MODEL | _NORMS_OF_COHERE,
@@ -335,7 +333,7 @@ MIMO_V2_FLASH = Architecture(
         *f.common(rotary=rotary.rope_by_kind(
             _WINDOWS_OF_MIMO, full=5e6, windowed=1e4, legacy=False, fraction=0.334
         )),
-        _WINDOWS_OF_MIMO, rules.HEAD_DIM, same("attention_bias", "qkv_bias"), f.DENSE_WIDTH, f.EXPERT_WIDTH,
+        _WINDOWS_OF_MIMO, rules.HEAD_DIM, f.BIASED_QKV, f.DENSE_WIDTH, f.EXPERT_WIDTH,
         FieldRule(
             ("num_key_value_heads",),
             lambda fields: {
@@ -357,10 +355,7 @@ MIMO_V2_FLASH = Architecture(
         t.sinks("self_attn.attention_sink_bias", "self_attn.sinks", "windowed"),
     ),
     settings={"attention_sinks": "windowed"},
-    traits={
-        "qkv_bias": rules.EITHER, "sinks": ("some",), "window_groups": (2,), "value_heads": rules.EITHER,
-        "value_scale": rules.EITHER,
-    },
+    traits={"sinks": ("some",), "window_groups": (2,), "value_heads": EITHER, "value_scale": EITHER},
     defaults=f.sized(
         131072, 4, 1e-5, head_dim=192, attention_bias=False, v_head_dim=128, sliding_window=129,
         layer_types=None, mlp_layer_types=None, attention_value_scale=0.707, routed_scaling_factor=1.0,

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from moe_exp.checkpoint.format import fingerprints, folders, naming
 from moe_exp.checkpoint.format.settings import order_in, saved_config
-from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
-from moe_exp.checkpoint.format.torch_dist_writer import TensorChunk, TorchDistWriter
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader, TensorChunk, read_common
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, chosen, iteration_of
 from moe_exp.config import setting_error
 from moe_exp.config.model_changes import model_changes
