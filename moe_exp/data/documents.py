@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -44,6 +45,7 @@ _BESIDE_DATA = re.compile(
 _OTHER_FIELD = "give the name of the text field (TEXT_FIELD, --text-field or --json-keys)"
 
 _MASK128 = 2**128 - 1
+TALLIED = ("num_documents", "num_text_bytes", "text_hash")  # counts of a `Tally` that no step may change
 
 
 C = TypeVar("C", bound="Counted")
@@ -401,17 +403,14 @@ def lines_before(path: Path, start: int) -> int:
 def estimate_line_bytes(paths: Iterable[Path]) -> int:
     """Estimates the decompressed size of files from the beginning of the largest file of each kind."""
     total_bytes = 0
-    by_suffix: dict[str, list[Path]] = {}
-    for path in paths:
-        by_suffix.setdefault(ending(path), []).append(path)
-    for suffix, files in by_suffix.items():
-        sizes, ratio = [path.stat().st_size for path in files], 1.0
-        if kinds.is_compressed(files[0]):
+    for suffix, files in groupby(sorted(paths, key=ending), key=ending):
+        sizes = {path: path.stat().st_size for path in files}
+        ratio = 2.5 if suffix == kinds.PARQUET_SUFFIX else 1.0  # typical for text
+        largest = max(sizes, key=sizes.__getitem__)
+        if kinds.is_compressed(largest):
             with suppress(BadDocument):  # reading the file reports the error
-                ratio = compression_ratio(files[sizes.index(max(sizes))])
-        elif suffix == kinds.PARQUET_SUFFIX:
-            ratio = 2.5  # typical for text
-        total_bytes += int(sum(sizes) * ratio)
+                ratio = compression_ratio(largest)
+        total_bytes += int(sum(sizes.values()) * ratio)
     return total_bytes
 
 

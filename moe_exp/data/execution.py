@@ -8,10 +8,12 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from moe_exp.data.kinds import input_error
 from moe_exp.host.devices import num_cores
 
 EXECUTORS = ("local", "slurm", "ray")
@@ -34,25 +36,23 @@ class Execution:
     finish_command: tuple[str, ...] = ()  # run by the last SLURM job: this command with --finish
 
     def __post_init__(self) -> None:
-        rule, fix = "", ""
+        given = f"executor={self.executor}"
         if self.executor not in EXECUTORS:
-            rule, fix = f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}", "choose one"
-        elif self.workers is not None and self.workers < 1:
-            rule = f"workers={self.workers}: must be at least 1"
+            raise input_error(given, f"must be one of {', '.join(EXECUTORS)}", "choose one")
+        if self.workers is not None and self.workers < 1:
             fix = "omit it, or give a positive number of processes"
-        elif self.executor == "slurm" and not self.partition:
-            rule = "partition=: required by executor=slurm"
+            raise input_error(f"workers={self.workers}", "must be at least 1", fix)
+        if self.executor == "slurm" and not self.partition:
             fix = "set --partition; `sinfo` lists the partitions"
+            raise input_error("partition=", "required by executor=slurm", fix)
         # inside a job sbatch is not needed, and compute nodes may lack it
-        elif self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
-            rule = "executor=slurm: sbatch not found"
-            fix = "run the command on a login node of the cluster"
-        elif self.executor == "ray" and importlib.util.find_spec("ray") is None:
-            rule, fix = "executor=ray: requires the package ray", "pip install ray"
-        elif wrong := next((option for option in self.sbatch if "=" not in option), ""):
-            rule, fix = f"sbatch={wrong}: must be NAME=VALUE", "write, for example, account=x"
-        if rule:
-            raise ValueError(f"{rule}. Fix: {fix}.")
+        if self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
+            raise input_error(given, "sbatch not found", "run the command on a login node of the cluster")
+        if self.executor == "ray" and importlib.util.find_spec("ray") is None:
+            raise input_error(given, "requires the package ray", "pip install ray")
+        for option in self.sbatch:
+            if "=" not in option:
+                raise input_error(f"sbatch={option}", "must be NAME=VALUE", "write, for example, account=x")
 
 
 @dataclass(frozen=True)
@@ -77,43 +77,44 @@ def task_stats(name: str) -> Any:
 
 @dataclass
 class Step:
-    """The only step of a datatrove pass. `run` processes a task and returns how many units it processed."""
+    """Step of a datatrove pipeline. `run` takes documents, rank and world size; it returns statistics."""
 
-    name: str
-    unit: str
-    run: Callable[[int], int]
+    run: Callable[[Any, int, int], Any]
     stats: Any = None
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        self.stats = task_stats(self.name)
-        self.stats[self.unit].update(self.run(rank))
+        self.stats = self.run(data, rank, world_size)
 
 
-@dataclass
-class After:
-    """Step at the start of a pipeline, which checks that all tasks of the previous pass are complete.
+def counting_step(name: str, unit: str, run: Callable[[int], int]) -> Step:
+    """The only step of a pass. `run` processes a task and returns how many units it processed."""
+    return Step(partial(_count, name, unit, run))
 
-    SLURM starts the pipeline after the last of several job arrays; the other arrays may have failed.
-    """
 
-    before: Pass
-    stats: Any = None
+def _count(name: str, unit: str, run: Callable[[int], int], data: Any, rank: int, world_size: int) -> Any:
+    stats = task_stats(name)
+    stats[unit].update(run(rank))
+    return stats
 
-    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        self.stats = task_stats("⏳ - AFTER")
-        if left := self.before.left():
-            log = f"{self.before.folder}/logs/task_{left[0]:05d}.log"
-            rule = f"{len(left)} tasks of the previous pass are not complete (first: task {left[0]})"
-            raise ValueError(f"{rule}. Fix: see {log}, and repeat the command.")
+
+def _check_complete(before: Pass, *_: Any) -> Any:
+    if left := before.left():
+        log = f"{before.folder}/logs/task_{left[0]:05d}.log"
+        rule = f"{len(left)} tasks of the previous pass are not complete (first: task {left[0]})"
+        raise ValueError(f"{rule}. Fix: see {log}, and repeat the command.")
+    return task_stats("⏳ - AFTER")
 
 
 def in_turn(passes: Sequence[Pass]) -> list[Pass]:
-    """Adds to each pass a check that the previous pass is complete."""
+    """Adds to each pass a first step, which checks that all tasks of the previous pass are complete.
+
+    SLURM starts a pipeline after the last of several job arrays; the other arrays may have failed.
+    """
     # the check is pickled with every task: without the pipeline of the pass it refers to
-    after = [
-        replace(one, pipeline=[After(replace(before, pipeline=())), *one.pipeline])
-        for before, one in pairwise(passes)
-    ]
+    after = []
+    for before, one in pairwise(passes):
+        check = Step(partial(_check_complete, replace(before, pipeline=())))
+        after.append(replace(one, pipeline=[check, *one.pipeline]))
     return [passes[0], *after]
 
 

@@ -39,8 +39,16 @@ _JOBS = "slurm_jobs.json"
 _LAUNCHER = "launch_pickled_pipeline"
 
 
-def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follows: bool = False) -> bool:
-    """Runs the remaining tasks of the passes; the last pass creates the output. For `follows`, see `submit`.
+def run_passes(
+    passes: Sequence[Pass], execution: Execution, stage: CorpusStage, verb: str, through: Sequence[Path], *,
+    follows: bool = False,
+) -> bool:  # fmt: skip
+    """Runs the remaining tasks of the passes; the last pass creates the output.
+
+    Args:
+        verb: what the tasks do, for the progress bar (none on SLURM).
+        through: folders where tasks publish their progress, one for each pass that reads the inputs.
+        follows: see `submit`.
 
     Returns:
         Whether all tasks are done; False if SLURM jobs were submitted or are still queued or running.
@@ -49,21 +57,30 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
         ValueError: a task failed; details are in its log.
         ChildProcessError: a task's process died.
     """
-    if not any(one.left() for one in passes):
-        return True
+    name, is_done = stage.output.name, not any(one.left() for one in passes)
     passes = in_turn(passes)
     if execution.executor == "slurm":
-        submit(passes, execution, name, follows=follows)
-        return False
-    if execution.executor == "ray":
-        for one in passes:
-            if one.left():
-                ray_executor(one, execution).run()
-            if left := one.left():  # RayPipelineExecutor.run does not report failed tasks
-                rule = f"{len(left)} of {one.num_tasks} tasks failed or were lost (first: task {left[0]})"
-                log = f"{one.folder}/logs/task_{left[0]:05d}.log"
-                raise ChildProcessError(f"{rule}. Fix: see {log}, and {AGAIN}.")
-        return True
+        if not is_done:
+            submit(passes, execution, name, follows=follows)
+        return is_done
+    total = len(through) * total_bytes(stage.inputs)  # approximate: later passes may read filtered files
+    with progress_of(lambda: bytes_through(through), f"{verb} {name}", total):
+        if not is_done:
+            (_run_on_ray if execution.executor == "ray" else _run_here)(passes, execution)
+    return True
+
+
+def _run_on_ray(passes: Sequence[Pass], execution: Execution) -> None:
+    for one in passes:
+        if one.left():
+            ray_executor(one, execution).run()
+        if left := one.left():  # RayPipelineExecutor.run does not report failed tasks
+            rule = f"{len(left)} of {one.num_tasks} tasks failed or were lost (first: task {left[0]})"
+            log = f"{one.folder}/logs/task_{left[0]:05d}.log"
+            raise ChildProcessError(f"{rule}. Fix: see {log}, and {AGAIN}.")
+
+
+def _run_here(passes: Sequence[Pass], execution: Execution) -> None:
     from datatrove.executor import LocalPipelineExecutor
 
     workers, executors = num_workers(execution), list[Any]()
@@ -85,26 +102,20 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
                 for _ in pool.run([(index, task) for task in left]):
                     pass
                 merge_stats(one)
-    return True
 
 
 def run_stage_passes(
     steps: Mapping[str, tuple[Step, int]], execution: Execution, stage: CorpusStage, verb: str, working: Path
 ) -> bool:
-    """Runs the steps of a later stage as `run_passes` does, with a progress bar except on SLURM.
+    """Runs the steps of a later stage as `run_passes` does.
 
     Args:
         steps: each step and its number of tasks, by name. Every step reads all inputs of the stage.
         working: folder where the tasks of step NAME publish their progress, in NAME/through.
     """
-    name = stage.output.name
     passes = [Pass([step], n, stage.folder / "datatrove" / key) for key, (step, n) in steps.items()]
-    if execution.executor == "slurm":
-        return run_passes(passes, execution, name=name, follows=True)
     through = [working / key / "through" for key in steps]
-    total = len(through) * total_bytes(stage.inputs)
-    with progress_of(lambda: bytes_through(through), f"{verb} {name}", total):
-        return run_passes(passes, execution, name=name, follows=True)
+    return run_passes(passes, execution, stage, verb, through, follows=True)
 
 
 def _run_task(executors: Sequence[Any], call: tuple[int, int]) -> None:

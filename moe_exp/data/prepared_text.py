@@ -25,7 +25,7 @@ import xxhash
 from moe_exp.config import setting_error
 from moe_exp.data.documents import estimate_line_bytes
 from moe_exp.data.kinds import BadDocument, TextRule, total_bytes
-from moe_exp.data.shuffle.shuffle import shuffle
+from moe_exp.data.shuffle.shuffle import shuffle_documents
 from moe_exp.data.stage import Unfinished, locked
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import sample_texts, tokenize_files
@@ -293,7 +293,7 @@ def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
     share = min(0.1, max(0.01, 8 / number))  # 1%, or about 8 documents if fewer than 800, at most 10%
     options: dict[str, Any] = {"text_field": source.text_field, "rule": source.rule, "num_shards": 1}
     try:
-        manifest = shuffle(source.files, output, name="text", valid_fraction=share, **options)
+        manifest = shuffle_documents(source.files, output, name="text", valid_fraction=share, **options)
     except ValueError as error:
         if "has no documents" in str(error):
             rule, fix = "contains no text", "give files with text"
@@ -303,5 +303,6 @@ def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
         else:
             raise
         raise setting_error(source.setting, source.name, rule, fix) from error
+    assert manifest is not None  # no SLURM jobs
     train, valid = (output / one["name"] for one in reversed(manifest["outputs"]))
     return {"train": [train], "valid": [valid]} if source.holds_out else {"train": [train, valid]}

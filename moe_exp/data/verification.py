@@ -14,14 +14,12 @@ import numpy as np
 import xxhash
 
 from moe_exp.data import inspection
-from moe_exp.data.documents import Tally, is_validation_file
+from moe_exp.data.documents import TALLIED, Tally, is_validation_file
 from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES, input_error, total_bytes
 from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokens import TokenFiles, bin_idx_problem
 from moe_exp.host.files import ending, has_hash, read_json
 from moe_exp.host.progress import progress
-
-_COUNTS = ("num_documents", "num_text_bytes", "text_hash")
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
     counts, expected_counts = total.to_json(), expected.to_json()
     wrong = "; ".join(
         f"{name} is {counts[name]}, the manifest lists {expected_counts[name]}"
-        for name in _COUNTS
+        for name in TALLIED
         if counts[name] != expected_counts[name]
     )
     return Finding("all documents", wrong, f"{total.num_documents:,}, text hash {counts['text_hash']}")

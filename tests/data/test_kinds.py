@@ -11,7 +11,7 @@ import zstandard
 from helpers import ROOT
 from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.kinds import BadDocument, TextRule, raw_lines
-from moe_exp.data.shuffle.shuffle import shuffle
+from moe_exp.data.shuffle.shuffle import shuffle_documents
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import tokenize_files
 from moe_exp.data.tokens.tokenizer import load_named_tokenizer
@@ -87,7 +87,7 @@ def test_documents_and_tokens_are_the_same_of_every_kind(source, tmp_path):
     assert manifest["text_hash"] == tally.to_json()["text_hash"]
     tokens = (tmp_path / "out.bin").read_bytes()[::2]  # uint16: the low bytes; 256 ends a document
     assert tokens == b"".join(text.encode() + b"\0" for text in TEXTS)
-    shuffled = shuffle(files, tmp_path / "shuffled", name="x", num_shards=2)
+    shuffled = shuffle_documents(files, tmp_path / "shuffled", name="x", num_shards=2)
     assert shuffled["read"] == tally.to_json()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.jsonl import BinIdxWriter
 from moe_exp.config import Config, load_config
-from moe_exp.data.shuffle.shuffle import shuffle
+from moe_exp.data.shuffle.shuffle import shuffle_documents
 from moe_exp.launch.launch import train
 from moe_exp.launch.source_checks import data_warnings
 
@@ -113,6 +113,7 @@ def test_a_shuffle_that_holds_out_one_document(valid_fraction, is_one, tmp_path,
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(20)))
     with caplog.at_level(logging.WARNING):
-        made = shuffle([path], tmp_path / "out", name="x", num_shards=1, valid_fraction=valid_fraction)
+        rules = {"num_shards": 1, "valid_fraction": valid_fraction}
+        made = shuffle_documents([path], tmp_path / "out", name="x", **rules)
     assert (made["valid"]["num_documents"] == 1) == is_one
     assert ["x: only 1 of 20 documents is held out" in line for line in caplog.messages] == [True] * is_one

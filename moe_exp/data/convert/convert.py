@@ -9,33 +9,23 @@ import glob
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moe_exp.data.convert import benchmarks, duplicates
-from moe_exp.data.convert.duplicates import BlockStep, NearDuplicateFilter, exact_block, near_filter
-from moe_exp.data.convert.filters import (
-    LANGUAGE,
-    Counts,
-    Filter,
-    NamedFilter,
-    filter_by,
-    has_field,
-    has_length,
-)
+from moe_exp.data.convert.duplicates import NearDuplicateFilter, exact_block, near_filter, run_block
+from moe_exp.data.convert.filters import Counts, Filter, NamedFilter, filters_of
 from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
-from moe_exp.data.execution import Execution, Pass, bytes_through
+from moe_exp.data.execution import Execution, Pass, Step
 from moe_exp.data.jobs import check_no_jobs, merge_stats, run_passes
-from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error, total_bytes
+from moe_exp.data.kinds import FILES, KINDS, TextRule, input_error
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage, run_stage
 from moe_exp.host.files import ending, read_json, write_json
 from moe_exp.host.processes import allow_open_files
-from moe_exp.host.progress import progress_of
 
 logger = logging.getLogger(__name__)
 
@@ -172,13 +162,9 @@ def convert(
                 if counts["num_short"]:
                     what = "%s: %d of %d texts are too short to be found in documents"
                     logger.warning(what, task, counts["num_short"], counts["num_texts"])
-        # a progress bar over the input bytes of all passes that read, from the files written by their tasks
         firsts = [one.pipeline[0] for one in passes]
         reading = [first.progress_folder for first in firsts if isinstance(first, ReadFiles)]
-        total = len(reading) * total_bytes(inputs)  # approximate: later passes may read filtered files
-        bar = progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total)
-        with nullcontext() if execution.executor == "slurm" else bar:
-            done = run_passes(passes, execution, name=stage.output.name)
+        done = run_passes(passes, execution, stage, "convert", reading)
         return _publish(stage, passes[-1], counted, inputs, facts) if done else None
 
 
@@ -201,7 +187,7 @@ def _passes(
 ) -> tuple[list[Pass], list[Path]]:
     """Returns the passes, and the counts/ folder of each pass that writes documents."""
     logs, temporary = stage.folder / "datatrove", stage.folder / _TEMPORARY
-    files, filters, passes, counted = list(inputs), _filters(settings), list[Pass](), list[Path]()
+    files, filters, passes, counted = list(inputs), filters_of(settings), list[Pass](), list[Path]()
 
     def reader(name: str) -> ReadFiles:
         options = {one: getattr(settings, one) for one in ("text_field", "skip_bad", "limit", "rule")}
@@ -222,19 +208,20 @@ def _passes(
         signatures, found = str(temporary / "exact_signed"), str(temporary / "exact_found")
         finders = min(num_tasks, _MOST_FINDERS)
         write_signatures = partial(exact_block, "ExactDedupSignature", signatures, finder_workers=finders)
-        sign = [reader("sign"), *filters, BlockStep(write_signatures)]
+        sign = [reader("sign"), *filters, Step(partial(run_block, write_signatures))]
         passes.append(Pass(sign, num_tasks, logs / "exact_sign"))
-        find = [BlockStep(partial(exact_block, "ExactFindDedups", signatures, found))]
-        passes.append(Pass(find, finders, logs / "exact_find"))
+        find_duplicates = partial(exact_block, "ExactFindDedups", signatures, found)
+        passes.append(Pass([Step(partial(run_block, find_duplicates))], finders, logs / "exact_find"))
         filters = [*filters, Filter("duplicate", partial(exact_block, "ExactDedupFilter", found))]
     if settings.near_dedup:
         how, folder = settings.near_dedup, str(temporary / "near")
-        sign = [reader("near"), *filters, duplicates.SignNearDuplicates(how, folder)]
-        passes.append(Pass(sign, num_tasks, logs / "near_signatures"))
-        pair = [BlockStep(partial(duplicates.pair_near_duplicates, how, folder))]
-        passes.append(Pass(pair, how.num_buckets, logs / "near_pairs"))
+        sign_all = Step(partial(duplicates.sign_near_duplicates, how, folder))
+        passes.append(Pass([reader("near"), *filters, sign_all], num_tasks, logs / "near_signatures"))
+        pair = Step(partial(run_block, partial(duplicates.pair_near_duplicates, how, folder)))
+        passes.append(Pass([pair], how.num_buckets, logs / "near_pairs"))
         # one task, because clusters span all documents
-        passes.append(Pass([duplicates.ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
+        cluster = Step(partial(duplicates.cluster_near_duplicates, folder, num_tasks))
+        passes.append(Pass([cluster], 1, logs / "near_clusters"))
         filters = [*filters, NearDuplicateFilter("near duplicate", partial(near_filter, folder), folder)]
     if settings.decontaminate:
         build = partial(benchmarks.contamination_block, temporary / "benchmarks")
@@ -247,22 +234,6 @@ def _names_below(inputs: Sequence[Path]) -> tuple[str, list[str]]:
     """Returns the common folder of the files and their relative paths."""
     root = os.path.commonpath([path.parent for path in inputs])
     return root, [path.relative_to(root).as_posix() for path in inputs]
-
-
-def _filters(settings: ConvertSettings) -> list[Filter]:
-    rules: dict[str, Callable[[Any], Any]] = {}
-    if settings.languages:
-        rules["language"] = partial(has_field, field="language", allowed=list(settings.languages))
-    for name in ("language_score", "score"):
-        if (minimum := getattr(settings, f"min_{name}")) is not None:
-            rules[name] = partial(has_field, field=name, minimum=minimum)
-    shortest, longest = settings.min_chars, settings.max_chars
-    if shortest is not None or longest is not None:
-        rules["length"] = partial(has_length, min_chars=shortest or 0, max_chars=longest)
-    by_rule = [Filter(name, partial(filter_by, keeps)) for name, keeps in rules.items()]
-    # in the manifest, "language" already is the filter by the documents' field
-    names = {LANGUAGE: "identified language"}
-    return by_rule + [Filter(names.get(one.name, one.name), one.build) for one in settings.filters]
 
 
 def _publish(

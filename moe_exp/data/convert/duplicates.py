@@ -38,18 +38,12 @@ _WORD = re.compile(
 )
 
 
-@dataclass
-class BlockStep:
-    """Step that builds a datatrove block in its own process and runs it there."""
-
-    build: Callable[[], Any]
-    stats: Any = None
-
-    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        allow_open_files()
-        block = self.build()
-        self.stats = block.stats
-        block.run(data, rank, world_size)
+def run_block(build: Callable[[], Any], data: Any, rank: int, world_size: int) -> Any:
+    """Builds a datatrove block in the process of the task, runs it there and returns its statistics."""
+    allow_open_files()
+    block = build()
+    block.run(data, rank, world_size)
+    return block.stats
 
 
 # Exact duplicates
@@ -119,34 +113,25 @@ def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | N
     return NearDuplicates(**options)
 
 
-@dataclass
-class SignNearDuplicates:
+def sign_near_duplicates(how: NearDuplicates, folder: str, data: Any, rank: int, world_size: int) -> Any:
     """Last step of the first pass: writes documents' signatures (MinhashDedupSignature) and ranks."""
+    from datatrove.pipeline.dedup import MinhashDedupSignature
 
-    how: NearDuplicates
-    folder: str
-    stats: Any = None
+    tokenizer = word_tokenizer(_WORD.findall)
+    block = MinhashDedupSignature(f"{folder}/signatures", how.config(), language=tokenizer)
+    # newer versions of xxhash do not accept str
+    block._hash_func = lambda ngram: xxhash.xxh3_64_intdigest(ngram.encode())
+    block.get_signature = _in_parts(block.get_signature, how.num_buckets)
+    with complete_files([Path(folder, "ranks", f"{rank:05d}")]) as (path,), path.open("wb") as file:
 
-    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        from datatrove.pipeline.dedup import MinhashDedupSignature
+        def ranked() -> Iterator[Any]:
+            for document in data:
+                digest = xxhash.xxh3_64_intdigest(f"{document.text}\0{document.id}".encode())
+                file.write(np.array([(len(document.text), digest)], dtype=_RANK).tobytes())
+                yield document
 
-        block = MinhashDedupSignature(
-            f"{self.folder}/signatures", self.how.config(), language=word_tokenizer(_WORD.findall)
-        )
-        # newer versions of xxhash do not accept str
-        block._hash_func = lambda ngram: xxhash.xxh3_64_intdigest(ngram.encode())
-        block.get_signature = _in_parts(block.get_signature, self.how.num_buckets)
-        self.stats = block.stats
-        ranks = Path(self.folder, "ranks", f"{rank:05d}")
-        with complete_files([ranks]) as (path,), path.open("wb") as file:
-
-            def ranked() -> Iterator[Any]:
-                for document in data:
-                    digest = xxhash.xxh3_64_intdigest(f"{document.text}\0{document.id}".encode())
-                    file.write(np.array([(len(document.text), digest)], dtype=_RANK).tobytes())
-                    yield document
-
-            block.run(ranked(), rank, world_size)
+        block.run(ranked(), rank, world_size)
+    return block.stats
 
 
 def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[Any], Any]:
@@ -174,55 +159,46 @@ def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
     return MinhashDedupBuckets(*folders, config=how.config(), lines_to_buffer=_LINES_AT_ONCE)
 
 
-@dataclass
-class ClusterNearDuplicates:
+def cluster_near_duplicates(folder: str, num_tasks: int, *_: Any) -> Any:
     """Third pass, with one task: writes lists of documents to remove, which MinhashDedupFilter reads."""
+    files = sorted(Path(folder, "pairs").iterdir())
+    pairs = np.concatenate([np.fromfile(path, "<u4") for path in files]).reshape(-1, 2).astype(np.uint64)
+    # np.unique is much faster for numbers than for rows: join (task, position) in one number
+    found = pairs[:, 0] << np.uint64(32) | pairs[:, 1]  # task of a document, and its position there
+    nodes, of_pairs = np.unique(found, return_inverse=True)
+    order = _by_preference(folder, nodes)
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    ends = position[of_pairs.reshape(-1, 2)]
+    # nodes are numbered by preference: each cluster keeps its smallest node
+    labels = smallest_labels(len(nodes), ends[:, 0], ends[:, 1])
+    nodes = nodes[order]
+    removed = Path(folder, "removed")
+    removed.mkdir(exist_ok=True)
+    goes = labels != np.arange(len(labels))
+    for task in range(num_tasks):
+        mine = goes & (nodes >> np.uint64(32) == np.uint64(task))
+        places = np.sort(nodes[mine] & np.uint64(2**32 - 1))
+        places.astype("<u4").tofile(removed / f"{task:06d}.remove")
+    # samples for the user: some removed documents next to the one that is kept
+    clusters = np.unique(labels[goes])
+    shown = [nodes[labels == one][:_MEMBERS_SHOWN].tolist() for one in clusters[:_CLUSTERS_SHOWN].tolist()]
+    write_json(Path(folder, "shown.json"), shown)
+    stats = task_stats("🫂 - DEDUP: clusters")
+    stats["clusters"].update(len(clusters))
+    stats["to_remove"].update(int(goes.sum()))
+    return stats
 
-    folder: str
-    num_tasks: int
-    stats: Any = None
 
-    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        self.stats = task_stats("🫂 - DEDUP: clusters")
-        files = sorted(Path(self.folder, "pairs").iterdir())
-        pairs = np.concatenate([np.fromfile(path, "<u4") for path in files]).reshape(-1, 2).astype(np.uint64)
-        # np.unique is much faster for numbers than for rows: join (task, position) in one number
-        found = pairs[:, 0] << np.uint64(32) | pairs[:, 1]  # task of a document, and its position there
-        nodes, of_pairs = np.unique(found, return_inverse=True)
-        order = self._order(nodes)
-        position = np.empty(len(order), dtype=np.int64)
-        position[order] = np.arange(len(order))
-        ends = position[of_pairs.reshape(-1, 2)]
-        # nodes are numbered by preference: each cluster keeps its smallest node
-        labels = smallest_labels(len(nodes), ends[:, 0], ends[:, 1])
-        nodes = nodes[order]
-        self._write(nodes, labels)
-        sizes = np.bincount(labels, minlength=len(nodes))
-        self.stats["clusters"].update(int((sizes > 1).sum()))
-        self.stats["to_remove"].update(len(nodes) - int((sizes > 0).sum()))
-
-    def _order(self, nodes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Order of the nodes by preference: the longest text first, then the smallest hash."""
-        ranks = np.empty(len(nodes), dtype=_RANK)
-        tasks = (nodes >> np.uint64(32)).astype(np.int64)
-        for task in np.unique(tasks).tolist():
-            mine = tasks == task
-            of_task = np.memmap(Path(self.folder, "ranks", f"{task:05d}"), dtype=_RANK, mode="r")
-            ranks[mine] = of_task[(nodes[mine] & np.uint64(2**32 - 1)).astype(np.int64)]
-        return np.lexsort((ranks["hash"], np.uint32(2**32 - 1) - ranks["num_chars"]))
-
-    def _write(self, nodes: NDArray[np.uint64], labels: NDArray[np.int64]) -> None:
-        removed = Path(self.folder, "removed")
-        removed.mkdir(exist_ok=True)
-        goes = labels != np.arange(len(labels))
-        for task in range(self.num_tasks):
-            mine = goes & (nodes >> np.uint64(32) == np.uint64(task))
-            places = np.sort(nodes[mine] & np.uint64(2**32 - 1))
-            places.astype("<u4").tofile(removed / f"{task:06d}.remove")
-        # samples for the user: some removed documents next to the one that is kept
-        shown = np.unique(labels[goes])[:_CLUSTERS_SHOWN]
-        clusters = [nodes[labels == label][:_MEMBERS_SHOWN].tolist() for label in shown.tolist()]
-        write_json(Path(self.folder, "shown.json"), clusters)
+def _by_preference(folder: str, nodes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Order of the nodes: the longest text first, then the smallest hash."""
+    ranks = np.empty(len(nodes), dtype=_RANK)
+    tasks = (nodes >> np.uint64(32)).astype(np.int64)
+    for task in np.unique(tasks).tolist():
+        mine = tasks == task
+        of_task = np.memmap(Path(folder, "ranks", f"{task:05d}"), dtype=_RANK, mode="r")
+        ranks[mine] = of_task[(nodes[mine] & np.uint64(2**32 - 1)).astype(np.int64)]
+    return np.lexsort((ranks["hash"], np.uint32(2**32 - 1) - ranks["num_chars"]))
 
 
 def smallest_labels(

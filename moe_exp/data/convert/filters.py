@@ -14,20 +14,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial, reduce
+from operator import iadd
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import PlainSerializer
 
-from moe_exp.data.documents import Counted, Tally
+from moe_exp.data.documents import TALLIED, Counted, Tally
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import fingerprint
 
 NOTHING_LEFT, OTHER = "nothing is left of the text", "other"
 _SAMPLES, _SAMPLE_CHARS = 3, 1000  # for each reason, in each task
 _MOST_REASONS, _MOST_SAMPLES = 20, 100  # of a filter: in each task, in all tasks
-_KEPT = ("num_documents", "num_text_bytes", "text_hash")
 
 
 @dataclass
@@ -46,9 +46,6 @@ class Filter:
 
     def __post_init__(self) -> None:
         self.stats: Any = None
-        self._reset()
-
-    def _reset(self) -> None:
         self.dropped, self.before, self.after = Tally(), Tally(), Tally()
         self.reasons: Counter[str] = Counter()
         self.samples: list[dict[str, Any]] = []
@@ -57,7 +54,6 @@ class Filter:
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         block = self.build()
-        self._reset()
         self.stats = block.stats
         if decide := getattr(block, "filter", None):  # wrapped to record the reason for dropping
 
@@ -120,15 +116,12 @@ class Counts(Counted):
 
     def check(self, who: str) -> None:
         """Raises ValueError unless documents read = filtered + written, compared as multisets of texts."""
-        before, after = Tally(), Tally()
         # an edited document enters as its old text and leaves as its new one
-        for tally in (self.read, *(new for _, new in self.edited.values())):
-            before += tally
-        for tally in (self.written, *self.filtered.values(), *(old for old, _ in self.edited.values())):
-            after += tally
-        for what in _KEPT:
-            had, has = getattr(before, what), getattr(after, what)
-            if had != has:
+        before = reduce(iadd, (self.read, *(new for _, new in self.edited.values())), Tally())
+        old = (tally for tally, _ in self.edited.values())
+        after = reduce(iadd, (self.written, *self.filtered.values(), *old), Tally())
+        for what in TALLIED:
+            if (had := getattr(before, what)) != (has := getattr(after, what)):
                 rule = f"{what} is {had} for documents read, but {has} for documents filtered and written"
                 raise input_error(who, rule, "repeat with --start-over, and check disk and memory")
 
@@ -151,7 +144,7 @@ class Counts(Counted):
 
     def then(self, following: "Counts") -> "Counts":
         """Combines the counts of two passes; ValueError if the second did not read what the first wrote."""
-        for what in _KEPT:
+        for what in TALLIED:
             if getattr(self.written, what) != getattr(following.read, what):
                 rule = "differs between the output of a pass and the input of the next"
                 raise input_error(what, rule, "repeat with --start-over, and check the disk")
@@ -189,6 +182,23 @@ def has_field(
 def has_length(document: Any, min_chars: int, max_chars: int | None) -> bool:
     """Whether the number of characters is within the limits."""
     return min_chars <= len(document.text) <= (max_chars or len(document.text))
+
+
+def filters_of(settings: Any) -> list[Filter]:
+    """The filters of `ConvertSettings`: first by fields and length, then the named ones."""
+    rules: dict[str, Callable[[Any], Any]] = {}
+    if settings.languages:
+        rules["language"] = partial(has_field, field="language", allowed=list(settings.languages))
+    for name in ("language_score", "score"):
+        if (minimum := getattr(settings, f"min_{name}")) is not None:
+            rules[name] = partial(has_field, field=name, minimum=minimum)
+    shortest, longest = settings.min_chars, settings.max_chars
+    if shortest is not None or longest is not None:
+        rules["length"] = partial(has_length, min_chars=shortest or 0, max_chars=longest)
+    by_rule = [Filter(name, partial(filter_by, keeps)) for name, keeps in rules.items()]
+    # in the manifest, "language" already is the filter by the documents' field
+    names = {LANGUAGE: "identified language"}
+    return by_rule + [Filter(names.get(one.name, one.name), one.build) for one in settings.filters]
 
 
 def word_tokenizer(

@@ -142,11 +142,9 @@ class DocumentBlocks:
     """
 
     def __init__(
-        self, lines: LineBlocks, tally: Tally, *, text_field: str = "text", skip_bad: bool = False,
-        most_lines: int = _MOST_LINES,
-    ):  # fmt: skip
-        self.lines, self.tally, self.most_lines = lines, tally, most_lines
-        self.text_field, self.skip_bad = text_field, skip_bad
+        self, lines: LineBlocks, tally: Tally, *, skip_bad: bool = False, most_lines: int = _MOST_LINES
+    ):
+        self.lines, self.tally, self.skip_bad, self.most_lines = lines, tally, skip_bad, most_lines
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[Documents]:
         """Yields the documents of each block of `LineBlocks.read`, in parts of up to `most_lines` lines.
@@ -170,7 +168,7 @@ class DocumentBlocks:
 
     def _parse(self, path: Path, begin: int, end: int, num_lines: int) -> Documents:
         """Parses lines of the buffer. This is the hot loop, so all names are local."""
-        buffer, view, text_field = self.lines.buffer, self.lines.view, self.text_field
+        buffer, view, text_field = self.lines.buffer, self.lines.view, self.lines.text_field
         find, loads, digest = buffer.find, orjson.loads, xxhash.xxh3_128_digest
         begins, ends, text_bytes = list[int](), list[int](), list[int]()
         text_digests, line_digests = list[bytes](), list[bytes]()
@@ -191,7 +189,7 @@ class DocumentBlocks:
                 text = b""
             if not text:
                 try:  # the slow parser, whose error names the reason
-                    text = text_of(bytes(line), self.text_field).encode()
+                    text = text_of(bytes(line), text_field).encode()
                 except ValueError as error:
                     skip_or_raise(path, number, str(error), self.tally, skip_bad=self.skip_bad)
                     position = following

@@ -169,9 +169,9 @@ class Merging:
                 while num_bytes := file.readinto(view):
                     yield [view[:num_bytes]], buffer.count(b"\n", 0, num_bytes)
             return
-        options = {name: self.stage.key["settings"][name] for name in ("text_field", "skip_bad")}
-        lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES, text_field=options["text_field"])
-        for documents in DocumentBlocks(lines, self.read, **options).read(shard):
+        settings = self.stage.key["settings"]
+        lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES, text_field=settings["text_field"])
+        for documents in DocumentBlocks(lines, self.read, skip_bad=settings["skip_bad"]).read(shard):
             self.read += documents.tally()
             places = zip(documents.begins.tolist(), documents.ends.tolist(), strict=True)
             yield [lines.view[begin:end] for begin, end in places], len(documents.ends)

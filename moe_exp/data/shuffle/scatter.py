@@ -213,9 +213,8 @@ class _Found:
 
     def blocks(self, block_bytes: int) -> Iterator[_Block]:
         settings, through = self.job.settings, self.job.through("indexed", self.rank)
-        options = {name: settings[name] for name in ("text_field", "skip_bad")}
-        lines = self.job.lines(block_bytes)
-        reader = DocumentBlocks(lines, self.read, **options, most_lines=self.job.most_lines)
+        lines, how = self.job.lines(block_bytes), {"skip_bad": settings["skip_bad"]}
+        reader = DocumentBlocks(lines, self.read, **how, most_lines=self.job.most_lines)
         for one in self.job.slices[self.rank]:
             before = self.read.num_documents
             for documents in read_slice(one, reader):

@@ -20,7 +20,7 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
-from moe_exp.data.execution import Execution, Step, bytes_through, num_workers
+from moe_exp.data.execution import Execution, bytes_through, counting_step, num_workers
 from moe_exp.data.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.kinds import FILES, TextRule, input_error, total_bytes
 from moe_exp.data.shuffle import scatter
@@ -34,6 +34,7 @@ from moe_exp.host.progress import progress_of
 TASKS = "tasks.json"  # in the working folder
 SMALLEST_MEMORY_BYTES = 16 * 2**20
 DEFAULT_VALID_FRACTION = 0.005
+_DISK_RATIO = 2.1  # scattered lines, outputs, a few percent for records and index
 _FIXED_BYTES = 2**22  # small objects and allocator overhead, independent of the budget
 _BYTES_PER_SECOND = 120e6  # one core of 2023, with a fast enough disk
 _LAST_PASS = "written"
@@ -54,16 +55,9 @@ class Memory(NamedTuple):
     def of(cls, budget_bytes: int) -> "Memory":
         """Default division of a budget; raises ValueError if the budget is too small."""
         if budget_bytes < SMALLEST_MEMORY_BYTES:
-            size = f"{budget_bytes / 2**20:g}MB"
-            raise ValueError(f"memory={size}: must be at least 16 MB. Fix: set 256MB or more.")
+            given = f"memory={budget_bytes / 2**20:g}MB"
+            raise input_error(given, "must be at least 16 MB", "set 256MB or more")
         return cls(budget_bytes, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
-
-
-def shuffle(inputs: Sequence[Path], output: Path, **options: Any) -> dict[str, Any]:
-    """Calls `shuffle_documents` in this process."""
-    manifest = shuffle_documents(inputs, output, **options, tasks=1)
-    assert manifest is not None  # no SLURM jobs
-    return manifest
 
 
 def shuffle_documents(
@@ -106,7 +100,7 @@ def shuffle_documents(
     if tasks is None:
         tasks = execution.workers or 1 if is_local else 1
     if tasks < 1:
-        raise ValueError(f"tasks={tasks}: must be at least 1. Fix: set the number of cores.")
+        raise input_error(f"tasks={tasks}", "must be at least 1", "set the number of cores")
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
     inputs = check_shuffle(inputs, output, text_field=text_field, name=name, **sizes)
     if is_local and not execution.workers:
@@ -124,7 +118,7 @@ def shuffle_documents(
             _clean(stage.output)
             return stage.manifest
         job = _begin(stage, settings, rule, inputs, tasks, memory, is_alone=is_local and tasks == 1)
-        needed_bytes = disk_bytes(inputs)
+        needed_bytes = int(_DISK_RATIO * estimate_line_bytes(inputs))
         needed_bytes -= sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
         check_free_disk(stage.folder, needed_bytes, "the shuffle")
         num_writing = min(tasks, num_shards + 1)
@@ -150,8 +144,8 @@ def _begin(
     """Creates the shuffle. A resumed shuffle keeps its tasks and buckets, regardless of the memory budget."""
     path, most = stage.folder / TASKS, scatter.most_buckets(memory.longest_bytes)
     if (stage.folder / "state.json").exists():
-        rule_text = "was started by an earlier version of moe_exp and cannot be resumed"
-        raise ValueError(f"tasks={tasks}: {stage.output} {rule_text}. Fix: add --start-over.")
+        rule = f"{stage.output} was started by an earlier version of moe_exp and cannot be resumed"
+        raise input_error(f"tasks={tasks}", rule, "add --start-over")
     # Earlier versions did not store most_buckets.
     begun: dict[str, Any] = {"most_buckets": most}
     begun |= read_json(path, fix=MAKE_AGAIN) if path.exists() else {"tasks": tasks}
@@ -190,9 +184,15 @@ def _run(job: scatter.TaskShuffle, execution: Execution, stage: CorpusStage, num
         return True
     tasks = job.num_tasks
     passes = {
-        "indexed": (Step("🔢 - SHUFFLE: index", "documents", partial(scatter.index, job)), tasks),
-        "scattered": (Step("🪣 - SHUFFLE: scatter", "documents", partial(scatter.scatter, job)), tasks),
-        _LAST_PASS: (Step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)), num_writing),
+        "indexed": (counting_step("🔢 - SHUFFLE: index", "documents", partial(scatter.index, job)), tasks),
+        "scattered": (
+            counting_step("🪣 - SHUFFLE: scatter", "documents", partial(scatter.scatter, job)),
+            tasks,
+        ),
+        _LAST_PASS: (
+            counting_step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)),
+            num_writing,
+        ),
     }
     return run_stage_passes(passes, execution, stage, "shuffle", job.temporary)
 
@@ -227,22 +227,16 @@ def _clean(output: Path) -> None:
     (output / TASKS).unlink(missing_ok=True)
 
 
-def disk_bytes(inputs: Sequence[Path]) -> int:
-    """Approximate disk space of a shuffle: scattered lines, outputs, a few percent for records and index."""
-    return int(2.1 * estimate_line_bytes(find_inputs(inputs)))
-
-
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
     """Estimate of a shuffle: sizes (`line_bytes`: decompressed, approximate), buckets and seconds."""
     memory = Memory.of(memory_bytes or _default_memory(Execution(), 1))
-    sizes = {path: path.stat().st_size for path in find_inputs(inputs)}
-    line_bytes = estimate_line_bytes(sizes)
+    line_bytes = estimate_line_bytes(inputs)
     return {
-        "input_bytes": sum(sizes.values()),
+        "input_bytes": total_bytes(inputs),
         "line_bytes": line_bytes,
         "memory_bytes": memory.budget_bytes,
         "num_buckets": max(1, math.ceil(line_bytes / (scatter.BUCKET_FILL * memory.piece_bytes))),
-        "disk_bytes": disk_bytes(inputs),
+        "disk_bytes": int(_DISK_RATIO * line_bytes),
         "seconds": math.ceil(line_bytes / _BYTES_PER_SECOND),
     }
 
@@ -265,12 +259,12 @@ def check_settings(
     if memory_bytes is not None:
         Memory.of(memory_bytes)
     if not name or Path(name).name != name:
-        raise ValueError(f"name={name}: must be a file name without folders. Fix: set another name.")
+        raise input_error(f"name={name}", "must be a file name without folders", "set another name")
     if num_shards < 1:
-        raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: set 32.")
+        raise input_error(f"num_shards={num_shards}", "must be at least 1", "set 32")
     if not 0 < valid_fraction < 1:
-        rule = "must be between 0 and 1"
-        raise ValueError(f"valid_fraction={valid_fraction}: {rule}. Fix: set {DEFAULT_VALID_FRACTION}.")
+        fix = f"set {DEFAULT_VALID_FRACTION}"
+        raise input_error(f"valid_fraction={valid_fraction}", "must be between 0 and 1", fix)
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:

@@ -511,7 +511,7 @@ def meet(flag: Path, number: int, **options: Any) -> Filter:
 def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch, undisturbed):
     inputs, flag = three_files(tmp_path / "in"), tmp_path / "flag"
     flag.touch()
-    monkeypatch.setattr(convert_module, "_filters", lambda _: [meet(flag, 1 + 3 * 20)])
+    monkeypatch.setattr(convert_module, "filters_of", lambda _: [meet(flag, 1 + 3 * 20)])
     message = r"^task 1 of 3 was killed by SIGKILL; .* Fix: repeat .* Log: .*/logs/task_00001\.log\.$"
     with pytest.raises(ChildProcessError, match=message):
         convert(inputs, tmp_path / "x", ConvertSettings(), Execution(workers=2))
@@ -523,7 +523,7 @@ def test_a_killed_worker_ends_the_run_and_names_its_task(tmp_path, monkeypatch, 
 
 
 def _convert_sleeping(inputs: list[Path], output: Path, flag: Path) -> None:
-    convert_module._filters = lambda _: [meet(flag, 1, sleeps=True)]  # type: ignore[assignment]
+    convert_module.filters_of = lambda _: [meet(flag, 1, sleeps=True)]  # type: ignore[assignment]
     convert(inputs, output, ConvertSettings(), Execution(workers=2))
 
 

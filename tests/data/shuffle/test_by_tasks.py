@@ -23,7 +23,7 @@ from moe_exp.data.execution import Execution
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import scatter, write
 from moe_exp.data.shuffle.blocks import cut_inputs
-from moe_exp.data.shuffle.shuffle import Memory, shuffle, shuffle_documents
+from moe_exp.data.shuffle.shuffle import Memory, shuffle_documents
 from moe_exp.data.shuffle.write import LineBuffer
 
 pytest.importorskip("datatrove")
@@ -64,7 +64,7 @@ def small(monkeypatch):
 )
 def test_any_number_of_tasks_gives_the_same_bytes(tmp_path, small, num_tasks):
     inputs = some_inputs(tmp_path / "in")
-    one = shuffle(inputs, tmp_path / "one", **SETTINGS)
+    one = shuffle_documents(inputs, tmp_path / "one", **SETTINGS)
     found = shuffle_documents(inputs, tmp_path / "tasks", **SETTINGS, tasks=num_tasks, execution=HERE)
     assert data_of(tmp_path / "tasks") == data_of(tmp_path / "one") == expected_files(inputs, **SETTINGS)
     assert facts_of(found) == facts_of(one)
@@ -141,7 +141,7 @@ def test_a_bad_line_is_named_by_its_number_in_the_file_or_counted(tmp_path):
     path.write_bytes(b"".join(lines))
     with pytest.raises(BadDocument, match=r"a\.jsonl:251: no field 'text'"):
         shuffle_documents([path], tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
-    expected = shuffle([path], tmp_path / "one", **SETTINGS, skip_bad=True)
+    expected = shuffle_documents([path], tmp_path / "one", **SETTINGS, skip_bad=True)
     options = {"tasks": 4, "execution": HERE, "skip_bad": True, "start_over": True}
     found = shuffle_documents([path], tmp_path / "out", **SETTINGS, **options)
     assert found["read"]["skipped"] == expected["read"]["skipped"] == {"no field 'text'": 1}
@@ -174,7 +174,7 @@ def test_another_number_of_tasks_is_refused(tmp_path, small):
     for tasks in (1, 4):
         with pytest.raises(ValueError, match=rf"tasks={tasks}: .*started with 3 tasks\. Fix: set --tasks 3 "):
             shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=tasks, execution=HERE)
-    made = shuffle(inputs, tmp_path / "out", **SETTINGS, start_over=True)
+    made = shuffle_documents(inputs, tmp_path / "out", **SETTINGS, start_over=True)
     # what is finished has no number of tasks
     again = shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
     assert again == made

@@ -19,7 +19,7 @@ from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import merge as merge_module
 from moe_exp.data.shuffle.merge import merge
-from moe_exp.data.shuffle.shuffle import shuffle
+from moe_exp.data.shuffle.shuffle import shuffle_documents
 from moe_exp.host.files import file_hash
 
 
@@ -28,7 +28,7 @@ def shards(tmp_path):
     """A folder as `shuffle` makes it."""
     texts = (f"text {number} " + "x" * (number % 97) for number in range(500))
     path = write_jsonl(tmp_path / "a.jsonl", texts)
-    shuffle([path], tmp_path / "x_shuffled", name="x", num_shards=5, memory_bytes=2**24)
+    shuffle_documents([path], tmp_path / "x_shuffled", name="x", num_shards=5, memory_bytes=2**24)
     return tmp_path / "x_shuffled"
 
 

@@ -273,8 +273,8 @@ def test_arguments_that_cannot_be_used(tmp_path, changes, message):
 def test_a_document_larger_than_an_eighth_of_the_budget_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["a", "b" * (2**21), "c"])
     with pytest.raises(ValueError, match=r"a.jsonl: a line exceeds the buffer of 2097152 bytes. Fix: set"):
-        shuffle.shuffle([path], tmp_path / "out", name="x", memory_bytes=2**24)
-    manifest = shuffle.shuffle([path], tmp_path / "out", name="x", memory_bytes=2**25)
+        shuffle_documents([path], tmp_path / "out", name="x", memory_bytes=2**24)
+    manifest = shuffle_documents([path], tmp_path / "out", name="x", memory_bytes=2**25)
     assert manifest["read"]["num_documents"] == 3
 
 
@@ -483,4 +483,4 @@ def test_a_disk_that_is_too_small_is_known_before_anything_is_written(tmp_path, 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(ValueError, match=r"has [\d.]+ \w+ free; the shuffle requires [\d.]+ \w+. Fix: free"):
-        shuffle.shuffle([path], tmp_path / "out", name="x", memory_bytes=2**24)
+        shuffle_documents([path], tmp_path / "out", name="x", memory_bytes=2**24)
