@@ -27,28 +27,19 @@ _LANGUAGES_OF = 1000
 
 @dataclass(frozen=True)
 class MixturePart:
-    """A prepared source.
+    """A prepared source."""
 
-    Args:
-        name: base name of its files.
-        source: the dataset or path, with its commit.
-        converted, shuffled, tokenized: manifests of the three steps.
-        shards: files with the training documents.
-        prefix, valid_prefix: prefixes of the training and the validation token files.
-        asked, weight: requested and effective share of the tokens.
-    """
-
-    name: str
-    source: str
+    name: str  # base name of its files
+    source: str  # the dataset or path, with its commit
     licence: str
-    converted: Mapping[str, Any]
+    converted: Mapping[str, Any]  # manifests of the three steps
     shuffled: Mapping[str, Any]
     tokenized: Mapping[str, Any]
-    shards: Sequence[Path]
-    prefix: Path
+    shards: Sequence[Path]  # files with the training documents
+    prefix: Path  # of the training token files
     valid_prefix: Path
-    asked: float = 0.0
-    weight: float = 0.0
+    asked: float = 0.0  # requested share of the tokens
+    weight: float = 0.0  # effective share
 
     @property
     def num_tokens(self) -> int:

@@ -70,16 +70,13 @@ _Sorted = PlainSerializer(lambda counts: dict(sorted(counts.items())))
 class Tally(Counted):
     """Counts of documents that were read or written. Tallies of parts add up to the tally of the whole.
 
-    Args:
-        num_text_bytes: size of the texts in UTF-8.
-        text_hash: sum of the texts' XXH3-128 modulo 2**128: equal for equal multisets of texts, in any order.
-        skipped: number of invalid lines by reason.
+    `text_hash` is the sum of the texts' XXH3-128 modulo 2**128: equal for equal multisets, in any order.
     """
 
     num_documents: int = 0
-    num_text_bytes: int = 0
+    num_text_bytes: int = 0  # size of the texts in UTF-8
     text_hash: _Hash = 0
-    skipped: Annotated[Counter[str], _Sorted] = field(default_factory=Counter)
+    skipped: Annotated[Counter[str], _Sorted] = field(default_factory=Counter)  # invalid lines by reason
 
     def add(self, text: bytes, times: int = 1) -> None:
         """Counts a document by its UTF-8 text; `times=-1` removes one that was added."""

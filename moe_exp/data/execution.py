@@ -62,6 +62,7 @@ class Pass:
     pipeline: Sequence[Any]
     num_tasks: int
     folder: Path
+    through: Path | None = None  # progress of the tasks (`Through`), if they read the inputs of the stage
 
     def left(self) -> list[int]:
         done = self.folder / "completions"

@@ -309,10 +309,8 @@ def _rows(report: dict[str, Any]) -> dict[str, object]:
     rows = {name: report[name] for name in ("documents", "tokens", "bytes", "dtype")}
     rows["highest id"] = report["highest_id"]
     if report["vocab_size"] is not None:
-        rows |= {
-            "vocabulary": report["vocab_size"],
-            "ids outside the vocabulary": report["out_of_vocabulary"],
-        }
+        rows["vocabulary"] = report["vocab_size"]
+        rows["ids outside the vocabulary"] = report["out_of_vocabulary"]
     rows["EOD"] = f"none: {report['eod_from']}" if eod is None else f"{eod} ({report['eod_from']})"
     if eod is not None:
         rows["documents ending with EOD"] = report["end_with_eod"]
@@ -320,8 +318,6 @@ def _rows(report: dict[str, Any]) -> dict[str, object]:
     rows["empty documents"] = report["empty_documents"]
     cut = report["cut_documents"]
     by_best_fit = f"{cut['best_fit']:.1%} with best-fit packing ({cut['filler']:.2%} filler)"
-    shares = f"{cut['concatenated']:.1%} concatenated, {by_best_fit}"
-    return rows | {
-        "duplicates of another document": report["duplicate_documents"],
-        f"documents cut at {cut['seq_len']:,} tokens per sample": shares,
-    }
+    rows["duplicates of another document"] = report["duplicate_documents"]
+    what = f"documents cut at {cut['seq_len']:,} tokens per sample"
+    return rows | {what: f"{cut['concatenated']:.1%} concatenated, {by_best_fit}"}

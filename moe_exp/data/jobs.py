@@ -40,14 +40,12 @@ _LAUNCHER = "launch_pickled_pipeline"
 
 
 def run_passes(
-    passes: Sequence[Pass], execution: Execution, stage: CorpusStage, verb: str, through: Sequence[Path], *,
-    follows: bool = False,
-) -> bool:  # fmt: skip
+    passes: Sequence[Pass], execution: Execution, stage: CorpusStage, verb: str, *, follows: bool = False
+) -> bool:
     """Runs the remaining tasks of the passes; the last pass creates the output.
 
     Args:
         verb: what the tasks do, for the progress bar (none on SLURM).
-        through: folders where tasks publish their progress, one for each pass that reads the inputs.
         follows: see `submit`.
 
     Returns:
@@ -63,6 +61,7 @@ def run_passes(
         if not is_done:
             submit(passes, execution, name, follows=follows)
         return is_done
+    through = [one.through for one in passes if one.through]
     total = len(through) * total_bytes(stage.inputs)  # approximate: later passes may read filtered files
     with progress_of(lambda: bytes_through(through), f"{verb} {name}", total):
         if not is_done:
@@ -113,9 +112,9 @@ def run_stage_passes(
         steps: each step and its number of tasks, by name. Every step reads all inputs of the stage.
         working: folder where the tasks of step NAME publish their progress, in NAME/through.
     """
-    passes = [Pass([step], n, stage.folder / "datatrove" / key) for key, (step, n) in steps.items()]
-    through = [working / key / "through" for key in steps]
-    return run_passes(passes, execution, stage, verb, through, follows=True)
+    logs = stage.folder / "datatrove"
+    passes = [Pass([step], n, logs / key, working / key / "through") for key, (step, n) in steps.items()]
+    return run_passes(passes, execution, stage, verb, follows=True)
 
 
 def _run_task(executors: Sequence[Any], call: tuple[int, int]) -> None:

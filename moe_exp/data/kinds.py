@@ -46,12 +46,10 @@ _LEADING_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 class TextRule:
     """How text files are divided into documents.
 
-    Args:
-        documents: "file": one document per file; "block": one per block between blank lines.
-        longest_bytes: longer documents are cut at a blank line, or else at the end of a line or a word.
+    Documents longer than `longest_bytes` are cut at a blank line, or else at the end of a line or a word.
     """
 
-    documents: Literal["file", "block"] = "file"
+    documents: Literal["file", "block"] = "file"  # one per file, or per block between blank lines
     longest_bytes: int = 2**20
 
     def facts(self) -> dict[str, Any]:

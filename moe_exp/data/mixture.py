@@ -41,23 +41,14 @@ logger = logging.getLogger(__name__)
 
 
 class MixedSource(BaseModel):
-    """One source of a mixture. The other fields are options of `moe-exp data prepare`.
-
-    Args:
-        source: dataset, file or folder, as for `moe-exp data prepare`.
-        name: base name of the created files (default: the source's name).
-        weight: share of the training tokens, relative to the other weights.
-        max_epochs: maximum number of epochs over its tokens; requires `total_tokens`.
-        near_dedup: options for near-duplicate removal; {} for the defaults.
-        decontaminate: JSONL file with benchmark texts or lm-eval:TASK, or a list of them.
-    """
+    """One source of a mixture. The fields from `patterns` on are options of `moe-exp data prepare`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: str
-    name: str = ""
-    weight: float = Field(gt=0, allow_inf_nan=False)
-    max_epochs: float | None = Field(default=None, gt=0)
+    source: str  # dataset, file or folder, as for `moe-exp data prepare`
+    name: str = ""  # base name of the created files (default: the source's name)
+    weight: float = Field(gt=0, allow_inf_nan=False)  # share of the training tokens, relative to the others
+    max_epochs: float | None = Field(default=None, gt=0)  # over its tokens; requires `total_tokens`
     patterns: list[str] = []
     revision: str | None = None
     text_field: str | None = None
@@ -71,8 +62,8 @@ class MixedSource(BaseModel):
     skip_bad: bool = False
     filters: list[str | dict[str, Any]] = []
     dedup: bool = False
-    near_dedup: dict[str, int] | None = None
-    decontaminate: str | list[str] = []
+    near_dedup: dict[str, int] | None = None  # {} for the defaults
+    decontaminate: str | list[str] = []  # JSONL file with benchmark texts or lm-eval:TASK, or a list of them
 
     @field_validator("name")
     @classmethod
@@ -83,31 +74,19 @@ class MixedSource(BaseModel):
 
 
 class Mixture(BaseModel):
-    """Contents of mixture.yaml.
-
-    Args:
-        sources: at least one; names must be unique.
-        tokenizer: folder, tokenizer.json, SentencePiece .model, or name on the Hub.
-        eod_token: end-of-document token (default: defined by the tokenizer's files).
-        prepend_bos: start every document with the tokenizer's BOS token.
-        vocab_size: train a tokenizer with this vocabulary size on the sources, instead of `tokenizer`.
-        total_tokens: training tokens, for `max_epochs` and the epochs in the datasheet.
-        seed: seed for the document order and the choice of validation documents.
-        valid_fraction: fraction of each source's distinct texts held out for validation.
-        num_shards: number of training files per source.
-    """
+    """Contents of mixture.yaml."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    sources: list[MixedSource] = Field(min_length=1)
-    tokenizer: str | None = None
-    eod_token: str | None = None
-    prepend_bos: bool = False
-    vocab_size: int | None = Field(default=None, ge=258)
-    total_tokens: float | None = Field(default=None, gt=0)
-    seed: int = 0
-    valid_fraction: float = Field(default=0.005, gt=0, lt=1)
-    num_shards: int = Field(default=32, ge=1)
+    sources: list[MixedSource] = Field(min_length=1)  # names must be unique
+    tokenizer: str | None = None  # folder, tokenizer.json, SentencePiece .model, or name on the Hub
+    eod_token: str | None = None  # end-of-document token (default: defined by the tokenizer's files)
+    prepend_bos: bool = False  # start every document with the tokenizer's BOS token
+    vocab_size: int | None = Field(default=None, ge=258)  # of a tokenizer to train, instead of `tokenizer`
+    total_tokens: float | None = Field(default=None, gt=0)  # of the training, for epochs and `max_epochs`
+    seed: int = 0  # for the document order and the choice of validation documents
+    valid_fraction: float = Field(default=0.005, gt=0, lt=1)  # of each source's distinct texts
+    num_shards: int = Field(default=32, ge=1)  # training files per source
 
     @model_validator(mode="after")
     def _fits(self) -> "Mixture":
@@ -176,22 +155,14 @@ def effective_weights(
 
 @dataclass(frozen=True)
 class Mixing:
-    """Settings of `moe-exp data mix`.
+    """Settings of `moe-exp data mix`."""
 
-    Args:
-        name: name of the mixture and its folder.
-        every: settings that the preparations of all sources share.
-        tasks: chunks per source, see `ConvertSettings`.
-        start_over_sources: names of the sources to start over.
-        workers: number of tokenizer processes.
-    """
-
-    name: str
+    name: str  # of the mixture and its folder
     mixture: Mixture
-    every: Preparation
-    tasks: int | None = None
-    start_over_sources: tuple[str, ...] = ()
-    workers: int = 1
+    every: Preparation  # settings that the preparations of all sources share
+    tasks: int | None = None  # chunks per source, see `ConvertSettings`
+    start_over_sources: tuple[str, ...] = ()  # names
+    workers: int = 1  # tokenizer processes
 
     @property
     def folder(self) -> Path:

@@ -42,35 +42,23 @@ _LARGE_BYTES = 50e9  # one process shuffles this in minutes
 class Preparation:
     """Settings of `moe-exp data prepare`.
 
-    Args:
-        name: registered name, dataset on the Hub, file or folder; see `resolve_source`.
-        data_dir: parent of the created folders.
-        patterns, revision, text_field: replace the values registered for the source.
-        settings: conversion settings; their text field is replaced by the source's.
-        execution: where the conversion and shuffle tasks run.
-        shuffle: keyword arguments of `shuffle_documents`: seed, num_shards, valid_fraction, memory_bytes.
-        shuffle_tasks: number of shuffle tasks (default: 1; one per chunk on SLURM and Ray above 50 GB).
-        start_over: repeat the conversion and the shuffle.
-        download_again: repeat the download, the conversion and the shuffle.
-        output_name: base name of the chunk and shard folders and files (default: the source's name).
-        raw_name: base name of the download folder (default: the source's name).
-        clamp_tasks: reduce the number of tasks to the number of files instead of raising an error.
+    `shuffle` has keyword arguments of `shuffle_documents`: seed, num_shards, valid_fraction, memory_bytes.
     """
 
-    name: str
-    data_dir: Path = Path("data")
-    patterns: tuple[str, ...] = ()
+    name: str  # registered name, dataset on the Hub, file or folder; see `resolve_source`
+    data_dir: Path = Path("data")  # parent of the created folders
+    patterns: tuple[str, ...] = ()  # this and the next two replace the values registered for the source
     revision: str | None = None
     text_field: str | None = None
-    settings: ConvertSettings = field(default_factory=ConvertSettings)
-    execution: Execution = field(default_factory=Execution)
+    settings: ConvertSettings = field(default_factory=ConvertSettings)  # the text field is the source's
+    execution: Execution = field(default_factory=Execution)  # of the conversion and shuffle tasks
     shuffle: Mapping[str, Any] = field(default_factory=dict)
-    shuffle_tasks: int | None = None
-    start_over: bool = False
-    download_again: bool = False
-    output_name: str | None = None
-    raw_name: str | None = None
-    clamp_tasks: bool = False
+    shuffle_tasks: int | None = None  # default: 1; one per chunk on SLURM and Ray above 50 GB
+    start_over: bool = False  # repeat the conversion and the shuffle
+    download_again: bool = False  # repeat the download, the conversion and the shuffle
+    output_name: str | None = None  # base name of chunk and shard folders and files (default: the source's)
+    raw_name: str | None = None  # base name of the download folder (default: the source's)
+    clamp_tasks: bool = False  # reduce the tasks to the number of files instead of raising an error
 
     def source(self) -> Source:
         """Source with this name; ValueError if it does not exist."""

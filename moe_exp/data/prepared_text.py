@@ -47,26 +47,17 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class TextSource:
-    """Text to prepare.
+    """Text to prepare."""
 
-    Args:
-        setting: train_data, valid_data or data_stages.
-        name: path or pattern in the setting.
-        tokenizer: existing tokenizer; None to train one on the text.
-        vocab_size: vocabulary size of a tokenizer to train, else 0.
-        holds_out: whether some documents are held out for validation.
-        aliases: other spellings in DATA_STAGES.
-    """
-
-    setting: str
-    name: str
+    setting: str  # train_data, valid_data or data_stages
+    name: str  # path or pattern in the setting
     files: Sequence[Path]
     text_field: str
     rule: TextRule
-    tokenizer: TextTokenizer | None
-    vocab_size: int
-    holds_out: bool
-    aliases: tuple[str, ...] = ()
+    tokenizer: TextTokenizer | None  # None to train one on the text
+    vocab_size: int  # of a tokenizer to train, else 0
+    holds_out: bool  # whether some documents are held out for validation
+    aliases: tuple[str, ...] = ()  # other spellings in DATA_STAGES
 
     @property
     def options(self) -> dict[str, Any]:

@@ -38,23 +38,15 @@ _SAMPLED_BLOCKS = 4
 
 @dataclass
 class CorpusStage:
-    """A running or previously finished step.
-
-    Args:
-        output: output folder, or output path without suffix.
-        folder: working folder.
-        key: contents of running.json: settings and inputs, as in the manifest, and whether it starts over.
-        is_folder: whether `output` is a folder.
-        manifest: manifest of the finished step, or None while it is unfinished.
-    """
+    """A running or previously finished step."""
 
     name: str
-    output: Path
-    folder: Path
+    output: Path  # output folder, or output path without suffix
+    folder: Path  # working folder
     inputs: list[Path]
-    key: dict[str, Any]
-    is_folder: bool
-    manifest: dict[str, Any] | None = None
+    key: dict[str, Any]  # contents of running.json: settings, inputs, and whether it starts over
+    is_folder: bool  # whether `output` is a folder
+    manifest: dict[str, Any] | None = None  # None while the step is unfinished
     started: float = field(default_factory=time.time)
 
     def finish(

@@ -38,32 +38,22 @@ _MOST_FINDERS = 64  # each opens a file of every task
 class ConvertSettings:
     """Settings of a conversion. A document without the metadata field that a filter needs is an error.
 
-    Args:
-        tasks: number of chunks, at most the number of input files (default: one per file, at most 64).
-        languages: values of the field `language` to keep; empty for all.
-        min_language_score: minimum of the field `language_score`, 0 to 1.
-        min_score: minimum of the field `score`.
-        min_chars, max_chars: length limits of kept texts (characters).
-        limit: documents to read, divided evenly among the tasks; None for all.
-        skip_bad: skip and count invalid lines instead of stopping.
-        filters: named filters, applied in this order after the ones above.
-        dedup: keep one copy of each text; its metadata field `duplicate_count` counts the removed copies.
-        near_dedup: keep one of several similar texts; None to keep all.
-        decontaminate: drop documents that share 12 consecutive words with a text of these benchmarks.
+    `dedup` keeps one copy of each text; its metadata field `duplicate_count` counts the removed copies.
+    `decontaminate` drops documents that share 12 consecutive words with a text of these benchmarks.
     """
 
-    tasks: int | None = None
+    tasks: int | None = None  # chunks, at most the number of input files (default: one per file, at most 64)
     text_field: str = "text"
-    languages: tuple[str, ...] = ()
-    min_language_score: float | None = None
-    min_score: float | None = None
-    min_chars: int | None = None
+    languages: tuple[str, ...] = ()  # values of the field `language` to keep; empty for all
+    min_language_score: float | None = None  # minimum of the field `language_score`, 0 to 1
+    min_score: float | None = None  # minimum of the field `score`
+    min_chars: int | None = None  # length limits of kept texts (characters)
     max_chars: int | None = None
-    limit: int | None = None
-    skip_bad: bool = False
-    filters: tuple[NamedFilter, ...] = ()
+    limit: int | None = None  # documents to read, divided evenly among the tasks; None for all
+    skip_bad: bool = False  # skip and count invalid lines instead of stopping
+    filters: tuple[NamedFilter, ...] = ()  # applied in this order after the ones above
     dedup: bool = False
-    near_dedup: duplicates.NearDuplicates | None = None
+    near_dedup: duplicates.NearDuplicates | None = None  # keep one of several similar texts; None to keep all
     decontaminate: tuple[benchmarks.Benchmark, ...] = ()
     rule: TextRule = FILES
 
@@ -162,9 +152,7 @@ def convert(
                 if counts["num_short"]:
                     what = "%s: %d of %d texts are too short to be found in documents"
                     logger.warning(what, task, counts["num_short"], counts["num_texts"])
-        firsts = [one.pipeline[0] for one in passes]
-        reading = [first.progress_folder for first in firsts if isinstance(first, ReadFiles)]
-        done = run_passes(passes, execution, stage, "convert", reading)
+        done = run_passes(passes, execution, stage, "convert")
         return _publish(stage, passes[-1], counted, inputs, facts) if done else None
 
 
@@ -197,7 +185,7 @@ def _passes(
         first = reader(logs.name)
         counted.append(logs / "counts")
         pipeline = [first, *steps, WriteChunk(folder, stem, first, steps, counted[-1])]
-        passes.append(Pass(pipeline, num_tasks, logs))
+        passes.append(Pass(pipeline, num_tasks, logs, first.progress_folder))
 
     # named filters are slow: write their result once, and read it in each of the passes below
     if settings.filters and (settings.dedup or settings.near_dedup):
@@ -208,15 +196,17 @@ def _passes(
         signatures, found = str(temporary / "exact_signed"), str(temporary / "exact_found")
         finders = min(num_tasks, _MOST_FINDERS)
         write_signatures = partial(exact_block, "ExactDedupSignature", signatures, finder_workers=finders)
-        sign = [reader("sign"), *filters, Step(partial(run_block, write_signatures))]
-        passes.append(Pass(sign, num_tasks, logs / "exact_sign"))
+        first = reader("sign")
+        sign = [first, *filters, Step(partial(run_block, write_signatures))]
+        passes.append(Pass(sign, num_tasks, logs / "exact_sign", first.progress_folder))
         find_duplicates = partial(exact_block, "ExactFindDedups", signatures, found)
         passes.append(Pass([Step(partial(run_block, find_duplicates))], finders, logs / "exact_find"))
         filters = [*filters, Filter("duplicate", partial(exact_block, "ExactDedupFilter", found))]
     if settings.near_dedup:
         how, folder = settings.near_dedup, str(temporary / "near")
-        sign_all = Step(partial(duplicates.sign_near_duplicates, how, folder))
-        passes.append(Pass([reader("near"), *filters, sign_all], num_tasks, logs / "near_signatures"))
+        first = reader("near")
+        sign = [first, *filters, Step(partial(duplicates.sign_near_duplicates, how, folder))]
+        passes.append(Pass(sign, num_tasks, logs / "near_signatures", first.progress_folder))
         pair = Step(partial(run_block, partial(duplicates.pair_near_duplicates, how, folder)))
         passes.append(Pass([pair], how.num_buckets, logs / "near_pairs"))
         # one task, because clusters span all documents

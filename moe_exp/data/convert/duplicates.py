@@ -69,19 +69,16 @@ def exact_block(name: str, *folders: str, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Parameters of MinHash near-duplicate detection.
+    """Parameters of MinHash near-duplicate detection, see the module's docstring.
 
-    Args:
-        n_grams: words per shingle. Shorter texts are never removed.
-        num_buckets, hashes_per_bucket: see the module's docstring. The defaults find 99.5% of pairs with a
-            similarity of 0.9, 72% at 0.8 and 0.7% at 0.5. FineWeb's 14 buckets of 8 find 92% and 5%.
-        seed: seed of the hash functions.
+    The defaults find 99.5% of pairs with a similarity of 0.9, 72% at 0.8 and 0.7% at 0.5. FineWeb's 14
+    buckets of 8 find 92% and 5%.
     """
 
-    n_grams: int = 5
+    n_grams: int = 5  # words per shingle; shorter texts are never removed
     num_buckets: int = 14
     hashes_per_bucket: int = 11
-    seed: int = 1
+    seed: int = 1  # of the hash functions
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

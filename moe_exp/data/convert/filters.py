@@ -34,15 +34,12 @@ _MOST_REASONS, _MOST_SAMPLES = 20, 100  # of a filter: in each task, in all task
 class Filter:
     """Step that drops or edits documents with a datatrove block.
 
-    Args:
-        name: name in the manifest.
-        build: creates the block where the step runs. Its `run` must forward or drop one document at a time.
-        words: metadata field with the words to show in samples of dropped documents.
+    `build` creates the block where the step runs. Its `run` must forward or drop one document at a time.
     """
 
-    name: str
+    name: str  # in the manifest
     build: Callable[[], Any]
-    words: str = field(default="", kw_only=True)
+    words: str = field(default="", kw_only=True)  # metadata field with the words to show in samples
 
     def __post_init__(self) -> None:
         self.stats: Any = None
@@ -99,20 +96,15 @@ _MostCommon = PlainSerializer(lambda reasons: dict(reasons.most_common()))
 class Counts(Counted):
     """Counts of documents read, dropped, changed and written by one task or by all tasks.
 
-    Args:
-        written: counted when read back from the file.
-        filtered: dropped documents by filter.
-        reasons: number of dropped documents by filter and reason.
-        edited: changed documents by filter, before and after.
-        samples: some of the dropped documents.
+    `reasons` are numbers of dropped documents by filter and reason.
     """
 
     read: Tally = field(default_factory=Tally)
-    written: Tally = field(default_factory=Tally)
-    filtered: dict[str, Tally] = field(default_factory=dict)
+    written: Tally = field(default_factory=Tally)  # counted when read back from the file
+    filtered: dict[str, Tally] = field(default_factory=dict)  # dropped documents by filter
     reasons: dict[str, Annotated[Counter[str], _MostCommon]] = field(default_factory=dict)
-    edited: dict[str, tuple[Tally, Tally]] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    edited: dict[str, tuple[Tally, Tally]] = field(default_factory=dict)  # by filter, before and after
+    samples: list[dict[str, Any]] = field(default_factory=list)  # some of the dropped documents
 
     def check(self, who: str) -> None:
         """Raises ValueError unless documents read = filtered + written, compared as multisets of texts."""
@@ -148,14 +140,9 @@ class Counts(Counted):
             if getattr(self.written, what) != getattr(following.read, what):
                 rule = "differs between the output of a pass and the input of the next"
                 raise input_error(what, rule, "repeat with --start-over, and check the disk")
-        return Counts(
-            self.read,
-            following.written,
-            self.filtered | following.filtered,
-            self.reasons | following.reasons,
-            self.edited | following.edited,
-            self.samples + following.samples,
-        )
+        names = ("filtered", "reasons", "edited")
+        both = {name: getattr(self, name) | getattr(following, name) for name in names}
+        return Counts(self.read, following.written, **both, samples=self.samples + following.samples)
 
 
 def filter_by(keeps: Callable[[Any], Any]) -> Any:
@@ -238,13 +225,11 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 class NamedFilter:
     """A filter that users select by name.
 
-    Args:
-        name: one of `NAMES`.
-        options: arguments of the datatrove block. For `language`: languages, threshold (default: 0.65) and
-            model, a fastText model file (default: py3langid).
+    `options` are arguments of the datatrove block. For `language`: languages, threshold (default: 0.65) and
+    model, a fastText model file (default: py3langid).
     """
 
-    name: str
+    name: str  # one of `NAMES`
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -27,19 +27,13 @@ class ReadFiles:
 
     Columns or fields other than text and id become metadata, as in datatrove's readers. A document without an
     id gets `FILE/NUMBER`.
-
-    Args:
-        files: paths relative to `root`.
-        num_tasks: number of tasks that share the files.
-        progress_folder: where tasks publish their progress, see `Through`.
-        limit: documents to read, divided evenly among the tasks; None for all.
     """
 
     root: str
-    files: list[str]
-    num_tasks: int
-    progress_folder: Path
-    text_field: str = "text"
+    files: list[str]  # relative to `root`
+    num_tasks: int  # that share the files
+    progress_folder: Path  # where tasks publish their progress, see `Through`
+    text_field: str = "text"  # this and the others as in `ConvertSettings`
     skip_bad: bool = False
     limit: int | None = None
     rule: TextRule = FILES
@@ -97,9 +91,7 @@ def read_rows(
     advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Like `read_objects`, for the rows of a Parquet or Arrow file. Also raises like `read_table`.
-
-    Args:
-        advance: called after every batch with its approximate size in the file.
+    `advance` is called after every batch with its approximate size in the file.
     """
     odd: list[str] | None = None
     for before, batch in read_table(path, text_field=text_field):

@@ -43,35 +43,22 @@ _MODEL_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinj
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset on the Hub, local files (`path`), files at an object store (`url`), or the standard library.
+    """A Hub dataset, local files (`path`), files at an object store (`url`), or the standard library."""
 
-    Args:
-        name: prefix of its folders and files.
-        repository: owner/name of the dataset on the Hub.
-        revision: branch, tag or commit, resolved to a commit when the download starts.
-        patterns: patterns of the files to use; `*` also matches slashes. Empty: all data files.
-        licence: SPDX name or a short description.
-        num_bytes: size of the (compressed) files to download.
-        num_tokens: approximate count, from the publisher.
-        is_exact: whether `num_bytes` is exact at `revision`.
-        note: remarks for `moe-exp data list`.
-        repo_type: `dataset` or `model`, the type of the repository.
-    """
-
-    name: str
+    name: str  # prefix of its folders and files
     description: str
-    repository: str | None = None
-    revision: str = "main"
-    patterns: tuple[str, ...] = ()
+    repository: str | None = None  # owner/name of the dataset on the Hub
+    revision: str = "main"  # branch, tag or commit, resolved to a commit when the download starts
+    patterns: tuple[str, ...] = ()  # of the files to use; `*` also matches slashes. Empty: all data files
     path: Path | None = None
     url: str = ""
     text_field: str = "text"
-    licence: str = "unknown"
-    num_bytes: int | None = None
-    num_tokens: int | None = None
-    is_exact: bool = False
-    note: str = ""
-    repo_type: str = "dataset"
+    licence: str = "unknown"  # SPDX name or a short description
+    num_bytes: int | None = None  # size of the (compressed) files to download
+    num_tokens: int | None = None  # approximate count, from the publisher
+    is_exact: bool = False  # whether `num_bytes` is exact at `revision`
+    note: str = ""  # remarks for `moe-exp data list`
+    repo_type: str = "dataset"  # or model
 
     @property
     def is_embedded(self) -> bool:
@@ -210,10 +197,8 @@ def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:
-    """Raises ValueError if a listed name leads outside the download folder, is reserved or is also a folder.
-
-    Args:
-        reserved: names that the download itself uses in the folder.
+    """Raises ValueError if a listed name leads outside the download folder, is also a folder, or is
+    `reserved`: a name that the download itself uses in the folder.
     """
     known, fix = set(names), "exclude it with --pattern, or choose another dataset"
     for name in names:

@@ -111,11 +111,10 @@ class Merging:
         self.stage, self.shards, self.manifest = stage, shards, manifest
         self.path = stage.folder / f"{stage.output.name}.jsonl"
         self.state_path = stage.folder / "state.json"
-        nothing: dict[str, Any] = {"parts": [], "read": Tally().to_json()}
-        state = read_json(self.state_path, fix=MAKE_AGAIN) if self.state_path.exists() else nothing
+        state = read_json(self.state_path, fix=MAKE_AGAIN) if self.state_path.exists() else {}
         # bytes, hash and number of documents of each completed shard
-        self.parts: list[dict[str, Any]] = state["parts"]
-        self.read = Tally.from_json(state["read"])
+        self.parts: list[dict[str, Any]] = state.get("parts", [])
+        self.read = Tally.from_json(state.get("read", {}))
         num_bytes = sum(part["bytes"] for part in self.parts)
         with self.path.open("ab") as file:
             # Shorter after a power failure, or if the file was published but the manifest was not.

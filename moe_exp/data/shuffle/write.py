@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +47,8 @@ def write(job: TaskShuffle, num_tasks: int, rank: int) -> int:
             path.touch()
         writer = _Writer(scattered, job.through("written", rank))
         under_way = [one._replace(path=path) for one, path in zip(outputs, paths, strict=True)]
-        for is_valid in (True, False):
-            writer.write([one for one in under_way if one.is_valid == is_valid])
+        for _, some in groupby(under_way, key=lambda one: one.is_valid):
+            writer.write(list(some))
         made = [_read_back(one) for one in under_way]
     write_json(job.place("written", rank), dict(zip([one.path.name for one in outputs], made, strict=True)))
     return sum(one.end - one.first for one in outputs)
@@ -177,8 +177,6 @@ class _Writer:
 
     def write(self, outputs: Sequence[_Output]) -> None:
         """Writes files that are consecutive in the shuffled order."""
-        if not outputs:
-            return
         first, end, is_valid = outputs[0].first, outputs[-1].end, outputs[0].is_valid
         buckets, rank = self.scattered.indexed.buckets, 0  # rank: of the next document in the shuffled order
         # The validation buckets follow the training buckets.
