@@ -43,7 +43,6 @@ def inspect_path(
     Args:
         path: prefix of .bin/.idx files (with or without suffix), a file of documents, or a folder with them.
         tokenizer: tokenizer.json or its folder, to decode samples and count unknown ids.
-        num_samples: number of documents to show.
         seq_len: training sequence length (tokens), to report the share of documents cut at sample ends.
     """
     if path.is_dir() or ending(path):

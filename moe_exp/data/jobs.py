@@ -178,9 +178,7 @@ def _jobs_there(folder: Path) -> list[str]:
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
     """Unless earlier jobs are active, submits the remaining tasks; each pass depends on the previous pass.
-
-    Args:
-        follows: whether this step follows another step, whose last SLURM job may submit it once.
+    `follows`: whether this step follows another step, whose last SLURM job may submit it once.
 
     Raises:
         ValueError: sbatch fails, squeue does not answer, or this process is a job that must not submit.

@@ -217,17 +217,13 @@ def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     import pyarrow
 
     # The zstandard package decompresses its whole input at once, and accepts truncated files silently.
-    with pyarrow.CompressedInputStream(file, "zstd") as stream:
-        while True:
-            try:
-                chunk = stream.read(_CHUNK_BYTES)
-            except OSError as error:
-                if error.errno is not None:  # a disk error
-                    raise
-                raise ZstdDamage(str(error)) from error
-            if not chunk:
-                return
-            yield chunk
+    try:
+        with pyarrow.CompressedInputStream(file, "zstd") as stream:
+            yield from iter(partial(stream.read, _CHUNK_BYTES), b"")
+    except OSError as error:
+        if error.errno is not None:  # a disk error
+            raise
+        raise ZstdDamage(str(error)) from error
 
 
 # JSON arrays

@@ -130,7 +130,6 @@ def effective_weights(
 
     Args:
         weights: requested relative weights.
-        tokens: tokens in each source.
         max_epochs: maximum number of epochs of each source; None for unlimited.
         total_tokens: training tokens; None if no source is limited.
     """

@@ -5,7 +5,6 @@ DATA_DIR/NAME/                    NAME.chunk.00000.jsonl ..., datatrove/
 DATA_DIR/NAME_shuffled/           NAME.chunk.00.jsonl ..., NAME.val.jsonl
 """
 
-import logging
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,8 +24,6 @@ from moe_exp.data.shuffle.shuffle import check_settings, shuffle_documents
 from moe_exp.data.stage import check_free_disk, free_disk, is_older, is_stale, run_stage
 from moe_exp.host.files import bytes_text, ending
 from moe_exp.host.progress import print_summary
-
-logger = logging.getLogger(__name__)
 
 # Bytes of text per second and core, measured with bench/data/bench_convert.py and bench/data/bench_shuffle.py
 # and rounded down. Only used for estimates.

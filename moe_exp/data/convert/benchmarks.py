@@ -1,6 +1,5 @@
 """Finds documents that share word n-grams with benchmark texts, using datatrove's filter."""
 
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.kinds import input_error
 from moe_exp.data.stage import MAKE_AGAIN, fingerprint
 from moe_exp.host.files import expanded, read_json, write_json
-
-logger = logging.getLogger(__name__)
 
 NGRAM_WORDS = 12  # datatrove's default, after GPT-3's 13 (Brown et al., 2020, appendix C)
 

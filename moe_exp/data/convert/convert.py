@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,6 @@ def convert(
     Args:
         inputs: files of the kinds in `moe_exp.data.kinds`, in any order.
         output: output folder; the chunks are named after it.
-        execution: where the tasks run (default: this machine).
         start_over: discard the results of earlier calls.
 
     Returns:
@@ -245,10 +244,8 @@ def _publish(
             raise ValueError(f"{path}: has {found} bytes, but its task wrote {written}. {fix}")
     total, tasks = Counts(), list[dict[str, Any]]()
     for task, passes in enumerate(of_tasks):
-        counts = Counts.from_json(passes[0])
-        for following in passes[1:]:
-            # `then` checks that each pass read what the previous one wrote
-            counts = counts.then(Counts.from_json(following))
+        # `then` checks that each pass read what the previous one wrote
+        counts = reduce(Counts.then, map(Counts.from_json, passes))
         total += counts
         shown = {"task": task, "files": passes[0]["files"]}
         tasks.append(shown | {name: counts.to_json()[name] for name in ("read", "filtered", "written")})

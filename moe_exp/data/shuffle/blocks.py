@@ -52,9 +52,7 @@ class LineBlocks:
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
         """Yields (begin, end) of each block's lines in `buffer`, including the last LF, without BOM.
-
-        Args:
-            start, end: byte range to read, at line boundaries; only for files that are not streams.
+        `start`, `end`: byte range to read, at line boundaries; only for files that are not streams.
 
         Raises:
             ValueError: if a line is longer than `longest_bytes`.
@@ -105,11 +103,8 @@ def _open(path: Path, start: int, text_field: str, rule: TextRule) -> Iterator[C
 
     def readinto(view: memoryview) -> int:
         nonlocal rest
-        while not rest:
-            chunk = next(chunks, None)
-            if chunk is None:
-                return 0
-            rest = memoryview(chunk)
+        if not rest:
+            rest = memoryview(next(filter(None, chunks), b""))
         num_bytes = min(len(rest), len(view))
         view[:num_bytes], rest = rest[:num_bytes], rest[num_bytes:]
         return num_bytes

@@ -19,7 +19,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
-from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
+from moe_exp.data.documents import TALLIED, Tally, check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.execution import Execution, bytes_through, counting_step, num_workers
 from moe_exp.data.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.kinds import FILES, TextRule, input_error, total_bytes
@@ -72,7 +72,6 @@ def shuffle_documents(
 
     Args:
         inputs: files of the kinds in `moe_exp.data.kinds`, or folders of them. The order matters.
-        output: output folder.
         name: prefix of the output file names.
         tasks: number of tasks that read; equally many tasks write, but at most one per output file. Must not
             change when resuming. Default: the local workers of `execution`, else 1 (in this process).
@@ -84,7 +83,6 @@ def shuffle_documents(
             container's) free memory, or each uses most of its job's memory.
         skip_bad: skip and count invalid lines instead of stopping at the first.
         start_over: see `run_stage`.
-        rule: how text files are split into documents.
 
     Returns:
         The manifest, or None while SLURM jobs are running. After the jobs, repeat the call to publish.
@@ -208,10 +206,8 @@ def _publish(job: scatter.TaskShuffle, stage: CorpusStage, num_writing: int) -> 
         rule = "the lines read back differ from the inputs; the disk or another program has changed the files"
         raise ValueError(f"{stage.folder}: {rule}. Fix: add --start-over.")
     read, valid = indexed.read, indexed.valid.total()
-    num_train, num_text_bytes = (
-        getattr(read, name) - getattr(valid, name) for name in ("num_documents", "num_text_bytes")
-    )
-    train = Tally(num_train, num_text_bytes, (read.text_hash - valid.text_hash) % 2**128)
+    num_train, num_text_bytes, text_hash = (getattr(read, name) - getattr(valid, name) for name in TALLIED)
+    train = Tally(num_train, num_text_bytes, text_hash % 2**128)
     return stage.finish(
         [stage.folder / name for name in made],
         hashes={stage.folder / name: facts["hash"] for name, facts in made.items()}, read=read.to_json(),
