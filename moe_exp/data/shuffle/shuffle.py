@@ -142,8 +142,8 @@ def _begin(
     """Creates the shuffle. A resumed shuffle keeps its tasks and buckets, regardless of the memory budget."""
     path, most = stage.folder / TASKS, scatter.most_buckets(memory.longest_bytes)
     if (stage.folder / "state.json").exists():
-        rule = f"{stage.output} was started by an earlier version of moe_exp and cannot be resumed"
-        raise input_error(f"tasks={tasks}", rule, "add --start-over")
+        what = f"{stage.output} was started by an earlier version of moe_exp and cannot be resumed"
+        raise input_error(f"tasks={tasks}", what, "add --start-over")
     # Earlier versions did not store most_buckets.
     begun: dict[str, Any] = {"most_buckets": most}
     begun |= read_json(path, fix=MAKE_AGAIN) if path.exists() else {"tasks": tasks}
