@@ -87,12 +87,8 @@ class Step:
         self.stats = self.run(data, rank, world_size)
 
 
-def counting_step(name: str, unit: str, run: Callable[[int], int]) -> Step:
-    """The only step of a pass. `run` processes a task and returns how many units it processed."""
-    return Step(partial(_count, name, unit, run))
-
-
-def _count(name: str, unit: str, run: Callable[[int], int], data: Any, rank: int, world_size: int) -> Any:
+def count_units(name: str, unit: str, run: Callable[[int], int], data: Any, rank: int, _: int) -> Any:
+    """Calls `run`, which processes a task and returns how many units it processed; returns statistics."""
     stats = task_stats(name)
     stats[unit].update(run(rank))
     return stats

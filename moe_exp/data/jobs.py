@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moe_exp.data.execution import Execution, Pass, Step, bytes_through, in_turn, num_workers
+from moe_exp.data.execution import Execution, Pass, Step, bytes_through, count_units, in_turn, num_workers
 from moe_exp.data.kinds import total_bytes
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage
 from moe_exp.host.files import read_json, write_json
@@ -37,6 +37,8 @@ AGAIN = "repeat the command to run the remaining tasks"
 T = TypeVar("T")
 _JOBS = "slurm_jobs.json"
 _LAUNCHER = "launch_pickled_pipeline"
+# Title, unit, function that processes a task and returns how many units it processed, and number of tasks.
+CountingStep = tuple[str, str, Callable[[int], int], int]
 
 
 def run_passes(
@@ -104,16 +106,18 @@ def _run_here(passes: Sequence[Pass], execution: Execution) -> None:
 
 
 def run_stage_passes(
-    steps: Mapping[str, tuple[Step, int]], execution: Execution, stage: CorpusStage, verb: str, working: Path
+    steps: Mapping[str, CountingStep], execution: Execution, stage: CorpusStage, verb: str, working: Path
 ) -> bool:
     """Runs the steps of a later stage as `run_passes` does.
 
     Args:
-        steps: each step and its number of tasks, by name. Every step reads all inputs of the stage.
+        steps: see `CountingStep`, by name. Every step reads all inputs of the stage.
         working: folder where the tasks of step NAME publish their progress, in NAME/through.
     """
-    logs = stage.folder / "datatrove"
-    passes = [Pass([step], n, logs / key, working / key / "through") for key, (step, n) in steps.items()]
+    logs, passes = stage.folder / "datatrove", list[Pass]()
+    for key, (name, unit, run, num_tasks) in steps.items():
+        step = Step(partial(count_units, name, unit, run))
+        passes.append(Pass([step], num_tasks, logs / key, working / key / "through"))
     return run_passes(passes, execution, stage, verb, follows=True)
 
 

@@ -20,7 +20,7 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 from moe_exp.data.documents import TALLIED, Tally, check_apart, estimate_line_bytes, find_inputs
-from moe_exp.data.execution import Execution, bytes_through, counting_step, num_workers
+from moe_exp.data.execution import Execution, bytes_through, num_workers
 from moe_exp.data.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.kinds import FILES, TextRule, input_error, total_bytes
 from moe_exp.data.shuffle import scatter
@@ -182,15 +182,9 @@ def _run(job: scatter.TaskShuffle, execution: Execution, stage: CorpusStage, num
         return True
     tasks = job.num_tasks
     passes = {
-        "indexed": (counting_step("🔢 - SHUFFLE: index", "documents", partial(scatter.index, job)), tasks),
-        "scattered": (
-            counting_step("🪣 - SHUFFLE: scatter", "documents", partial(scatter.scatter, job)),
-            tasks,
-        ),
-        _LAST_PASS: (
-            counting_step("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing)),
-            num_writing,
-        ),
+        "indexed": ("🔢 - SHUFFLE: index", "documents", partial(scatter.index, job), tasks),
+        "scattered": ("🪣 - SHUFFLE: scatter", "documents", partial(scatter.scatter, job), tasks),
+        _LAST_PASS: ("💾 - SHUFFLE: write", "documents", partial(write, job, num_writing), num_writing),
     }
     return run_stage_passes(passes, execution, stage, "shuffle", job.temporary)
 

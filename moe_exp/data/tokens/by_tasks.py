@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from moe_exp.data.execution import Execution, Through, counting_step
+from moe_exp.data.execution import Execution, Through
 from moe_exp.data.jobs import check_no_jobs, run_stage_passes
 from moe_exp.data.stage import MAKE_AGAIN, CorpusStage
 from moe_exp.data.tokens.encoders import one_thread
@@ -152,9 +152,9 @@ def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memor
 
 def run_tasks(job: TaskTokens, execution: Execution, stage: CorpusStage) -> str | None:
     """Makes and joins the parts; returns the hash of the .bin, or None while SLURM jobs are running."""
-    made = counting_step("🔤 - TOKENIZE: parts", "parts", partial(make_parts, job))
-    joined = counting_step("🧩 - TOKENIZE: join", "bytes", partial(join_parts, job))
-    passes = {name: (step, job.num_tasks) for name, step in zip(PASSES, (made, joined), strict=True)}
+    made = "🔤 - TOKENIZE: parts", "parts", partial(make_parts, job), job.num_tasks
+    joined = "🧩 - TOKENIZE: join", "bytes", partial(join_parts, job), job.num_tasks
+    passes = dict(zip(PASSES, (made, joined), strict=True))
     if not run_stage_passes(passes, execution, stage, "tokenize", job.folder):
         return None
     digests = [bytes.fromhex(digest) for done in job.facts("joined") for digest in done]
