@@ -32,8 +32,7 @@ from moe_exp.host.exit_codes import CAUSED_BY_ANOTHER
 from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import children_of, end_with_parent, send_signal, signals_handled
 from moe_exp.host.slurm_queue import job_environment, still_there
-from moe_exp.launch.slurm.batch_script import directives
-from moe_exp.launch.slurm.submission import sbatch
+from moe_exp.launch.slurm.submission import directives, sbatch
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 

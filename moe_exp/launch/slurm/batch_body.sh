@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2154  # variables that are set above, by moe_exp/launch/slurm/batch_script.py
+# shellcheck disable=SC2154  # variables that are set above, by moe_exp/launch/slurm/submission.py
 # The constant part of every sbatch file: loads modules, starts one launcher per node, handles SLURM's warning
 # before the time limit, and decides what happens after the job.
 #

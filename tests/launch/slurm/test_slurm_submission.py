@@ -18,8 +18,8 @@ from helpers.whole_runs import ROOT
 from moe_exp.cli import main
 from moe_exp.config import load_config
 from moe_exp.host.slurm_queue import slurm_seconds
-from moe_exp.launch.slurm import batch_script
 from moe_exp.launch.slurm import settings as slurm_settings
+from moe_exp.launch.slurm import submission
 
 
 def test_a_line_that_is_no_host_is_refused_before_anything_is_submitted(chain):
@@ -194,7 +194,7 @@ def test_a_working_folder_with_a_line_feed_is_refused(chain, tmp_path, monkeypat
 def test_quoting_refuses_control_characters(character):
     option = f"a{character}touch PWN"
     for quote, given in (
-        (batch_script.directives, [option]), (batch_script._shell, option), (batch_script._word, option),
+        (submission.directives, [option]), (submission._shell, option), (submission._word, option),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="has a line break or an unprintable character"):
             quote(given)
