@@ -94,7 +94,7 @@ def run_exclude(arguments: argparse.Namespace) -> None:
         if option := nodes.slurm_option(nodes.read_excluded(arguments.file)):
             print(option)
         return
-    for host, reason in nodes.read_reasons(arguments.file).items():
+    for host, reason in nodes.read_excluded(arguments.file).items():
         print(f"{host:<24}  {reason}")
 
 

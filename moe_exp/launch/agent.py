@@ -36,26 +36,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args, parse_args
 
+from moe_exp.host import exit_codes
 from moe_exp.host.devices import count_gpus
-from moe_exp.host.exit_codes import (
-    BAD_INPUT,
-    CAUSED_BY_ANOTHER,
-    EXCLUDE_FILE,
-    EXIT_CODE_FILE,
-    FAILED,
-    FINISHED,
-    HEARTBEATS,
-    METRICS_FILE,
-    RENDEZVOUS_KEY,
-    STANDS_BY,
-    START_AGAIN,
-    TO_BE_CONTINUED,
-    WOULD_REPEAT,
-    complain,
-    report_exit_code,
-    reported_exit_code,
-    show_alive,
-)
+from moe_exp.host.exit_codes import complain, report_exit_code, reported_exit_code, show_alive
 from moe_exp.host.processes import STOP_SIGNALS, send_signal, signals_blocked
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import Record, append, event_record, last_records
@@ -87,7 +70,7 @@ class StandBys:
 
         for local_rank, (command, environ) in self._commands.items():
             reader, writer = os.pipe()
-            environ = environ | {STANDS_BY: str(reader)}
+            environ = environ | {exit_codes.STANDS_BY: str(reader)}
             process = subprocess.Popen(command, env=environ, pass_fds=(reader,), start_new_session=True)
             os.close(reader)
             self.waiting[local_rank] = process, writer
@@ -98,7 +81,7 @@ class StandBys:
         self._commands[environ["LOCAL_RANK"]] = command, environ
         if standby := self.waiting.pop(environ["LOCAL_RANK"], None):
             process, writer = standby
-            standby_file(Path(environ[HEARTBEATS]), process.pid).unlink(missing_ok=True)
+            standby_file(Path(environ[exit_codes.HEARTBEATS]), process.pid).unlink(missing_ok=True)
             with suppress(BrokenPipeError):  # it has ended
                 with os.fdopen(writer, "wb") as pipe:
                     pipe.write(json.dumps(environ).encode())
@@ -122,7 +105,8 @@ class Agent(LocalElasticAgent):
         self._is_parted = False  # whether the connection to node 0 is lost
         self._parent = os.getppid()
         self._orphaned_at: float | None = None
-        self._metrics = Path(os.environ[METRICS_FILE]) if os.environ.get(METRICS_FILE) else None
+        metrics = os.environ.get(exit_codes.METRICS_FILE)
+        self._metrics = Path(metrics) if metrics else None
         self._unwritten: list[Record] = []  # events, while the disk is full
 
     def _invoke_run(self, role: str = "default") -> RunResult:
@@ -151,7 +135,7 @@ class Agent(LocalElasticAgent):
 
     def _stand_by(self) -> None:
         """Starts the standby processes once all ranks have trained; until then, the ranks need the CPUs."""
-        folder = os.environ.get(HEARTBEATS)
+        folder = os.environ.get(exit_codes.HEARTBEATS)
         if self._pcontext is None or self.standbys.waiting or not folder or not self._stands_by:
             return
         trained = {beat.pid for beat in read_beats(Path(folder)) if beat.iteration > 1}
@@ -197,7 +181,7 @@ class Agent(LocalElasticAgent):
         with _quiet_if_explained():
             result = self._monitor_workers(self.get_worker_group())
         if result.state is WorkerState.SUCCEEDED:
-            if reported_exit_code() == START_AGAIN:
+            if reported_exit_code() == exit_codes.START_AGAIN:
                 self._rounds.move_on()
                 return None
             self._rounds.finish()
@@ -209,9 +193,9 @@ class Agent(LocalElasticAgent):
     def _may_start_again(self, result: RunResult) -> bool:
         """Reports a failure to the other nodes; returns False if the ranks must not restart."""
         reported = reported_exit_code()
-        if reported == START_AGAIN:
+        if reported == exit_codes.START_AGAIN:
             self._rounds.move_on()
-        elif reported == BAD_INPUT:  # a restart would fail the same way
+        elif reported == exit_codes.BAD_INPUT:  # a restart would fail the same way
             if self.get_worker_group().group_rank == 0:
                 self._record_failures(self._rounds.round)  # the rank has printed its error
             self._rounds.set_closed()
@@ -237,8 +221,9 @@ class Agent(LocalElasticAgent):
         ended = self._rounds.round
         if self._received:  # new ranks would be stopped right away
             self._rounds.set_closed()
-        if reported_exit_code() == START_AGAIN or (self._received and not self._rounds.has_failed(ended)):
-            report_exit_code(TO_BE_CONTINUED)  # in case no round follows
+        was_asked = reported_exit_code() == exit_codes.START_AGAIN
+        if was_asked or (self._received and not self._rounds.has_failed(ended)):
+            report_exit_code(exit_codes.TO_BE_CONTINUED)  # in case no round follows
         self._stop_workers(self.get_worker_group())
         delay = self._report(ended) if self.get_worker_group().group_rank == 0 else 0.0
         if self._rounds.is_over:
@@ -260,7 +245,7 @@ class Agent(LocalElasticAgent):
         iteration = max(trained, default=0)
         # not those caused by a lost peer or a hang, which has its own event
         said = self._rounds.said(ended)
-        own = [one for one in said if not any(text in one["cause"] for text in CAUSED_BY_ANOTHER)]
+        own = [one for one in said if not any(text in one["cause"] for text in exit_codes.CAUSED_BY_ANOTHER)]
         failures = [one for one in own or said if one["cause"] != _HUNG]
         for failure in failures:
             self._event("rank_failed", iteration, **failure)
@@ -309,12 +294,11 @@ class Agent(LocalElasticAgent):
         self._event("diagnosis", iteration, **vars(found))
         complain(f"diagnosis: {found.text}")
         if found.action == "stop":
-            report_exit_code(WOULD_REPEAT, by_any_rank=True)
+            report_exit_code(exit_codes.WOULD_REPEAT, by_any_rank=True)
             self._rounds.set_closed()
         elif found.action == "exclude" and found.host:
-            if EXCLUDE_FILE in os.environ:
-                path = Path(os.environ[EXCLUDE_FILE])
-                exclude_if_possible(path, found.host, f"diagnosis: {found.reason}")
+            if (path := os.environ.get(exit_codes.EXCLUDE_FILE)) is not None:
+                exclude_if_possible(Path(path), found.host, f"diagnosis: {found.reason}")
             if "SLURM_JOB_ID" in os.environ and (self.get_worker_group().group_world_size or 1) > 1:
                 self._rounds.set_closed()  # only another job has other nodes
         return found.action
@@ -353,12 +337,12 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # torchrun derives TORCHELASTIC_RESTART_COUNT from this: make it the round
         self._remaining_restarts = self._spec.max_restarts - self._rounds.round
-        if os.environ.get(EXIT_CODE_FILE):
-            Path(os.environ[EXIT_CODE_FILE]).unlink(missing_ok=True)
-        if os.environ.get(HEARTBEATS):
-            hung_file(Path(os.environ[HEARTBEATS])).unlink(missing_ok=True)
+        if code_file := os.environ.get(exit_codes.EXIT_CODE_FILE):
+            Path(code_file).unlink(missing_ok=True)
+        if heartbeats := os.environ.get(exit_codes.HEARTBEATS):
+            hung_file(Path(heartbeats)).unlink(missing_ok=True)
             with suppress(OSError):  # a full disk
-                failures_file(Path(os.environ[HEARTBEATS])).write_text(str(self._rounds.num_failures))
+                failures_file(Path(heartbeats)).write_text(str(self._rounds.num_failures))
         # a signal during a rank's imports stays pending until the rank has a handler (`faults.stop_signal`)
         with signals_blocked():
             handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
@@ -389,7 +373,7 @@ def cause(failure: ProcessFailure) -> str:
 
 def _has_hung() -> bool:
     """Whether this node's launcher killed its ranks because of a hang."""
-    return hung_file(Path(os.environ.get(HEARTBEATS, "none"))).exists()
+    return hung_file(Path(os.environ.get(exit_codes.HEARTBEATS, "none"))).exists()
 
 
 @contextmanager
@@ -421,7 +405,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # this file handles the others
     rounds = RestartRendezvous(
         args.master_addr, int(args.master_port), node_rank=args.node_rank, num_nodes=config.max_nodes,
-        max_restarts=config.max_restarts, is_stopping=is_stopping, key=os.environ.get(RENDEZVOUS_KEY, ""),
+        max_restarts=config.max_restarts, is_stopping=is_stopping,
+        key=os.environ.get(exit_codes.RENDEZVOUS_KEY, ""),
     )  # fmt: skip
     spec = WorkerSpec(
         role=config.role, local_world_size=config.nproc_per_node, entrypoint=command, args=tuple(arguments),
@@ -434,10 +419,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = agent.run()
     agent.standbys.end()
     if not result.is_failed():
-        return FINISHED
+        return exit_codes.FINISHED
     if result.failures and reported_exit_code() is None and not _has_hung():
         print(ChildFailedError(args.training_script, result.failures), file=sys.stderr, flush=True)
-    return FAILED
+    return exit_codes.FAILED
 
 
 if __name__ == "__main__":

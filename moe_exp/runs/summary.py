@@ -64,13 +64,13 @@ def finish_run(
 
     Returns None if the launch ended before it wrote its first record.
     """
-    records, experts = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
+    records, balance = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
     start, *later = _latest_start(records) or [{}]
     # times of events are whole seconds
     if "event" not in start or datetime.fromisoformat(start["time"]) < since.replace(microsecond=0):
         return None
     status: Status = next((one["status"] for one in later[::-1] if one.get("event") == "end"), "failed")
-    summary = summarize(config, records, experts, folder, wall_seconds, status, code)
+    summary = summarize(config, records, balance, folder, wall_seconds, status, code)
     text, curve = summary_text(summary, config, caller), folder.path / "loss_curve.png"
     try:
         write_json(folder.summary, summary)
@@ -82,35 +82,29 @@ def finish_run(
     return status, text
 
 
-@dataclass
-class ExpertSums:
-    """Sums over the `experts` of all train records, which may be gigabytes in a long run."""
-
+def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, Any] | None]:
+    """Records without `experts`, which may be gigabytes in a long run, and the balance of the experts."""
+    kept: list[Record] = []
     last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
-    slots: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)  # by (layer, E)
-
-
-def split_experts(records: Iterable[Record]) -> tuple[list[Record], ExpertSums]:
-    """Records without `experts`, and the sums over `experts`."""
-    kept, experts = [], ExpertSums()
+    slots: dict[tuple[int, int], npt.NDArray[np.float64]] = {}  # sums over all train records, by (layer, E)
     for record in records:
         if record["kind"] == "train":
-            experts.last = record.get("experts") or []
-            for layer in experts.last:
+            last = record.get("experts") or []
+            for layer in last:
                 counts = np.asarray(layer["tokens_per_expert"], dtype=np.float64)
                 key = layer["layer"], len(counts)
-                experts.slots[key] = experts.slots.get(key, 0.0) + counts
+                slots[key] = slots.get(key, 0.0) + counts
         kept.append({key: value for key, value in record.items() if key != "experts"})
-    return kept, experts
+    return kept, _expert_balance(last, slots)
 
 
 def summarize(
-    config: Config, records: Sequence[Mapping[str, Any]], experts: ExpertSums, folder: RunFolder,
-    wall_seconds: float, status: Status, code: int | None = None,
+    config: Config, records: Sequence[Mapping[str, Any]], balance: Mapping[str, Any] | None,
+    folder: RunFolder, wall_seconds: float, status: Status, code: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Content of summary.json; losses are in nats per token, None if not measured or not finite.
 
-    `records` and `experts` are from `split_experts`; `code` is the exit code of the ranks, None if unknown.
+    `records` and `balance` are from `split_experts`; `code` is the exit code of the ranks, None if unknown.
     """
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
@@ -153,7 +147,7 @@ def summarize(
         "skipped_iterations": sum(record["skipped_iterations"] or 0 for record in train),
         "nan_iterations": sum(record["nan_iterations"] or 0 for record in train),
         "num_starts": sum(record.get("event") in ("start", "resume") for record in records),
-        "expert_balance": _expert_balance(experts),
+        "expert_balance": balance,
         "transformers": next(iter(latest), {}).get("transformers"),
         "checkpoints": sorted(path.name for path in folder.checkpoints.glob("iter_*") if path.is_dir()),
     }
@@ -170,9 +164,11 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _expert_balance(experts: ExpertSums) -> dict[str, Any] | None:
+def _expert_balance(
+    last: Sequence[Mapping[str, Any]], slots: Mapping[tuple[int, int], npt.NDArray[np.float64]]
+) -> dict[str, Any] | None:
     """Load balance at the last train record, and MaxVio over the whole run."""
-    measured = [layer for layer in experts.last if layer["max_over_mean"] is not None]
+    measured = [layer for layer in last if layer["max_over_mean"] is not None]
     if not measured:
         return None
     worst = max(measured, key=lambda layer: float(layer["max_over_mean"]))
@@ -184,7 +180,7 @@ def _expert_balance(experts: ExpertSums) -> dict[str, Any] | None:
         "worst_layer": worst["layer"],
         "max_over_mean": worst["max_over_mean"],
         "microbatch_max_over_mean": worst.get("microbatch_max_over_mean"),
-        "run_max_vio": max(float(n.max() / max(n.mean(), 1e-9)) for n in experts.slots.values()) - 1,
+        "run_max_vio": max(float(n.max() / max(n.mean(), 1e-9)) for n in slots.values()) - 1,
         "dropped_fraction": max(layer["dropped_fraction"] or 0.0 for layer in measured),
         "num_experts": sum(len(layer["tokens_per_expert"]) for layer in measured),
         "dead_experts": dead,

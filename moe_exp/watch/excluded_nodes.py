@@ -33,13 +33,10 @@ def exclude_list(run_dir: str) -> Path:
     return expanded(given or Path(run_dir) / EXCLUDE_NODES).absolute()
 
 
-def read_excluded(path: Path) -> list[str]:
-    """Unique host names in file order; empty if there is no file. Raises ValueError on an invalid line."""
-    return list(read_reasons(path))
-
-
-def read_reasons(path: Path) -> dict[str, str]:
-    """Maps host names to date and reason; the first line of a host counts."""
+def read_excluded(path: Path) -> dict[str, str]:
+    """Maps host names in file order to date and reason; the first line of a host counts. Empty if there is no
+    file. Raises ValueError on an invalid line.
+    """
     reasons: dict[str, str] = {}
     for number, line in enumerate(_text(path).splitlines(), start=1):
         host, _, comment = line.partition("#")
@@ -59,7 +56,7 @@ def exclude(path: Path, host: str, reason: str) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     # two nodes that add a line at the same time must not lose one
     with _lock(path):
-        if host in read_reasons(path):
+        if host in read_excluded(path):
             return False
         before = _text(path)
         # a manual edit may leave the last line without a newline
@@ -85,7 +82,7 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
         return []
     with _lock(path):
         kept = [line for line in _text(path).splitlines() if line.partition("#")[0].strip() not in gone]
-        if found := [host for host in read_reasons(path) if host in gone]:
+        if found := [host for host in read_excluded(path) if host in gone]:
             write_atomically(path, "".join(f"{line}\n" for line in kept))
     return found
 

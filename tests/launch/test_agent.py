@@ -409,7 +409,7 @@ def test_broken_node_is_excluded(in_slurm, tmp_path, monkeypatch):
     plan = {"0.1": "error: CUDA error: uncorrectable ECC error encountered", "1": "0"}
     nodes = Nodes(tmp_path, plan, num_nodes=2, num_ranks=1, max_restarts=1)
     assert nodes.end() == ([1, 1] if in_slurm else [0, 0]), nodes.errors()
-    assert read_excluded(tmp_path / "exclude_nodes.txt") == [slurm_name(socket.gethostname())]
+    assert list(read_excluded(tmp_path / "exclude_nodes.txt")) == [slurm_name(socket.gethostname())]
     assert [event["action"] for event in nodes.events("diagnosis")] == ["exclude"]
 
 

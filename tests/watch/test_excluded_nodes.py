@@ -4,17 +4,17 @@ from datetime import datetime
 import pytest
 
 from moe_exp.cli import main
-from moe_exp.watch.excluded_nodes import exclude, read_excluded, read_reasons, readmit, slurm_option
+from moe_exp.watch.excluded_nodes import exclude, read_excluded, readmit, slurm_option
 
 
 def test_a_list_keeps_hosts_once_with_date_and_first_reason(tmp_path):
     path = tmp_path / "runs" / "exclude_nodes.txt"
-    assert read_excluded(path) == []
+    assert list(read_excluded(path)) == []
     assert exclude(path, "node-b", "matmul is\n  wrong")
     assert exclude(path, "node-a.cluster.org", "slow")
     assert not exclude(path, "node-b", "again")
-    assert read_excluded(path) == ["node-b", "node-a"]
-    when, _, reason = read_reasons(path)["node-b"].partition(" ")
+    assert list(read_excluded(path)) == ["node-b", "node-a"]
+    when, _, reason = read_excluded(path)["node-b"].partition(" ")
     assert datetime.fromisoformat(when).tzinfo and reason == "matmul is wrong"
     assert slurm_option(read_excluded(path)) == "--exclude=node-b,node-a"
     assert slurm_option([]) == ""
@@ -23,11 +23,11 @@ def test_a_list_keeps_hosts_once_with_date_and_first_reason(tmp_path):
 def test_what_people_write_stays(tmp_path):
     path = tmp_path / "list"
     path.write_text("# bad rack\n\nn1\nn2.local # fan\nn1 # twice")
-    assert read_excluded(path) == ["n1", "n2"]
+    assert list(read_excluded(path)) == ["n1", "n2"]
     exclude(path, "n3", "x")
     assert path.read_text().startswith("# bad rack\n\nn1\nn2.local # fan\nn1 # twice\nn3 ")
     assert readmit(path, ["n1", "gone"]) == ["n1"]
-    assert read_excluded(path) == ["n2", "n3"]
+    assert list(read_excluded(path)) == ["n2", "n3"]
     assert path.read_text().startswith("# bad rack\n\nn2.local # fan\n")
     assert readmit(tmp_path / "none", ["n1"]) == []
 
@@ -58,4 +58,4 @@ def test_command(tmp_path, capsys):
     assert f"--remove=nosuch: not found in {path}. Fix: " in capsys.readouterr().err
     assert main(["watch", "exclude", path, "--add", "a b"]) == 1
     assert main(["watch", "exclude", path, "--add", "c", "--remove", "c"]) == 1
-    assert read_excluded(tmp_path / "list") == ["b"]
+    assert list(read_excluded(tmp_path / "list")) == ["b"]

@@ -1,8 +1,6 @@
 """Facts about a node: disks, shared memory, versions, kernel messages, GPUs, SLURM's host names. No torch."""
 
-import contextlib
 import csv
-import importlib.metadata
 import os
 import platform
 import re
@@ -14,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_exp.runs.run_folder import existing_place
+from moe_exp.runs.run_folder import existing_place, package_versions
 from moe_exp.watch.blame import hardware_faults
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -52,9 +50,7 @@ def disk(path: Path) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of Python, packages, GPU driver and kernel, which should be equal on all nodes."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+    found |= {name: version for name, version in package_versions().items() if name in _PACKAGES}
     driver = Path("/proc/driver/nvidia/version")
     text = driver.read_text(errors="replace") if driver.exists() else ""
     if match := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text):

@@ -32,7 +32,7 @@ from moe_exp.launch.slurm.settings import (
     passed_variables,
 )
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.excluded_nodes import EXCLUDE_NODES, read_reasons, slurm_option
+from moe_exp.watch.excluded_nodes import EXCLUDE_NODES, read_excluded, slurm_option
 
 _BODY = Path(__file__).with_name("batch_body.sh")
 _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
@@ -207,7 +207,7 @@ def script_of(job: RunJob) -> str:
     """Text of the sbatch file. Raises ConfigError if a value has a control character, such as a newline, and
     ValueError if EXCLUDE_FILE, whose nodes the job avoids, has an invalid line.
     """
-    excluded = slurm_option(read_reasons(job.exclude_file))
+    excluded = slurm_option(read_excluded(job.exclude_file))
     options = [*(f"--{option}" for option in _options(job)), *filter(None, [excluded])]
     lines = directives([*options, *job.slurm.extra_options])
     now = datetime.now().astimezone().isoformat(timespec="seconds")

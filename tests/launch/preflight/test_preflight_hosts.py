@@ -43,7 +43,7 @@ def test_a_host_whose_packets_are_refused_is_named(tmp_path):
     report = json.loads(ended[0].stdout)
     grades = {node["host"]: node["grade"] for node in report["nodes"]}
     assert grades == {"node-a": "ok", "node-b": "failed", "node-c": "ok", "node-d": "ok"}
-    assert report["exclude"] == ["node-b"] == read_excluded(tmp_path / "exclude_nodes.txt")
+    assert report["exclude"] == ["node-b"] == list(read_excluded(tmp_path / "exclude_nodes.txt"))
     assert "failed: node-b (node 1): has no connection with node-c, node-d (no route" in ended[2].stderr
 
 
@@ -62,7 +62,7 @@ def test_training_does_not_start_where_a_host_does_not_come(tmp_path):
     assert "node-b (node 1) cannot reach port" in ended[1].stderr
     (event,) = read_metrics(tmp_path / "one" / "metrics.jsonl")
     assert (event["event"], event["grade"], event["exclude"]) == ("preflight", "failed", ["node-b"])
-    assert read_excluded(tmp_path / "exclude_nodes.txt") == ["node-b"]
+    assert list(read_excluded(tmp_path / "exclude_nodes.txt")) == ["node-b"]
 
 
 # Found by every Python of all hosts.
@@ -90,4 +90,4 @@ def test_a_slowed_host_and_a_clock_that_is_ahead_are_named(tmp_path):
     assert text.startswith("rank 1 (cpu): point-to-point 0.00") and "all-reduce 0.00" in text
     text = report["nodes"][2]["findings"][0]["text"]
     assert text in ("clock is 90.0 s ahead of node 0's", "clock is 89.9 s ahead of node 0's")
-    assert report["exclude"] == ["node-b"] == read_excluded(tmp_path / "exclude_nodes.txt")
+    assert report["exclude"] == ["node-b"] == list(read_excluded(tmp_path / "exclude_nodes.txt"))

@@ -18,7 +18,7 @@ from moe_exp.launch.preflight.verdicts import (
     print_report,
     rounds_of_pairs,
 )
-from moe_exp.watch.excluded_nodes import read_reasons
+from moe_exp.watch.excluded_nodes import read_excluded
 
 
 def reports(num_nodes: int, num_ranks: int = 2, *, noise: float = 0.03) -> dict[int, dict]:
@@ -236,7 +236,7 @@ def test_report_for_people_programs_and_the_list(tmp_path, capsys, monkeypatch):
     assert (shown["grade"], shown["exclude"], shown["nodes"][2]["grade"]) == ("slow", ["n2"], "slow")
     assert add_to_list(verdict, tmp_path / "list") == ["n2"]
     assert add_to_list(verdict, tmp_path / "list") == []
-    assert "preflight: rank 4 (cuda:0): point-to-point" in read_reasons(tmp_path / "list")["n2"]
+    assert "preflight: rank 4 (cuda:0): point-to-point" in read_excluded(tmp_path / "list")["n2"]
 
 
 def test_a_node_rank_that_is_none_is_refused_before_anybody_waits(capsys, monkeypatch):
