@@ -42,7 +42,7 @@ from moe_exp.host.exit_codes import complain, report_exit_code, reported_exit_co
 from moe_exp.host.processes import STOP_SIGNALS, send_signal, signals_blocked
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import Record, append, event_record, last_records
-from moe_exp.watch.hangs.heartbeat import failures_file, hung_file, read_beats, standby_file
+from moe_exp.watch.hangs.heartbeat import FAILURES, HUNG, read_beats, standby_file
 
 # Time for the ranks of a failed job to exit: they have nothing to save, and their peers are gone.
 _END_SECONDS = 5
@@ -340,16 +340,15 @@ class Agent(LocalElasticAgent):
         if code_file := os.environ.get(exit_codes.EXIT_CODE_FILE):
             Path(code_file).unlink(missing_ok=True)
         if heartbeats := os.environ.get(exit_codes.HEARTBEATS):
-            hung_file(Path(heartbeats)).unlink(missing_ok=True)
+            Path(heartbeats, HUNG).unlink(missing_ok=True)
             with suppress(OSError):  # a full disk
-                failures_file(Path(heartbeats)).write_text(str(self._rounds.num_failures))
+                Path(heartbeats, FAILURES).write_text(str(self._rounds.num_failures))
         # a signal during a rank's imports stays pending until the rank has a handler (`faults.stop_signal`)
         with signals_blocked():
             handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
             ids = super()._start_workers(worker_group)
             for number, handler in handlers.items():
-                if signal.getsignal(number) is not handler:  # torch before 2.9 installs its own, which raise
-                    signal.signal(number, handler)
+                signal.signal(number, handler)  # torch before 2.9 installs its own, which raise
             return ids
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _END_SECONDS) -> None:
@@ -373,7 +372,7 @@ def cause(failure: ProcessFailure) -> str:
 
 def _has_hung() -> bool:
     """Whether this node's launcher killed its ranks because of a hang."""
-    return hung_file(Path(os.environ.get(exit_codes.HEARTBEATS, "none"))).exists()
+    return Path(os.environ.get(exit_codes.HEARTBEATS, "none"), HUNG).exists()
 
 
 @contextmanager

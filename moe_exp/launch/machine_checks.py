@@ -181,15 +181,13 @@ def bitsandbytes_problem(device: str) -> str:
 def _port(c: Config) -> Iterator[str]:
     if c.node_rank:
         return
-    with socket.socket() as probe:
-        # TIME_WAIT connections of the last run do not block a listener
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", c.rendezvous_port))
-        except OSError as error:
-            is_forbidden = isinstance(error, PermissionError)
-            rule = "cannot be opened by this user" if is_forbidden else "is in use by another program"
-            yield port_problem(c.rendezvous_port, rule, num_nodes=c.nnodes)
+    try:
+        # like any listener, not blocked by TIME_WAIT connections of the last run
+        socket.create_server(("", c.rendezvous_port)).close()
+    except OSError as error:
+        is_forbidden = isinstance(error, PermissionError)
+        rule = "cannot be opened by this user" if is_forbidden else "is in use by another program"
+        yield port_problem(c.rendezvous_port, rule, num_nodes=c.nnodes)
 
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -356,7 +354,7 @@ def _data_dir(c: Config) -> Iterator[str]:
         what = "token files from text or from an object store"
     elif c.train_data or any(folder.glob("python_*_torch_*_bpe*/manifest.json")):
         return
-    place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
+    place = existing_place(folder.absolute())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         rule = f"needed for {what}, but {place} is {'not writable' if place.is_dir() else 'a file'}"
         yield c.problem("data_dir", rule, "set DATA_DIR to a writable folder, or set TRAIN_DATA")

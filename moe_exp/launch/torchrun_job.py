@@ -127,7 +127,7 @@ def run_job(
             pids = [agent.pid] if code is None else orphans.pids
             # only a second Ctrl-C kills: schedulers send other signals repeatedly
             if received.count(signal.SIGINT) > 1 or (received and config is None):
-                _kill_job(pids)
+                kill_job(pids)
             # each signal once, in the order of arrival
             for number in received[num_sent:]:
                 if num_sent == 0 and config:
@@ -141,7 +141,7 @@ def run_job(
             has_hung = poll is not None and poll(bool({*received} - {signal.SIGUSR1}))
             if code is None and stillness.seconds(counts=has_hung or bool(received)) > _STILL_SECONDS:
                 complain(f"no response from the agent for {_STILL_SECONDS:.0f} s; killing agent and ranks")
-                _kill_job([agent.pid])
+                kill_job([agent.pid])
         # empty if the rank died while writing it, or the disk is full
         if code_file.exists() and (reported := code_file.read_text()):
             return int(reported)
@@ -190,7 +190,7 @@ class _Orphans:
             return False
         late = time.monotonic() - self._deadline
         if late > 0:
-            _kill_job(self.pids)
+            kill_job(self.pids)
         if late > _KILL_SECONDS:  # for instance blocked in a driver
             complain(f"processes {', '.join(map(str, self.pids))} did not end after SIGKILL")
             return False
@@ -198,7 +198,7 @@ class _Orphans:
         return True
 
 
-def _kill_job(pids: Sequence[int]) -> None:
+def kill_job(pids: Sequence[int]) -> None:
     # the agent first, or it would report the ranks as failed
     for pid in [*pids, *(child for parent in pids for child in children_of(parent))]:
         send_signal(pid, signal.SIGKILL)

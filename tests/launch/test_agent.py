@@ -32,7 +32,7 @@ from moe_exp.runs.records import append_event, read_metrics
 from moe_exp.watch.blame import recognised_lines
 from moe_exp.watch.excluded_nodes import read_excluded, slurm_name
 from moe_exp.watch.hangs.dump import ranks_of_node
-from moe_exp.watch.hangs.heartbeat import HeartbeatWriter, failures_file
+from moe_exp.watch.hangs.heartbeat import FAILURES, HeartbeatWriter
 from moe_exp.watch.known_errors import CAUSES
 
 sys.path.insert(0, str(Path(ROOT) / "bench"))
@@ -104,8 +104,8 @@ if act == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 if act == "hung":
-    from moe_exp.watch.hangs.heartbeat import hung_file
-    hung_file(pathlib.Path(os.environ["MOE_EXP_HEARTBEATS"])).touch()
+    from moe_exp.watch.hangs.heartbeat import HUNG
+    pathlib.Path(os.environ["MOE_EXP_HEARTBEATS"], HUNG).touch()
 if act in ("die", "hung"):
     os.kill(os.getpid(), signal.SIGKILL)
 if act == "second":  # tells 76 when node 0 has: an agent whose peer goes first ends its rank before it tells
@@ -424,7 +424,7 @@ def test_ranks_that_hang_are_ended_by_the_launcher_and_not_blamed(tmp_path, monk
     monkeypatch.setenv(HEARTBEATS, str(tmp_path))
     nodes = Nodes(tmp_path, {"0": "hung", "1.1": "die", "2": "0"}, max_restarts=2)
     assert nodes.end() == [0], nodes.errors()
-    assert failures_file(tmp_path).read_text() == "2"
+    assert (tmp_path / FAILURES).read_text() == "2"
     assert [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")] == [(1, "SIGKILL")]
     assert [event["failures"] for event in nodes.events("restart")] == [1, 2]
     folder = tmp_path / "last"

@@ -402,7 +402,7 @@ def test_processes_that_survive_sigkill_are_not_waited_for(monkeypatch, capfd):
     killed, clock = [], iter([0.0, 599.0, 601.0, 629.0, 631.0])
     monkeypatch.setattr("moe_exp.launch.torchrun_job.children_of", lambda pid: [7, 8, 9])
     monkeypatch.setattr("moe_exp.launch.torchrun_job.os.waitpid", lambda pid, _: (9 if pid == 9 else 0, 0))
-    monkeypatch.setattr("moe_exp.launch.torchrun_job._kill_job", lambda pids: killed.append(list(pids)))
+    monkeypatch.setattr("moe_exp.launch.torchrun_job.kill_job", lambda pids: killed.append(list(pids)))
     monkeypatch.setattr("moe_exp.launch.torchrun_job.time.monotonic", lambda: next(clock))
     monkeypatch.setattr("moe_exp.launch.torchrun_job.time.sleep", lambda seconds: None)
     orphans = torchrun_job._Orphans()

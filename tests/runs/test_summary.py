@@ -187,7 +187,7 @@ def test_a_loss_that_became_nan_is_not_hidden(folder: RunFolder) -> None:
 
 
 def test_the_experts_of_a_long_run_are_not_kept_in_memory(folder: RunFolder) -> None:
-    layer = {"layer": 1, "max_over_mean": 1.0, "dropped_fraction": 0.0}
+    layer: dict[str, Any] = {"layer": 1, "max_over_mean": 1.0, "dropped_fraction": 0.0}
     layer["tokens_per_expert"] = [10**6 + expert for expert in range(512)]
     line = json.dumps(train(1, 4.0, experts=[layer] * 8)).encode() + b"\n"
     folder.metrics.write_bytes(line * 500)
@@ -196,7 +196,9 @@ def test_the_experts_of_a_long_run_are_not_kept_in_memory(folder: RunFolder) -> 
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(records) == 500 and peak < len(line) * 500 / 10
-    assert balance is not None and balance["run_max_vio"] == pytest.approx((10**6 + 511) / (10**6 + 255.5) - 1)
+    assert balance is not None and balance["run_max_vio"] == pytest.approx(
+        (10**6 + 511) / (10**6 + 255.5) - 1
+    )
 
 
 def test_a_dense_run_is_sent_to_experts_and_a_given_name_is_not_used_twice(folder: RunFolder) -> None:

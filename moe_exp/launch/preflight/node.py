@@ -2,12 +2,11 @@
 
 import contextlib
 import secrets
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import read_json
-from moe_exp.host.processes import children_of, end_with_parent, send_signal
+from moe_exp.host.processes import end_with_parent
 from moe_exp.host.progress import progress_of
 from moe_exp.launch.preflight import verdicts
 from moe_exp.launch.preflight.host_facts import host_facts, own_name, planned_hosts, query_gpus
-from moe_exp.launch.preflight.roll_call import Door, NotReached, RollCall, Server, data_address, unreached
+from moe_exp.launch.preflight.roll_call import Door, RollCall, Server, data_address, unreached
 from moe_exp.launch.preflight.verdicts import Finding, NodeVerdict, Verdict
-from moe_exp.launch.torchrun_job import child_environment, port_problem, torchrun_command
+from moe_exp.launch.torchrun_job import child_environment, kill_job, port_problem, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
@@ -72,7 +71,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
             server.stop_listening()
         if config.node_rank not in came:
             rule = f"{here['host']} joined after the other nodes had stopped waiting"
-            raise NotReached(f"NODE_RANK={config.node_rank}: {rule}. Fix: restart the job.")
+            raise ValueError(f"NODE_RANK={config.node_rank}: {rule}. Fix: restart the job.")
         if len(came) < config.nnodes:
             return verdict_without(config, came, planned_hosts(config.nnodes, hosts))
         # 2. Each node connects to the others, to find unreachable ones before process groups hang on them.
@@ -133,8 +132,7 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
                     torchrun.wait(_RANKS_SECONDS)
             finally:  # even after Ctrl-C, no process may outlive the launcher
                 if timed_out := torchrun.poll() is None:
-                    for pid in [torchrun.pid, *children_of(torchrun.pid)]:
-                        send_signal(pid, signal.SIGKILL)
+                    kill_job([torchrun.pid])
                     torchrun.wait()
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
         reports = [_read_rank(folder, rank) for rank in range(first, first + config.gpus_per_node)]
@@ -148,11 +146,10 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
     return reports
 
 
-@contextlib.contextmanager
-def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
+def _showing(config: Config, folder: Path, rank: int) -> contextlib.AbstractContextManager[None]:
+    """Shows on node 0 how many steps `rank` has completed."""
     if config.node_rank:
-        yield
-        return
+        return contextlib.nullcontext()
     links = 0
     if config.world_size > 1:  # join, links and all ranks; inside the node; pairs of nodes or ranks
         units = config.nnodes if config.nnodes > 1 else config.world_size
@@ -161,8 +158,7 @@ def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
     def num_done() -> int:
         return 1 + _read_rank(folder, rank).get("steps_done", -1)
 
-    with progress_of(num_done, "preflight", 3 + links, unit="steps"):
-        yield
+    return progress_of(num_done, "preflight", 3 + links, unit="steps")
 
 
 def _read_rank(folder: Path, rank: int) -> dict[str, Any]:

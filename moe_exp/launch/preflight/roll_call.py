@@ -45,10 +45,6 @@ def close_listener(listener: socket.socket) -> None:
     listener.close()
 
 
-class NotReached(ValueError):
-    """Raised if node 0 cannot be reached or does not respond."""
-
-
 @dataclass
 class _Meeting:
     values: dict[int, Any] = field(default_factory=dict)
@@ -146,8 +142,8 @@ class Server:
 
 
 class RollCall:
-    """A node's connection to node 0's server at `host`:`port`. Raises NotReached if node 0 does not answer in
-    `seconds`, and ValueError if node 0 has another NNODES or another node has the same NODE_RANK.
+    """A node's connection to node 0's server at `host`:`port`. Raises ValueError if node 0 does not answer in
+    `seconds` or has another NNODES, or if another node has the same NODE_RANK.
     """
 
     def __init__(self, host: str, port: int, *, node: int, num_nodes: int, seconds: float):
@@ -172,11 +168,11 @@ class RollCall:
                     reason = error.strerror or str(error)
                     fix = "start node 0 with the same PREFLIGHT, and make that port reachable from this host"
                     where = f"{self._place} cannot reach port {port} in {seconds:.0f} s ({reason})"
-                    raise NotReached(f"{where}. Fix: {fix}.") from None
+                    raise ValueError(f"{where}. Fix: {fix}.") from None
                 time.sleep(_RETRY_SECONDS)
 
     def meet(self, what: str, value: Any, seconds: float) -> dict[int, Any]:
-        """Sends `value` and returns the values of all nodes, by node. Raises NotReached if node 0 is gone.
+        """Sends `value` and returns the values of all nodes, by node. Raises ValueError if node 0 is gone.
 
         Every node calls this with the same unique name `what`; `value` has JSON types. Nodes that call later
         than `seconds` after the first node are missing from the result, which is the same on every node.
@@ -216,7 +212,7 @@ class RollCall:
         except (OSError, ValueError) as error:
             self.close()
             what = f"{self._place} lost its connection to node 0 ({error})"
-            raise NotReached(f"{what}. Fix: see the output of node 0.") from None
+            raise ValueError(f"{what}. Fix: see the output of node 0.") from None
 
 
 _KNOCK_SECONDS = 5.0

@@ -33,6 +33,9 @@ PHASES = (
     "end", PAUSED,
 )  # fmt: skip
 STACKS_SIGNAL = signal.SIGUSR2
+# Files of launcher and agent beside the heartbeats.
+HUNG = "hung"  # exists once the launcher has begun to kill its hung ranks
+FAILURES = "failures"  # the job's number of failures; the agent writes it before the ranks start
 
 # Sequence number; phase, iteration, its micro-batches, start of the phase, seconds of the iteration before
 # that, pid, number of finished iterations; the sequence number again: it differs after a partial write.
@@ -58,16 +61,6 @@ class Heartbeat:
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
     """Path of a rank's file, such as its `beat`, `stacks` (by faulthandler), or request `pipe`."""
     return folder / f"rank_{rank:05d}.{ending}"
-
-
-def hung_file(folder: Path) -> Path:
-    """Path of the file that exists once the launcher has begun to kill its hung ranks."""
-    return folder / "hung"
-
-
-def failures_file(folder: Path) -> Path:
-    """Path of the file with the job's number of failures; the agent writes it before the ranks start."""
-    return folder / "failures"
 
 
 def standby_file(folder: Path, pid: int) -> Path:

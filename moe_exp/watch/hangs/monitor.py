@@ -272,7 +272,7 @@ class HangWatch:
         self._hung = f"the run hangs: {summary.line}; see {folder}"
         most, failure = self._config.max_restarts, 1
         with suppress(OSError, ValueError):  # the agent could not write it
-            failure = int(heartbeat.failures_file(self._local).read_text()) + 1
+            failure = int((self._local / heartbeat.FAILURES).read_text()) + 1
         end = f"the ranks are killed and restarted (failure {failure} of at most {most})"
         if failure > most:
             end = f"the ranks are killed and not restarted: failure {failure} exceeds MAX_RESTARTS={most}"
@@ -309,7 +309,7 @@ class HangWatch:
         self._hung_at = time.monotonic()
         # before the signals: by this file, the agent tells a hang from an ordinary SIGKILL
         with suppress(OSError):
-            heartbeat.hung_file(self._local).touch()
+            (self._local / heartbeat.HUNG).touch()
         for pid in ranks_of_node(self._local).values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)  # works even if the process is stopped or holds the GIL

@@ -181,10 +181,10 @@ def test_what_is_left_of_the_ranks_hangs_too(tmp_path):
 def test_hang_is_not_said_again_of_ranks_that_have_started_again(tmp_path, capfd):
     with two_ranks(tmp_path, max_restarts=3) as ranks:
         local = Path(ranks.watch.environment[HEARTBEATS])
-        heartbeat.failures_file(local).write_text("1")
+        (local / heartbeat.FAILURES).write_text("1")
         ranks.still.touch()
         ranks.poll_until_ended()
-        assert heartbeat.hung_file(local).exists()
+        assert (local / heartbeat.HUNG).exists()
         ranks.still.unlink()
         ranks.start()
         ranks.begin()
