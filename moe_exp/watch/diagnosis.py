@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from moe_exp.runs.records import Record
 from moe_exp.watch.blame import Blame, Origin, Seen, gathered, origin_of_file, recognised_lines
-from moe_exp.watch.known_errors import RECOVERIES
+from moe_exp.watch.known_errors import RECOVERIES, Fault
 
 Action = Literal["exclude", "wait", "stop", "restart"]
 
@@ -40,6 +40,8 @@ PROVED_ITERATIONS = 1000
 # Events that begin or end a start of the ranks.
 _MARKS = ("start", "resume", "restart", "rank_failed", "hang", "end")
 _ITERATION = re.compile(r"\biteration +(\d+) ?/ *\d")  # in our log lines and in Megatron-LM's
+# Stands for the failure if the logs have no known error.
+_UNKNOWN = Blame(Fault("no known error", "crash", "read the logs"), Origin(), count=1, last="", line="")
 # Number of failures after the same iteration with the same message that are not taken for chance.
 REPEATS = 3
 
@@ -78,26 +80,21 @@ class Diagnosis:
 
 def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
     """Decides by the faults of all logs, as `blame.gathered` returns them."""
+    found = found or [_UNKNOWN]
     kinds = {one: _kind(one, found, situation) for one in found}
     order = list(DECISIONS)
-    action: Action
-    first = min(found, key=lambda one: order.index(kinds[one]), default=None)
-    if first is None:
-        category, action, reason, advice = "unknown", "restart", "no known error", "read the logs"
-        host = line = ""
-    else:
-        category, action = DECISIONS[kinds[first]]
-        reason, advice, host, line = first.fault.name, first.fault.advice, first.where.host, first.line
+    first = min(found, key=lambda one: order.index(kinds[one]))
+    (category, action), reason = DECISIONS[kinds[first]], first.fault.name
     has_trained = situation.iterations >= PROVED_ITERATIONS or situation.trained_before
     if category == "unknown" and situation.is_new:
         action, reason = "stop", f"{reason}, and these settings have never trained"
     elif category == "memory" and has_trained:
         action, reason = "restart", f"{reason}, although these settings have trained"
-    elif first and kinds[first] in ("kernel", "limit", "quota") and situation.iterations >= PROVED_ITERATIONS:
+    elif kinds[first] in ("kernel", "limit", "quota") and situation.iterations >= PROVED_ITERATIONS:
         category, action = "unknown", "restart"
     elif action == "restart" and category != "transient" and situation.repeats + 1 >= REPEATS:
         action, reason = "stop", f"{reason}, {situation.repeats + 1} times after the same iteration"
-    return Diagnosis(action, category, reason, advice, host, line)
+    return Diagnosis(action, category, reason, first.fault.advice, first.where.host, first.line)
 
 
 def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:

@@ -121,14 +121,10 @@ def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
     """Bytes to check per rank: 90% of free GPU memory; on a CPU, all ranks share 20% (at most 1 GiB)."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
-    return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)
-
-
-def free_host_bytes() -> int:
-    """Memory available on this host or in this process's container."""
     # files in /dev/shm are in memory
     in_use = shutil.disk_usage("/dev/shm").used if Path("/dev/shm").is_dir() else 0
-    return max(0, available_memory_bytes() - in_use)
+    free_bytes = max(0, available_memory_bytes() - in_use)
+    return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_bytes) / num_ranks)
 
 
 def synchronize(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from moe_exp.host.processes import end_with_parent
 from moe_exp.host.progress import progress_of
 from moe_exp.launch.preflight import verdicts
 from moe_exp.launch.preflight.host_facts import host_facts, own_name, planned_hosts, query_gpus
-from moe_exp.launch.preflight.roll_call import Door, RollCall, Server, data_address, unreached
+from moe_exp.launch.preflight.roll_call import RollCall, Server, data_address, unreached
 from moe_exp.launch.preflight.verdicts import Finding, NodeVerdict, Verdict
 from moe_exp.launch.torchrun_job import child_environment, kill_job, port_problem, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
@@ -62,7 +62,8 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
             config.master_addr, port, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds
         )
         stack.callback(nodes.close)
-        door = stack.enter_context(contextlib.closing(Door()))
+        door = Server(0, config.nnodes)
+        stack.callback(door.stop_listening)
         here = {"host": own_name(), "address": data_address() or nodes.address, "port": door.port}
         # node 0's key becomes the rendezvous key of the ranks of all nodes
         here |= {"key": secrets.token_hex(16)} if server else {}

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,19 +32,6 @@ def listener(port: int, backlog: int) -> socket.socket:
     return socket.create_server(("", port), backlog=backlog)
 
 
-def connections(listener: socket.socket) -> Iterator[tuple[socket.socket, Any]]:
-    """Yields connections and their addresses until the listener is closed."""
-    with contextlib.suppress(OSError):
-        while True:
-            yield listener.accept()
-
-
-def close_listener(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
-    listener.close()
-
-
 @dataclass
 class _Meeting:
     values: dict[int, Any] = field(default_factory=dict)
@@ -53,7 +40,9 @@ class _Meeting:
 
 
 class Server:
-    """Server on node 0. Raises OSError if the port is not available."""
+    """The server of node 0, and the door of every node, at which others test their connection to the node.
+    Raises OSError if the port is not available.
+    """
 
     def __init__(self, port: int, num_nodes: int):
         self._num_nodes = num_nodes
@@ -68,7 +57,9 @@ class Server:
 
     def stop_listening(self) -> None:
         """Frees the port; existing connections stay open."""
-        close_listener(self._listener)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self._listener.close()
 
     def close(self, seconds: float = 10.0) -> None:
         """Waits until the nodes have disconnected, so that each node receives its last answer."""
@@ -79,11 +70,13 @@ class Server:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
-        for connection, address in connections(self._listener):
-            peer = address[0].removeprefix("::ffff:")
-            thread = threading.Thread(target=self._serve, args=(connection, peer), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with contextlib.suppress(OSError):  # the listener was closed
+            while True:
+                connection, address = self._listener.accept()
+                peer = address[0].removeprefix("::ffff:")
+                thread = threading.Thread(target=self._serve, args=(connection, peer), daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         # anyone may connect: a connection counts as a node once it has joined
@@ -219,36 +212,18 @@ _KNOCK_SECONDS = 5.0
 _MOST_PEERS = 64  # in larger jobs, only peers at power-of-two distances
 
 
-class Door:
-    """A port that echoes one byte per connection, so that other nodes can test their connection."""
-
-    def __init__(self) -> None:
-        self._listener = listener(0, backlog=256)
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._answer, name="door", daemon=True).start()
-
-    def _answer(self) -> None:
-        for connection, _ in connections(self._listener):
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_KNOCK_SECONDS)
-                connection.sendall(connection.recv(1))
-
-    def close(self) -> None:
-        close_listener(self._listener)
-
-
 def knock(address: str, port: int) -> str:
-    """Sends a byte and waits for its echo; returns the reason for a failure, or ''."""
+    """Asks a node's server for the time; returns the reason for a failure, or ''."""
     try:
         with socket.create_connection((address, port), timeout=_KNOCK_SECONDS) as connection:
-            connection.sendall(b"?")
-            return "" if connection.recv(1) == b"?" else "connection closed without an answer"
+            connection.sendall(b'{"ask": "time"}\n')
+            return "" if connection.recv(256) else "connection closed without an answer"
     except OSError as error:
         return (error.strerror or str(error) or type(error).__name__).lower()
 
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Reasons why this node cannot reach others, by node; `doors`: address and port of every node."""
+    """Reasons why this node cannot reach others, by node; `doors`: address and port of every node's door."""
     peers = peers_of(node, doors)
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)

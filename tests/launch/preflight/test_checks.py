@@ -67,7 +67,7 @@ def test_memory_that_keeps_and_memory_that_does_not(monkeypatch):
 
 def test_memory_to_fill_is_a_share_with_a_cap():
     assert 0 < checks.bytes_to_fill(CPU, 2) <= 1 << 29
-    assert checks.bytes_to_fill(CPU, 4) * 4 <= checks.free_host_bytes()
+    assert checks.bytes_to_fill(CPU, 4) * 4 <= checks.available_memory_bytes()
 
 
 @pytest.mark.parametrize("size", [2, 8, 180, 181, 4096, 5000])

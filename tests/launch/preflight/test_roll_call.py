@@ -9,14 +9,7 @@ import pytest
 
 from helpers.ranks import free_port
 from moe_exp.launch.preflight import roll_call
-from moe_exp.launch.preflight.roll_call import (
-    Door,
-    RollCall,
-    Server,
-    data_address,
-    knock,
-    peers_of,
-)
+from moe_exp.launch.preflight.roll_call import RollCall, Server, data_address, knock, peers_of
 
 
 def join(port: int, node: int, num_nodes: int, seconds: float = 20.0, host: str = "localhost") -> RollCall:
@@ -92,7 +85,7 @@ def test_clock_offset():
 
 
 def test_doors_that_answer_and_doors_that_do_not():
-    with closing(Door()) as one, closing(Door()) as two:
+    with closing(Server(0, 3)) as one, closing(Server(0, 3)) as two:
         closed, deaf = free_port(), socket.create_server(("localhost", 0))
         with deaf:
             deaf.settimeout(5)
@@ -122,6 +115,10 @@ def test_address_of_the_interface_that_gloo_uses():
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1"])
 def test_nodes_find_each_other_by_both_kinds_of_addresses(host):
     port = free_port()
-    with closing(Server(port, 2)), closing(join(port, 1, 2, host=host)) as nodes, closing(Door()) as door:
+    with (
+        closing(Server(port, 2)),
+        closing(join(port, 1, 2, host=host)) as nodes,
+        closing(Server(0, 2)) as door,
+    ):
         assert nodes.address == host
         assert knock(nodes.address, door.port) == ""
