@@ -17,7 +17,7 @@ from moe_exp.config.setting_types import ONE_LINE_FIX, shown
 from moe_exp.config.settings import TRAITS, Config, names_by_section
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, PLACES, read_settings
 from moe_exp.host.devices import Nodes, count_gpus
-from moe_exp.host.exit_codes import EXIT_CODE_FILE, complain, settings_file
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, RESOLVED_SETTINGS, complain
 from moe_exp.host.files import expanded, read_yaml
 
 
@@ -156,7 +156,7 @@ def load_config(
 def settings_from_launcher() -> Config | None:
     """Returns the settings that the launcher of this rank resolved and checked; None without a launcher."""
     launched = os.environ.get(EXIT_CODE_FILE)
-    if not launched or not (path := settings_file(launched)).is_file():
+    if not launched or not (path := Path(launched).with_name(RESOLVED_SETTINGS)).is_file():
         return None
     return Config.model_validate_json(path.read_text())
 

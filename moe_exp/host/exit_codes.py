@@ -24,6 +24,10 @@ RENDEZVOUS_KEY = "MOE_EXP_RENDEZVOUS_KEY"  # prefix of names in the job's stores
 STANDS_BY = "MOE_EXP_STANDS_BY"  # file descriptor, in a process that takes a rank's place if it restarts
 REASONS_FILE = "MOE_EXP_REASONS_FILE"  # set by `moe_exp.train`: where ranks write their final error lines
 
+# Files beside the exit code file.
+AGENT_ALIVE = "agent_alive"  # touched regularly by the agent
+RESOLVED_SETTINGS = "settings.json"  # from the launcher, for its ranks
+
 # Parts of torch.distributed's errors on healthy ranks after another rank has died.
 CAUSED_BY_ANOTHER = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Timed out waiting",
@@ -68,21 +72,11 @@ def reported_exit_code() -> int | None:
     return int(text) if text else None
 
 
-def alive_file(exit_code_file: str) -> Path:
-    """File next to `exit_code_file` that the agent touches regularly."""
-    return Path(exit_code_file).with_name("agent_alive")
-
-
-def settings_file(exit_code_file: str) -> Path:
-    """File next to `exit_code_file` with the settings that the launcher has resolved for its ranks."""
-    return Path(exit_code_file).with_name("settings.json")
-
-
 def show_alive() -> None:
     """Signals to the launcher that this agent is not stuck."""
     if path := os.environ.get(EXIT_CODE_FILE):
         with suppress(OSError):  # the launcher has ended, or the disk is full
-            alive_file(path).touch()
+            Path(path).with_name(AGENT_ALIVE).touch()
 
 
 def leave_reasons(*lines: str) -> None:

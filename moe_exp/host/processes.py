@@ -123,12 +123,9 @@ def free_port() -> int:
     while True:
         # not from the seeded generator: two runs with the same seed would try the same port
         port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        return port
+        with suppress(OSError), socket.socket() as probe:  # OSError: it is taken, try another
+            probe.bind(("", port))
+            return port
 
 
 def send_signal(pid: int, number: int) -> None:

@@ -4,7 +4,6 @@ import getpass
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -180,11 +179,11 @@ def still_there(job_ids: list[str]) -> list[str]:
     """Jobs among `job_ids` that have not ended, except this process's own job."""
     if not job_ids:
         return []
-    if not shutil.which("squeue"):
-        rule = f"is not on PATH, so the SLURM jobs {' '.join(job_ids)} cannot be checked"
-        raise ValueError(f"squeue: {rule}. Fix: run this on a login node of the cluster.")
     try:
         known = set(_squeue("--format=%F", "--jobs", ",".join(job_ids)).split())
+    except NoSqueue:
+        rule = f"is not on PATH, so the SLURM jobs {' '.join(job_ids)} cannot be checked"
+        raise ValueError(f"squeue: {rule}. Fix: run this on a login node of the cluster.") from None
     except QueueError as error:
         raise ValueError(f"{error}. Fix: try again when SLURM responds.") from None
     return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

@@ -18,7 +18,7 @@ from pathlib import Path
 from moe_exp.config import Config, problem
 from moe_exp.host import processes
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
-from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain, settings_file
+from moe_exp.host.exit_codes import AGENT_ALIVE, EXIT_CODE_FILE, RENDEZVOUS_KEY, RESOLVED_SETTINGS, complain
 from moe_exp.host.processes import children_of, end_with_parent, free_port, send_signal
 
 TRAIN_MODULE = "moe_exp.train"
@@ -110,14 +110,14 @@ def run_job(
     with receiving, processes.orphans_adopted(), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         if config:
-            settings_file(str(code_file)).write_text(config.model_dump_json())
+            code_file.with_name(RESOLVED_SETTINGS).write_text(config.model_dump_json())
         # PET_LOG_DIR: otherwise torchrun would leave a folder for error files in the temporary folder
         environ = {"PET_LOG_DIR": folder, **environ, EXIT_CODE_FILE: str(code_file)}
         # Signals during the agent's imports stay pending until it can forward them. A separate session: the
         # terminal's Ctrl-C must reach the agent and ranks only through the launcher.
         with processes.signals_blocked():
             agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
-        stillness = _Stillness(alive_file(str(code_file)))
+        stillness = _Stillness(code_file.with_name(AGENT_ALIVE))
         before, orphans = set(children_of(os.getpid())), _Orphans()
         while True:
             with suppress(subprocess.TimeoutExpired):

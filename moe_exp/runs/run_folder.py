@@ -47,6 +47,8 @@ from moe_exp.runs.records import append_event
 
 logger = logging.getLogger(__name__)
 
+_exists = os.path.exists  # unlike Path.exists, False if a parent folder is not accessible
+
 _LONGEST_PATH = 3500  # bytes; leaves room in Linux' limit of 4096 for files in the folder
 
 # File in a checkpoints folder with the iteration of the newest complete checkpoint; Megatron's name.
@@ -322,14 +324,6 @@ def existing_place(path: Path) -> Path:
     while not _exists(path) and path != path.parent:
         path = path.parent
     return path
-
-
-def _exists(path: Path) -> bool:
-    try:
-        path.stat()
-    except OSError:  # Path.exists raises if a parent folder is not accessible
-        return False
-    return True
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:

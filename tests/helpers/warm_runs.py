@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from helpers.ranks import free_port, rank_variables, start_process
 from moe_exp.config import Config, module_arguments
-from moe_exp.host.exit_codes import EXIT_CODE_FILE, settings_file
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, RESOLVED_SETTINGS
 from moe_exp.launch.torchrun_job import TRAIN_MODULE
 
 _LEFT_SECONDS = 5.0  # for ranks after one has failed, as in launch/agent.py
@@ -106,7 +106,7 @@ def _run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         environ = {**environ, EXIT_CODE_FILE: str(code_file)}
-        settings_file(str(code_file)).write_text(config.model_dump_json())
+        code_file.with_name(RESOLVED_SETTINGS).write_text(config.model_dump_json())
         left = {}
         for rank in range(num_ranks):
             pid = os.fork()

@@ -43,8 +43,9 @@ STOP = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
 for number in STOP:
     signal.signal(number, stop)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
-from moe_exp.host.exit_codes import settings_file
-(here / f"settings{rank}").write_text(settings_file(os.environ["MOE_EXP_EXIT_CODE_FILE"]).read_text())
+from moe_exp.host.exit_codes import RESOLVED_SETTINGS
+settings = pathlib.Path(os.environ["MOE_EXP_EXIT_CODE_FILE"]).with_name(RESOLVED_SETTINGS)
+(here / f"settings{rank}").write_text(settings.read_text())
 (here / f"args{rank}").write_text(" ".join(sys.argv[1:]))
 time.sleep(60)
 """

@@ -156,8 +156,7 @@ def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) 
 def py_spy_program() -> str:
     """Path of py-spy; empty if it is not installed."""
     # also look next to this Python: its virtual environment may not be on the PATH
-    beside = Path(sys.executable).with_name("py-spy")
-    return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
+    return shutil.which("py-spy") or shutil.which("py-spy", path=Path(sys.executable).parent) or ""
 
 
 def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[str, str]:

@@ -34,6 +34,7 @@ import psutil
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import HEARTBEATS, complain
 from moe_exp.host.files import write_atomically, write_json
+from moe_exp.host.processes import send_signal
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hangs import files, heartbeat
@@ -311,8 +312,7 @@ class HangWatch:
         with suppress(OSError):
             (self._local / heartbeat.HUNG).touch()
         for pid in ranks_of_node(self._local).values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # works even if the process is stopped or holds the GIL
+            send_signal(pid, signal.SIGKILL)  # works even if the process is stopped or holds the GIL
 
     def _say(self, lines: Sequence[str]) -> None:
         """Prints lines to stderr and train.log."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_exp.config import Config
-from moe_exp.config.loading import recorded_settings
+from moe_exp.config.loading import known_settings, recorded_settings
 from moe_exp.host.files import read_json, regular
 from moe_exp.runs.records import Record, parsed_record, time_of
 from moe_exp.runs.run_folder import RunFolder
@@ -181,8 +181,7 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
         raise ValueError(f"{no_folder(path)}. Fix: specify a run folder, $RUN_DIR/$RUN_NAME.")
     settings = {name: declared.default for name, declared in Config.model_fields.items()}
     with suppress(ValueError):  # every start rewrites it: this may be the middle of a write
-        given = recorded_settings(folder.config)
-        settings |= {name: value for name, value in given.items() if name in settings}
+        settings |= known_settings(recorded_settings(folder.config))
     events, train = read_tail(folder.metrics)
     moved = folder.metrics.stat().st_mtime if folder.metrics.exists() else None
     now = time.time() if now is None else now
@@ -247,8 +246,6 @@ def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float |
 
 @dataclass(frozen=True)
 class Disk:
-    """State of a run's disk."""
-
     free_bytes: int  # available to users, ignoring quotas
     bytes_per_second: float | None  # fill rate; None if unknown
     measured: bool  # fill rate is measured over the last hours, not estimated from future checkpoints
