@@ -170,11 +170,9 @@ class HashedFile:
         return num_bytes
 
     def flush(self) -> None:
-        """Passes written data to the operating system."""
         self._file.flush()
 
     def tell(self) -> int:
-        """Number of bytes written."""
         return self._num_bytes
 
     def entry(self) -> dict[str, Any]:
@@ -223,7 +221,6 @@ class BlockHash:
         self._digests, self._block = list[bytes](), xxhash.xxh3_128()
 
     def update(self, content: memoryview) -> None:
-        """Appends content."""
         while len(content):
             some = content[: self.block_bytes - self.num_bytes % self.block_bytes]
             self._block.update(some)

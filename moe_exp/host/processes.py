@@ -135,7 +135,6 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Ids of the child processes of `pid`."""
     import psutil
 
     with suppress(psutil.NoSuchProcess):

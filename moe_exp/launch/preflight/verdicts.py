@@ -36,8 +36,6 @@ _SHM_BYTES_PER_GPU = 32 << 20  # NCCL needs it for connections inside a node
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a node."""
-
     grade: str  # one of GRADES
     text: str  # one line, with rank and device if it concerns one rank
     is_its_fault: bool = True  # jobs should avoid the node; False, for instance, if a shared disk is full

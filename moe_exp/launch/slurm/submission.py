@@ -46,8 +46,6 @@ _NO_SBATCH = "sbatch: not found. Fix: run the command on a login node, or use --
 
 @dataclass(frozen=True)
 class RunJob:
-    """A job to submit."""
-
     config: Config
     given: Mapping[str, str]  # settings that were set, or whose default depends on the host: text by name
     slurm: SlurmSettings

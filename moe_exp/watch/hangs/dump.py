@@ -105,10 +105,9 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
 
 def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
     """Host, pid, state (from psutil, or TRACED or GONE), kernel function, number of GPUs, and heartbeat."""
-    try:
+    state = GONE
+    with suppress(psutil.Error):
         state = str(psutil.Process(pid).status())
-    except psutil.Error:
-        state = GONE
     if state == psutil.STATUS_ZOMBIE:  # has ended, but its launcher has not read the exit code
         state = GONE
     elif state != GONE and is_traced(pid):

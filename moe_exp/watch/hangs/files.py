@@ -46,8 +46,6 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """One launcher's answer."""
-
     node: int
     nnodes: int
     world_size: int
@@ -229,12 +227,9 @@ def read_dumps(folder: Path) -> list[RankDump]:
         facts = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
         facts.pop("rank", None)
         folders = facts.pop(_FOLDERS, "").split(os.pathsep)
-        try:
-            last = list(read_json(path.with_suffix(".collectives.json"))["last"])
-        except (OSError, ValueError, LookupError, TypeError):  # torch recorded none
-            last = []
+        recorded = _read(dict, path.with_suffix(".collectives.json")) or {}  # {}: torch recorded none
         threads, names = parse_stacks(stacks, folders), _native_names(native)
-        dumps.append(RankDump(rank, facts, threads, names, calls.splitlines(), last))
+        dumps.append(RankDump(rank, facts, threads, names, calls.splitlines(), recorded.get("last", ())))
     return dumps
 
 

@@ -112,8 +112,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True)
 class AlertFile:
-    """A file that collects messages."""
-
     path: Path
     secrets: tuple[str, ...] = ()
 

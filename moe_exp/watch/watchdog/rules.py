@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Thresholds for problems."""
-
     stuck_seconds: float | None = None  # without a new record while a job runs; None: derived from the speed
     ahead_seconds: float = 86400.0  # a chain of jobs that is too short is reported this long before its end
     wait_seconds: float = 86400.0  # without a running job, although jobs are queued

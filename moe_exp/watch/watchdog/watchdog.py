@@ -42,8 +42,6 @@ class Watched:
 
 @dataclass
 class Watchdog:
-    """Checks runs and sends alerts."""
-
     runs: Sequence[Watched]
     channels: Sequence[Channel]
     limits: Limits = field(default_factory=Limits)
