@@ -37,7 +37,6 @@ def target_text(loss: float) -> str:
 
 
 def percent(value: float, places: int = 1) -> str:
-    """Fraction as a percentage."""
     return f"{value:.{places}%}" if math.isfinite(value) else "–"
 
 

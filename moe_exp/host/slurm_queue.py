@@ -75,7 +75,6 @@ class Queue:
 
     @property
     def limit_seconds(self) -> int | None:
-        """Time limit of each job."""
         return next((job.limit_seconds for job in [*self.running, *self.coming] if job.limit_seconds), None)
 
     @property

@@ -200,8 +200,7 @@ def _shared_memory(c: Config) -> Iterator[str]:
     # a sample has seq_len + 1 tokens, each an int64
     microbatches = c.num_workers * PREFETCHED_MICROBATCHES + 1  # plus the current one
     needed_bytes = c.gpus_per_node * microbatches * c.mbsz * (c.seq_len + 1) * 8
-    place = os.statvfs(_SHARED_MEMORY)
-    free_bytes = place.f_bavail * place.f_frsize
+    free_bytes = shutil.disk_usage(_SHARED_MEMORY).free
     if needed_bytes > free_bytes:
         needed, free = bytes_text(needed_bytes), bytes_text(free_bytes)
         rule = f"batches need {needed} of shared memory on this node, but {_SHARED_MEMORY} has {free} free"

@@ -135,7 +135,6 @@ class RestartRendezvous(RendezvousHandler):
 
     @property
     def num_failures(self) -> int:
-        """Number of failed rounds."""
         return int(self._store.add("failures", 0))
 
     def has_failed(self, number: int) -> bool:

@@ -76,8 +76,6 @@ def _numbers(records: Sequence[Record], key: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Advice:
-    """The recommended SAVE_INTERVAL of a run."""
-
     iteration_seconds: float
     save_seconds: float
     restart_seconds: float
@@ -157,7 +155,7 @@ def storage_of(path: Path) -> Storage:
     return Storage(config, found, use, tuple(there))
 
 
-def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> dict[str, Any]:
+def rows_of(storage: Storage, advice: Advice | None, free_bytes: int) -> dict[str, Any]:
     """Maps the names of the rows to print to their values, in order."""
     config, use, found = storage.config, storage.use, storage.measured
     kept = "KEEP_LAST=0 keeps all"
@@ -165,16 +163,15 @@ def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> 
         kept = f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}"
         kept += ", plus the checkpoint being written"
     size = "measured" if found.checkpoint_bytes else "computed from the settings"
+    enough = "enough" if free_bytes >= use.needed_bytes else "NOT ENOUGH"
     rows: dict[str, Any] = {
         "one checkpoint": f"{bytes_text(use.one_bytes)} ({size})",
         "existing checkpoints": len(storage.there),
         "most checkpoints at once": f"{use.num_checkpoints} ({kept})",
         "records until the end": bytes_text(use.records_bytes),
         "space needed until the end": bytes_text(use.needed_bytes),
+        "free disk space": f"{bytes_text(free_bytes)}, {enough} (ignores quotas)",
     }
-    if free_bytes is not None:
-        enough = "enough" if free_bytes >= use.needed_bytes else "NOT ENOUGH"
-        rows["free disk space"] = f"{bytes_text(free_bytes)}, {enough} (ignores quotas)"
     if advice is None:
         return rows | {"SAVE_INTERVAL": f"{config.save_interval}; no advice before the first save"}
 

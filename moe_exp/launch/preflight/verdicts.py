@@ -57,7 +57,6 @@ class NodeVerdict:
 
     @property
     def grade(self) -> str:
-        """Worst grade of all findings."""
         return worst(self.findings)
 
     @property

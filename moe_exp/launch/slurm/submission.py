@@ -62,7 +62,6 @@ class RunJob:
 
     @property
     def name(self) -> str:
-        """Name of the jobs in SLURM's queue."""
         return self.slurm.job_name or self.config.name.replace("/", "_")
 
     @property

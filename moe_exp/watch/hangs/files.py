@@ -36,8 +36,6 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Request:
-    """A request for the stacks of all ranks."""
-
     folder: str  # name of the answers' folder in RUN/hang
     kind: Literal["hang", "stacks"]  # stacks: on a user's request; the run continues
     reason: str
@@ -172,16 +170,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread and its Python frames, innermost first."""
-
     name: str
-    frames: tuple[Frame, ...]
+    frames: tuple[Frame, ...]  # of Python, innermost first
 
 
 @dataclass(frozen=True)
 class RankDump:
-    """A snapshot of one rank."""
-
     rank: int
     facts: Mapping[str, str]  # host, pid, state, phase, ...; see `dump.rank_facts`
     threads: Sequence[Thread] = ()

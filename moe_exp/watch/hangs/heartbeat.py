@@ -46,8 +46,6 @@ _DURATIONS = struct.Struct(f"<{_NUM_DURATIONS}d")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Iteration and phase of a rank."""
-
     rank: int
     pid: int
     phase: str  # one of PHASES

@@ -102,7 +102,6 @@ class HangWatch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for the ranks."""
         return {HEARTBEATS: str(self._local), **nccl_environment(self._local)}
 
     def wait(self, seconds: float = 5.0) -> None:

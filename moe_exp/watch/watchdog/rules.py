@@ -47,8 +47,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sight:
-    """All inputs of one check."""
-
     view: RunView
     disk: Disk
     queue: Queue | None = None  # the run's jobs; None without a query to SLURM
