@@ -4,7 +4,7 @@ import pytest
 
 from helpers.watch.watched_run import Queue, Run
 from moe_exp.watch.watchdog.alerts import AlertFile
-from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
+from moe_exp.watch.watchdog.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -27,4 +27,4 @@ def queue(tmp_path, monkeypatch):
 @pytest.fixture
 def dog(run, tmp_path, queue):
     alerts = [AlertFile(tmp_path / "alerts.log")]
-    return Watchdog([Watched(run.path, "big_run")], alerts, folder=tmp_path / "state")
+    return Watchdog([(run.path, "big_run")], alerts, folder=tmp_path / "state")

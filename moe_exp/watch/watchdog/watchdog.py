@@ -32,17 +32,9 @@ _LOCK_SECONDS = 60.0
 _READ_SECONDS = 60.0  # timeout for a file system
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A run and the name of its SLURM jobs (empty: SLURM is not queried)."""
-
-    path: Path
-    slurm_name: str = ""
-
-
 @dataclass
 class Watchdog:
-    runs: Sequence[Watched]
+    runs: Sequence[tuple[Path, str]]  # folder, and name of the SLURM jobs (empty: SLURM is not queried)
     channels: Sequence[Channel]
     limits: Limits = field(default_factory=Limits)
     again_seconds: float = 6 * 3600.0  # interval between reports of an ongoing problem
@@ -61,7 +53,7 @@ class Watchdog:
             raise ValueError(f"{self.folder}: {rule}. Fix: run checks less often.") from None
 
     def _check_all(self, now: float) -> list[RunCheck]:
-        checks = [self._check_run(run, now) for run in self.runs]
+        checks = [self._check_run(path, name, now) for path, name in self.runs]
         # channels do not belong to a run: their problems are reported with the first one
         for channel, reason in checks[0].memory.failed_channels.items():
             checks[0].found[f"channel {channel}"] = f"the last message via {channel} failed: {reason}"
@@ -78,13 +70,13 @@ class Watchdog:
                 _warn(f"cannot write {check.memory_path} ({error.strerror}): reports may be repeated")
         return checks
 
-    def _check_run(self, run: Watched, now: float) -> RunCheck:
-        path = rules.memory_file(self.folder, run.path)
-        memory = self._kept.get(path) or rules.read_memory(path)
-        check = RunCheck(run, path, memory)
+    def _check_run(self, path: Path, slurm_name: str, now: float) -> RunCheck:
+        memory_path = rules.memory_file(self.folder, path)
+        memory = self._kept.get(memory_path) or rules.read_memory(memory_path)
+        check = RunCheck(path, slurm_name, memory_path, memory)
         try:
             # once the folder has been seen, its absence is an error
-            if memory.iteration < 0 and not within(_READ_SECONDS, RunFolder(run.path).config.exists):
+            if memory.iteration < 0 and not within(_READ_SECONDS, RunFolder(path).config.exists):
                 self._check_queued(check, now)
             else:
                 self._check_started(check, now)
@@ -99,14 +91,14 @@ class Watchdog:
         return check
 
     def _check_started(self, check: RunCheck, now: float) -> None:
-        run, memory = check.run, check.memory
+        path, memory = check.path, check.memory
         # a hanging file system must not block the checks of other runs
-        view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
-        free = within(_READ_SECONDS, lambda: shutil.disk_usage(run.path).free)
+        view = within(_READ_SECONDS, lambda: view_run(path, now=now))
+        free = within(_READ_SECONDS, lambda: shutil.disk_usage(path).free)
         memory.disk = with_sample(memory.disk, now, free)
         queue, silent = self._queue(check) if view.status != "finished" else (None, "")
         sight = Sight(view, disk_of(view, memory.disk), queue, silent)
-        check.found |= rules.problems_of(sight, memory, self.limits, run.slurm_name)
+        check.found |= rules.problems_of(sight, memory, self.limits, check.slurm_name)
         before = dict(memory.untold_events)
         check.found |= rules.count_events(view, memory, check.found)
         check.has_new_events = memory.untold_events != before
@@ -114,14 +106,14 @@ class Watchdog:
 
     def _check_queued(self, check: RunCheck, now: float) -> None:
         """Checks a run by its jobs alone, before the first job has created the run folder."""
-        run, submitted = check.run, RunFolder(check.run.path).submitted
-        job_ids = [] if run.slurm_name or not submitted.exists() else submitted.read_text().split()
+        name, submitted = check.slurm_name, RunFolder(check.path).submitted
+        job_ids = [] if name or not submitted.exists() else submitted.read_text().split()
         queue, silent = self._queue(check, job_ids)
         if job_ids:  # submitted by `moe-exp slurm`, so the path is right
             check.memory.busy = check.memory.busy or now
-        jobs = f"from {submitted}" if job_ids else f"named {run.slurm_name}" if run.slurm_name else ""
+        jobs = f"from {submitted}" if job_ids else f"named {name}" if name else ""
         check.found |= rules.problems_before_start(
-            queue, silent, check.memory, self.limits, now, jobs=jobs, missing=no_folder(run.path)
+            queue, silent, check.memory, self.limits, now, jobs=jobs, missing=no_folder(check.path)
         )
         parts = ["no run folder yet"]
         if queue is not None and queue.all_jobs:
@@ -133,7 +125,7 @@ class Watchdog:
 
     def _queue(self, check: RunCheck, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str]:
         """A run's jobs, and SLURM's error or ''; reports a host without squeue as a problem."""
-        name = check.run.slurm_name
+        name = check.slurm_name
         try:
             return read_queue(name, self.user, job_ids=job_ids) if name or job_ids else None, ""
         except NoSqueue as error:
@@ -151,7 +143,7 @@ class Watchdog:
         num_over = sum(len(check.over) for check in to_send)
         parts = [f"{num_new} problem{'s' if num_new > 1 else ''}"] if num_new else []
         parts += [f"{num_over} over"] if num_over else []
-        subject = f"moe-exp: {', '.join(parts)} in {', '.join(check.run.path.name for check in to_send)}"
+        subject = f"moe-exp: {', '.join(parts)} in {', '.join(check.path.name for check in to_send)}"
         failed = send_to_all(self.channels, subject, "\n\n".join(check.text() for check in to_send))
         for channel, reason in failed.items():
             _warn(f"the message via {channel} failed: {reason}")
@@ -163,12 +155,12 @@ class Watchdog:
 
     def unknown_runs(self) -> list[str]:
         """One line per path that is not the folder of an existing or queued run; sends no alerts."""
-        checks = [self._check_run(run, time.time()) for run in self.runs]
+        checks = [self._check_run(path, name, time.time()) for path, name in self.runs]
         return [check.found["unknown"] for check in checks if check.is_unknown]
 
     def test_channels(self) -> dict[str, str]:
         """Sends a test message to every channel; returns the failures."""
-        text = f"Alerts for these runs will arrive here: {', '.join(str(run.path) for run in self.runs)}"
+        text = f"Alerts for these runs will arrive here: {', '.join(str(path) for path, _ in self.runs)}"
         return send_to_all(self.channels, "moe-exp watch: test", text)
 
 
@@ -176,7 +168,8 @@ class Watchdog:
 class RunCheck:
     """Result for one run: all problems, problems to report now, and problems that are over (text by key)."""
 
-    run: Watched
+    path: Path
+    slurm_name: str
     memory_path: Path
     memory: Memory
     found: dict[str, str] = field(default_factory=dict)
@@ -197,14 +190,14 @@ class RunCheck:
 
     def text(self) -> str:
         """The run's part of a message."""
-        lines = [f"{self.run.path}"]
+        lines = [f"{self.path}"]
         lines += [f"  PROBLEM: {text}" for text in all_texts(self.news)]
         lines += [f"  over: {text}" for text in all_texts(self.over)]
         return "\n".join([*lines, f"  {self.state}"])
 
     def report(self) -> str:
         """Report for the terminal: all current problems, reported or not."""
-        head = f"{self.run.path.name}: {'well' if self.is_well else 'PROBLEMS'}; {self.state}"
+        head = f"{self.path.name}: {'well' if self.is_well else 'PROBLEMS'}; {self.state}"
         return "\n".join([head, *(f"  {text}" for text in all_texts(self.found))])
 
 
@@ -270,5 +263,5 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
         raise ConfigError(problems)
     limits = Limits(times["stuck"] or None, times["ahead"], times["wait"])
     named = zip(run_dirs, names or [""] * len(run_dirs), strict=True)
-    runs = [Watched(Path(path).absolute(), name) for path, name in named]
+    runs = [(Path(path).absolute(), name) for path, name in named]
     return Watchdog(runs, channels, limits, times["again"], options.get("slurm_user") or "", folder)

@@ -17,7 +17,6 @@ from moe_exp.watch.watchdog import rules
 from moe_exp.watch.watchdog.alerts import AlertFile
 from moe_exp.watch.watchdog.rules import Memory
 from moe_exp.watch.watchdog.run import Disk, disk_of, num_switches, read_tail, view_run, with_sample
-from moe_exp.watch.watchdog.watchdog import Watched
 
 
 def test_a_job_that_ended_at_night_with_nothing_behind_it(dog, run, queue, tmp_path):
@@ -151,7 +150,7 @@ def test_a_channel_that_fails_is_named_by_the_others(dog, run, queue, tmp_path, 
 def test_one_message_for_several_runs(dog, run, queue, tmp_path):
     other = Run(tmp_path / "other")
     other.event("start", 0, 0.0)
-    dog.runs = [Watched(run.path, "big_run"), Watched(other.path, "other")]
+    dog.runs = [(run.path, "big_run"), (other.path, "other")]
     dog.check(now=run.begin + 4400)
     heads = [line for line in (tmp_path / "alerts.log").read_text().splitlines() if not line.startswith(" ")]
     assert [line.partition(" ")[2] for line in heads] == ["moe-exp: 2 problems in big_run, other"]
@@ -187,7 +186,7 @@ def test_a_job_that_goes_back_into_the_queue_is_no_missing_job(dog, run, queue):
 
 
 def test_without_slurm(dog, run, queue):
-    dog.runs = [Watched(run.path)]
+    dog.runs = [(run.path, "")]
     assert found(dog, run, 4400.0)[0] == set()
     assert found(dog, run, 9000.0)[0] == {"stuck"}
     run.event("end", 2020, 9100.0, status="stopped")

@@ -8,7 +8,7 @@ import yaml
 from helpers.watch.watched_run import DAY, PENDING, SETTINGS, Run, found, running
 from moe_exp.cli import main
 from moe_exp.watch.watchdog import watchdog
-from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
+from moe_exp.watch.watchdog.watchdog import Watchdog
 
 
 def test_what_was_wrong_is_not_over_because_nobody_can_look(dog, run, queue):
@@ -90,7 +90,7 @@ def test_a_queued_run_whose_folder_never_comes(queue, tmp_path):
 
     def look(text, at):
         queue.set(text)
-        dog = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
+        dog = Watchdog([(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
         (check,) = dog.check(now=queue.begin + at)
         return check.found
 
@@ -106,7 +106,7 @@ def test_a_queued_run_whose_folder_never_comes(queue, tmp_path):
     text = "no job named big_run is running or queued, and the run folder was never created"
     assert look("", 1.3 * DAY) == {"not_scheduled": text}
     queue.lines.unlink()
-    silent = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
+    silent = Watchdog([(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
     (check,) = silent.check(now=queue.begin + 1.4 * DAY)
     assert check.found == {}
     assert check.report() == "later: well; no run folder yet; SLURM does not respond"
@@ -118,7 +118,7 @@ def test_without_squeue_a_missing_folder_is_unknown_unless_seen_queued(queue, tm
     """As under cron, whose PATH lacks it."""
 
     def look(name):
-        (check,) = Watchdog([Watched(tmp_path / name, "big_run")], [], folder=tmp_path / "state").check()
+        (check,) = Watchdog([(tmp_path / name, "big_run")], [], folder=tmp_path / "state").check()
         return check
 
     queue.set(PENDING)

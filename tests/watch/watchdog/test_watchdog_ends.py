@@ -8,7 +8,7 @@ import yaml
 
 from helpers.watch.watched_run import DAY, SETTINGS, WAITING, found, running
 from moe_exp.watch.watchdog.alerts import AlertFile
-from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
+from moe_exp.watch.watchdog.watchdog import Watchdog
 
 
 @pytest.mark.parametrize("jobs", ["", WAITING, None], ids=["no job left", "a job waits", "without SLURM"])
@@ -17,7 +17,7 @@ def test_a_killed_rank_is_one_problem(max_restarts, jobs, run, queue, tmp_path):
     """Also where it has taken a second rank and the job with it."""
     (run.path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | {"max_restarts": max_restarts}))
     queue.set(running(run) + WAITING)
-    watched = Watched(run.path, "" if jobs is None else "big_run")
+    watched = (run.path, "" if jobs is None else "big_run")
     dog = Watchdog([watched], [AlertFile(tmp_path / "alerts.log")], folder=tmp_path / "state")
     assert found(dog, run, 4350.0) == (set(), set(), set())
     for rank in (3, 5):
@@ -37,7 +37,7 @@ def test_a_killed_rank_is_one_problem(max_restarts, jobs, run, queue, tmp_path):
 
 
 def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
-    dog.runs = [Watched(run.path)]
+    dog.runs = [(run.path, "")]
     run.event("bad_step", 2030, 4350.0, samples=[[1, 8]])
     run.event("too_many_bad_steps", 2039, 4360.0, in_a_row=10)
     found(dog, run, 4400.0)
@@ -51,7 +51,7 @@ def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
 
 
 def test_a_launcher_that_starts_the_ranks_again_has_not_failed(dog, run, queue):
-    dog.runs = [Watched(run.path)]
+    dog.runs = [(run.path, "")]
     run.event("rank_failed", 2020, 4350.0, rank=1, cause="SIGKILL")
     run.event("restart", 2020, 4350.0, number=1)
     run.event("hang", 2020, 4390.0, ranks=[1])
@@ -60,7 +60,7 @@ def test_a_launcher_that_starts_the_ranks_again_has_not_failed(dog, run, queue):
 
 
 def test_a_failure_that_only_the_launcher_has_noted(dog, run, queue):
-    dog.runs = [Watched(run.path)]
+    dog.runs = [(run.path, "")]
     summary = run.path / "summary.json"
     summary.write_text(json.dumps({"status": "failed"}))
     os.utime(summary, (run.begin + 4200, run.begin + 4200))  # of the start before
