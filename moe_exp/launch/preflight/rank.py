@@ -85,8 +85,8 @@ class _Rank:
         mine = next(number for number, ranks in enumerate(units) if self.number in ranks)
         if len(units[mine]) > 1:
             self.values["node"] = self._measure("node", f"node {mine}", units[mine])
-        for number, pairs in enumerate(rounds_of_pairs(len(units)), start=1):
-            partner = next((pair[1 - pair.index(mine)] for pair in pairs if mine in pair), None)
+        for number, partners in enumerate(rounds_of_pairs(len(units)), start=1):
+            partner = partners.get(mine)
             if partner is None:
                 self._meet(f"pairs {number}")
                 continue

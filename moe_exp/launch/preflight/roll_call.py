@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,21 +224,19 @@ def knock(address: str, port: int) -> str:
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     """Reasons why this node cannot reach others, by node; `doors`: address and port of every node's door."""
-    peers = peers_of(node, doors)
+    peers = peers_of(node, len(doors))
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)
         return {peer: reason for peer, reason in zip(peers, reasons, strict=True) if reason}
 
 
-def peers_of(node: int, nodes: Iterable[int]) -> list[int]:
+def peers_of(node: int, count: int) -> list[int]:
     """Nodes to connect to: all, or in a large job the nodes at distances 1, 2, 4, ... in both directions."""
-    order = sorted(nodes)
-    place, count = order.index(node), len(order)
     if count <= _MOST_PEERS + 1:
-        return [peer for peer in order if peer != node]
+        return [peer for peer in range(count) if peer != node]
     # about 2 log2(n) peers per node, through which all nodes are connected
     steps = [2**power for power in range(count.bit_length()) if 2**power < count]
-    return sorted({order[(place + sign * step) % count] for step in steps for sign in (1, -1)} - {node})
+    return sorted({(node + sign * step) % count for step in steps for sign in (1, -1)} - {node})
 
 
 def data_address(environ: Mapping[str, str] = os.environ) -> str:

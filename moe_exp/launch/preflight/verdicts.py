@@ -291,20 +291,18 @@ def _slowness(speed: _Speed, value: float, others: Sequence[float], slow: float)
 Pair = tuple[int, int]
 
 
-def rounds_of_pairs(count: int) -> list[list[Pair]]:
-    """At most 6 rounds of disjoint pairs (a, b), a < b < count; if count > 2, each number is in 2+ pairs."""
+def rounds_of_pairs(count: int) -> list[dict[int, int]]:
+    """At most 6 rounds of disjoint pairs of numbers below `count`, as a dict from each number to its partner;
+    if count > 2, each number is in 2+ pairs.
+    """
     strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
     edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
-    rounds: list[list[Pair]] = []
-    used: list[set[int]] = []
+    rounds: list[dict[int, int]] = []
     for a, b in sorted(edges, key=lambda edge: ((edge[1] - edge[0]) % count not in (1, count - 1), edge)):
-        free = (number for number, taken in enumerate(used) if a not in taken and b not in taken)
-        place = next(free, len(rounds))
-        if place == len(rounds):
-            rounds.append([])
-            used.append(set())
-        rounds[place].append((a, b))
-        used[place] |= {a, b}
+        free = next((found for found in rounds if a not in found and b not in found), None)
+        if free is None:
+            rounds.append(free := {})
+        free |= {a: b, b: a}
     return rounds
 
 

@@ -221,7 +221,8 @@ def read_dumps(folder: Path) -> list[RankDump]:
         facts = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
         facts.pop("rank", None)
         folders = facts.pop(_FOLDERS, "").split(os.pathsep)
-        recorded = _read(dict, path.with_suffix(".collectives.json")) or {}  # {}: torch recorded none
+        # {}: torch recorded none
+        recorded: dict[str, Any] = _read(dict, path.with_suffix(".collectives.json")) or {}
         threads, names = parse_stacks(stacks, folders), _native_names(native)
         dumps.append(RankDump(rank, facts, threads, names, calls.splitlines(), recorded.get("last", ())))
     return dumps

@@ -29,7 +29,7 @@ def reports(num_nodes: int, num_ranks: int = 2, *, noise: float = 0.03) -> dict[
         return value * (1 + noise * draw.uniform(-1, 1))
 
     def rank(node: int, number: int) -> dict:
-        pairs = [pair for pairs in rounds_of_pairs(num_nodes) for pair in pairs if node in pair]
+        partners = [found[node] for found in rounds_of_pairs(num_nodes) if node in found]
         rates = ("point_to_point", "all_reduce", "all_to_all")
         return {
             "rank": node * num_ranks + number, "host": f"n{node}", "device": f"cuda:{number}", "step": "done",
@@ -37,9 +37,9 @@ def reports(num_nodes: int, num_ranks: int = 2, *, noise: float = 0.03) -> dict[
             "memory": {"wrong": 0, "gigabytes_per_second": about(2500.0)},
             "node": {"latency_us": about(20.0), "all_reduce": about(400.0), "all_to_all": about(300.0)},
             "pairs": [
-                {"partner": sum(pair) - node, "latency_us": about(30.0)}
+                {"partner": partner, "latency_us": about(30.0)}
                 | {name: about(45.0) for name in rates}
-                for pair in pairs
+                for partner in partners
             ],
         }  # fmt: skip
 
