@@ -123,7 +123,7 @@ def free_port() -> int:
     while True:
         # not from the seeded generator: two runs with the same seed would try the same port
         port = random.SystemRandom().randrange(10_000, 30_000)
-        with suppress(OSError), socket.socket() as probe:  # OSError: it is taken, try another
+        with socket.socket() as probe, suppress(OSError):  # it is taken: try another
             probe.bind(("", port))
             return port
 

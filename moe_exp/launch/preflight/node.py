@@ -172,7 +172,7 @@ def _read_rank(folder: Path, rank: int) -> dict[str, Any]:
 def wait_for_port(config: Config, seconds: float = 5.0) -> None:
     """Waits until MASTER_PORT of node 0 is free for torchrun."""
     deadline = time.monotonic() + seconds
-    while config.node_rank == 0 and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_server(("", config.rendezvous_port)):
             return
         time.sleep(0.1)

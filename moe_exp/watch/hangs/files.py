@@ -153,10 +153,8 @@ class Frame:
     @property
     def place(self) -> str:
         """Short file name and line."""
-        for root in ("/site-packages/", "/dist-packages/"):
-            if root in self.file:
-                return f"{self.file.rpartition(root)[2]}:{self.line}"
-        return f"{Path(self.file).name if Path(self.file).is_absolute() else self.file}:{self.line}"
+        file = re.sub(r".*/(site|dist)-packages/", "", self.file)
+        return f"{Path(file).name if Path(file).is_absolute() else file}:{self.line}"
 
     @property
     def is_in_packages(self) -> bool:
