@@ -49,8 +49,8 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     magnitude at most n; over an aligned power-of-two range, the magnitude is 0 or the length of the range. So
     any tiling of the sum is exact with fp32 accumulation, and so are results in fp32, tf32, bf16, fp16.
 
-    Returns `wrong` (number of wrong elements over all patterns), `teraflops` of the fastest product, and
-    `size` (n; default: 512 on a CPU, 8192 on a GPU).
+    Returns `wrong` (number of wrong elements over all patterns) and `teraflops` of the fastest product.
+    `size` is n (default: 512 on a CPU, 8192 on a GPU).
     """
     size = size or (_CUDA_SIZE if device.type == "cuda" else _CPU_SIZE)
     generator = torch.Generator().manual_seed(seed)
@@ -77,7 +77,7 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
     while time.perf_counter() < end or best == math.inf:
         best = min(best, _best(lambda: left @ right, device, 1))
-    return {"wrong": wrong, "teraflops": 2 * size**3 / best / 1e12, "size": size}
+    return {"wrong": wrong, "teraflops": 2 * size**3 / best / 1e12}
 
 
 def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:

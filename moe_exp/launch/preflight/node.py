@@ -143,7 +143,7 @@ def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
     why = f"timed out after {_RANKS_SECONDS:.0f} s" if timed_out else f"process ended ({last})"
     for found in reports:
         if found["step"] != "done" and not found.get("error"):
-            found |= {"error": why, "died": True}
+            found["error"] = why
     return reports
 
 

@@ -6,9 +6,7 @@ torch's store rather than in a collective, and each step starts by writing the r
 
 import datetime
 import os
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,17 +38,12 @@ class _Rank:
         self.number, self.local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
         self.device = torch.device("cpu")
         self.values: dict[str, Any] = {
-            "rank": self.number, "host": socket.gethostname(), "device": device_label(),
-            "step": "start", "steps_done": -1, "seconds": {}, "pairs": [],
+            "rank": self.number, "device": device_label(), "step": "start", "steps_done": -1, "pairs": [],
         }  # fmt: skip
-        self._begun = time.monotonic()
         self._store: Store  # shared by all ranks, from `check_links` on
 
     def begin(self, step: str) -> None:
-        now = time.monotonic()
-        self.values["seconds"][self.values["step"]] = round(now - self._begun, 3)
         self.values |= {"step": step, "steps_done": self.values["steps_done"] + 1}
-        self._begun = now
         self.write()
 
     def write(self) -> None:
