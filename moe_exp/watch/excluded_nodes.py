@@ -9,7 +9,7 @@ The preflight, `moe-exp watch blame` and people add lines; run_slurm.sh and `moe
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -87,10 +87,9 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
     return found
 
 
-def slurm_option(hosts: Iterable[str]) -> str:
-    """The option `--exclude=a,b` for sbatch and srun; empty without hosts."""
-    names = list(dict.fromkeys(map(slurm_name, hosts)))
-    return f"--exclude={','.join(names)}" if names else ""
+def slurm_option(hosts: Collection[str]) -> str:
+    """The option `--exclude=a,b` for sbatch and srun, from names of `read_excluded`; empty without hosts."""
+    return f"--exclude={','.join(hosts)}" if hosts else ""
 
 
 def slurm_name(host: str) -> str:

@@ -92,6 +92,13 @@ class SlurmSettings(BaseModel):
     def passed(self) -> list[str]:
         return self.pass_env.replace(",", " ").split()
 
+    def passed_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Variables that jobs get from the submitting shell, with values to print; secrets are hidden."""
+        names = [name for name in sorted(environ) if re.fullmatch(r"\w+", name, re.ASCII)]
+        names = [name for name in names if name.startswith(PASSED_PREFIXES) and name not in self.passed]
+        passed = {name: "(not shown)" if _SECRET.search(name) else shown(environ[name]) for name in names}
+        return passed | dict.fromkeys(self.passed, "(not shown)")
+
     @property
     def jobs_before(self) -> list[str]:
         return self.after.replace(",", " ").split()
@@ -121,14 +128,6 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
     if problems := list(_problems(settings, environ)):
         raise ConfigError(problems)
     return settings
-
-
-def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that jobs get from the submitting shell, with values to print; secret values are hidden."""
-    names = [name for name in sorted(environ) if re.fullmatch(r"\w+", name, re.ASCII)]
-    names = [name for name in names if name.startswith(PASSED_PREFIXES) and name not in settings.passed]
-    passed = {name: "(not shown)" if _SECRET.search(name) else shown(environ[name]) for name in names}
-    return passed | dict.fromkeys(settings.passed, "(not shown)")
 
 
 def _problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iterator[str]:

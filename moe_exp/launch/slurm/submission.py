@@ -24,13 +24,7 @@ from moe_exp.host.files import is_url, write_atomically
 from moe_exp.host.processes import own_command
 from moe_exp.host.slurm_queue import job_environment, still_there
 from moe_exp.launch.machine_checks import check_files, training_problem
-from moe_exp.launch.slurm.settings import (
-    NOT_SOUGHT,
-    PASSED_ALWAYS,
-    SlurmSettings,
-    load_slurm_settings,
-    passed_variables,
-)
+from moe_exp.launch.slurm.settings import NOT_SOUGHT, PASSED_ALWAYS, SlurmSettings, load_slurm_settings
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.excluded_nodes import EXCLUDE_NODES, read_excluded, slurm_option
 
@@ -49,7 +43,7 @@ class RunJob:
     config: Config
     given: Mapping[str, str]  # settings that were set, or whose default depends on the host: text by name
     slurm: SlurmSettings
-    passed: Mapping[str, str]  # variables that the job gets from the submitting shell, see `passed_variables`
+    passed: Mapping[str, str]  # variables that the job gets from the submitting shell, and values to print
 
     @property
     def run_folder(self) -> Path:
@@ -101,7 +95,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
     if config:
         problems += [*config.problems(), *check_files(config, with_space=with_space)]
     if config and slurm:
-        job = RunJob(config, given, slurm, passed_variables(slurm, environ))
+        job = RunJob(config, given, slurm, slurm.passed_variables(environ))
         problems += _place_problems(job)
     if problems:
         raise ConfigError(problems)
