@@ -8,7 +8,7 @@ import pytest
 from moe_exp.config import Config, ConfigError, load_config, to_yaml
 from moe_exp.config.loading import settings_from_launcher, with_file
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, read_settings
-from moe_exp.host.exit_codes import EXIT_CODE_FILE, settings_file
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, RESOLVED_SETTINGS
 from moe_exp.launch.launch import train, with_run_folder, without_usual
 
 
@@ -200,7 +200,7 @@ def test_ranks_take_what_their_launcher_has_resolved(monkeypatch):
     Path("launched").mkdir()
     monkeypatch.setenv(EXIT_CODE_FILE, str(Path("launched", "exit_code").absolute()))
     assert settings_from_launcher() is None
-    settings_file("launched/exit_code").write_text(config.model_dump_json())
+    Path("launched", RESOLVED_SETTINGS).write_text(config.model_dump_json())
     assert settings_from_launcher() == config
 
 
