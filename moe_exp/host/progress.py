@@ -112,7 +112,7 @@ def print_summary(title: str, rows: Mapping[str, object]) -> None:
     """Prints a table with the results of a step to standard output."""
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in rows.items():
-        table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+        table.add_row(name, Text(f"{value:,}" if isinstance(value, int) else str(value)))  # not markup
     table_console().print(table)
 
 

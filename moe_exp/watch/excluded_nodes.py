@@ -81,8 +81,9 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
     if not path.exists():
         return []
     with _lock(path):
-        kept = [line for line in _text(path).splitlines() if line.partition("#")[0].strip() not in gone]
         if found := [host for host in read_excluded(path) if host in gone]:
+            names = ((line, line.partition("#")[0].strip()) for line in _text(path).splitlines())
+            kept = [line for line, name in names if not name or slurm_name(name) not in gone]
             write_atomically(path, "".join(f"{line}\n" for line in kept))
     return found
 

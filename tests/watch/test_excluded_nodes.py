@@ -29,6 +29,8 @@ def test_what_people_write_stays(tmp_path):
     assert readmit(path, ["n1", "gone"]) == ["n1"]
     assert list(read_excluded(path)) == ["n2", "n3"]
     assert path.read_text().startswith("# bad rack\n\nn2.local # fan\n")
+    assert readmit(path, ["n2"]) == ["n2"]  # written with its domain
+    assert list(read_excluded(path)) == ["n3"]
     assert readmit(tmp_path / "none", ["n1"]) == []
 
 
