@@ -96,8 +96,8 @@ class Run:
     def plot(self, *others: Run, x: str = "iteration") -> Figure:
         """Plots loss, throughput and expert balance of this run and `others`.
 
-        Runs that differ only in SEED share one line, the mean of these runs, with a band from lowest to
-        highest value. Lines are labeled with the settings in which they differ, or else with their folders.
+        Runs that differ only in SEED are averaged into one line, with a band from the lowest to the highest
+        value. Labels show the settings that differ between lines or, if none do, the run folders.
 
         Args:
             others: further runs to plot.
@@ -128,10 +128,10 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
             of a settings file. Settings override environment variables; None counts as not given.
 
     Returns:
-        The run; `summary["status"]` is finished, or stopped if a signal or a setting ended it early.
+        The run; `summary["status"]` is "finished", or "stopped" if a signal or a setting ended the run early.
 
     Raises:
-        ValueError: if settings are invalid or name unusable files; one line for each problem.
+        ValueError: if settings are invalid or refer to unusable files; one line per problem.
         RuntimeError: if the run fails, with the reason.
         ModuleNotFoundError: if torch is not installed.
     """
@@ -185,9 +185,9 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str 
 
     Args:
         path: run folder, checkpoints folder or iter_ folder.
-        dtype: data type for computation: fp32, bf16 or fp16; empty: the training's.
-        tokenizer: tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: the
-            training's.
+        dtype: compute dtype: fp32, bf16 or fp16; empty: as in training.
+        tokenizer: tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: as in
+            training.
 
     Raises:
         ValueError: if no usable checkpoint is found, or the process is one of several ranks.
@@ -214,7 +214,7 @@ def plan(
         settings: as for `train`.
 
     Raises:
-        ValueError: if values are invalid; one line for each.
+        ValueError: if values are invalid; one line per value.
     """
     from moe_exp.data.tokens.manifests import with_vocab_size
     from moe_exp.planner.hardware import DEFAULT_GPU, load_hardware
@@ -230,7 +230,7 @@ def plan(
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Converts settings to command-line text, as `moe-exp train` reads it; None counts as not given."""
+    """Converts settings to the text that `moe-exp train` reads from its flags; None counts as not given."""
     given = {name: value for name, value in settings.items() if value is not None}
     return {name: str(one).lower() if isinstance(one, bool) else str(one) for name, one in given.items()}
 
@@ -253,8 +253,8 @@ def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
-    """Returns a DataFrame with a row per record. Columns are `keys`, then further fields. Numeric columns are
-    float or int even if all values are null or too large for int64.
+    """Returns a DataFrame with a row per record. Columns are `keys`, followed by other fields. Numeric
+    columns are float or int even if all values are null or too large for int64.
     """
     pandas = _package("pandas", extra="analysis")
     # always include the known columns, which a run that just started may lack

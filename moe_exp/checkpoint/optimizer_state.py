@@ -14,9 +14,9 @@ rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box i
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0) in the whole [4W, D]
 
 The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place. Main
-weights that are stored as remainders are joined to fp32 until the next iteration (`engine/fused_step.py`);
-those in host memory are read and written there.
-A save converts moments in bf16 or 8 bits to fp32 on the host; a load converts them back
+weights stored as remainders are restored to fp32 until the next iteration
+(`engine/fused_step.py`); main weights in host memory are read and written there. Saving converts
+bf16 and 8-bit moments to fp32 on the host; loading converts them back
 (`engine/optimizer_classes.py`).
 """
 

@@ -58,7 +58,7 @@ def ahead_problem(config: Config) -> str:
 
 
 def newest_there(url: str) -> int | None:
-    """Iteration of the newest complete checkpoint in a store's checkpoints folder; None if missing."""
+    """Iteration of the newest complete checkpoint in a store's checkpoints folder; None if there is none."""
     try:
         text = Store(url).read(LATEST).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -79,7 +79,7 @@ def _complete(names: Iterable[str]) -> dict[int, str]:
 
 
 def check_writable(config: Config) -> None:
-    """Writes and removes a file in REMOTE_DIR, so that a lack of permissions is reported at the start."""
+    """Writes and removes a file in REMOTE_DIR, to report missing permissions at startup."""
     store = Store(remote_run(config))
     store.write(".writable", b"")
     store.remove(".writable")
@@ -221,7 +221,7 @@ def fetch_load_dir(config: Config) -> Path:
 def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     """Downloads the newest complete checkpoint from a checkpoints, run or iter_ folder in a store. A second
     call resumes an interrupted download. Returns the local iter_ folder. Raises ValueError if the store has
-    no checkpoint, the disk lacks space, or downloaded files are damaged (and removes the damaged files).
+    no checkpoint, the disk lacks space, or downloaded files are damaged (which are then removed).
     """
     store, iteration = find_there(url.rstrip("/"))
     final = folders.iteration_folder(checkpoints, iteration)

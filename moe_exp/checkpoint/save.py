@@ -2,8 +2,8 @@
 removed. All ranks must call these functions.
 
 1. `CheckpointWriter.begin` creates the temporary folder and plans, with collectives, what each rank writes.
-2. A thread writes this rank's files. With ASYNC_SAVE, it writes a copy of the state in host memory while
-   training continues.
+2. A thread writes this rank's files. With ASYNC_SAVE, the thread writes from a host-memory copy of the state
+   while training continues.
 3. `CheckpointWriter.finish`: all ranks report their files to rank 0, which writes metadata and manifest,
    syncs and renames the folder.
 
@@ -117,7 +117,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints one at a time. Keeps iteration `loaded` and, on rank 0, iterations in `held()`."""
+    """Saves checkpoints one at a time. Never prunes `loaded` or, on rank 0, iterations in `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,

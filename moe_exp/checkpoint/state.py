@@ -105,7 +105,7 @@ def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
 def weights_state(
     runtime: Runtime, model: list[DistributedDataParallel], reader: CheckpointReader | None
 ) -> dict[str, Any]:
-    """Weights of this rank's model chunks `model0`, `model1`, ...; with `reader`, under its keys."""
+    """Weights of this rank's model chunks `model0`, `model1`, ...; under the keys of `reader`, if given."""
     metadata = sharding_metadata(runtime)
     # Unwrapped, because the data-parallel wrapper would prefix Megatron's keys with `module.`.
     return {f"model{i}": model_state(unwrapped(chunk), metadata, reader) for i, chunk in enumerate(model)}
@@ -122,7 +122,7 @@ def layout(config: Config, runtime: Runtime) -> dict[str, Any]:
 
 
 def rng_state(runtime: Runtime) -> ShardedObject:
-    """The random streams of this rank's position in tensor and pipeline parallelism."""
+    """The random streams of this rank's tensor- and pipeline-parallel position."""
     state = {"cpu": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     if runtime.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state()

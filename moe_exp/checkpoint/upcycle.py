@@ -5,8 +5,8 @@ Granular (He et al. 2024, Upcycling Large Language Models into Mixture of Expert
 MLP's hidden units are split into G shards, and expert e is a copy of shard e mod G, with 1/G of the width.
 
 Derivation: the dense MLP y = W2 act(W1 x) + b2 is a sum over hidden units, and therefore over shards: y =
-sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard has
-the same rows of both halves. The G experts jG to jG + G - 1 form a virtual group: their router rows are
+sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard takes
+the same rows from both. The G experts jG to jG + G - 1 form a virtual group: their router rows are
 equal, and so are their scores. The top K = G*T experts are therefore T whole groups, which contain each shard
 T times. The router weights of a token must add up to a constant c (for normalized weights, the scaling
 factor). The router weights within a group are equal, so the router weights of each shard add up to c/G:
@@ -58,7 +58,7 @@ def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
 
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
-    """Replaces initial weights by those of the dense run UPCYCLE_FROM, saved under any layout. The optimizer
+    """Replaces initial weights with those saved by the dense run UPCYCLE_FROM under any layout. The optimizer
     starts from zero. The router keeps its initial weights, but rows in a virtual group become equal. All
     ranks must call this function. Returns a one-line summary; ValueError if the dense model does not match
     the MoE model.
@@ -95,7 +95,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
 
 
 def _fill(layer: int, experts: MegatronExperts, dense: Mapping[str, LogicalTensor], config: Config) -> None:
-    """Fills this rank's experts with pieces of the layer's dense MLP."""
+    """Fills this rank's experts with shards of the layer's dense MLP."""
     parameters = dict(experts.named_parameters(recurse=False))
     num_local = experts.weight1.size(0)
     local = range(experts.ep_group.rank() * num_local, (experts.ep_group.rank() + 1) * num_local)

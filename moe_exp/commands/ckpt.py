@@ -25,7 +25,7 @@ command("ckpt", "inspect, verify, rewrite, average, compare and delete checkpoin
 @command("ckpt info", "show the contents of a checkpoint without reading tensors")
 @takes(
     _PATH,
-    arg("--tensors PATTERN", "list all tensors, or only those like '*router*'", nargs="?", const="*"),
+    arg("--tensors PATTERN", "list all tensors, or only tensors like '*router*'", nargs="?", const="*"),
     _ITERATION,
     JSON,
 )

@@ -90,7 +90,7 @@ def under_way(what: str = "") -> int:
 
 
 def data_guarded(work: Callable[[], int | None]) -> int:
-    """Runs a command of `declare_steps` as `guarded` does, with fixes for invalid documents."""
+    """Runs a command of `declare_steps` with `guarded`, adding fixes for invalid documents."""
     from moe_exp.data.kinds import BadDocument
 
     def explained() -> int | None:

@@ -68,8 +68,8 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     ),
 )  # fmt: skip
 def run_tokenize(arguments: argparse.Namespace) -> int:
-    """Tokenizes documents into PREFIX_text_document.bin/.idx. --workers and --tasks do not affect
-    their contents. Repeat the command to resume. Exit code 75: SLURM jobs are under way.
+    """Tokenizes documents into PREFIX_text_document.bin/.idx. --workers and --tasks do not affect the files'
+    contents. Repeat the command to resume. Exit code 75: SLURM jobs are under way.
     """
     started = time.monotonic()
     if arguments.split_sentences:
@@ -125,7 +125,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     arg("--eos-token", "end-of-document token", default=EOD_TOKEN),
     arg("--bos-token", "beginning-of-document token (default: none)"),
     arg("--pad-token", "padding token (default: none)"),
-    arg("--max-megabytes", "maximum text to train on (MB), taking the same fraction of each file", float,
+    arg("--max-megabytes", "maximum amount of training text (MB), the same fraction of each file", float,
         default=1000),
     TEXT_DOCUMENTS,
     _SKIP_BAD,

@@ -1,4 +1,4 @@
-"""`moe-exp doctor`: versions, devices, missing packages, and the backend of each part.
+"""`moe-exp doctor`: versions, devices, missing packages, and the backend of each model component.
 
 Importing this file requires only the standard library, so that the report works in an empty
 environment; scripts/environment.sh runs `python -m moe_exp.commands.doctor --missing train`.
@@ -218,7 +218,7 @@ def check_documents() -> int:
     flag("--kernels", "only compare every Triton kernel with plain PyTorch (exit code 1 if one fails)"),
     flag(
         "--leak-test",
-        "check that packed documents do not attend to each other with DOCUMENT_MASK (exit code 1 if they do)",
+        "check that DOCUMENT_MASK prevents attention between packed documents (exit code 1 if it does not)",
     ),
 )
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -249,7 +249,7 @@ def device_rows() -> list[list[str]]:
 
 
 def optional_rows() -> list[list[str]]:
-    """Returns a row per optional package: the version or, if missing, the effects and how to install it."""
+    """Returns a row per optional package: version or, if missing, consequences and install instructions."""
     return [
         [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
         for package, *rest in OPTIONAL
@@ -257,7 +257,7 @@ def optional_rows() -> list[list[str]]:
 
 
 def backend_rows() -> list[list[str]]:
-    """Returns table rows with the backend of each part of a model on this machine, and the reason for it."""
+    """Returns a table row per model component: its backend on this machine, and the reason for the choice."""
     import torch
 
     with warnings.catch_warnings():  # Megatron's import warnings repeat the table above.

@@ -40,7 +40,7 @@ _MODEL = (
 )  # fmt: skip
 _DOCUMENT_MASK = arg(
     "--document-mask",
-    "restrict attention to each document, as with DOCUMENT_MASK (default: as in training)",
+    "restrict attention to within each document, as with DOCUMENT_MASK (default: as in training)",
     action=argparse.BooleanOptionalAction,
     default=None,
 )
@@ -107,11 +107,11 @@ def run_eval(arguments: argparse.Namespace) -> int:
     string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes (default: as in training)"),
     flag("--allow-special", "treat <s> and other special tokens in a prompt as special tokens, not as text"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt", default=128),
-    arg("--max-positions", "maximum sum of prompt and new tokens (default: SEQ_LEN of training)", default=0),
+    arg("--max-positions", "limit on prompt plus new tokens (default: SEQ_LEN of training)", default=0),
     arg("--temperature", "sampling temperature; 0: always the most probable token (default: 0)", default=0.0),
     arg("--top-k", "sample from the k most probable tokens; 0: all (default: 0)", default=0),
     arg("--top-p",
-        "sample from the smallest set of tokens whose probabilities add up to this; 1: all (default: 1)",
+        "sample from the fewest tokens whose probabilities add up to this value; 1: all (default: 1)",
         default=1.0),
     arg("--seed", "random seed; results do not depend on the parallel layout", default=1234),
     repeated("--stop TEXT", "text at which generation stops; the text itself is not printed (repeatable)"),
@@ -141,7 +141,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Builds a request of type `kind` from a layout, `others` and the arguments named like its fields."""
+    """Builds a request of type `kind` from a layout, `others` and the arguments that match its fields."""
     from moe_exp.inference.ranks import Layout
 
     sizes = (*_SIZES, "gpus_per_node", "threads_per_rank")
@@ -158,7 +158,7 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
 
 
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
-    """Runs `work` in this process if there is one rank, else the request's module in a torchrun job."""
+    """With one rank, runs `work` in this process; otherwise runs the request's module under torchrun."""
     from moe_exp.inference.ranks import check_files, run_alone
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command

@@ -60,7 +60,7 @@ def arg(words: str, about: str | None = None, kind: Kind | None = None, /, **opt
 
     Args:
         words: names and metavar of the argument, such as `--top N` or `source SRC`.
-        about: help text, to which a default that is neither 0 nor empty is appended unless it names another.
+        about: help text; a nonzero, nonempty default is appended unless the text already names one.
         kind: type of the value, or a function that parses the value (default: the type of a numeric
             `default`, else str).
         options: options of argparse's `add_argument`.

@@ -76,7 +76,7 @@ def run_plan(arguments: argparse.Namespace) -> None:
 @takes(
     arg("--top N", "number of layouts to show", default=10),
     string("--explain TP=4,PP=12", "layout to explain: why it is rejected, or its time relative to the best"),
-    string("--export FILE", "file to write the best layout to, as settings for --config (env: print them)"),
+    string("--export FILE", "file to write the best layout to, as settings for --config (env: stdout)"),
     arg("--rank N", "rank of the layout to export (default: 1, or the layout of --explain)", default=1),
     *PLANNED,
 )
@@ -309,7 +309,7 @@ def refuse_settings(arguments: argparse.Namespace) -> None:
 
 
 def refuse(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError if one of the flags `names`, which have no effect in the command, is given."""
+    """Raises ConfigError if any of the flags `names` is given; they have no effect in this command."""
     fix = f"omit it from moe-exp plan {arguments.plan_command}"
     given = ((name, value) for name in names if (value := getattr(arguments, name)) is not None)
     raise_for(problem(name, value, "has no effect here", fix) for name, value in given)

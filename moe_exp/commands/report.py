@@ -26,11 +26,11 @@ _NOT_WITH = {
     string("--title", "heading of the report (default: names of the runs)"),
     string(
         "--notes TEXT",
-        "text to show under the heading, or path of a text file (a page also shows each run's notes.md)",
+        "text to show under the heading, or path of a text file (HTML pages also show each run's notes.md)",
     ),
     arg("--loss X", "loss at which to compare costs (default: lowest loss that all runs reach)", float),
     flag("--watch", "show the runs live in the terminal instead of writing a page"),
-    flag("--once", "with --watch: print the current state of the runs once and exit"),
+    flag("--once", "print the current state of the runs once and exit (with --watch)"),
     string("--project", "wandb project (for `report wandb`)"),
     string("--entity", "wandb user or team (default: your default entity)"),
 )

@@ -22,7 +22,7 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
            "unless two or more --variant are given)"),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg("--match", "quantity that is equal for all models; flops: FLOPs per token, active-params: active "
-        "parameters (both with equally many training tokens), time: training time", default="flops"),
+        "parameters (both for the same number of tokens), time: training time", default="flops"),
     arg("--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise", default=1),
     arg("--seconds",
         "with --match time: training time per model (seconds; default: the MoE's time for TRAIN_ITERS)",
@@ -32,9 +32,9 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
     add_arguments,
 )  # fmt: skip
 def run_compare(arguments: argparse.Namespace) -> int:
-    """Trains the models one after another with the same budget and writes their final losses. The dense model
-    gets the MLP width that matches the MoE. Repeat the command to run the remaining models. RUN_NAME names
-    the comparison.
+    """Trains the models one after another with the same budget and writes their final losses. The dense
+    model's MLP width is chosen to match the MoE. Repeat the command to run the remaining models. RUN_NAME
+    names the comparison.
     """
     from moe_exp.studies.compare.back_to_back import check_planned_files, dry_run, run_comparison
     from moe_exp.studies.compare.comparison import Comparison, Options
@@ -71,8 +71,8 @@ def run_compare(arguments: argparse.Namespace) -> int:
 )  # fmt: skip
 def run_ladder(arguments: argparse.Namespace) -> int:
     """Trains variants at several sizes with equal FLOPs per rung, fits each variant's loss over compute, and
-    reports the effective speedup over the baseline with confidence intervals. The loss of the last rung is
-    predicted before its training. Repeat the command to run the remaining models. RUN_NAME names the ladder.
+    reports the effective speedup over the baseline with confidence intervals. The last rung's loss is
+    predicted before it is trained. Repeat the command to run the remaining models. RUN_NAME names the ladder.
     """
     from moe_exp.studies.ladder import climb
     from moe_exp.studies.ladder.ladder import Definition, Ladder
@@ -163,8 +163,8 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 @takes(arg("--steps", "training iterations per model", default=10), *_of_mup(repeats=12))
 def run_mup_check(arguments: argparse.Namespace) -> int:
     """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch, and
-    fits how each part's outputs and their changes scale with model size. Under muP, outputs and changes do
-    not depend on size. Exit code 1 if one of them depends on size.
+    fits how each module's outputs and their changes scale with model size. Under muP, outputs and changes do
+    not depend on size. Exit code 1 if any of them does.
     """
     from moe_exp.host.progress import print_table, progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
@@ -203,8 +203,8 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
 )
 def run_mup_transfer(arguments: argparse.Namespace) -> int:
     """Trains models of several sizes with several learning rates and compares the best rate of each size.
-    Repeat the command to train the remaining models. Exit code 1 if the best rate changes by a factor of 1.5
-    or more, or is the lowest or highest one tried.
+    Repeat the command to train the remaining models. Exit code 1 if the best rates differ by a factor of 1.5
+    or more, or if one is the lowest or highest rate tried.
     """
     from moe_exp.host.files import write_atomically
     from moe_exp.host.progress import print_table
@@ -257,7 +257,7 @@ def trained_loss(config: Config) -> float:
 
 
 def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
-    """Returns the models of each axis (such as width) by size; all train on the data of the settings."""
+    """Returns the models of each axis (such as width) by size; all train on the configured data."""
     from moe_exp.studies.mup import models_of_axes
 
     base = load_config(with_file(_flags(arguments), os.environ), {**_MUP_MODEL, **defaults, **os.environ})
@@ -279,7 +279,7 @@ def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[
 
 
 def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
-    """Parses a comma-separated list of numbers, which may be empty except for `widths`."""
+    """Parses a comma-separated list of numbers; only `widths` must not be empty."""
     if not text and name != "widths":
         return []
     try:

@@ -15,7 +15,7 @@ from moe_exp.launch.slurm.settings import SlurmSettings
 @command("train", "train a model, or resume a run")
 @takes(
     flag("--dry-run", "print settings, torchrun command and parameter report; start nothing"),
-    string("--resume RUN_FOLDER", "folder of a run to resume with its settings; flags override settings"),
+    string("--resume RUN_FOLDER", "folder of the run to resume, with its settings; flags override them"),
     add_arguments,
 )
 def run_train(arguments: argparse.Namespace) -> int:

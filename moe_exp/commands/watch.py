@@ -102,7 +102,7 @@ def run_exclude(arguments: argparse.Namespace) -> None:
 @takes(
     arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
     arg("--exclude FILE",
-        "file to which hosts with hardware, driver or link faults are added, for the next jobs to avoid",
+        "file to add hosts with hardware, driver or link faults to, so that later jobs avoid them",
         Path),
     JSON,
 )  # fmt: skip
@@ -133,7 +133,7 @@ def run_blame(arguments: argparse.Namespace) -> None:
 @takes(
     arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
     arg("--iterations N", "iterations completed by the failed start (default: from the logs)", int),
-    flag("--trained-before", "an earlier start with the same settings made progress"),
+    flag("--trained-before", "assume that an earlier start with the same settings made progress"),
     JSON,
 )
 def run_diagnose(arguments: argparse.Namespace) -> None:
@@ -168,9 +168,9 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     arg("--again TIME", "interval between repeated reports of a problem", default="6h"),
     string("--stuck TIME", "report a run as stuck after this time without a new record (default: derived "
            "from the run's speed)"),
-    arg("--ahead TIME", "report that a run needs more jobs when its remaining job time is below this",
+    arg("--ahead TIME", "report a run that needs more jobs once its scheduled job time falls below this",
         default="24h"),
-    arg("--wait TIME", "report a run with queued jobs when no job has run for this long", default="24h"),
+    arg("--wait TIME", "report a run whose jobs are queued if none has run for this long", default="24h"),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
     group(
         "alert channels; passwords and webhook URLs are read only from files and environment variables",

@@ -1,7 +1,7 @@
 """Settings with named choices: one table per kind of choice, with the traits of each choice.
 
 Settings, help texts, docs/settings.md, checks, the planner and the layers read these tables. The layers
-contain the functions that the names stand for. No torch.
+implement the choices. No torch.
 """
 
 import importlib.util
@@ -132,7 +132,7 @@ PIECES = (*DECAYS, "constant", "inverse-square-root", "power")
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule; config/sections/learning.py splits it into parts."""
+    """A learning-rate schedule; config/sections/learning.py splits it into pieces."""
 
     has_final_decay: bool  # its last WSD_DECAY_ITERS iterations follow WSD_DECAY_STYLE
     needs_it: bool = True  # WSD_DECAY_ITERS must not be 0

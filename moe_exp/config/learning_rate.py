@@ -30,7 +30,7 @@ class Start(NamedTuple):
 
     @property
     def scheduled_samples(self) -> int:
-        """Samples that the schedule counts."""
+        """Consumed samples that count towards the schedule."""
         return self.consumed_samples - self.skipped_samples
 
 
@@ -44,7 +44,7 @@ def learning_rate(
 
     A linear warm-up from 0, then the pieces of the schedule. Once a piece has ended, the next piece applies:
     with WSD-S, the iteration after a decay trains at LR. After the last piece, the rate is MIN_LR, or stays
-    constant.
+    the same if that piece is constant.
 
     Args:
         config: settings without `problems`.
@@ -87,7 +87,7 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
-    """Samples that the schedule has counted at `iteration` if the run uses `config` from `start` on."""
+    """Samples that the schedule counts up to `iteration`, if the run uses `config` from `start` on."""
     iterations = iteration - start.iteration
     return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
@@ -115,10 +115,10 @@ _LARGEST_JUMP = 0.03
 
 
 def schedule_change(config: Config, old: Config, start: Start) -> str | None:
-    """Returns an error line if a GBSZ different from `old` prevents resuming at `start`, else None.
+    """Returns an error line if a change of GBSZ since `old` prevents resuming at `start`, else None.
 
     WARMUP_ITERS, DECAY_ITERS and similar settings count batches of GBSZ. Changing only GBSZ therefore scales
-    the schedule: the learning rate would jump, and not reach its final value.
+    the schedule: the learning rate would jump, and might not reach its final value.
     """
     if config.gbsz == old.gbsz or not start.consumed_samples:
         return None

@@ -24,8 +24,8 @@ from moe_exp.host.files import expanded, read_yaml
 def add_arguments(
     parser: argparse.ArgumentParser, settings: type[BaseModel] = Config, names: Iterable[str] = ()
 ) -> None:
-    """Adds a flag for each of `names`, by default for all of `settings`. Values stay text, which
-    `load_config` parses. The flags for all settings of Config are grouped by section, together with --config.
+    """Adds a flag for each of `names`, by default for all of `settings`. Values are kept as text
+    for `load_config`. The flags for all settings of Config are grouped by section, together with --config.
     """
     if settings is Config and not names:
         about = "settings file: config.yaml of a run, or lines such as NUM_EXPERTS=64 (docs/settings.md)"
@@ -52,14 +52,14 @@ def given_values(
     flags: Mapping[str, Any], environ: Mapping[str, str], settings: type[BaseModel] = Config
 ) -> dict[str, Any]:
     """Returns the given values by field name; `flags` override `environ`, which overrides the file of
-    --config (see `with_file`). None, and '' in `environ`, count as not given.
+    --config (see `with_file`). None counts as not given, as does '' in `environ`.
     """
     of_shell = {name: environ.get(name.upper()) for name in settings.model_fields}
     return {name: value for name, value in of_shell.items() if value} | with_file(flags, environ)
 
 
 def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Adds the settings of the file `flags["config"]` to the given `flags`, unless `environ` has them. The
+    """Adds settings from the file `flags["config"]` to `flags`, except those that `environ` has. The
     file may also set arguments that are not settings, if `flags` has their names as keys. With UPCYCLE_FROM,
     converts the settings of a dense model to the settings of the upcycled MoE model.
 
@@ -99,7 +99,7 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
 
 
 def settings_path(text: str) -> Path:
-    """The path that --config names or, if the path is a run folder, the path of its config.yaml."""
+    """Returns the path given by --config; for a run folder, the path of its config.yaml."""
     path = expanded(text)
     return inside if (inside := path / "config.yaml").is_file() else path
 
@@ -116,17 +116,17 @@ def load_config(
 ) -> Config:
     """Resolves default < preset < file < environment < `flags` into one Config.
 
-    A preset's DECAY_ITERS and WARMUP_ITERS belong to its TRAIN_ITERS. With another TRAIN_ITERS, DECAY_ITERS
-    follows TRAIN_ITERS and WARMUP_ITERS is at most a tenth of the decay, unless these two are given.
+    A preset's DECAY_ITERS and WARMUP_ITERS belong to its TRAIN_ITERS. If TRAIN_ITERS differs, DECAY_ITERS
+    defaults to TRAIN_ITERS, and WARMUP_ITERS to at most a tenth of the decay.
 
     Args:
         flags: values by field name; None counts as not given. `config` is the path of a settings file.
         environ: environment variables (default: os.environ).
-        nodes: nodes of the run, if not this machine. With GPUs, the default is PRESET=reference even without
-            TRAIN_DATA.
+        nodes: the run's nodes, if not this machine. If they have GPUs, PRESET defaults to reference even
+            without TRAIN_DATA.
 
     Raises:
-        ConfigError: if values cannot be read; one line for each.
+        ConfigError: if values cannot be read; one line per value.
     """
     given = given_values(flags or {}, os.environ if environ is None else environ)
     # the embedded corpus only suits a short run: PRESET=reference would repeat it 490 times
@@ -162,7 +162,7 @@ def settings_from_launcher() -> Config | None:
 
 
 def recorded_settings(path: Path) -> dict[str, Any]:
-    """Reads the settings in a run's config.yaml of any version; raises a one-line ValueError on failure."""
+    """Reads the settings in a config.yaml from any version; raises a one-line ValueError on failure."""
     try:
         settings = read_yaml(path)
     except OSError as error:
@@ -178,7 +178,7 @@ def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fixed_for(nodes: Nodes, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the device-dependent settings of `nodes` to `given`, so that all machines load equal settings."""
+    """Adds the device-dependent settings of `nodes` to `given`, so that settings match on all machines."""
     config = load_config(given, {}, nodes=nodes)
     return {**given, **{name: str(getattr(config, name)) for name in _BY_DEVICES}}
 

@@ -42,10 +42,10 @@ def refuse_other_model(
     Args:
         checkpoint: name of the checkpoint in messages.
         with_optimizer: whether the checkpoint contains the optimizer's moments.
-        instead: how to start without the checkpoint, for the fix if one model is dense and the other MoE.
+        instead: how to start without the checkpoint, suggested as a fix if only one of the models is MoE.
 
     Raises:
-        ConfigError: if settings differ; one line for each.
+        ConfigError: if settings differ; one line per setting.
     """
     always, by_flag = model_changes(config, saved, checkpoint)
     lines = [c.problem(checkpoint, instead if c.name == "use_moe" else "") for c in always]
@@ -67,7 +67,7 @@ def refuse_other_model(
 def model_changes(
     config: Config, saved: Mapping[str, Any], checkpoint: str
 ) -> tuple[list[Change], list[Change]]:
-    """Returns changes that affect the shapes of tensors, and those that only affect the computation;
+    """Returns the changes that affect tensor shapes, and the changes that only affect the computation;
     ConfigError if `saved` is not valid in this version.
     """
     before = as_config(saved, checkpoint)
@@ -94,7 +94,7 @@ def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting whose value differs from that of the checkpoint's run."""
+    """A setting whose value differs from its value in the checkpoint's run."""
 
     name: str
     value: object
@@ -178,7 +178,7 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Yields settings in both arguments with different values. A dense model, for example, has no TOPK."""
+    """Yields settings that are in both arguments but differ. A dense model, for example, has no TOPK."""
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:

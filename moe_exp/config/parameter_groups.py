@@ -4,13 +4,13 @@
 
 A rule is a shell pattern with factors on LR and MIN_LR (`lr`) and on WEIGHT_DECAY (`wd`). Patterns match the
 names in checkpoints (`moe-exp ckpt info --tensors`), which do not depend on the layout; the layer number may
-be omitted. The experts of a layer are one parameter. The first matching rule with an `lr` sets the
-learning rate, the first with a `wd` the weight decay. ROUTER_LR_MULT and EXPERT_LR_MULT are rules after those
-of LR_GROUPS. Norms and biases never decay. With PARAMETRIZATION=mup, its factors multiply those of the rules.
+be omitted. All experts of a layer are one parameter. The first matching rule with an `lr` sets the
+learning rate, the first with a `wd` the weight decay. ROUTER_LR_MULT and EXPERT_LR_MULT apply after the rules
+of LR_GROUPS. Norms and biases never decay. With PARAMETRIZATION=mup, muP factors multiply those of the rules.
 
-Maximal update parametrization (muP) for MoE models: sizes are relative to a base model, for which every
-factor is 1, so that PARAMETRIZATION=mup with the base's sizes equals PARAMETRIZATION=standard. With
-n = HIDDEN_SIZE, m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base's:
+Maximal update parametrization (muP) for MoE models: sizes are relative to a base model, whose factors are
+all 1: at its sizes, PARAMETRIZATION=mup equals PARAMETRIZATION=standard. With n = HIDDEN_SIZE,
+m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base model's value:
 
                                    initial std        learning rate    weight decay
     embedding, norms, biases       1                  1                1
@@ -21,9 +21,10 @@ n = HIDDEN_SIZE, m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base'
     output layer                   n^-1               n^-1             n
 
 Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW: the updates of a matrix add up over its inputs, so
-its learning rate is divided by the number of inputs. Factors of the forward pass are folded into weights and
-rates, which is equivalent for Adam (ibid., lemma J.1), so checkpoints and conversions do not change. Weights
-shrink by weight decay times learning rate, so weight decay increases to keep this product constant.
+its learning rate is divided by the number of inputs. Forward-pass factors are folded into initial weights
+and learning rates, which is equivalent for Adam (ibid., lemma J.1), so checkpoints and conversions do not
+change. Weights shrink by weight decay times learning rate, so weight decay increases to keep this product
+constant.
 """
 
 import math
@@ -45,7 +46,7 @@ class Multiples(NamedTuple):
 
 
 def are_alike(config: Config) -> bool:
-    """Whether all parameters have the same learning rate and, except norms and biases, weight decay."""
+    """Whether all parameters share a learning rate and, except for norms and biases, a weight decay."""
     return not config.parameter_rules and config.parametrization == "standard"
 
 

@@ -1,4 +1,4 @@
-"""Parameters of a model, by name in checkpoints: sizes, and LR_GROUPS rules that match them. No torch."""
+"""Sizes of a model's parameters by checkpoint name, and the LR_GROUPS rules that match them. No torch."""
 
 import difflib
 import re
@@ -24,7 +24,7 @@ def is_norm_or_bias(name: str) -> bool:
 
 
 def useless_rules(rules: Sequence[Rule], names: Sequence[str]) -> Iterator[tuple[Rule, str, str]]:
-    """Yields rules without effect on any of the parameters `names`, each with an error and a fix."""
+    """Yields rules that affect none of the parameters `names`, each with an error and a fix."""
     deciding = {name: deciding_rules(rules, name) for name in names}
     by_lr = {id(of_lr) for of_lr, _ in deciding.values()}
     by_wd = {id(of_wd) for name, (_, of_wd) in deciding.items() if not is_norm_or_bias(name)}

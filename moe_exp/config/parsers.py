@@ -10,7 +10,7 @@ A composed LR_DECAY_STYLE is a comma-separated list of pieces, STYLE:UNTIL or ST
 A piece ends at UNTIL: an iteration, or a percentage of the last iteration (DECAY_ITERS, or TRAIN_ITERS). The
 last piece may omit UNTIL. RATE is the learning rate at the end of the piece, as a percentage of LR. Without
 RATE, decays end at MIN_LR and `constant` keeps the previous rate. MTP_LOSS_COEFF: a number, or VALUE:UNTIL
-pieces and the last value, such as 0.3:70%,0.1. LR_GROUPS: see parameter_groups.py; DATA_STAGES: see
+pieces followed by a last value, such as 0.3:70%,0.1. LR_GROUPS: see parameter_groups.py; DATA_STAGES: see
 sections/data.py.
 """
 
@@ -118,7 +118,7 @@ def composed(text: str) -> tuple[tuple[str, str, float | None], ...]:
         if not match:
             raise ValueError(_SYNTAX)
         if match[1] not in PIECES:
-            raise ValueError(f"{match[1]} is not a piece; pieces are {', '.join(PIECES)}")
+            raise ValueError(f"{match[1]} is not a known piece; use one of {', '.join(PIECES)}")
         pieces.append((match[1], match[2] or "", float(match[3]) / 100 if match[3] else None))
     return tuple(pieces)
 

@@ -24,7 +24,7 @@ ONE_LINE_FIX = "use one line of text"
 
 
 def is_one_line(text: str) -> bool:
-    """Whether text can be a name, path or script word: it has no control characters."""
+    """Whether text has no control characters, so that it can be a name, path or script word."""
     return not _NOT_ONE_LINE.search(text)
 
 
@@ -130,7 +130,7 @@ def _iterations(text: str) -> None:
     # the two ends of a range may be equal
     in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))
     if text and not (ends[0] >= 1 and in_order):
-        raise ValueError("must be iterations from 1 or ranges such as 10-12, comma-separated and in order")
+        raise ValueError("must be positive iterations or ranges such as 10-12, comma-separated and in order")
 
 
 def _timeout(value: Any) -> str:
@@ -274,13 +274,13 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
 
 
 def pattern_of(flags: list[bool]) -> str:
-    """A value of WINDOW_PATTERN and similar settings."""
+    """Returns `flags` as a value of WINDOW_PATTERN and similar settings."""
     return "1" if all(flags) else ",".join(str(int(flag)) for flag in flags)
 
 
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """Flag per layer, true for chosen layers. A list in `pattern` sets the length, not `num_layers`."""
+    """Flag per layer, true for chosen layers. A list in `pattern`, not `num_layers`, sets their number."""
     if ":" in pattern:
         chosen_ones, others = map(int, pattern.split(":"))
         chosen = [layer % (chosen_ones + others) < chosen_ones for layer in range(num_layers)]

@@ -1,6 +1,6 @@
 """All settings of a training run.
 
-Resolved in the order default < preset < settings file < environment < command line. The environment variable
+Priorities: default < preset < settings file < environment < command line. The environment variable
 of `num_experts` is NUM_EXPERTS, its flag `--num-experts`. Each section has a file in config/sections/ with
 its settings, derived values and rules. Imports neither torch nor megatron, so that `--help`, `--dry-run` and
 the planner are fast.
@@ -17,12 +17,12 @@ class Config(ReliabilitySettings):
 
     @property
     def has_static_rows(self) -> bool:
-        """Whether every rank knows the number of its experts' rows in advance."""
+        """Whether every rank knows in advance how many rows its experts get."""
         return not self.use_moe or (self.moe_type == "moe" and self.pad_to_capacity)
 
     @property
     def graph_problem(self) -> str:
-        """Setting that prevents the CUDA graph of a micro-batch, and why; empty if none does."""
+        """Setting that prevents a CUDA graph per micro-batch, with the reason; empty if none does."""
         exchanges = self.use_moe and self.ep * self.etp > 1
         by_router = self.router_top_p < 1 or self.null_experts or self.token_rounding
         drops_slots = self.use_moe and (by_router or self.moe_type == "moe")

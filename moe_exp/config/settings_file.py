@@ -142,8 +142,8 @@ def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()
     """Returns environment variables that look like misspelled settings, with the nearest setting
     (NUM_EXPRTS: NUM_EXPERTS).
 
-    Names of a command's settings (`of_command`) may be short: if the value is a list of sizes, these names
-    may be less similar to the variable (TPZ="1 2": TPS).
+    Names of a command's settings (`of_command`) may be short: if the variable's value is a list of sizes, a
+    lower similarity suffices for these names (TPZ="1 2": TPS).
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []
@@ -161,8 +161,8 @@ def _nearest(name: str, ours: tuple[str, ...]) -> list[str]:
 
 
 def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]:
-    """Returns at most two settings of `names` (default: all) that a variable, flag or field `name` may mean,
-    by similar name (num_exprts), part of a name (hidden) or description (learning-rate: lr).
+    """Returns at most two settings of `names` (default: all) that a variable, flag or field `name` may mean:
+    found by a similar name (num_exprts), part of a name (hidden) or a description (learning-rate: lr).
     """
     known = list(Config.model_fields if names is None else names)
     words = re.split(r"[-_\s]+", name.strip("-_ ").lower())

@@ -68,7 +68,7 @@ _Sorted = PlainSerializer(lambda counts: dict(sorted(counts.items())))
 
 @dataclass
 class Tally(Counted):
-    """Counts of documents that were read or written. Tallies of parts add up to the tally of the whole.
+    """Counts of documents that were read or written. Tallies of files add up to the tally of all files.
 
     `text_hash` is the sum of the texts' XXH3-128 modulo 2**128: equal for equal multisets, in any order.
     """
@@ -79,7 +79,7 @@ class Tally(Counted):
     skipped: Annotated[Counter[str], _Sorted] = field(default_factory=Counter)  # invalid lines by reason
 
     def add(self, text: bytes, times: int = 1) -> None:
-        """Counts a document by its UTF-8 text; `times=-1` removes one that was added."""
+        """Counts a document, given as UTF-8 text; `times=-1` reverses an earlier call."""
         self.num_documents += times
         self.num_text_bytes += times * len(text)
         # a sum depends neither on the order nor on the division into tasks, and documents can be removed
@@ -121,7 +121,7 @@ def data_among(
     sizes: Mapping[str, int], where: str, what: str, text_field: str = "",
     has_text: Callable[[str], bool] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Selects the document files in a folder. Warns about other files, unless they are metadata.
+    """Selects the document files in a folder. Warns about all other files except metadata.
 
     Selects record files (JSON and tables). Selects text files only if there are no record files, because
     text files next to records are usually a README or LICENSE.
@@ -130,8 +130,8 @@ def data_among(
         sizes: size of each file in bytes, by relative name.
         where, what: the folder or URL and the setting that names it, for messages.
         text_field: field with the text; "" if `has_text` is not given.
-        has_text: returns whether a .json file is a record file, with the field in its first object. If None
-            (object stores), .json files are only selected if there are no other records, and by name.
+        has_text: returns whether a .json file is a record file: its first object has the field. If None
+            (object stores), .json files are selected by name, only if there are no other record files.
 
     Raises:
         ValueError: the files left out contain most of the bytes.
@@ -219,7 +219,7 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
 
     Args:
         what: setting that contains the names, for errors.
-        text_field: field with the text, which identifies the .json files with data in a folder.
+        text_field: field with the text; in a folder, only .json files with this field are data.
 
     Raises:
         ValueError: no files are given; a name matches nothing; a file is of unknown kind or given twice; most
@@ -299,7 +299,7 @@ def read_objects(
 
     Args:
         tally: counts each document before it is yielded.
-        skip_bad: skip and count invalid lines instead of raising. A truncated file still raises.
+        skip_bad: skip and count invalid lines instead of raising. A truncated file still raises an error.
 
     Raises:
         BadDocument: at the first invalid line, or if a file is damaged.
@@ -316,7 +316,7 @@ def read_objects(
 
 
 def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
-    """Counts an invalid line as skipped if `skip_bad` or if it has no text; else raises BadDocument."""
+    """Counts an invalid line as skipped if `skip_bad` or if the line has no text; else raises BadDocument."""
     if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
         raise BadDocument(path, number, reason)
     tally.skipped[reason] += 1

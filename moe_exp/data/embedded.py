@@ -1,7 +1,7 @@
 """The default corpus: source code of Python and PyTorch, tokenized with a BPE trained on it.
 
-The corpus is built once for each data folder, vocabulary size, and version of Python and PyTorch. Its folder
-gets the final name when it is complete.
+The corpus is built once for each data folder, vocabulary size, and version of Python and PyTorch. The folder
+gets its final name when the corpus is complete.
 """
 
 import json
@@ -58,7 +58,7 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE
     at once, one of them builds the corpus.
 
     Args:
-        data_dir: folder of all prepared corpora; created if missing, only read if the corpus exists.
+        data_dir: folder of all prepared corpora; created if missing, not written to if the corpus exists.
         vocab_size: vocabulary size of the BPE, at least 257.
 
     Raises:

@@ -22,7 +22,7 @@ _REPORT_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Execution:
-    """Executor and resources of the tasks. Does not affect their results."""
+    """Executor and resources of the tasks; they do not affect the results."""
 
     executor: str = "local"  # or slurm or ray
     workers: int | None = None  # default: all cores available to this process; unlimited for SLURM and Ray
@@ -88,7 +88,7 @@ class Step:
 
 
 def count_units(name: str, unit: str, run: Callable[[int], int], data: Any, rank: int, _: int) -> Any:
-    """Calls `run`, which processes a task and returns how many units it processed; returns statistics."""
+    """Calls `run` to process a task; returns statistics with the number of units that `run` returns."""
     stats = task_stats(name)
     stats[unit].update(run(rank))
     return stats
@@ -103,9 +103,9 @@ def _check_complete(before: Pass, *_: Any) -> Any:
 
 
 def in_turn(passes: Sequence[Pass]) -> list[Pass]:
-    """Adds to each pass a first step, which checks that all tasks of the previous pass are complete.
+    """Prepends to each pass a step that checks that all tasks of the previous pass are complete.
 
-    SLURM starts a pipeline after the last of several job arrays; the other arrays may have failed.
+    On SLURM, a pipeline waits only for the last of several job arrays; earlier arrays may have failed.
     """
     # the check is pickled with every task: without the pipeline of the pass it refers to
     after = []
@@ -134,7 +134,7 @@ class Through:
             self._write()
 
     def end_file(self, num_bytes: int) -> None:
-        """Replaces the bytes counted for the current file by the file's size."""
+        """Replaces the byte count of the current file with the file's size."""
         self._ended += num_bytes
         self._bytes = self._ended
         self._write()
@@ -158,7 +158,7 @@ def bytes_through(folders: Iterable[Path]) -> int:
 def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterator[list[Path]]:
     """Yields temporary paths to write to. At the end of the block the files are renamed to `paths`.
 
-    With `is_durable`, flushes the files to disk first. Not needed if a later check detects lost data.
+    With `is_durable`, flushes the files to disk first; unnecessary if a later check detects lost data.
     """
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def num_duplicates(hashes: bytearray) -> int:
 
 
 def difference(one: bytearray, other: bytearray) -> tuple[int, int]:
-    """Returns how many documents are only in `one`, and how many only in `other` (as multisets), by hash."""
+    """Returns the numbers of documents only in `one` and only in `other`, compared by hash as multisets."""
     digests = np.frombuffer(one + other, dtype=_DIGEST)
     _, kinds = np.unique(digests, return_inverse=True)
     # For each different hash: by how many `one` exceeds `other`.
@@ -134,8 +134,8 @@ def inspect_tokens(
 def token_blocks(
     files: TokenFiles, block_tokens: int
 ) -> Iterator[tuple[npt.NDArray[np.integer], Int64Array]]:
-    """Yields the tokens of consecutive documents, at most `block_tokens` or one longer document, and the
-    bounds of these documents in the block.
+    """Yields blocks of tokens of consecutive documents (at most `block_tokens`, or one longer document), and
+    the bounds of the documents in each block.
     """
     bounds, first = files.document_bounds, 0
     while first < files.num_documents:
@@ -219,7 +219,7 @@ def documents_with_progress(
 
 
 def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
-    """Documents that filters removed and edited, according to the manifest of `moe-exp data prepare`."""
+    """Documents removed or edited by filters, according to the manifest of `moe-exp data prepare`."""
     manifest = read_json(folder / "manifest.json") or {} if folder.is_dir() else {}
     if not manifest.get("filtered"):
         return {}

@@ -181,11 +181,11 @@ def _jobs_there(folder: Path) -> list[str]:
 
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
-    """Unless earlier jobs are active, submits the remaining tasks; each pass depends on the previous pass.
-    `follows`: whether this step follows another step, whose last SLURM job may submit it once.
+    """Submits the remaining tasks unless earlier jobs are active; each pass depends on the previous pass.
+    `follows`: whether the last SLURM job of a previous step may submit this step (once).
 
     Raises:
-        ValueError: sbatch fails, squeue does not answer, or this process is a job that must not submit.
+        ValueError: sbatch fails, squeue does not answer, or this process is a job that must not submit jobs.
     """
     jobs_file = passes[-1].folder / _JOBS
     if there := _jobs_there(passes[-1].folder):

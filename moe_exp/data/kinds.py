@@ -1,7 +1,8 @@
 """Reads data files of every supported kind as JSON lines.
 
 Plain JSONL is read as it is. Compressed files, text, tables and JSON arrays are streams: they can only be
-read from the beginning. Each text or table row becomes a line `{"text": ...}`, each array element a line.
+read from the beginning. Each text document or table row becomes a line `{"text": ...}`, each array element a
+line.
 """
 
 import codecs
@@ -82,7 +83,7 @@ class BadDocument(ValueError):
 
     Args:
         line_number: starts at 1.
-        reason: the same text for every error of a kind, so that errors can be counted by reason.
+        reason: identical for all errors of the same kind, so that errors can be counted by reason.
     """
 
     def __init__(self, path: str | Path, line_number: int, reason: str):
@@ -149,7 +150,7 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
     """Yields the lines of any file as JSON, ending with LF except perhaps for the last line of a .jsonl file.
 
     Args:
-        text_field: text column of a table, and the field of the text in the lines.
+        text_field: name of a table's text column, and of the text field in the lines.
 
     Raises:
         BadDocument: a table is damaged, or a text file is not UTF-8.
@@ -291,7 +292,7 @@ def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
 
 
 def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
-    """Splits `buffer` into complete documents and the rest."""
+    """Splits `buffer` into complete documents and the remaining bytes."""
     cut: list[bytes] = []
     if rule.documents == "block":
         begin = 0

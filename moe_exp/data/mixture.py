@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class MixedSource(BaseModel):
-    """One source of a mixture. The fields from `patterns` on are options of `moe-exp data prepare`."""
+    """One source of a mixture. `patterns` and the fields after it are options of `moe-exp data prepare`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

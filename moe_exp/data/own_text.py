@@ -93,8 +93,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
     """Like `with_prepared_text`, but for an already trained run; prepares nothing.
 
     If files have changed or are missing, uses the newest preparation of the same text and logs a warning;
-    ValueError if none exists. `trained`: `tokenizer_fingerprint` that the tokenizer of the preparation must
-    have.
+    ValueError if none exists. `trained`: required `tokenizer_fingerprint` of the preparation's tokenizer.
     """
     known = prepared_text.known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training
@@ -110,7 +109,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
 
 
 def text_problems(config: Config) -> list[str]:
-    """Problems with the text in data settings, found without reading all of it."""
+    """Problems with text in data settings that can be found without reading all of the text."""
     try:
         for source in _text_sources(config):
             with _named_errors(source):
@@ -123,7 +122,7 @@ def text_problems(config: Config) -> list[str]:
 
 
 def plan_text(config: Config) -> list[str]:
-    """Returns lines for a dry run about the data that a real run would prepare. Writes nothing."""
+    """Returns dry-run lines that describe the data a real run would prepare. Writes nothing."""
     how = "only its index is copied; tokens are read on demand"
     lines = [f"{url}: {how}" for url in _remote_tokens(config)]
     for source in _text_sources(config):
@@ -148,7 +147,7 @@ def validation_setting(config: Config) -> str:
 
 
 def validation_overlaps(config: Config) -> Iterator[str]:
-    """Yields a problem for each text in VALID_DATA that is also trained on."""
+    """Yields a problem for each text in VALID_DATA that is also used for training."""
     sources = _text_sources(config)
     for valid in (one for one in sources if one.setting == "valid_data"):
         others = (one for one in sources if one.setting != "valid_data" and one.real_files & valid.real_files)
@@ -216,7 +215,7 @@ def _problems(error: Exception) -> list[str]:
 
 
 def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
-    """Text in all data settings. All texts share a tokenizer, which is None if it will be trained."""
+    """Text sources in all data settings. All share one tokenizer (None if it is yet to be trained)."""
     problems, members = [], [name for _, name in blend_members(config.train_data)]
     texts = [name for name in members if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]

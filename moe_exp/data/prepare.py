@@ -196,7 +196,7 @@ def _duration(folder: Path, seconds: float) -> str:
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:
-    """Estimates the size of the files as JSONL from a sample of them; BadDocument if one is damaged."""
+    """Estimates, from a sample, the total size of the files as JSONL; BadDocument if a file is damaged."""
     sampled = inputs[:: max(1, len(inputs) // _NUM_SAMPLED)][:_NUM_SAMPLED]
     num_bytes = 0.0
     for path in sampled:

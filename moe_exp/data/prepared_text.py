@@ -3,9 +3,9 @@
     DATA_DIR/NAME_1a2b3c4d/   train.bin .idx .manifest.json, valid.* with the held-out documents,
                               tokenizer/ if one was trained, text.json
 
-The folder has another name until it is complete. It is reused while the tokenizer, the options, and the
-names, sizes and contents of the files stay the same. Documents are held out based on their text, so adding
-files does not hold out a document that was trained on.
+The folder has a temporary name until it is complete. It is reused as long as the tokenizer, the options, and
+the names, sizes and contents of the files stay the same. Documents are held out based on their text, so
+adding files never moves a training document to the held-out set.
 """
 
 import json
@@ -146,7 +146,7 @@ def known_places(data_dir: Path) -> set[str]:
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """Prepared data of files with the same names, sizes, and either modification times or contents."""
+    """Prepared data whose files have equal names, sizes, and either modification times or contents."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]
@@ -224,7 +224,7 @@ def _summary(made: Prepared) -> str:
 
 
 def _build_again(source: TextSource, folder: Path) -> Prepared:
-    """Builds the folder, resuming from the files of an interrupted start if they still match."""
+    """Builds the folder, resuming from the files of an interrupted build if they still match."""
     work = folder.with_name(f"{folder.name}.partial")
     resumes = work.exists()
     try:

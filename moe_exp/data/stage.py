@@ -4,7 +4,7 @@ A running stage writes only to `OUTPUT.partial/`. When it is done, that folder b
 manifest.json), or its files move next to `OUTPUT.manifest.json`. So anything with its final name is complete.
 A killed stage resumes from its folder. A finished stage does nothing if called with the same settings and
 inputs; if they differ, it raises an error. With `start_over`, the old output stays until the new one is
-complete; if that call is killed, the next call without `start_over` resumes it.
+complete; if the call is killed, repeat it without `start_over` to resume.
 """
 
 import json
@@ -56,7 +56,7 @@ class CorpusStage:
 
         Args:
             outputs: files in the working folder to list in the manifest.
-            hashes: `file_hash` of each output for which it is already known.
+            hashes: `file_hash` of the outputs whose hash is already known.
             facts: additional manifest entries.
         """
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
@@ -105,15 +105,15 @@ def run_stage(
 
     Args:
         output: output folder, or with `is_folder=False` the output path without suffix.
-        settings: everything except the inputs that the outputs depend on, as JSON values.
+        settings: everything that the outputs depend on, except the inputs, as JSON values.
         start_over: start from scratch, and replace an existing output when the new one is complete.
         mends_outputs: the block itself restores missing files of a finished output.
-        suffixes: suffixes of files next to OUTPUT that are only replaced if this step created them or with
-            `start_over`.
+        suffixes: suffixes of files next to OUTPUT; these are replaced only with `start_over` or if this step
+            created them.
 
     Raises:
-        ValueError: another process is working on the output; other settings or inputs created or started it;
-            a file of the finished output is missing.
+        ValueError: another process is working on the output; it was created or started with other settings or
+            inputs; a file of the finished output is missing.
     """
     output = _place(output)
     inputs = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
@@ -171,7 +171,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If it is locked, logs `waits` and waits for the lock; raises if `waits` is empty."""
+    """Locks an output. If it is already locked, logs `waits` and waits; raises if `waits` is empty."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
@@ -289,7 +289,7 @@ def free_disk(folder: Path) -> int:
 
 
 class Unfinished(ValueError):
-    """A step could not be finished, but keeps its progress. The same call resumes it."""
+    """A step could not finish, but its progress is kept; repeat the call to resume it."""
 
 
 def check_free_disk(folder: Path, needed_bytes: int, what: str) -> None:

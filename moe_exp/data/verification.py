@@ -1,7 +1,7 @@
 """Verifies files against their manifest, and compares the documents of two corpora.
 
-Reads and hashes everything. Memory: about 100 bytes per validation document, or for a comparison about 50
-bytes per document of both corpora.
+Reads and hashes everything. Memory: about 100 bytes per validation document; a comparison takes about 50
+bytes per document of either corpus.
 """
 
 from collections.abc import Iterator
@@ -126,7 +126,7 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
 
 
 def _document_findings(manifest: Manifest) -> list[Finding]:
-    """Checks documents in JSONL outputs: counts per file and in total, and validation against training."""
+    """Checks documents in JSONL outputs: counts per file and in total, and training-validation overlap."""
     names = [one["name"] for one in manifest.outputs if ending(one["name"]) in JSON_SUFFIXES]
     if not names:
         return []

@@ -23,7 +23,7 @@ KEEP_FREED_MEMORY = {
 
 @dataclass(frozen=True)
 class Nodes:
-    """Target machines of a run, if not this one."""
+    """Target machines of a run that is not for this machine."""
 
     gpus: int | None = None  # of each machine; 0: CPU nodes, None: unknown
 
@@ -124,7 +124,7 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Memory still available to this process: minimum over machine and control groups (version 2 or 1)."""
+    """Memory still available to this process: minimum over the machine and its cgroups (v2 or v1)."""
     lines = (line for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:"))
     found = [int(line.split()[1]) * 1024 for line in lines]
     for line in _lines(proc / "self/cgroup"):

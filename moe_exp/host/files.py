@@ -98,7 +98,7 @@ def read_json(path: Path, *, fix: str = "") -> Any:
 
     Raises:
         OSError: if the file cannot be read or is not a regular file.
-        ValueError: if it is damaged. The message is a complete line with `fix`, or only the reason without.
+        ValueError: if it is damaged. With `fix`, the message is a complete line; without it, only the reason.
     """
     try:
         return json.loads(regular(path).read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ def sync_folder(folder: Path) -> None:
 class HashedFile:
     """A new binary file that computes its checksum while it is written.
 
-    Use it in a `with` block, which syncs the file to disk at its end or raises the first error.
+    Use it in a `with` block; leaving the block syncs the file to disk or raises the first error.
     """
 
     def __init__(self, path: Path):

@@ -240,7 +240,7 @@ def patiently(
     """Result of `action`, retried after temporary failures.
 
     Args:
-        max_failures: failures in a row, without a decrease of `num_left`, after which the error is raised.
+        max_failures: consecutive failures without a decrease of `num_left` before the error is raised.
         passes: whether an error is temporary.
         num_left: remaining amount of work.
         limit_of: value that replaces `max_failures` for an error, or None.
@@ -279,9 +279,9 @@ def first_line(error: BaseException) -> str:
 def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:
     """Uploads `files` (name in the store to local path), then publishes them by writing `manifest`.
 
-    `content` of the manifest must be unique to these files. A repeated call resumes an interrupted upload.
-    Files with another manifest are replaced; the old manifest is removed first, because a mixture of files
-    would look complete. Returns whether anything was uploaded.
+    The manifest's `content` must be unique to these files. A repeated call resumes an interrupted upload.
+    Files with another manifest are replaced; the old manifest is removed first, because a mix of old and new
+    files would look complete. Returns whether anything was uploaded.
     """
     # The manifest of an unfinished upload: with the same content it is resumed, otherwise started over.
     begun = f"{manifest}.partial"

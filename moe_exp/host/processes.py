@@ -42,7 +42,7 @@ def allow_open_files() -> int:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Blocks the termination signals inside the block; child processes inherit the blocked signals."""
+    """Masks the termination signals inside the block; child processes inherit the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     try:
         yield
@@ -66,7 +66,7 @@ def signals_handled(
 
 
 class QuickExit:
-    """Ends this process with `code`, if set. Skips freeing objects, which would take a second."""
+    """Ends this process with `code`, if set. Does not free objects, because that would take a second."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -100,7 +100,7 @@ def allow_tracers() -> None:
 
 @contextmanager
 def orphans_adopted() -> Iterator[None]:
-    """Makes orphaned descendants children of this process inside the block (Linux only)."""
+    """Makes this process adopt orphaned descendants inside the block (Linux only)."""
     adopt = _LIBC.prctl if _LIBC else lambda *_: None
     adopt(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     try:

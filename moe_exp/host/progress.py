@@ -49,7 +49,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
 @contextmanager
 def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str = "bytes") -> Iterator[None]:
-    """Shows the progress of other code: once a second, `how_far` returns the completed units."""
+    """Shows the progress of other code: calls `how_far` once a second for the number of completed units."""
     done, stop = how_far(), threading.Event()
     with progress(what, total, unit=unit, done=done) as advance:
 

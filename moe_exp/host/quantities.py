@@ -41,7 +41,7 @@ def percent(value: float, places: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Duration: below two minutes, seconds with three digits; else days and `H:MM:SS`, or only days."""
+    """Duration: below two minutes, seconds with three digits; else days and `H:MM:SS`; if huge, days."""
     if not math.isfinite(seconds):
         return "–"
     if seconds >= 1e10:  # three centuries: beyond that no hour matters

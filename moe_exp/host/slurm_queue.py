@@ -96,7 +96,7 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """The jobs `job_ids`, or jobs of `user` (default: current) with this --job-name; or QueueError."""
+    """Jobs `job_ids`, or else `user`'s (default: current) with this --job-name; raises QueueError."""
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
@@ -125,7 +125,7 @@ def parse_queue(text: str) -> Queue:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds of a SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for others, such as UNLIMITED."""
+    """Seconds of a SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for text such as UNLIMITED."""
     if not (match := re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip())):
         return None
     numbers = [int(part) for part in match.groups() if part is not None]

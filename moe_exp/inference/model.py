@@ -1,5 +1,5 @@
-"""A trained model in this process (`moe_exp.load_model`), and a comparison of a converted model with that of
-transformers, layer by layer (`convert from-hf --verify`).
+"""A trained model in this process (`moe_exp.load_model`), and a layer-by-layer comparison of a converted
+model with transformers' model (`convert from-hf --verify`).
 """
 
 import os
@@ -27,7 +27,7 @@ LIMIT = 1e-4  # relative, in fp32; the models tested have at most 4e-7
 
 class Model:
     """A checkpoint's model on one GPU or on the CPU; takes the arguments of `moe_exp.load_model`. It never
-    drops tokens, even if the training did.
+    drops tokens, even if training did.
 
     Attributes:
         config: the model's settings.
@@ -82,10 +82,10 @@ class Model:
         return result
 
     def score(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
-        """Logits for the token after each of `tokens`.
+        """Next-token logits at each position of `tokens`.
 
         Attention is not limited to a document, even if the model was trained with DOCUMENT_MASK. `moe-exp
-        score` limits attention as in the training.
+        score` limits attention as in training.
 
         Args:
             tokens: ids, integers [B, S].
@@ -136,7 +136,7 @@ def compare(source: Path, target: Path) -> tuple[list[str], bool]:
 
     Args:
         source: Hugging Face folder.
-        target: checkpoints folder that was converted from it.
+        target: checkpoints folder converted from `source`.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import Mxfp4Config

@@ -1,7 +1,7 @@
 """Inference on the ranks of a torchrun job or in a single process: parallel layout, settings, loading, and
 the pipeline stage that turns token ids into logits, with or without a key/value cache.
 
-The model has no optimizer and can use any parallel layout. Each rank reads its pieces one by one, without
+The model has no optimizer and can use any parallel layout. Each rank reads its shards one by one, without
 megatron-core, which would unpickle arbitrary objects from the files.
 
 Shapes: B batch, S tokens, V vocabulary, D hidden.
@@ -93,7 +93,7 @@ def config_for_use(
     document_mask: bool | None = False, seq_len: int = 0,
 ) -> Config:  # fmt: skip
     """Settings for inference with the model of an iter_ folder; `dtype=None`, `document_mask=None` and
-    `seq_len=0` keep the values of the training. With `capacity`, MOE_TYPE=moe drops tokens as in training.
+    `seq_len=0` keep the training values. With `capacity`, MOE_TYPE=moe drops tokens as in training.
     Otherwise, no token is dropped, and results do not depend on the other tokens in the batch. ValueError if
     the checkpoint is unusable, ConfigError if the layout does not fit the model.
     """
@@ -187,7 +187,7 @@ def run_rank(plan: Callable[[str], Any], work: Callable[[Any, Runtime], None]) -
 
 
 def check_files(folder: Path) -> None:
-    """Compares the files that contain weights with the manifest; ValueError if a file differs."""
+    """Checks the weight files against the manifest; ValueError if a file differs."""
     manifest = Manifest.read(folder)
     if manifest is None:  # written by Megatron-LM
         return
@@ -254,7 +254,7 @@ class Stage:
 
     @torch.no_grad()  # inference_mode would not apply to the threads that compute experts
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor | None:
-        """Logits for the token after each of `tokens` (int64 [B, S], the same on all ranks of a replica):
+        """Next-token logits at each position of `tokens` (int64 [B, S], the same on all ranks of a replica):
         float32 [B, S, V], or [B, 1, V] with `last_only`; None except on the last stage.
         """
         num_tokens = tokens.size(1)

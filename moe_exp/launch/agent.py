@@ -4,7 +4,7 @@
         -m moe_exp.train --num-experts 16
 
 Unlike torchrun's agent, it forwards signals without terminating the ranks. It restarts the ranks of all nodes
-if a rank asks for that or fails, after at most --max-restarts failures per job, and records each restart in
+if a rank requests it or fails (up to --max-restarts failures per job), and records each restart in
 the run's metrics.jsonl. docs/architecture.md lists the private names of torchrun that this file uses.
 """
 
@@ -57,7 +57,7 @@ _HUNG = "killed by its launcher because the run hung"
 
 class StandBys:
     """Standby processes, one per rank of this node, that have done all imports (most of the restart time).
-    Each waits for the environment of the rank that it becomes, or ends with this process.
+    Each waits for the environment of the rank that it will become, and ends if this process ends.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class StandBys:
         self.waiting: dict[str, tuple[subprocess.Popen[bytes], int]] = {}  # process, pipe
 
     def start(self, folder: Path) -> None:
-        """Starts the processes and imports modules needed after failures. `folder`: of heartbeats."""
+        """Starts the processes and imports modules needed after failures. `folder`: heartbeat folder."""
         import moe_exp.watch.diagnosis  # noqa: F401
 
         for local_rank, (command, environ) in self._commands.items():
@@ -134,7 +134,7 @@ class Agent(LocalElasticAgent):
         return failed
 
     def _stand_by(self) -> None:
-        """Starts the standby processes once all ranks have trained; until then, the ranks need the CPUs."""
+        """Starts the standby processes once all ranks have trained a step; until then, they need the CPUs."""
         folder = os.environ.get(exit_codes.HEARTBEATS)
         if self._pcontext is None or self.standbys.waiting or not folder or not self._stands_by:
             return
@@ -252,7 +252,7 @@ class Agent(LocalElasticAgent):
         return records, iteration, failures
 
     def _report(self, ended: int) -> float:
-        """Writes the events of an ended round; returns the delay before the next round in seconds."""
+        """Writes the events of an ended round; returns the delay in seconds before the next round."""
         records, iteration, failures = self._record_failures(ended)
         for failure in failures:
             where = f"rank {failure['rank']} on {failure['host']} ({failure['device']})"
@@ -304,7 +304,7 @@ class Agent(LocalElasticAgent):
         return found.action
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event, or if the disk is full, keeps it for the next event; the ranks restart anyway."""
+        """Writes an event; if the disk is full, keeps it for the next event, and the ranks restart anyway."""
         if self._metrics is None or not self._metrics.parent.is_dir():
             return
         self._unwritten.append(event_record(name, iteration, **details))

@@ -40,7 +40,7 @@ def train(
 ) -> int:  # fmt: skip
     """Checks the settings and runs this node's ranks, or with `dry_run` prints what would run. Exit codes:
     0: finished; 75: stopped, and the same command resumes the run; 2: invalid settings; 3: failed, and a
-    restart would fail in the same way; others: failed.
+    restart would fail in the same way; any other code: failed.
 
     Args:
         flags: settings by field name, and `config`, the path of a settings file; None counts as not set.
@@ -185,7 +185,7 @@ _OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """Returns `module_arguments` plus the rendezvous address, because torchrun overwrites its variables."""
+    """Returns `module_arguments` plus the rendezvous address, whose variables torchrun overwrites."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 

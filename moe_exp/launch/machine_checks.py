@@ -345,7 +345,7 @@ def _upcycle_from(c: Config) -> Iterator[str]:
 
 
 def _data_dir(c: Config) -> Iterator[str]:
-    """Checks that DATA_DIR is writable if the start of the run creates files in it."""
+    """Checks that DATA_DIR is writable if starting the run creates files in it."""
     folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty)"
     if c.train_data and c.data_order == "megatron":
         what = "the indices of DATA_ORDER=megatron"
@@ -380,7 +380,7 @@ def disk_warnings(config: Config) -> list[str]:
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks disk space: on resume for the next checkpoint, else for all or one, depending on DISK_CHECK."""
+    """Checks disk space: on resume for the next checkpoint, else for one or all checkpoints (DISK_CHECK)."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 

@@ -3,7 +3,7 @@
 torchrun's static rendezvous does not report failures to other nodes. Its c10d rendezvous reports failures,
 but assigns its own node numbers instead of NODE_RANK. In torch 2.13, with either rendezvous, restarted ranks
 get a store that still has the addresses of dead ranks (not with c10d if
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). This file solves all three.
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). This file solves all three problems.
 
 A round is one start of all ranks. Agents meet in a store on MASTER_PORT that lives as long as node 0's agent.
 The ranks of each round have their own store on a free port. Stores of single-node jobs listen only on the

@@ -44,7 +44,7 @@ def source_problems(config: Config) -> list[str]:
 
 
 def stage_lines(config: Config) -> list[str]:
-    """One line per data stage that is set in tokens and is moved to the start of a later batch."""
+    """One line per data stage whose start is set in tokens and is moved to a later batch boundary."""
     with suppress(ValueError):
         if config.data_stages and (source := _source(config)) is not None:
             return _placed(config, source)[1]
@@ -62,8 +62,8 @@ def start_of(config: Config) -> Start:
 
 
 def _source(config: Config) -> _Source | None:
-    """The checkpoint that training would load now; None if only the ranks or another machine can tell.
-    Raises ValueError if no checkpoint of the run folder or LOAD_DIR is complete.
+    """The checkpoint that training would load now; None if only the ranks or another machine know it.
+    Raises ValueError if neither the run folder nor LOAD_DIR has a complete checkpoint.
     """
     if run_folder_problems(config) or config.remote_dir:
         return None
@@ -120,7 +120,7 @@ _ROUNDING = 1.01  # tolerance for rounded weights and for TRAIN_ITERS in whole b
 
 
 def data_warnings(config: Config) -> list[str]:
-    """Warnings about tokenizers, repeated token files, and validation on one document or training data."""
+    """Warnings about tokenizers, repeated token files and validation on one document or on training data."""
     with suppress(ValueError, OSError):  # reported by the checks of files
         if not config.train_data or needs_preparation(config):
             return list(validation_overlaps(config))

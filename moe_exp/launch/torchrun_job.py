@@ -46,7 +46,7 @@ def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
 
 
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
-    """This process's environment plus variables for threads, allocators, NCCL, DETERMINISTIC and `key`."""
+    """This process's environment plus `key` and variables for threads, allocators, NCCL, DETERMINISTIC."""
     environ = dict(os.environ)
     environ |= config.deterministic_environment(environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
@@ -102,7 +102,7 @@ def run_job(
 
     Args:
         config: settings of a training run; None: nothing to save, so the first signal kills the ranks.
-        poll: called every 0.2 s with True if a stop was requested; returns True if it killed hung ranks.
+        poll: called every 0.2 s, given whether a stop was requested; returns True if it killed hung ranks.
     """
     received: list[int] = []
     num_sent = 0
@@ -169,7 +169,7 @@ class _Stillness:
 
 
 class _Orphans:
-    """Ranks of a killed agent: SIGTERM makes them save, and the launcher waits for their exit code."""
+    """Ranks whose agent was killed: SIGTERM makes them save, and the launcher waits for their exit code."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []

@@ -51,13 +51,13 @@ class Fit(Generic[T]):
 
     @property
     def bound(self) -> float:
-        """90th percentile of the relative errors of left-out rows, or 0 without rows."""
+        """90th percentile of the relative leave-one-out errors, or 0 without rows."""
         sizes = sorted(abs(error) for error in self.left_out.values())
         return sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else 0.0
 
     @property
     def summary(self) -> dict[str, float]:
-        """Number of rows and sizes of their errors, 0 without rows."""
+        """Number of rows and magnitudes of their errors; all 0 without rows."""
         errors, left_out = (list(map(abs, of.values())) or [0.0] for of in (self.errors, self.left_out))
         return {
             "rows": len(self.errors),
@@ -74,12 +74,12 @@ def fit(
 ) -> Fit[T]:  # fmt: skip
     """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
-    The error that a row would have without being in the fit is estimated by one Gauss-Newton step from the
-    fit to all rows. A refit without the row gives a similar error (`test_calibration.py` compares both).
+    The leave-one-out error of a row is estimated by one Gauss-Newton step from the fit to all rows. A refit
+    without the row gives a similar error (`test_calibration.py` compares both).
 
     `prior` replaces the priors of `kind` and narrows their spreads. Constants that affect no run are taken
     from `rest` (default: their prior); those in `hold` are fixed. `noise` is the relative error of a row
-    without gross errors; the smaller it is, the less weight priors have.
+    that is not an outlier; the smaller it is, the less weight the priors have.
     """
     # Factors of a single cluster are only fitted for that cluster, which has a prior.
     if prior is None and issubclass(kind, TimeConstants):
@@ -165,7 +165,7 @@ class Calibration:
 def calibrate(
     runs: Sequence[MeasuredRun], prior: Constants | None = None, rest: Constants | None = None
 ) -> Calibration:
-    """Fits all constants to trusted measurements; ValueError without any such measurement. A fit to few rows
+    """Fits all constants to trusted measurements; ValueError if there are none. A fit to few rows
     needs a `prior`. Constants that affect no row are taken from `rest`, or from the prior.
     """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
@@ -208,8 +208,8 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """Returns a CSV with a prediction per row. Without batch size or DP, the time is empty; without DP, the
-    memory is that of DP=1.
+    """Returns a CSV with a prediction per row. For a row without batch size or DP, the time is empty;
+    without DP, the memory is for DP=1.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

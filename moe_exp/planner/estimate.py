@@ -80,7 +80,7 @@ def cost_of(
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:
-    """Returns the settings with TRAIN_ITERS and the decay set for `num_tokens`; None changes nothing."""
+    """Returns the settings with TRAIN_ITERS and the decay set for `num_tokens`; unchanged if it is None."""
     if num_tokens is None:
         return config
     iterations = sum(step.num_iterations for step in config.batches.steps(-(-num_tokens // config.seq_len)))
@@ -101,7 +101,7 @@ class Lever:
 
 
 def levers(config: Config, hardware: Hardware, constants: Constants, prediction: Prediction) -> list[Lever]:
-    """Returns changes of one setting that may save memory on the same devices at the same global batch.
+    """Returns single-setting changes that may save memory on the same devices at the same global batch.
 
     Changes are sorted by memory saved; invalid ones come last. `prediction` is for the unchanged run.
     """
@@ -125,7 +125,7 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
 
 
 def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | None:
-    """Predicts a run on a device, given its driver's name; None if a device or setting is unknown."""
+    """Predicts a run on a device, given the driver's name for it; None if a device or setting is unknown."""
     if not (profile := profile_of(device)):
         return None
     hardware = load_hardware(profile)
@@ -136,7 +136,7 @@ def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | N
 
 
 def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:
-    """Returns up to four changes of one setting that save memory: sufficient ones first, then by speed."""
+    """Returns up to four single-setting changes that save memory: sufficient ones first, then by speed."""
     found = [lever for lever in levers(config, hardware, load_constants(), prediction) if not lever.problem]
     # a change below the error of the prediction is no help
     found = [lever for lever in found if lever.needed_bytes > 0.01 * prediction.memory_bytes]

@@ -173,7 +173,7 @@ def _is_number(text: str, column: str) -> bool:
 
 
 def _setting(name: str, text: str) -> tuple[Any, str]:
-    """Returns the value of a setting, and the error in its text, if any."""
+    """Parses the text of a setting; returns its value, and the error message, if any."""
     settings: dict[str, Any] = {"gpus_per_node": 1, name: text}
     try:
         return getattr(Config(**settings), name), ""

@@ -84,7 +84,7 @@ class Prediction:
 
 @cache
 def load_constants(path: Path = CONSTANTS) -> Constants:
-    """Loads the package's constants, or a profile of `moe-exp plan calibrate`; ValueError if invalid."""
+    """Loads the package's constants, or a profile from `moe-exp plan calibrate`; ValueError if invalid."""
     try:
         content = read_json(path)
         return Constants(

@@ -232,7 +232,7 @@ class PlanPrinter:
     def search(self, found: Search, top: int, changes: Mapping[str, str]) -> None:
         """Prints the fastest layouts, the number of near-equal layouts, and why others were rejected.
 
-        `changes`: settings without which no layout fits with 8% to spare.
+        `changes`: settings that had to change for a layout to fit with 8% to spare.
         """
         if changes:
             settings = " ".join(f"{name.upper()}={value}" for name, value in changes.items())
@@ -451,5 +451,5 @@ def _number(value: object) -> str:
 
 
 def _short(number: float) -> str:
-    """Formats a number with three digits, or without decimals from 100 on."""
+    """Formats a number with three significant digits, or without decimals from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

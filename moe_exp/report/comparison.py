@@ -28,7 +28,7 @@ COSTS = {"consumed_flops": "the FLOPs", "training_seconds": "the time", "consume
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in SEED, in report order."""
+    """Runs, in report order, that differ only in SEED."""
 
     runs: tuple[RunRecords, ...]
 
@@ -159,8 +159,8 @@ def lowest(values: Floats) -> float:
 
 
 def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> dict[str, float] | None:
-    """Costs by axis at which `values` first reach `loss`, by linear interpolation; NaN if unknown, None if
-    `loss` is not reached. `at`: costs of the values.
+    """Cost on each axis when `values` first reach `loss`, by linear interpolation; NaN if unknown, None if
+    `loss` is not reached. `at`: cost of each value.
     """
     reached = np.flatnonzero(values <= loss)  # NaN compares false
     if not len(reached):
@@ -187,7 +187,7 @@ def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """Rounds a loss up to four decimal places, so that a run that reached it also reached the result."""
+    """Rounds up to four decimal places, so that a run that reached `loss` also reached the result."""
     if not np.isfinite(loss):
         return loss
     # 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
@@ -322,8 +322,8 @@ def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
 def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
     """Settings in which runs differ: name, and the value in each run as text.
 
-    `(unknown)` stands for a setting that the run does not have, `–` for a MoE setting of a dense run. With
-    dense and MoE runs, a MoE setting is listed if it differs between MoE runs or from the default;
+    `(unknown)` stands for a setting that the run does not have, `–` for an MoE setting of a dense run. With
+    dense and MoE runs, an MoE setting is listed if it differs between MoE runs or from the default;
     NUM_EXPERTS, TOPK and MOE_TYPE are always listed.
     """
     rows = []

@@ -149,7 +149,7 @@ RANKING_RULE = (
 
 
 def other_winners(runs: Sequence[RunRecords]) -> list[str]:
-    """A sentence each for equal FLOPs and equal time, if the best run is not the best at equal tokens."""
+    """A sentence each for equal FLOPs and equal time, if the best run there is not best at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
     lines = []
@@ -164,7 +164,7 @@ def other_winners(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
-    """Compares every MoE model with every dense model; if all are of one kind, each with the baseline."""
+    """Compares every MoE model with every dense model or, if all are of one kind, each with the baseline."""
     groups = comparison.seed_groups(runs)
     dense = [group for group in groups if group.runs[0].kind == "dense"]
     if found := [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]:
@@ -192,7 +192,7 @@ def pair_text(pair: Parity, found: Ranking | None) -> str:
 
 
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
-    """Returns a sentence if the ranking at equal tokens contradicts the pair's share of them, else ""."""
+    """Returns a sentence if the ranking at equal tokens contradicts the pair's share of tokens, else ""."""
     lead = difference(pair, found)
     # no contradiction: fewer tokens to the same loss, and a lower loss at equal tokens
     if found is None or not (pair.shares.get("consumed_tokens", float("nan")) - 1) * lead < 0:

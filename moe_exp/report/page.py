@@ -238,7 +238,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """For each bucket [B]: mean, minimum and maximum of finite values (or NaN); number of other values."""
+    """For each bucket [B]: mean, minimum and maximum of finite values (or NaN); number of non-finite ones."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))

@@ -42,7 +42,7 @@ def asset_text(name: str) -> str:
 
 
 def filled(name: str, fields: Mapping[str, str]) -> str:
-    """Content of a file in assets/ with `fields` in place of {{field}}."""
+    """Content of a file in assets/, with each {{field}} replaced from `fields`."""
     # in one pass, so that a run named like a placeholder is not replaced
     return re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], asset_text(name))
 
@@ -194,7 +194,7 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
-    """Costs of the runs to reach `loss` (if `is_common`, the lowest loss that all runs reach). The script can
+    """Each run's cost to reach `loss` (if `is_common`, the lowest loss that all runs reach). The script can
     change `loss`.
     """
     if unit is None:

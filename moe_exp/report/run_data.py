@@ -78,7 +78,7 @@ class LoadHistory:
                     self._means.append(np.full((1, len(LAYER_KEYS)), np.nan))
 
     def _count(self, records: Sequence[tuple[int, float, list[Mapping[str, Any]]]]) -> bool:
-        """Adds records of the first record's shape; returns False and adds nothing if a shape differs."""
+        """Adds records shaped like the first one; returns False and adds nothing if a shape differs."""
         try:
             of_records = [experts for _, _, experts in records]
             layers = [[layer["layer"] for layer in experts] for experts in of_records]
@@ -210,7 +210,7 @@ def latest(values: Floats) -> float:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values above SPIKE_FACTOR * median of the last SPIKE_WINDOW (at least 10 finite) values."""
+    """Indices of values above SPIKE_FACTOR * median of the SPIKE_WINDOW preceding values (>= 10 finite)."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
@@ -227,7 +227,7 @@ def spikes(values: Floats) -> list[int]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
-    """Reads run folders, without duplicates. Raises ConfigError first if some paths are not run folders."""
+    """Reads run folders, without duplicates. Raises ConfigError up front if a path is not a run folder."""
     folders = list({path.resolve(): path for path in paths}.values())
     raise_for(run_problems(paths))
     metrics = [RunFolder(path).metrics for path in folders]

@@ -178,7 +178,7 @@ def parsed_record(line: str | bytes) -> Record | None:
 
 
 def fast_record(line: bytes) -> Record | None:
-    """Like `parsed_record`, five times as fast; integers of more than 64 bits become floats."""
+    """Like `parsed_record`, but five times as fast; integers of more than 64 bits become floats."""
     try:
         record = orjson.loads(line)
     except ValueError:
@@ -206,7 +206,7 @@ def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Re
 
 
 def newest_records(path: Path) -> list[Record]:
-    """Records of metrics.jsonl from the last train record with `training_seconds`, or all if none has it."""
+    """Records of metrics.jsonl, from the last train record with `training_seconds` on; all if none has it."""
     found = []
     for _, line in _backwards(path):
         if line.endswith(b"\n") and (record := parsed_record(line)) is not None:
@@ -217,7 +217,7 @@ def newest_records(path: Path) -> list[Record]:
 
 
 def drop_records_after(path: Path, iteration: int) -> int:
-    """Removes train and valid records after `iteration` atomically; returns the number of removed records."""
+    """Atomically removes train and valid records after `iteration`; returns the number of removed records."""
     if not path.exists():
         return 0
     # Keeps events, which are part of the run's history even if their iterations are repeated. Reads backwards

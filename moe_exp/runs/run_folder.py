@@ -122,8 +122,8 @@ def open_run_folder(
     Args:
         config: settings of this start; they replace config.yaml, and provenance.json records the changes.
         argv: command line to record (default: sys.argv).
-        resumed_from: iteration of this run's checkpoint that training resumes from, or None. With an
-            iteration, changed settings that affect training are logged and recorded as an event.
+        resumed_from: iteration of this run's checkpoint that training resumes from, or None. If not
+            None, changed settings that affect training are logged and recorded as an event.
     """
     folder = RunFolder.of(config)
     try:
@@ -168,7 +168,7 @@ _LOCK_SECONDS = 1.0  # `lock_problems` in another process may hold the lock for 
 
 
 def release_run_folders() -> int:
-    """Releases the locks of `hold_run_folder` in a process that continues; returns the number of locks."""
+    """Releases the locks of `hold_run_folder` in a process that keeps running; returns their number."""
     num_held = len(_HELD)
     while _HELD:
         _HELD.pop().release()
@@ -255,7 +255,7 @@ _UNREPORTED = (
 
 
 def changes_of_resume(config: Config) -> list[str]:
-    """Changed settings at a resume that affect training, such as `LR 0.001 -> 0.003`."""
+    """Settings that affect training and changed at a resume, such as `LR 0.001 -> 0.003`."""
     folder = RunFolder.of(config)
     if not _exists(folder.checkpoints / LATEST):
         return []  # nothing to resume from

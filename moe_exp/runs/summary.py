@@ -28,7 +28,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Caller:
-    """The user's command; the summary derives its suggested commands from this command."""
+    """The user's command, from which the summary derives its suggested commands."""
 
     program: str = "moe-exp"
     command: str = "moe-exp train"  # as typed, with its flags
@@ -83,7 +83,7 @@ def finish_run(
 
 
 def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, Any] | None]:
-    """Records without `experts`, which may be gigabytes in a long run, and the balance of the experts."""
+    """Records without `experts` (up to gigabytes in a long run), and the load balance of the experts."""
     kept: list[Record] = []
     last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
     slots: dict[tuple[int, int], npt.NDArray[np.float64]] = {}  # sums over all train records, by (layer, E)

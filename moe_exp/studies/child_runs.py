@@ -88,14 +88,14 @@ def train_command(flags: Mapping[str, Any]) -> list[str]:
 
 
 def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment without run settings, which are passed as flags, and without `also_without`."""
+    """Returns the environment without `also_without` and the run settings (which are passed as flags)."""
     ours = {name.upper() for name in (*Config.model_fields, *also_without)}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Creates `folder` and locks it during the block; ValueError about `name` if another process uses it."""
+    """Creates `folder` and locks it during the block; ValueError for `name` if it is already locked."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
@@ -107,7 +107,7 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> Iterator[None]:
-    """Extends `held`: turns SIGTERM and SIGHUP into KeyboardInterrupt, and prints how to resume."""
+    """Like `held`, but also turns SIGTERM and SIGHUP into KeyboardInterrupt and prints how to resume."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -122,7 +122,7 @@ def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> I
 
 
 def wait_until_free(folder: RunFolder) -> None:
-    """Waits until the processes of a killed command release a run folder; ValueError after a minute."""
+    """Waits until a killed command's processes release the run folder; ValueError after one minute."""
     if not folder.lock.exists():
         return
     try:
@@ -363,7 +363,7 @@ def _root_cause(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _most_useful(lines: Sequence[str]) -> str:
-    """Returns the first of these: error of a rank, fatal signal, our last message, last error, last line."""
+    """Returns the first available of: rank error, fatal signal, our last message, last error, last line."""
     signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
     of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
     ours = [line for line in lines if of_ours.match(line)]

@@ -76,7 +76,7 @@ def models_of_axes(
 
 @dataclass(frozen=True)
 class Growth:
-    """Growth of a part's outputs with the model's size, as slopes of log2(output) over log2(size)."""
+    """Growth of a model part's outputs with model size: slopes of log2(output) against log2(size)."""
 
     part: str
     initial: float  # slope of the outputs' mean absolute value before training
@@ -92,8 +92,8 @@ class Growth:
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
     """Returns the slopes of outputs and changes over the model sizes in `measured`. Each size has runs with
-    different seeds, and each run has (mean output, mean change) by step and part. Uses outputs of the first
-    step and changes of the last.
+    different seeds, each with (mean output, mean change) by step and model part. Uses outputs of the first
+    step and changes of the last step.
     """
     sizes, found = np.log2(list(measured)), []
 
@@ -201,7 +201,7 @@ def losses_of(
 def draw_transfer(
     path: Path, title: str, rates: Sequence[float], losses: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
-    """Draws loss over learning rate as PNG, a line per model with its range over seeds."""
+    """Plots loss against learning rate as PNG: one line per model, with its range over seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained")

@@ -15,7 +15,7 @@ from moe_exp.runs.run_folder import RunFolder
 
 
 def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> str:
-    """Log line in the format of Megatron-LM's `training_log`, without the fields that have no value."""
+    """Log line in the format of Megatron-LM's `training_log`; omits fields without a value."""
     fields = [
         (" consumed samples: {:12d}", "consumed_samples"),
         (" elapsed time per iteration (ms): {:.1f}", "elapsed_time_per_iteration_ms"),

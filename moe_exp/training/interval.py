@@ -285,7 +285,7 @@ class PhaseTimers:
 
     def take(self, *, is_late: bool = False) -> dict[str, float]:
         """Seconds per phase since the last call; waits for the device. With `is_late`, GPU spans added since
-        the last call are left for the next call, so that this one does not wait.
+        the last call are only returned by the next call, to avoid waiting.
         """
         number = self._num_old if is_late else len(self._pairs)
         for phase, begun, ended in self._pairs[:number]:
@@ -309,7 +309,7 @@ _seconds_waited = 0.0  # by this process for other ranks, from the first call of
 
 @cache
 def measure_waits() -> None:
-    """Adds the time of each `Work.wait`, where all calls of gloo wait, to `_seconds_waited`."""
+    """Adds to `_seconds_waited` the duration of each `Work.wait`, in which all gloo calls wait."""
     wait: Any = torch.distributed.Work.wait
 
     def measured(*args: Any, **kwargs: Any) -> Any:
@@ -325,9 +325,9 @@ def measure_waits() -> None:
 class RankTimes:
     """This rank's own seconds in each of RANK_PHASES, exchanged every SLOW_RANK_EVERY iterations.
 
-    Own time leaves out waits for other ranks. On a GPU, where nothing has been measured, the host does not
-    wait: events around the phases are read an iteration later, and include the collectives inside a phase (of
-    tensor and expert parallelism, and the optimizer's). A CUDA graph is one phase, forward.
+    Own time excludes waits for other ranks. On a GPU (not measured yet), the host does not wait: events
+    around the phases are read an iteration later, and include collectives within a phase (of tensor and
+    expert parallelism, and of the optimizer). A CUDA graph counts as one phase, forward.
     """
 
     def __init__(self, config: Config, runtime: Runtime, model: Sequence[Any]):
@@ -351,7 +351,7 @@ class RankTimes:
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; when due, exchanges mean COLUMNS and PROCESSORS, which the next call returns."""
+        """Ends an iteration; when due, exchanges mean COLUMNS and PROCESSORS; the next call returns them."""
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
         self._rows.append([*self.timers.take(is_late=True).values(), waited])
@@ -385,7 +385,7 @@ def timed(timers: PhaseTimers | None, phase: str) -> Iterator[None]:
 
 
 def out_of_memory_text(config: Config, error: Exception) -> str:
-    """Text on the failed allocation, measured and planned peak memory, the largest tensors, and advice."""
+    """Error text: failed allocation, measured and planned peak memory, largest tensors, and advice."""
     tried = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     parts = [f"no room for {tried[1]}" if tried else str(error).partition("\n")[0].strip().rstrip(".")]
     if torch.cuda.is_initialized():

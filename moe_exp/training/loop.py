@@ -271,7 +271,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
 
 def is_due(config: Config, iteration: int) -> bool:
-    """Whether the host needs an iteration's results right after it, to log, save, validate, check or exit."""
+    """Whether the host needs results right after this iteration, to log, save, validate, check or exit."""
     intervals = (
         config.log_interval, config.eval_interval, config.check_interval, config.save_interval,
         config.exit_interval,
@@ -284,7 +284,7 @@ def measure(
     job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
     *, is_logged: bool,
 ) -> float | None:  # fmt: skip
-    """Logs, validates, writes dumps, compares ranks, each when due; returns a new validation loss."""
+    """Logs, validates, writes dumps and compares ranks, each when due; returns any new validation loss."""
     config, iteration, valid_loss = job.config, progress.iteration, None
     if metrics is not None and (first_sample := step.first_sample):
         number, seq_len, _ = job.train_stream.stage_at(first_sample)
@@ -318,7 +318,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records losses (nats per token) of weights and averaged weights; returns the first loss and seconds."""
+    """Records losses (nats per token) of weights and averaged weights; returns the former and duration."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()

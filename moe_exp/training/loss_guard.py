@@ -111,7 +111,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _before_corruption(self, progress: Progress, error: ReplicaError) -> GuardEnd:
-        """Goes back to the newest checkpoint not later than the last check, and may exclude a host."""
+        """Rolls back to the newest checkpoint at or before the last check, and may exclude a host."""
         config, folder, hosts = self._config, self._folder, sorted(set(error.hosts.values()))
         self._finish_save()
         names = (one.get("event") for one in iter_metrics(folder.metrics))
@@ -233,7 +233,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Step]) -> dict[str, Any]:
-        """Event fields about the batches: their samples and, per file, up to 1000 of their documents."""
+        """Event fields about the batches: sample numbers and, per file, up to 1000 document numbers."""
         # Only rank 0 writes events, and looking up documents may build the order of a whole epoch.
         if self._metrics is None:
             return {}
@@ -280,7 +280,7 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """`samples` without those that rollbacks skip after a resume from `source`. Called by every rank.
+    """`samples` minus the samples that rollbacks skip after a resume from `source`. Called by every rank.
 
     `sample_order` is `SampleOrder.facts` of this start. ConfigError if the rollbacks cannot be read.
     """
@@ -310,8 +310,8 @@ def go_back(
 
     Returns:
         Fields of an event, the same on every rank: `back_to` (iteration of the checkpoint that the next start
-        resumes from) and `set_aside` (newer checkpoints, which are moved to RUN/set_aside). Or the reason why
-        the rollback failed: no usable earlier checkpoint, or a full disk.
+        resumes from) and `set_aside` (newer checkpoints, which are moved to RUN/set_aside). If the rollback
+        failed, the reason: no usable earlier checkpoint, or a full disk.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint, newest=iteration - 1)

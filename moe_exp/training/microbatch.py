@@ -39,9 +39,9 @@ def read_microbatch(
 
     Returns:
         This context parallel rank's part [B, S/C] of the tensors of `split_batch` and of `padding_mask` (True
-        for filler); `num_counted`, number of tokens of the micro-batch in the loss; `documents`. In training
-        with MTP_NUM_LAYERS=K also the tensors of `future_batch`, `num_future` [K], as `num_counted`, and
-        `future_weight`, MTP_LOSS_COEFF / K: a tensor, as CUDA graphs would keep a number.
+        for filler); `num_counted`, the micro-batch's number of counted tokens; `documents`. In training
+        with MTP_NUM_LAYERS=K also the tensors of `future_batch`; `num_future` [K], like `num_counted`; and
+        `future_weight`, MTP_LOSS_COEFF / K, as a tensor, since a CUDA graph would freeze a number.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
@@ -116,7 +116,7 @@ def start_graphs(
 ) -> tuple[MicrobatchGraphs | None, str]:  # fmt: skip
     """Captures and checks the CUDA graph of the next micro-batch; if any rank fails, returns None and why.
 
-    Called by every rank. Raises a ConfigError in that case if CUDA_GRAPH=on.
+    Called by every rank. With CUDA_GRAPH=on, a failure raises ConfigError instead.
     """
     graphs, first = build_graphs(model, CudaGraph), progress.consumed_samples
     number, _, _ = next_batch(config, first, samples.stage_at(first).seq_len)
@@ -140,7 +140,7 @@ def start_graphs(
 
 
 def build_graphs(model: Sequence[Any], graph: Callable[[], CudaGraph]) -> MicrobatchGraphs:
-    """CUDA graphs for the micro-batches of this rank's model, which has one chunk."""
+    """CUDA graphs for the micro-batches of this rank's model, which must have one chunk."""
     (chunk,) = model
     settings = get_model_config(chunk)
 
@@ -207,10 +207,10 @@ def lm_loss(
 
 
 def loss_with_future(batch: Mapping[str, Any], losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """`lm_loss` plus MTP_LOSS_COEFF times the mean loss of K layers for multi-token prediction.
+    """`lm_loss` plus MTP_LOSS_COEFF times the mean loss of the K multi-token prediction layers.
 
-    `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The log, [2 * (1+K)], has sum
-    and number of tokens of each.
+    `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The log, [2 * (1+K)], has the
+    loss sum and token count of each.
     """
     masks = batch["loss_mask"], *batch["future_mask"].unbind(dim=2)
     counts, weight = (batch["num_counted"], *batch["num_future"]), batch.get("weight", 1.0)

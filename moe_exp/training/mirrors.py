@@ -34,7 +34,7 @@ Axes = Mapping[str, float]
 
 
 def axes_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Position of a train or valid record on AXES, without axes for which the record has no value."""
+    """Position of a train or valid record on AXES; omits axes for which the record has no value."""
     found = {axis: record.get(key) for axis, key in AXES.items()}
     return {axis: value for axis, value in found.items() if value is not None}
 
@@ -187,7 +187,7 @@ Mirror = _TensorBoard | Prometheus | _Wandb
 
 
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
-    """The wandb mirror, or [] if not requested; ConfigError if it cannot start. Send it old records first."""
+    """The wandb mirror, or [] if not requested; ConfigError if wandb cannot start. Send old records first."""
     if not config.wandb_project or config.wandb_mode == "disabled":
         return []
     try:

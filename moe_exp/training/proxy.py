@@ -63,7 +63,7 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
     Returns:
         For each step from 0 and each model part, by name: mean absolute output and mean absolute change
         of the output since step 0, averaged over layers. For router and output layer, whose initial weights
-        are smaller in a wider model, the change is only what the change of their own weights contributes.
+        are smaller in a wider model, the change includes only the contribution of their own weight changes.
     """
     proxy = Proxy(config)
     # always the same micro-batch, so that only the weights change between two recordings

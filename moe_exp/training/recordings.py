@@ -10,9 +10,9 @@
         main weights of NAME     fp32, only with DTYPE=bf16 and fp16
         exp_avg of NAME, ...     moments, and with EMA_DECAY the average of the weights (ema), fp32
 
-With the distributed optimizer, all tensors except parameters cover only this rank's range of a parameter, in
-memory order, such as `exp_avg of NAME[128:256]`. Names with a range differ between data parallel ranks, but
-match between two runs with the same layout.
+With the distributed optimizer, tensors other than parameters cover only this rank's range of the parameter's
+elements in memory order, such as `exp_avg of NAME[128:256]`. These ranges differ between data parallel ranks,
+but match between two runs with the same layout.
 """
 
 import logging
@@ -59,7 +59,7 @@ class Recorder:
         self._profiler: profile | None = None
 
     def begin(self, iteration: int) -> None:
-        """Starts recordings before an iteration. A resume within a range records the rest of the range."""
+        """Starts recordings before an iteration. A run resumed within a range records the rest of it."""
         for what, ranges in self._ranges.items():
             lasts = [min(last, self._last) for first, last in ranges if first <= iteration <= last]
             if what in self._begun or not lasts or iteration > lasts[0]:
@@ -175,7 +175,7 @@ class DumpedTensor:
 
 
 def compare_dumps(a: Path, b: Path) -> Comparison:
-    """Compares two dump files, or files of equal names in two folders; ValueError if they do not match."""
+    """Compares two dump files, or same-named files in two folders; ValueError if the two do not match."""
     if a.is_dir() != b.is_dir():
         kind = "folder" if a.is_dir() else "file"
         raise ValueError(f"A={a}: is a {kind}, but B={b} is not. Fix: give two files or two folders.")

@@ -9,13 +9,13 @@ These tensors must be equal on these ranks:
               split: routers, norms, gates, latent projections
     tied      shared embedding and output layer                     first and last pipeline stage
 
-Training itself never compares weights, because only gradients are reduced. After a flipped bit, a wrong load
-on one rank or a tied embedding out of sync, training continues with inconsistent weights until the loss
-degrades or spikes at a restart.
+Training itself never compares weights, because only gradients are reduced. After a bit flip, a wrong load on
+one rank or a desynchronized tied embedding, training continues with inconsistent weights until the loss
+degrades, or spikes at a restart.
 
 Each rank computes a 64-bit fingerprint of every tensor (`checkpoint.fingerprints`) and sums the fingerprints
-of each kind, weighted by a hash of the name. One all-gather of a few numbers per rank detects problems. Only
-if there are problems do the ranks exchange names and hosts.
+of each kind, weighted by a hash of the name. One all-gather of a few numbers per rank detects problems. Ranks
+exchange names and hosts only if there are problems.
 """
 
 import hashlib
@@ -93,8 +93,8 @@ def check_replicas(
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[int, str]]:
-    """Problems, one line each, with the hosts of the ranks whose copy is known to be wrong; the same on every
-    rank. Without problems, this takes a single collective.
+    """Problems, one line each, with the hosts of ranks whose copy is known to be wrong; the result is equal
+    on all ranks. Without problems, this takes a single collective.
     """
     # Sums detect a problem; only then do the ranks exchange fingerprints by name.
     mine = _held(config, runtime, trained)
@@ -177,7 +177,7 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
 
 
 def _problems(held: list[_Held], *, distributed: bool) -> dict[str, dict[int, str]]:
-    """One line per tensor that differs between replicas or is not updated once; see `replica_problems`."""
+    """A line per tensor that differs between replicas or isn't updated just once; see `replica_problems`."""
     lines: dict[str, dict[int, str]] = {}
     hosts = [one.host for one in held]
     of_optimizer: dict[str, list[int]] = defaultdict(list)
@@ -259,7 +259,7 @@ def group_problems(
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str, Any]]]]:
-    """(model parameter, tensor that the optimizer updates for it, parameter groups of that tensor)."""
+    """(model parameter, its tensor in the optimizer, parameter groups that contain this tensor)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue  # this rank has no parameters of this kind
@@ -347,7 +347,7 @@ class GradientCheck:
         return seconds
 
     def compared(self) -> AbstractContextManager[None]:
-        """Context of the iteration itself, whose gradients are compared before they are summed."""
+        """Context for running the iteration; compares its gradients before they are summed over ranks."""
         finalize = get_model_config(self._trained.model[0]).finalize_model_grads_func
 
         def compare_and_sum(*args: Any, **kwargs: Any) -> None:
@@ -444,8 +444,8 @@ def suspects(
 ) -> tuple[list[int], str]:
     """Ranks suspected of wrong results, and what their gradients differ from.
 
-    Arguments, for each rank: its replica of the model, and how much its gradient differs from the repetition
-    and from that of its neighbour, which is in the replica before.
+    Arguments, by rank: its model replica, the difference of its gradient from that of a repeated computation,
+    and the difference from that of its neighbour in the preceding replica.
     """
     if found := [rank for rank, gap in enumerate(repeated) if gap > bound]:
         return found, "that of the same computation, repeated"

@@ -87,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """Aligns stages that begin at a token count with batch boundaries (resumed from `source`)."""
+    """Moves stage starts given as token counts to batch boundaries (of a run resumed from `source`)."""
     if not config.data_stages:
         return config
 

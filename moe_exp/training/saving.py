@@ -87,8 +87,8 @@ class CheckpointManager:
     def finish_written(self, ends: Sequence[IterationEnd]) -> float:
         """Finishes a pending save (ASYNC_SAVE) once all ranks have written it; returns the seconds waited.
 
-        `ends` are the results that training has just read. Every rank must call this function with the same
-        `ends`.
+        `ends`: results of the iterations that training has just read. Every rank must call this function with
+        the same `ends`.
         """
         return self.finish() if self.writer.is_pending and ends and not ends[-1].is_writing else 0.0
 
@@ -117,8 +117,8 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """Newest checkpoint of the run or in REMOTE_DIR; without one, the newest in LOAD_DIR (ConfigError if it
-    has none). None if there is no checkpoint and LOAD_DIR is not set.
+    """Newest checkpoint of the run or in REMOTE_DIR; if there is none, the newest in LOAD_DIR (ConfigError
+    if LOAD_DIR has none). None if there is no checkpoint and LOAD_DIR is not set.
     """
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run

@@ -8,10 +8,10 @@ The measure is a robust z-score of the loss and of the logarithm of the gradient
                a floor: the scaled MAD, which estimates the standard deviation (Iglewicz and Hoaglin 1993)
     z          (value - level) / spread
 
-Medians tolerate outliers in up to half of a window. The spread is that of the differences from the level, so
+Medians tolerate outliers in up to half of a window. The spread is measured on differences from the level, so
 that the fall of the loss early in training does not count as noise. The window of the level is short, so that
-the level follows batch ramp-up and learning rate. Only rises count. An iteration is not accepted in a spike
-or if the z of its loss is >= LOSS_LASTING.
+the level follows batch ramp-up and learning rate. Only rises count. An iteration is not accepted
+during a spike, or if its loss has z >= LOSS_LASTING.
 
 A spike is in
     the loss      if z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES consecutive ones:

@@ -38,7 +38,7 @@ from moe_exp.watch.hangs import heartbeat
 
 @dataclass(frozen=True)
 class Job:
-    """Objects that each start of a run builds and then does not change."""
+    """Objects that are built at each start of a run and do not change afterwards."""
 
     config: Config
     runtime: Runtime
@@ -147,7 +147,7 @@ def complete(
 def end_iteration(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
     """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce.
 
-    The returned function waits for them; `step` must be settled before its call.
+    The returned function waits for the all-reduce; settle `step` before calling the returned function.
     """
     # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens. If ranks
     # have different reasons, the first one is used.

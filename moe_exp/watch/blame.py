@@ -130,7 +130,7 @@ _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 @dataclass(frozen=True)
 class Blame:
-    """Equal faults on one host, rank and device. `where` has the first time, `last` the latest time or ''."""
+    """Equal faults on one host, rank and device. `where` has the first time; `last`: latest time or ''."""
 
     fault: Fault
     where: Origin

@@ -1,6 +1,6 @@
 """Decides from the logs of a failed job whether it should restart. No torch.
 
-The agent asks after each failed round with the errors of all ranks, `moe-exp watch diagnose` for logs.
+Used by the agent after each failed round (errors of all ranks), and by `moe-exp watch diagnose` (logs).
 """
 
 import re
@@ -56,7 +56,7 @@ class Situation:
 
     @property
     def is_new(self) -> bool:
-        """Whether no start with these settings has trained."""
+        """Whether these settings have never trained an iteration."""
         return not (self.iterations or self.trained_before)
 
 
@@ -114,7 +114,7 @@ def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
 def diagnose_logs(
     files: Iterable[Path], *, iterations: int | None = None, trained_before: bool = False, repeats: int = 0
 ) -> Diagnosis:
-    """Decides by log files; other arguments as in Situation (`iterations=None`: read from the logs)."""
+    """Decides from log files; for other arguments see Situation (`iterations=None`: read from the logs)."""
     logs, seen = [], [0]
     for path in files:
         faults: list[Seen] = []

@@ -1,9 +1,9 @@
 """Names slow ranks of a training job from their phase times. No torch.
 
-All others wait for a slow rank: only times without waits tell the cause from its victims. A rank is compared
-with its peers, which do the same work; without peers, with all others and with its own past. It has to be
-slow over several samples, the more of them the more the times vary, and for a minute where other programs
-leave no processor free. Shapes: S samples, R ranks.
+All ranks wait for a slow one, so only times without waits identify the slow rank. A rank is compared with
+its peers, which do the same work, or, without peers, with all other ranks and its own past. A slow rank must
+be slow over several samples (more if times vary more), and for a minute if other programs leave no processor
+free on its host. Shapes: S samples, R ranks.
 """
 
 import logging
@@ -65,8 +65,8 @@ def median_of_others(values_RN: Floats) -> Floats:
 
 def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int, dict[str, Any]]:
     """Ranks that are slow in the last samples: `phase` with the largest excess, and `factor`. The inputs come
-    from `differences`, minus the past median for ranks without peers; `share_R`: variance of this median
-    relative to that of a sample.
+    from `differences`, minus the past median for ranks without peers; `share_R`: variance of the past median
+    over the variance of a sample.
     """
     slow: dict[int, dict[str, Any]] = {}
     is_slow_now_R = np.median(ratios_SR[-_LENGTHS[0] :], axis=0) > _LEAST
@@ -97,14 +97,14 @@ def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int
 
 
 def processor_seconds() -> NDArray[np.float64]:
-    """PROCESSORS since the start of this process and host."""
+    """Values of PROCESSORS: own since process start, others since boot."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     return np.array([time.process_time(), sum(times[:8]) - idle, idle])  # further fields are parts of others
 
 
 class SlowRanks:
-    """Follows ranks. `places`: host, device and work (equal for peers) of each; `table`: file of times."""
+    """Tracks slow ranks. `places`: host, device and work (equal for peers) by rank; `table`: times file."""
 
     def __init__(self, places: Sequence[Mapping[str, str]], table: Path):
         self._places, self._table, self._written = places, table, -math.inf
@@ -118,7 +118,7 @@ class SlowRanks:
         self._loaded: deque[NDArray[np.bool_]] = deque(maxlen=_LOAD_SAMPLES)
 
     def add(self, rows: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
-        """Takes a sample, COLUMNS and PROCESSORS of each rank; returns an event per rank that changes."""
+        """Adds a sample, COLUMNS and PROCESSORS per rank; returns an event per rank whose state changes."""
         table_RN, load_RN = np.split(np.array(rows), [len(COLUMNS)], axis=1)
         if not self._slow and len(self._recent) >= _LENGTHS[0]:
             self._past.append(self._recent[-_LENGTHS[0]])

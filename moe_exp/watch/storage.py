@@ -1,7 +1,7 @@
 """Save interval and disk space of a run: `moe-exp watch storage`. No torch.
 
 The formulas are in planner/costs/saves.py. With ASYNC_SAVE, training waits for less than the duration d of a
-save, and a failure loses the save in progress. The formulas use d as an upper bound for each of these times.
+save, and a failure loses the save in progress. The formulas use d as an upper bound for both times.
 """
 
 import math

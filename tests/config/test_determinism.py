@@ -100,7 +100,7 @@ def test_a_variable_that_undoes_it_is_refused(no_variables, monkeypatch, name, v
     monkeypatch.setenv(name, value)
     (line,) = check_machine(tiny(master_port=free_port()))
     assert (
-        line.startswith(f"{name}={value}: lets the order of sums vary, but DETERMINISTIC=true")
+        line.startswith(f"{name}={value}: lets the order of summation vary, but DETERMINISTIC=true")
         and f" {name}={good}, or " in line
     )
     assert check_machine(tiny(master_port=free_port(), deterministic=False)) == []

@@ -95,7 +95,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
-    """Odd weights for `size` positions from `start` on `axis`; axes count from the last axis, which is 1."""
+    """Odd weights for the `size` positions on `axis` that begin at `start`; axis 1 is the last axis."""
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     # SplitMix64 with its constants as signed numbers, as PyTorch has no arithmetic for unsigned ones
     z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)
@@ -109,7 +109,7 @@ _kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Moves a stacked layer axis's offset into the name as layer number; returns name and other offsets."""
+    """Moves the stacked layer axis's offset into the name as layer number; also returns the other offsets."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)
@@ -167,7 +167,7 @@ def read(folder: Path) -> Fingerprints | None:
 
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
-    """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops those of the optimizer.
+    """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops optimizer fingerprints.
     With `dtype` (such as `float32`), weights of other dtypes get the fingerprints of their main weights.
     """
     found: Fingerprints = {}

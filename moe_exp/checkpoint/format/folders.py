@@ -63,7 +63,7 @@ def latest_iteration(checkpoints: Path) -> int | None:
 
 
 def unusable(place: object, reason: str, fix: str = "use another checkpoint") -> ValueError:
-    """Builds the error for `place`, a checkpoint, file, folder or option that cannot be used."""
+    """Builds the error for `place`, an unusable checkpoint, file, folder or option."""
     return ValueError(f"{place}: {reason}. Fix: {fix}.")
 
 
@@ -100,7 +100,7 @@ def is_converted(folder: Path) -> bool:
 
 
 def one_checkpoint(path: Path) -> Path:
-    """Returns the iter_ folder `path`, or the newest iter_ folder in `path`; ValueError without one."""
+    """Returns the iter_ folder `path`, or the newest iter_ folder in `path`; ValueError if there is none."""
     for checkpoints in (path, path / "checkpoints"):
         if (iteration := latest_iteration(checkpoints)) is not None:
             return existing(iteration_folder(checkpoints, iteration))
@@ -251,7 +251,7 @@ def recover(checkpoints: Path) -> None:
 
 
 def valid_losses(checkpoints: Path) -> dict[int, float]:
-    """Validation loss (nats per token) by iteration, for checkpoints whose manifest has one."""
+    """Validation loss (nats per token) by iteration, for checkpoints whose manifest records it."""
     losses = {}
     for iteration in iterations(checkpoints):
         with contextlib.suppress(ValueError):
@@ -337,9 +337,9 @@ def checkpoints_folder(path: Path) -> Path | None:
 
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
-    """Checkpoints in a checkpoints or run folder that no rule of `which_to_remove` keeps, with their sizes
-    (bytes). Always keeps the latest checkpoint; `last` counts back from it. ValueError if the folder has no
-    checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a validation loss.
+    """Checkpoints that no rule of `which_to_remove` keeps, with their sizes (bytes); `path` is a checkpoints
+    or run folder. Always keeps the latest checkpoint, from which `last` counts back. ValueError if the folder
+    has no checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a validation loss.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:

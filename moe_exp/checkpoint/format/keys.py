@@ -6,9 +6,9 @@ Megatron has several styles of keys for one model. This package reads all styles
   if there are dense and MoE layers, and always with `singleton_local_shards` (set by Megatron-LM's script).
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
-  `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. All specs use the latter before a dense MLP.
+  `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Dense MLPs use the second key in all specs.
 - Router biases (ADD_BIAS_LINEAR): older versions of this package and of Megatron had routers without bias.
-  For their checkpoints, the biases are set to zero.
+  For checkpoints of these versions, the biases are set to zero.
 """
 
 import logging
@@ -110,7 +110,7 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
 
 @torch.no_grad()
 def read_tensors(state: Any, reader: CheckpointReader) -> None:
-    """Copies a checkpoint's values into the tensors of a sharded state; optional ones may become zero."""
+    """Copies a checkpoint's values into a sharded state; missing optional tensors become zero."""
     lacks_biases = False
     for shard in sharded_tensors(state):
         if shard.key not in reader.tensors and shard.key.endswith(_OPTIONAL):
@@ -130,7 +130,7 @@ def read_tensors(state: Any, reader: CheckpointReader) -> None:
 
 
 def read_state(state: Any, reader: CheckpointReader) -> None:
-    """Like `read_tensors`, but also replaces the objects of a sharded state by their values. All ranks must
+    """Like `read_tensors`, but also replaces each sharded object with its stored value. All ranks must
     call this function. ValueError on every rank if a file is damaged or contains code.
     """
 

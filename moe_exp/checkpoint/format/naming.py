@@ -43,7 +43,7 @@ _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box (index ranges) of a stored tensor, of size 1 on its first `num_leading` axes (layer, expert)."""
+    """A box (index ranges) of a stored tensor; its first `num_leading` axes (layer, expert) have size 1."""
 
     stored: StoredTensor
     offsets: tuple[int, ...]
@@ -96,7 +96,7 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """Splits an optimizer key into prefix, state (`param`: main weights) and parameter; others: None."""
+    """Splits an optimizer key into prefix, state (`param`: main weights) and parameter; else None."""
     if (match := _STATE.fullmatch(key)) is None:
         return None
     return match[1] + match[2] + ".", "param" if match[2] == "fp32_param" else match[2], match[3]
@@ -112,7 +112,7 @@ def weight_keys(keys: Iterable[str]) -> list[str]:
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Whether layers have their own keys, and whether experts or halves of gated projections do."""
+    """Whether each layer has its own keys, and whether each expert or half of a gated projection does."""
     keys = list(weights)
     return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
@@ -156,7 +156,7 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Logical name of a key's tensor at leading indices `place`, and its half: `w` (gate), `v` (up) or ''."""
+    """Logical name of tensor `place` (leading indices) of a key, and its half: `w` (gate), `v` (up) or ''."""
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
         key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"

@@ -6,8 +6,8 @@ file. The pickle `.metadata` stores shapes and offsets. Objects are one-item lis
 by `torch.save`, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds metadata.json (the name of the
 format) and common.pt (unsharded state); since 0.19, the object `common_state` replaces common.pt.
 
-No code from files is executed: `.metadata` may only name the format's classes, and other files only tensors
-and plain values. A read checks a chunk's CRC-32, which `torch.save` stores and `torch.load` ignores.
+No code from files is executed: `.metadata` may name only the format's classes, and other files only tensors
+and plain values. Reading a chunk checks its CRC-32, which `torch.save` stores and `torch.load` ignores.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ TensorChunk = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
 
 
 class Box(NamedTuple):
-    """A part of a tensor: its start and size along every axis."""
+    """A box of a tensor: start and size along every axis."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -104,7 +104,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """Slices that select a box from the part of its tensor that starts at `origin`."""
+    """Slices that select `box` within a larger box that starts at `origin`."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(box.offsets, box.sizes, origin, strict=True))
 
 
@@ -203,7 +203,7 @@ def _load_foreign(file: IO[bytes]) -> Any:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turns an error while `path` is read into a ValueError that names the file."""
+    """Turns an error raised while reading `path` into a ValueError that names the file."""
     try:
         yield
     # Depending on the damage, PyTorch raises RuntimeError, UnpicklingError, EOFError and others.
@@ -281,7 +281,7 @@ class CheckpointReader:
         return Chunk(at, tuple(sizes), place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """Reads a tensor, or its box of `sizes` at `offsets`; KeyError if unknown, ValueError if damaged."""
+        """Reads a tensor, or a box of it (`offsets`, `sizes`); KeyError if unknown, ValueError if damaged."""
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
         # Narrows the search by the first axis, since a stacked tensor has thousands of chunks.

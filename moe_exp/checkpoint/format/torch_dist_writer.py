@@ -1,4 +1,4 @@
-"""Writes the files of a `torch_dist` checkpoint (see torch_dist.py), in one process or more."""
+"""Writes the files of a `torch_dist` checkpoint (see torch_dist.py), in one or more processes."""
 
 import contextlib
 import json
@@ -34,8 +34,8 @@ class WrittenFiles:
 
 
 def write_metadata(folder: Path, written: Iterable[WrittenFiles]) -> dict[str, dict[str, Any]]:
-    """Writes `.metadata` of the files of all processes, and metadata.json with the format's name. Returns the
-    manifest entries of all files; ValueError if chunks of a tensor are missing.
+    """Writes `.metadata` for the files of all processes, and metadata.json with the format's name. Returns
+    the manifest entries of all files; ValueError if chunks of a tensor are missing.
     """
     whole = WrittenFiles()
     for one in written:
@@ -61,8 +61,8 @@ class TorchDistWriter:
     """Writes a checkpoint in chunks: call `add_chunk` and `add_object` in any order, then `finish`.
     Starts a new file after `file_bytes`. A `with` block closes the open file if there is an error.
 
-    With `rank`, it is one of several writers: it writes one file, into a folder that exists, and ends with
-    `next_file`; `write_metadata` then needs `written` of all ranks.
+    With `rank`, this is one of several writers: each writes one file to an existing folder and ends with
+    `next_file`; `write_metadata` then needs `written` from all ranks.
     """
 
     def __init__(self, folder: Path, *, rank: int | None = None, file_bytes: int = 4 << 30):
@@ -89,7 +89,7 @@ class TorchDistWriter:
             self._file = None
 
     def add_chunk(self, key: str, values: Tensor, *, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """Writes the box `values` at `offsets` of a tensor of `shape`; boxes must fill it without overlap."""
+        """Writes `values`, the box at `offsets` of a tensor of `shape`; the boxes must tile the tensor."""
         info = self.written.parts.get(key)
         if info is None:
             properties = dcp.TensorProperties(dtype=values.dtype)
@@ -117,7 +117,7 @@ class TorchDistWriter:
         self.written.entries[COMMON] = file.entry()
 
     def finish(self, common: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Writes `common` and the metadata; returns and raises as `write_metadata`."""
+        """Writes `common` and the metadata; has the result and errors of `write_metadata`."""
         self.next_file()
         self.add_common(common)
         return write_metadata(self.folder, [self.written])

@@ -1,5 +1,5 @@
-"""Converts checkpoints to Hugging Face folders and chooses the transformers architecture. One process reads
-one tensor of one layer at a time (for all experts of this layer), so that little memory is needed.
+"""Converts checkpoints to Hugging Face folders and chooses the transformers architecture. To save memory, one
+process reads one tensor of one layer (of all its experts) at a time.
 """
 
 import contextlib
@@ -133,7 +133,7 @@ def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
 
 
 class _Weights:
-    """Tensors of a checkpoint to export; ValueError if a tensor is missing, unused or of another shape."""
+    """Tensors of a checkpoint to export; ValueError if a tensor is missing, unused or misshapen."""
 
     def __init__(
         self, reader: CheckpointReader, planned: list[MappedPiece], *, main: bool, dtype: torch.dtype | None
@@ -195,7 +195,7 @@ class _Weights:
         return self._kept[2] if piece.expert is None else self._kept[2][piece.expert]
 
     def parts(self, piece: MappedPiece, config: Config) -> Iterator[Tensor]:
-        """Yields the tensors to write for a piece, one at a time."""
+        """Yields the Hugging Face tensors built from `piece`, one at a time."""
         shapes = [part.shape for part in piece.theirs]
         # Tensors that only the Hugging Face model has are zeros, which have no effect.
         parts: Iterable[Tensor] = map(torch.zeros, shapes)

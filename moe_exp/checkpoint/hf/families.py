@@ -56,7 +56,7 @@ _SIZES = (
 def common(
     *, theta: float = 10000.0, fraction: float | None = None, rotary: FieldRule | None = None
 ) -> tuple[FieldRule, ...]:
-    """Rules for the fields of all classes. `rotary`: rule for the rotary embedding, if special."""
+    """Rules for fields that all classes share. `rotary`: special rule for the rotary embedding, if any."""
     epsilon, tied = same("rms_norm_eps", "norm_epsilon"), same("tie_word_embeddings", "tie_embeddings")
     return (*_SIZES, rotary or rope(theta, fraction=fraction), epsilon, tied)
 

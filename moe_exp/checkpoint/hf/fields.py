@@ -130,11 +130,11 @@ def windows(
 
     Args:
         has_window: whether a layer (index) has a window, if `sliding_window` is not null and `layer_types` is
-            missing. None: the class does not read `layer_types`; all layers have a window or none.
+            missing. None: the class does not read `layer_types`; either all layers or none have a window.
         names: further fields that `has_window` reads.
         switched: `use_sliding_window=false` switches windows off.
-        rotated: if `sliding_window` is not null, only layers with a window have a rotary embedding, and those
-            of which `also_rotated` is true.
+        rotated: if `sliding_window` is not null, only layers that have a window, or for which `also_rotated`
+            is true, have a rotary embedding.
         unused: value of `sliding_window` in a model without windows, if it must not be null.
     """
 
@@ -226,7 +226,7 @@ def dense_layers_by_list(fields: Fields) -> Settings:
 
 
 def _layer_settings(is_moe: list[bool]) -> Settings:
-    """The fewest settings that describe which layers are MoE."""
+    """Minimal settings that describe which layers are MoE layers."""
     if not any(is_moe):
         fix = "specify a dense architecture in config.json"
         raise refuse("mlp_only_layers", "all layers", "must leave at least one MoE layer", fix)
@@ -257,7 +257,7 @@ def last_layer_is_moe(fields: Fields) -> Settings:
 
 def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> FieldRule:
     """Rule for a list with the kind of each layer. Without the list, the first `num_dense(fields)` layers are
-    dense. None: only the first; transformers then ignores first_k_dense_replace, which other software reads.
+    dense. None: only the first is; transformers ignores first_k_dense_replace, unlike other software.
     """
 
     def read(fields: Fields) -> Settings:
@@ -283,7 +283,7 @@ def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> Fi
 
 
 def shared_experts(name: str = "n_shared_experts") -> FieldRule:
-    """Rule for the number of shared experts, which this package joins into one of their total width."""
+    """Rule for the number of shared experts, which are merged into one expert of their total width."""
     return FieldRule(
         (name,),
         lambda f: {"shared_expert_size": given(f, name) * given(f, "moe_intermediate_size")},
@@ -346,7 +346,7 @@ def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> Fiel
 
 
 def group_ranking(topk: int, groups: int, used: int, best: int = 0) -> int:
-    """Number of a group's best experts whose scores rank the group; 0 if tokens may use all groups."""
+    """Number of top experts per group whose scores rank the group; 0 if tokens may use all groups."""
     return 0 if groups <= 1 or groups == used else best or max(1, topk // used)
 
 

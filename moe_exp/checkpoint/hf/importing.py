@@ -101,10 +101,11 @@ def from_hf(
         dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
         drop_mtp: omit the layers for multi-token prediction (MTP_NUM_LAYERS=0).
         ignore_fields: fields of config.json to ignore even though they are unsupported.
-        origin: where the folder is from, `hf://OWNER/NAME@COMMIT`; recorded for the export.
+        origin: source of the folder, `hf://OWNER/NAME@COMMIT`; recorded for the export.
 
     Raises:
-        ValueError: if something is missing, unused, misshapen or unsupported. An error leaves no files.
+        ValueError: if files, tensors or fields are missing, unused, misshapen or unsupported. An error leaves
+            no files.
     """
     folders.check_target(target)
     folder = ModelFolder(source)
@@ -219,7 +220,7 @@ def settings_of(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Refuses layer and expert counts above the number of tensors or rows, before generating names."""
+    """Before names are generated, refuses layer and expert counts above the number of tensors or rows."""
     rows = (weight.shape[0] for weight in folder.weights.values() if weight.shape)
     most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:

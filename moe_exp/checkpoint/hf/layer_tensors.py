@@ -1,4 +1,4 @@
-"""Tensors of a layer under transformers' names, and their places in a checkpoint; used by the families."""
+"""Tables that map a layer's tensors in transformers to checkpoint tensors; used by the families."""
 
 from dataclasses import replace
 

@@ -158,7 +158,7 @@ class ModelFolder:
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
-        """Yields an open safetensors file; errors while it is read name the file."""
+        """Yields an open safetensors file; errors raised while reading it name the file."""
         path = self.path / file
         try:
             if self._open is None or self._open[0] != file:
@@ -178,7 +178,7 @@ def is_mxfp4(fields: Mapping[str, Any]) -> bool:
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Decodes an expert's weight in MXFP4 to [I, O] in bf16, which holds every value exactly.
+    """Decodes an expert's MXFP4 weight to bf16 [I, O], which represents every value exactly.
 
     Args:
         blocks: [O, I / 32, 16], with two values of four bits per byte, the lower bits first.
@@ -288,7 +288,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Sets the begin (if any) and end token used in training in a copied tokenizer; returns their ids."""
+    """In a copied tokenizer, sets the training's begin (if any) and end tokens; returns their ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
@@ -368,7 +368,7 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
 
 
 def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Token ids used in training, except for fields whose list of ids in `old` already contains the id."""
+    """Token ids used in training, by field, except ids already listed in the same field of `old`."""
     lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
     return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
 
@@ -376,7 +376,7 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies generation_config.json of `like` with ids from `trained`; if missing, uses ids from `fields`."""
+    """Copies `like`'s generation_config.json with ids of `trained`; without this file, uses `fields`' ids."""
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)
         write_json(folder / GENERATION, old | as_trained(trained, old))
@@ -387,8 +387,8 @@ def write_generation_config(
 def write_model_card(
     folder: Path, title: str, facts: str, *, source: Path, iteration: int, original: Path | None
 ) -> None:  # fmt: skip
-    """Writes a README.md that names the model and its origin. For imported weights, the license and
-    the base model come from `original`, the folder with the DESCRIPTION of their source.
+    """Writes a README.md that names the model and its origin. For imported weights, license and base model
+    come from `original`, the folder with the DESCRIPTION files of their source.
     """
     fields, missing = [], "license, training data and evaluation"
     if original is not None:

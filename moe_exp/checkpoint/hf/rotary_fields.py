@@ -20,8 +20,8 @@ def rope(
     theta: float, *, fraction: float | None = None, stretches: bool = False, default: Fields | None = None
 ) -> FieldRule:
     """Rule for the rotary embedding. Defaults: `theta` (base), `fraction` (rotated part; None: must be 1),
-    `default` (fields without `rope_scaling` and `rope_parameters`). `stretches`: `alpha` of kind `dynamic`
-    multiplies the base (Hunyuan).
+    `default` (fields without `rope_scaling` and `rope_parameters`). `stretches`: with type `dynamic`, `alpha`
+    scales the base (Hunyuan).
     """
     whole = fraction is None
 
@@ -130,10 +130,10 @@ def rope_by_kind(
 
     Args:
         windows: the class's rule for windows.
-        full, windowed: default bases.
+        full, windowed: default bases without and with a window.
         fraction: see `rope`; must be the same in all layers.
-        legacy: `rope_theta` and `rope_scaling` are those of the layers without a window (OLMo 3). Otherwise,
-            transformers ignores them, and they are refused as unknown.
+        legacy: `rope_theta` and `rope_scaling` apply to layers without a window (OLMo 3). If false,
+            transformers ignores these fields, and they are refused as unknown.
     """
     flat, name = rope(full, fraction=fraction), "rope_parameters"
     old = ("rope_theta", "rope_scaling")

@@ -15,12 +15,12 @@ Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours")
 - heads   Megatron's order: for each query group, the query heads, their gates if any, the key head and the
           value head. Zero rows pad value heads to the size of key heads (VALUE_HEAD_DIM).
 - outputs   zero columns of the output projection, for such value heads.
-- adjacent heads   like heads; theirs rotate adjacent channels of a query or key, ours channels H/2 apart.
+- adjacent heads   like heads; rotated channels of queries and keys are adjacent in theirs, H/2 apart in ours.
 - flat    theirs has an additional first axis of size 1.
-- columns, pairs, pairs of columns   all experts of a layer (gpt-oss): theirs has the last two axes of ours
-          swapped; rows of theirs alternate between gate and up projection; both.
+- columns, pairs, pairs of columns   all experts of a layer (gpt-oss): the last two axes are swapped in
+          theirs; rows of gate and up projection alternate in theirs; both.
 - halved  ours is half of theirs.
-- zeros   a tensor of zeros only in the Hugging Face folder: it has no effect, but other software requires it.
+- zeros   exists only in the Hugging Face folder: all zeros, without effect, but other software requires it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -191,7 +191,7 @@ def _unpadded(values: Tensor, config: Config) -> Tensor:
 
 
 def _reordered(part: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """Views every head's channels, or every expert's rows, as `sizes` and swaps the two axes."""
+    """Reshapes each head's channels, or each expert's rows, to `sizes` and swaps these two axes."""
     return part.unflatten(0, (-1, *sizes)).transpose(1, 2).flatten(0, 2)
 
 

@@ -37,7 +37,7 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """Result of `compare`; `settings` and `progress`: names that differ, with their values in A and B."""
+    """Result of `compare`; `settings` and `progress`: entries that differ, as (value in A, value in B)."""
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)

@@ -115,7 +115,7 @@ def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str,
 
 
 def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
-    """Name, shape, dtype, chunks and bytes of tensors that match a shell pattern; ValueError if none."""
+    """Name, shape, dtype, chunks and bytes of tensors that match a shell pattern; ValueError if none does."""
     reader = CheckpointReader(folder)
     found = [stored for key, stored in sorted(reader.tensors.items()) if fnmatch.fnmatchcase(key, pattern)]
     if not found:

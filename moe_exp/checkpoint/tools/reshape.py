@@ -1,11 +1,11 @@
-"""Rewrites a checkpoint in one process: with other keys (see keys.py), another dtype or only the weights.
+"""Rewrites a checkpoint in one process: changes keys (see keys.py) or dtype, or keeps only the weights.
 Also writes the weighted average of several checkpoints.
 
 The new checkpoint has one chunk per layer and expert. Memory holds one new chunk and recent source chunks.
 
-Averaging the last checkpoints of a run with a constant learning rate can replace a decay of the rate (Tian et
-al. 2025, WSM, arXiv 2507.17634). With weights c_0 ... c_k of checkpoints t_0 ... t_k, the average is t_0 plus
-later updates, where the updates from t_{i-1} to t_i are multiplied by w_i = c_i + ... + c_k. A decay
+Averaging the last checkpoints of a constant-learning-rate run can replace learning rate decay (Tian et al.
+2025, WSM, arXiv 2507.17634). With weights c_0 ... c_k of checkpoints t_0 ... t_k, the average is t_0 plus all
+later updates, with each update from t_{i-1} to t_i scaled by w_i = c_i + ... + c_k. A decay
 w_1 >= ... >= w_k therefore corresponds to c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
 """
 
@@ -241,7 +241,7 @@ def _expert_of(name: str) -> int:
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """Weights of `number` checkpoints, oldest first, with sum 1. `name`: the learning rate decay that the
+    """Weights of `number` checkpoints, oldest first; they sum to 1. `name`: the learning rate decay that the
     average replaces (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight is
     `ema_decay` times the next weight), or comma-separated numbers. ValueError for an unknown name or
     unsuitable numbers.
@@ -286,7 +286,7 @@ def average(
     """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
     checkpoint with the last source's iteration. `of_ema` averages the stored moving averages (EMA_DECAY)
     instead; the expert bias has no moving average, so its values are averaged. Raises ValueError if models
-    differ or lack moving averages, or as `reshape` does.
+    differ or lack moving averages, and in the cases that `reshape` lists.
     """
     readers = [CheckpointReader(source, keep_bytes=naming.KEEP_BYTES // len(sources)) for source in sources]
     stored = [naming.logical_tensors(reader) for reader in readers]

@@ -1,4 +1,4 @@
-"""`moe-exp ckpt shrink`: rewrites files of `torch.save` without the parts of storages that no tensor uses.
+"""`moe-exp ckpt shrink`: rewrites `torch.save` files without the storage bytes that no tensor uses.
 
 `torch.save` writes a tensor's whole storage, even for one row of a matrix or one layer of a flat buffer.
 `shrink` gives every tensor a storage of its own size. Identical views (tied weights) stay shared; overlapping
@@ -58,7 +58,7 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
     """Rewrites a torch.save file if this makes the file smaller, after comparing the new file with the old.
-    `target` must not exist; None replaces the old file. The new file has the old permissions and times.
+    `target` must not exist; None replaces the old file. The new file keeps permissions and times.
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
@@ -168,7 +168,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass
 class _Island:
-    """Overlapping views of one storage, which stay shared. torch.save requires the same dtype for all."""
+    """Overlapping views of one storage, which stay shared. torch.save requires one dtype for all views."""
 
     low: int
     high: int
@@ -185,7 +185,7 @@ class _Island:
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
     def parted(self) -> "list[_Island]":
-        """Splits the island into one per view if views (such as columns of a matrix) share no elements."""
+        """Splits the island by view if the views (such as columns of a matrix) share no elements."""
         views: dict[View, list[Tensor]] = {}
         for tensor in self.members:
             views.setdefault(_view(tensor), []).append(tensor)

@@ -24,12 +24,12 @@ class AttentionSettings(ModelSettings):
     )
     window_pattern: LayerPattern = model(
         "1",
-        "layers with SLIDING_WINDOW; n: every n-th layer from the first on (2: gpt-oss); n:m: n layers with "
-        "a window, then m without, repeated; or a pattern of 1 and 0 as in MOE_LAYER_FREQ",
+        "layers with SLIDING_WINDOW; n: every n-th layer, starting with the first (2: gpt-oss); n:m: n "
+        "layers with a window, then m without, repeated; or a pattern of 1 and 0 as in MOE_LAYER_FREQ",
     )
     rotary_layers: LayersOrWindowed = model(
         "1",
-        "layers with rotary position embedding; windowed: those with SLIDING_WINDOW; or a pattern as in "
+        "layers with rotary position embedding; windowed: layers with SLIDING_WINDOW; or a pattern as in "
         "WINDOW_PATTERN",
         costs=False,
     )
@@ -51,8 +51,8 @@ class AttentionSettings(ModelSettings):
     value_scale: float = model(1.0, "factor on values (MiMo-V2-Flash)", gt=0, costs=False)
     attention_sinks: Literal["none", "all", "windowed"] = model(
         "none",
-        "layers with a learned sink per attention head, a logit that takes part in softmax without a value "
-        "(gpt-oss); windowed: those with SLIDING_WINDOW",
+        "layers with a learned sink per attention head, an additional softmax logit without a value "
+        "(gpt-oss); windowed: layers with SLIDING_WINDOW",
     )
     attention_softcap: Rate = model(
         0.0, "soft cap c of attention logits, c * tanh(logit / c) (Gemma 2); 0: none", costs=False
@@ -72,7 +72,7 @@ class AttentionSettings(ModelSettings):
 
     @property
     def window_layers(self) -> list[bool]:
-        """Flag per layer, true if the layer has a window. A list in WINDOW_PATTERN sets the length."""
+        """Flag per layer, true if the layer has a window. A list in WINDOW_PATTERN sets their number."""
         return self.layers_in(self.window_pattern) if self.sliding_window else [False] * self.num_layers
 
     @property
@@ -146,6 +146,6 @@ class AttentionSettings(ModelSettings):
              "attention_backend", "supports neither ATTENTION_SINKS nor ATTENTION_SOFTCAP",
              "set ATTENTION_BACKEND=auto"),
             (bool(self.mtp_num_layers) and (self.sliding_window or lacks_rotary), "mtp_num_layers",
-             "cannot be combined with SLIDING_WINDOW or ROTARY_LAYERS, whose patterns do not contain these "
+             "cannot be combined with SLIDING_WINDOW or ROTARY_LAYERS, whose patterns do not cover MTP "
              "layers", "set MTP_NUM_LAYERS=0"),
         )  # fmt: skip

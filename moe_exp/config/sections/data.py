@@ -125,8 +125,8 @@ class DataSettings(OptimizerSettings):
 
     @property
     def context_stripes(self) -> int:
-        """Number of parts of a sequence; each part is split over all context-parallel ranks. With
-        DOCUMENT_MASK, several parts balance the number of token pairs per rank.
+        """Number of stripes per sequence; each stripe is split over all context-parallel ranks. With
+        DOCUMENT_MASK, several stripes balance the number of token pairs per rank.
         """
         wanted = (4, 2) if self.document_mask and self.cp > 1 else ()
         return next((number for number in wanted if self.seq_len % (2 * self.cp * number) == 0), 1)
@@ -218,7 +218,7 @@ class DataSettings(OptimizerSettings):
                 yield self.problem("data_stages", rule, f"start the stage at sample {' or '.join(fits)}")
 
     def _batch_around(self, sample: int, consumed: int, skipped: Sequence[tuple[int, int]]) -> list[int]:
-        """First and last boundary of the coming batch that `sample` is inside; [] if it begins a batch."""
+        """Begin and end of the future batch that contains `sample`; [] if `sample` begins a batch."""
         left_out = sum(min(end, sample) - start for start, end in skipped if start < sample)
         own, begin = sample - left_out, consumed
         for step in self.batches.steps(own + 1, consumed):
@@ -241,14 +241,14 @@ class DataSettings(OptimizerSettings):
              "must be up to three numbers (training, validation, test), the first above 0",
              "set for example SPLIT=99,1"),
             (fills and not self.eod_mask_loss, "document_packing",
-             "pads samples with end-of-document tokens, whose loss must not count",
+             "pads samples with end-of-document tokens, to be excluded from the loss",
              "set EOD_MASK_LOSS=true"),
             (fills and self.data_order == "megatron", "document_packing",
              "cannot be combined with DATA_ORDER=megatron", "set DATA_ORDER=stream"),
             (is_embedded and self.split, "split", own, "set TRAIN_DATA, or omit SPLIT"),
             (is_embedded and self.valid_data, "valid_data", own, "set TRAIN_DATA, or omit VALID_DATA"),
             (is_embedded and self.vocab_size < EMBEDDED_VOCAB_SIZE, "vocab_size",
-             f"the embedded corpus (TRAIN_DATA is empty) has {EMBEDDED_VOCAB_SIZE} tokens",
+             f"the embedded corpus (TRAIN_DATA is empty) has {EMBEDDED_VOCAB_SIZE} distinct tokens",
              f"set VOCAB_SIZE to at least {EMBEDDED_VOCAB_SIZE}, or TRAIN_DATA"),
         )  # fmt: skip
         if self.data_stages:

@@ -2,7 +2,7 @@
 
 The section classes inherit from each other in the order of `--help`, from LaunchSettings to `config.Config`;
 pydantic keeps that order of fields. Methods may use the fields of their own section and of earlier ones, so a
-rule about several sections is in the last of these. Rules about the machine: launch/machine_checks.py.
+rule that spans sections is in the last one. Rules about the machine are in launch/machine_checks.py.
 """
 
 from collections.abc import Iterator
@@ -59,11 +59,11 @@ class LaunchSettings(BaseModel):
 
     @property
     def rendezvous_port(self) -> int:
-        """MASTER_PORT or its default; 0: the agent of the only node chooses a free port."""
+        """MASTER_PORT or its default; 0: the single node's agent chooses a free port."""
         return self.master_port or (23456 if self.nnodes > 1 else 0)
 
     def problems(self) -> Iterator[str]:
-        """Yields a line (name, value, rule, fix) for each rule that the settings break on every machine.
+        """Yields a line (name, value, rule, fix) for each machine-independent rule that the settings break.
         Values that are invalid on their own are rejected when the object is created.
         """
         yield from self.node_rank_problems()

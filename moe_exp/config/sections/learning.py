@@ -34,10 +34,10 @@ class RampStep(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """Batch sizes of a run (`config.batches`), as of --rampup-batch-size in Megatron-LM.
+    """Batch sizes of a run (`config.batches`), as with --rampup-batch-size in Megatron-LM.
 
-    n = (GBSZ - START) / INCREMENT steps divide SAMPLES equally, so after c samples the batch size is
-    START + floor(c / (SAMPLES / n)) * INCREMENT. Megatron-Core lacks this calculator from 0.18 on.
+    SAMPLES is divided equally among n = (GBSZ - START) / INCREMENT steps, so after c samples the batch size
+    is START + floor(c / (SAMPLES / n)) * INCREMENT. Megatron-Core 0.18 and later lack this calculator.
     """
 
     gbsz: int
@@ -57,10 +57,10 @@ class Batches(NamedTuple):
     def steps(
         self, num_samples: int | None = None, consumed: int = 0, iterations: int | None = None
     ) -> list[RampStep]:
-        """Iterations at each batch size after `consumed` samples, in order; empty sizes are omitted.
+        """Iterations at each batch size after `consumed` samples, in order; unused sizes are omitted.
 
-        If `num_samples` is given, the last iteration reaches it; else there are `iterations` (default:
-        TRAIN_ITERS).
+        If `num_samples` is given, the last iteration reaches this number; otherwise, the steps cover
+        `iterations` (default: TRAIN_ITERS).
         """
         found, left = [], self.train_iters if iterations is None else iterations
         while consumed < num_samples if num_samples is not None else left:
@@ -116,9 +116,9 @@ class LearningSettings(ParallelSettings):
         "decays, the learning rate returns to LR (LR_DECAY_STYLE=WSD-S)",
     )
     lr_power_a: float = learning(
-        4.0, "A of LR_DECAY_STYLE=power, whose learning rate is min(LR, GBSZ * A * tokens^B)", gt=0
+        4.0, "factor A of LR_DECAY_STYLE=power: the learning rate is min(LR, GBSZ * A * tokens^B)", gt=0
     )
-    lr_power_b: float = learning(-0.51, "B of LR_DECAY_STYLE=power", lt=0)
+    lr_power_b: float = learning(-0.51, "exponent B of LR_DECAY_STYLE=power", lt=0)
     rampup_batch_size: str = learning(
         "",
         "batch size ramp-up 'START INCREMENT SAMPLES': from START to GBSZ in steps of INCREMENT, over "
@@ -144,7 +144,7 @@ class LearningSettings(ParallelSettings):
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
-        """MTP_LOSS_COEFF of the iteration after `consumed_samples`, counted in batches of GBSZ, as for LR."""
+        """MTP_LOSS_COEFF of the iteration after `consumed_samples`; like LR, it counts batches of GBSZ."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))
@@ -174,7 +174,7 @@ class LearningSettings(ParallelSettings):
         """Pieces of the schedule after the warm-up, in order; at least one if there are no `problems`.
 
         The first piece begins at the end of the warm-up. As in Megatron, a final decay longer than the
-        remaining iterations starts part-way down. Raises ValueError for an unsupported LR_DECAY_STYLE.
+        remaining iterations starts partway through. Raises ValueError for an unsupported LR_DECAY_STYLE.
         """
         pieces, start = [], self.warmup_iters
         for style, end, target in self._pieces_in_iterations():

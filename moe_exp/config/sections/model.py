@@ -112,7 +112,7 @@ class ModelSettings(LaunchSettings):
         "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
     )
     yarn_truncate: bool = model(
-        True, "round the bounds of the frequency range between the two YARN_BETAs to whole channels (yarn)"
+        True, "round the bounds of the frequency range (YARN_BETA_SLOW to _FAST) to whole channels (yarn)"
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
     embedding_multiplier: float = model(1.0, "factor on the embeddings (Granite)", gt=0, costs=False)
@@ -287,8 +287,8 @@ class ModelSettings(LaunchSettings):
                 yield self.problem(name, f"has no effect while {other}", f"{fix}, or {name.upper()}={usual}")
 
     def layers_in(self, pattern: str, first: int = 0) -> list[bool]:
-        """Flag per layer, true for those that `pattern` chooses from layer `first` on. A list in the pattern
-        sets the length, not NUM_LAYERS.
+        """Flag per layer, true if `pattern` chooses it, from layer `first` on. A list in the pattern sets
+        the number of flags, instead of NUM_LAYERS.
         """
         return list(layers_of_pattern(pattern, self.num_layers, first))
 

@@ -98,7 +98,7 @@ class ExpertSettings(RouterSettings):
     cross_entropy: Literal["auto", "megatron", "triton", "linear"] = model(
         "auto",
         "implementation of the output layer's loss; triton: this package's kernel, which stores logits "
-        "but no probabilities for backward; linear: output layer and loss by chunks of tokens, stores "
+        "but no probabilities for backward; linear: output layer and loss in chunks of tokens, storing "
         "gradients of the output layer but no logits; auto: triton on GPUs that support it, else megatron",
     )
     impl: Literal["auto", "local", "te"] = model(
@@ -108,8 +108,8 @@ class ExpertSettings(RouterSettings):
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        "FP8 matrix products; e4m3: all in e4m3; hybrid: gradients in e5m2. With EXPERT_BACKEND=te, "
-        "by Transformer Engine; with EXPERT_BACKEND=triton, only in the experts (e4m3, FP8_RECIPE=blockwise)",
+        "FP8 matrix products; e4m3: all in e4m3; hybrid: gradients in e5m2. EXPERT_BACKEND=te uses "
+        "Transformer Engine; EXPERT_BACKEND=triton uses FP8 only in the experts (e4m3, FP8_RECIPE=blockwise)",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",
@@ -119,14 +119,14 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Flag per layer, true for MoE layers. A list in MOE_LAYER_FREQ sets the length, not NUM_LAYERS."""
+        """Flag per layer, true for MoE layers: as many as in a MOE_LAYER_FREQ list, else NUM_LAYERS."""
         if not self.use_moe:
             return [False] * self.num_layers
         return self.layers_in(self.moe_layer_freq, self.first_k_dense)
 
     @property
     def all_moe_layers(self) -> list[bool]:
-        """`moe_layers`, then the last layer's flag once per multi-token prediction layer."""
+        """`moe_layers`, followed by the last layer's flag for each multi-token prediction layer."""
         return self.moe_layers + self.moe_layers[-1:] * self.mtp_num_layers
 
     @property
@@ -214,7 +214,7 @@ class ExpertSettings(RouterSettings):
         )  # fmt: skip
 
     def _upcycling_problems(self) -> Iterator[str]:
-        """Checks that the upcycled model initially computes the same as the dense model."""
+        """Checks that the upcycled model's initial outputs equal those of the dense model."""
         if not self.upcycle_from:
             if self.upcycle_granularity > 1:
                 fix = "set UPCYCLE_FROM, or UPCYCLE_GRANULARITY=1"
@@ -227,7 +227,7 @@ class ExpertSettings(RouterSettings):
         yield from self.broken(
             (self.router_weights_sum is None, "topk" if self.topk == 1 else "router_normalize",
              "upcycling requires router weights with the same sum for every token",
-             "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or with softmax scores"
+             "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or, with softmax scores,"
              " ROUTER_PRE_SOFTMAX=false"),
             (self.shared_expert_size, "shared_expert_size",
              "a shared expert would change the output of the dense model",

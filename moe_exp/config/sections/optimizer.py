@@ -103,7 +103,7 @@ class OptimizerSettings(LearningSettings):
         for name, values in ENVIRONMENT.items() if self.deterministic else ():
             if (value := environ.get(name)) and value not in values:
                 fix = f"unset {name}, or set {name}={' or '.join(values)}, or DETERMINISTIC=false"
-                yield problem(name, value, "lets the order of sums vary, but DETERMINISTIC=true", fix)
+                yield problem(name, value, "lets the order of summation vary, but DETERMINISTIC=true", fix)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -112,22 +112,22 @@ class OptimizerSettings(LearningSettings):
             yield from self._expert_backend_problems()
 
     def _optimizer_problems(self) -> Iterator[str]:
-        """Checks the optimizer, its state and data types, and what DeepEP requires of them. Whether its
-        package and a GPU are there is checked when the layer is built.
+        """Checks the optimizer, its state and data types, and what DeepEP requires of them. The layer
+        checks for DeepEP's package and a GPU when it is built.
         """
         optimizer, is_deepep = OPTIMIZERS[self.optimizer], self.use_moe and self.dispatcher == "deepep"
         is_bf16 = self.optimizer_state_dtype == "bf16"
         return self.broken(
             (self.distributed_optimizer and not optimizer.is_sharded, "distributed_optimizer",
-             f"OPTIMIZER={self.optimizer} requires whole matrices, but the distributed optimizer shards"
-             " ranges of values", "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"),
+             f"OPTIMIZER={self.optimizer} requires whole matrices, but the distributed optimizer splits"
+             " them", "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"),
             (self.parametrization == "mup" and optimizer.moments != "adam", "parametrization",
              f"cannot be combined with OPTIMIZER={self.optimizer}: muP requires Adam", "set OPTIMIZER=adam"),
             (self.ema_decay and self.average_every > self.train_iters, "average_every",
              f"must be at most TRAIN_ITERS={self.train_iters}, or EMA_DECAY={self.ema_decay:g} averages"
              " nothing", f"set AVERAGE_EVERY to at most {self.train_iters}"),
             (self.qk_clip and self.distributed_optimizer, "qk_clip",
-             "requires whole heads, but the distributed optimizer shards ranges of values",
+             "requires whole heads, but the distributed optimizer splits them",
              "set DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0"),
             (self.qk_clip and self.qk_norm and not self.multi_latent_attention, "qk_clip",
              "QK_NORM=true undoes any scaling of queries and keys and already bounds the logits",

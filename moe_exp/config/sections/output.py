@@ -26,7 +26,7 @@ class OutputSettings(DataSettings):
     )
     allow_other_model: bool = output(
         False,
-        "resume even if the checkpoint has other values of settings that change the model's computation but "
+        "resume even if the checkpoint differs in settings that change the model's computation but "
         "not its shapes (router, norms, rotary base)",
     )
     allow_other_optimizer: bool = output(
@@ -53,7 +53,7 @@ class OutputSettings(DataSettings):
     )
     keep_best: NonNegative = output(
         0,
-        "also keep this number of checkpoints with the lowest validation loss (with KEEP_LAST); 0: none",
+        "also keep this many checkpoints, those with the lowest validation loss (with KEEP_LAST); 0: none",
         compared=False,
     )
     verify_checkpoint: bool = output(
@@ -72,7 +72,7 @@ class OutputSettings(DataSettings):
     eval_iters: NonNegative = output(10, "number of global batches per evaluation")
     tensorboard_axes: bool = output(
         False,
-        "also write losses over tokens, FLOPs and training time to TensorBoard, as runs named by_*",
+        "also plot losses in TensorBoard over tokens, FLOPs and training time, as runs named by_*",
         compared=False,
     )
     wandb_project: str = output("", "Weights & Biases project; empty: not used", compared=False)

@@ -77,7 +77,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """Modules that backward recomputes, by RECOMPUTE_MODULES or RECOMPUTE; `moe`: whole MoE layers."""
+        """Modules recomputed in backward (RECOMPUTE_MODULES or RECOMPUTE); `moe`: whole MoE layers."""
         if self.recompute in ("none", "full"):
             # a dense run in a comparison ignores the modules of MoE layers
             ignored = {""} if self.use_moe else {"", *RECOMPUTED_IN_MOE}
@@ -102,7 +102,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of replicas of the model's dense part."""
+        """Number of replicas of the model without its experts."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
@@ -151,7 +151,7 @@ class ParallelSettings(ExpertSettings):
         yield from self.broken(
             (has_mtp and self.tie_embeddings and self.pp > 1, "mtp_num_layers",
              f"cannot be combined with TIE_EMBEDDINGS=true and PP={self.pp}: Megatron gives the last stage "
-             "an output layer of its own", "set PP=1, TIE_EMBEDDINGS=false, or MTP_NUM_LAYERS=0"),
+             "its own output layer", "set PP=1, TIE_EMBEDDINGS=false, or MTP_NUM_LAYERS=0"),
             (has_mtp and self.stage_layers[-1:] == [0], "mtp_num_layers",
              "requires a layer in the last pipeline stage",
              "change PIPELINE_LAYERS, or set MTP_NUM_LAYERS=0"),
@@ -171,14 +171,15 @@ class ParallelSettings(ExpertSettings):
                f"remove {name}, or set {setting}") for name, has, setting in needs),
             (self.recompute != "none", "recompute_modules",
              f"cannot be combined with RECOMPUTE={self.recompute}",
-             "set RECOMPUTE=none (instead of moe_act, list moe_act here)"),
+             "set RECOMPUTE=none; to recompute moe_act, list it here"),
             ("norm" in chosen and self.impl == "te", "recompute_modules",
-             "Transformer Engine computes a norm together with the following projection and keeps its result",
+             "Transformer Engine fuses a norm with the following projection and keeps the norm's output",
              "remove norm, or set IMPL=local"),
             ("norm" in chosen and self.norm_placement == "post", "recompute_modules",
-             "backward does not need the results of norms with NORM_PLACEMENT=post", "remove norm"),
+             "with NORM_PLACEMENT=post, backward does not need the outputs of norms", "remove norm"),
             (bool(chosen & {"experts", "router"}) and self.fp8 != "none" and not self.is_fp8_by_kernels,
-             "recompute_modules", f"FP8={self.fp8} by Transformer Engine cannot recompute experts or router",
+             "recompute_modules",
+             f"with FP8={self.fp8}, Transformer Engine cannot recompute experts or router",
              "remove both, or set RECOMPUTE=selective"),
         )  # fmt: skip
 
@@ -194,12 +195,12 @@ class ParallelSettings(ExpertSettings):
              "remove shared_expert, or set SHARED_EXPERT_SIZE"),
             (bool(recomputed), "offload_modules",
              f"backward recomputes {','.join(recomputed)}, so nothing is left to move",
-             "remove this module here or from RECOMPUTE_MODULES"),
+             "remove it from OFFLOAD_MODULES or RECOMPUTE_MODULES"),
             ("attention" in chosen and "mla_up_proj" in again, "offload_modules",
-             "attention cannot be moved while Megatron frees and recomputes mla_up_proj, a part of it",
+             "attention cannot be moved while Megatron frees and recomputes its submodule mla_up_proj",
              "remove attention here, or mla_up_proj from RECOMPUTE_MODULES"),
             (self.recompute in ("selective", "full"), "offload_modules",
-             f"cannot be combined with RECOMPUTE={self.recompute}, which keeps only inputs of layers",
+             f"cannot be combined with RECOMPUTE={self.recompute}, which keeps only layer inputs",
              "set RECOMPUTE=none"),
             (self.fp8 != "none", "offload_modules", f"cannot be combined with FP8={self.fp8}",
              "set FP8=none"),

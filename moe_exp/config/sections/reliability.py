@@ -151,7 +151,7 @@ class ReliabilitySettings(OutputSettings):
              "has no effect without DUMP_ITERS", "set DUMP_ITERS"),
             (self.sdc_check_every and self.save_interval % self.sdc_check_every, "save_interval",
              f"must be a multiple of SDC_CHECK_EVERY={self.sdc_check_every}, so that checkpoints are checked",
-             "change either"),
+             "change one of the two"),
             (self.sdc_check_every and self.keep_last == 1, "keep_last",
              "keeps only the last save, but SDC_CHECK_EVERY may need an earlier checkpoint",
              "set KEEP_LAST=2 or more, or 0 to keep all"),

@@ -37,21 +37,21 @@ class RouterRules:
         num_experts: E.
         topk: K.
         score: `softmax`, `sigmoid` (DeepSeek-V3), `sqrtsoftplus` (square root of softplus) or `relu` (ReMoE,
-            arXiv:2412.14711). With `relu`, a token uses the experts with positive logits, which are the
-            weights, and the loss `l1` adjusts the mean number of these experts to K.
+            arXiv:2412.14711). With `relu`, a token uses the experts with positive logits, with the logits
+            as weights; the loss `l1` adjusts the mean number of these experts to K.
         top_p: a token uses the fewest of its K experts whose scores add up to this fraction; 1: all K.
-        num_null_experts: null experts in addition to E, which compute nothing: a token that chooses one uses
-            one expert less. Null experts are balanced like other experts.
+        num_null_experts: experts that compute nothing, in addition to E: a token that chooses one uses
+            one expert fewer. Null experts are balanced like other experts.
         pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral).
         normalize: divide the chosen weights by their sum. None: as in the literature, True for sigmoid and
             sqrtsoftplus with K > 1, False for softmax. True with softmax is Qwen3's `norm_topk_prob`.
         scaling_factor: factor on the weights, after normalization.
         num_groups: number of expert groups for group-limited top-k; 0: none.
         group_topk: number of groups that a token may use.
-        group_best: number of experts by which a group is ranked; 0: K / group_topk.
+        group_best: number of best experts by which a group is ranked; 0: K / group_topk.
         bias: learn a bias per expert, added to the logits (`add_bias_linear` of a TransformerConfig,
             ADD_BIAS_LINEAR).
-        expert_bias: keep a bias per expert, added to the scores for the choice but not to the weights
+        expert_bias: keep a bias per expert, added to the scores to choose experts, but not to the weights
             (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
         bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` by a step towards the
             mean load, `quantile` to the value that would have balanced the batch (router/balance.py).
@@ -62,7 +62,7 @@ class RouterRules:
         assignment: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or for benchmarks `balanced` and `zipf`
             (FORCE_ROUTING), which ignore the scores.
         zipf_exponent: with `zipf`, expert e is chosen in proportion to (e + 1)^-exponent.
-        use_kernels: use Triton kernels for routing, drops and row ordering; False: plain PyTorch; None:
+        use_kernels: use Triton kernels to route, drop and order rows; False: plain PyTorch; None:
             kernels on CUDA devices that support them. True on a CPU is for tests: it runs Triton's
             interpreter with TRITON_INTERPRET=1, else equivalent plain PyTorch.
     """
@@ -94,7 +94,7 @@ class RouterRules:
         """Yields a line for each invalid value or combination.
 
         Args:
-            names: the setting of each field, for messages about settings; None: messages name the fields.
+            names: setting name of each field, for messages about settings; None: messages use field names.
         """
         name = {field.name: (names or {}).get(field.name, field.name) for field in fields(self)}
         write = as_given if names else str
@@ -147,7 +147,7 @@ class RouterRules:
     def _number_problems(
         self, name: Mapping[str, str], given: Mapping[str, str], line: Callable[[str, str, str], str]
     ) -> Iterator[str]:
-        """Checks combinations in which tokens use different numbers of experts."""
+        """Checks combinations in which the number of experts per token varies."""
         is_relu = self._uses_positive
         free = {"score": is_relu, "top_p": self.top_p < 1, "num_null_experts": self.num_null_experts > 0}
         number = [field for field, is_set in free.items() if is_set]
@@ -202,7 +202,7 @@ class RouterRules:
 
     @property
     def num_outputs(self) -> int:
-        """Number of experts and null experts that the router scores."""
+        """Number of experts that the router scores, including null experts."""
         return self.num_experts + self.num_null_experts
 
     @property
@@ -212,7 +212,7 @@ class RouterRules:
 
     @property
     def chooses_by_score(self) -> bool:
-        """Whether the chosen experts are those with the K highest scores."""
+        """Whether the K experts with the highest scores are chosen."""
         return self.assignment == "topk" and not (self.num_groups or self.expert_bias)
 
 
@@ -239,7 +239,7 @@ _ROUTER = {
 
 
 class RouterSettings(AttentionSettings):
-    """USE_MOE, and the settings of the section Mixture of experts for the router and its losses."""
+    """USE_MOE, and the router and loss settings of the section Mixture of experts."""
 
     use_moe: bool = model(True, "train a mixture of experts; false: a dense model")
     num_experts: NumExperts = experts(8, "routed experts per MoE layer")
@@ -340,7 +340,7 @@ class RouterSettings(AttentionSettings):
 
     @property
     def balancing_losses(self) -> dict[str, float]:
-        """Weight of each load-balancing loss. The last weight repeats for further losses."""
+        """Weight of each load-balancing loss. The last weight applies to all further losses."""
         kinds = [kind for kind in self.aux_loss_type.split(",") if kind not in NO_LOSS]
         coeffs = [float(coeff) for coeff in self.aux_loss_coeff.split(",")]
         return dict(zip(kinds, coeffs + coeffs[-1:] * len(kinds), strict=False))

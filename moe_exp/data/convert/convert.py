@@ -2,7 +2,7 @@
 
 Task 3 of the datatrove pipeline, for example, reads every num_tasks-th input file and writes
 `OUTPUT/NAME.chunk.00003.jsonl`. `OUTPUT/datatrove/` contains datatrove's completions, logs, stats and
-executor.json, and each task's counts/. Resuming requires the same number of tasks and list of files.
+executor.json, and each task's counts/. Resuming requires the same files and number of tasks.
 """
 
 import glob
@@ -36,10 +36,10 @@ _MOST_FINDERS = 64  # each opens a file of every task
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Settings of a conversion. A document without the metadata field that a filter needs is an error.
+    """Settings of a conversion. It is an error if a document lacks a metadata field that a filter needs.
 
     `dedup` keeps one copy of each text; its metadata field `duplicate_count` counts the removed copies.
-    `decontaminate` drops documents that share 12 consecutive words with a text of these benchmarks.
+    `decontaminate` drops documents that share 12 consecutive words with a text of the given benchmarks.
     """
 
     tasks: int | None = None  # chunks, at most the number of input files (default: one per file, at most 64)
@@ -228,7 +228,7 @@ def _names_below(inputs: Sequence[Path]) -> tuple[str, list[str]]:
 def _publish(
     stage: CorpusStage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Checks that the tasks' results agree with each other, the inputs and the disk; publishes the folder."""
+    """Checks the tasks' results against each other, the inputs and the disk, then publishes the folder."""
     # a lost or repeated document would go unnoticed in a corpus: every count must agree
     names = [f"{task:05d}.json" for task in range(main.num_tasks)]
     of_tasks = [[read_json(folder / name, fix=MAKE_AGAIN) for folder in counted] for name in names]

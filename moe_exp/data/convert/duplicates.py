@@ -3,7 +3,7 @@
 Exact duplicates are found by a hash of the text, near-duplicates by MinHash: signatures, pairs, clusters.
 Two texts whose sets of word n-grams have the Jaccard similarity s become a pair with probability
 1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4). Each
-cluster keeps its longest text, and among equally long ones the text with the smallest hash. The result thus
+cluster keeps its longest text; if several are equally long, the one with the smallest hash. The result thus
 depends only on the documents, not on tasks or the order of files. datatrove's own cluster step would keep a
 document that has many pairs, and would need a Python object per document.
 """
@@ -39,7 +39,7 @@ _WORD = re.compile(
 
 
 def run_block(build: Callable[[], Any], data: Any, rank: int, world_size: int) -> Any:
-    """Builds a datatrove block in the process of the task, runs it there and returns its statistics."""
+    """Builds a datatrove block in the task's process, runs it there and returns its statistics."""
     allow_open_files()
     block = build()
     block.run(data, rank, world_size)
@@ -72,7 +72,7 @@ class NearDuplicates:
     """Parameters of MinHash near-duplicate detection, see the module's docstring.
 
     The defaults find 99.5% of pairs with a similarity of 0.9, 72% at 0.8 and 0.7% at 0.5. FineWeb's 14
-    buckets of 8 find 92% and 5%.
+    buckets of 8 hashes find 92% at 0.8 and 5% at 0.5.
     """
 
     n_grams: int = 5  # words per shingle; shorter texts are never removed
@@ -111,7 +111,7 @@ def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | N
 
 
 def sign_near_duplicates(how: NearDuplicates, folder: str, data: Any, rank: int, world_size: int) -> Any:
-    """Last step of the first pass: writes documents' signatures (MinhashDedupSignature) and ranks."""
+    """Last step of the first pass: writes each document's signature (MinhashDedupSignature) and rank."""
     from datatrove.pipeline.dedup import MinhashDedupSignature
 
     tokenizer = word_tokenizer(_WORD.findall)
@@ -132,7 +132,7 @@ def sign_near_duplicates(how: NearDuplicates, folder: str, data: Any, rank: int,
 
 
 def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[Any], Any]:
-    """Computes a signature in parts to save memory: datatrove stores all hashes of every shingle."""
+    """Computes a signature in chunks to save memory: datatrove stores all hashes of every shingle."""
 
     def in_parts(shingles: Any) -> Any:
         starts = range(0, len(shingles), _SHINGLES_AT_ONCE)
@@ -201,7 +201,7 @@ def _by_preference(folder: str, nodes: NDArray[np.uint64]) -> NDArray[np.int64]:
 def smallest_labels(
     num_nodes: int, firsts: NDArray[np.int64], seconds: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Smallest node connected to each node. `firsts` and `seconds` are the ends of the edges."""
+    """For each node, the smallest node connected to it. `firsts` and `seconds` are the ends of the edges."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -220,7 +220,7 @@ def near_filter(folder: str) -> Any:
 
 @dataclass
 class NearDuplicateFilter(Filter):
-    """Filter with `near_filter`; its samples are whole clusters."""
+    """Filter that runs `near_filter`; its samples are whole clusters."""
 
     folder: str
 

@@ -34,7 +34,8 @@ _MOST_REASONS, _MOST_SAMPLES = 20, 100  # of a filter: in each task, in all task
 class Filter:
     """Step that drops or edits documents with a datatrove block.
 
-    `build` creates the block where the step runs. Its `run` must forward or drop one document at a time.
+    `build` creates the block in the step's process. The block's `run` must forward or drop one document at a
+    time.
     """
 
     name: str  # in the manifest
@@ -96,7 +97,7 @@ _MostCommon = PlainSerializer(lambda reasons: dict(reasons.most_common()))
 class Counts(Counted):
     """Counts of documents read, dropped, changed and written by one task or by all tasks.
 
-    `reasons` are numbers of dropped documents by filter and reason.
+    `reasons` counts the dropped documents by filter and reason.
     """
 
     read: Tally = field(default_factory=Tally)
@@ -172,7 +173,7 @@ def has_length(document: Any, min_chars: int, max_chars: int | None) -> bool:
 
 
 def filters_of(settings: Any) -> list[Filter]:
-    """The filters of `ConvertSettings`: first by fields and length, then the named ones."""
+    """The filters of `ConvertSettings`: first those on fields and length, then the named filters."""
     rules: dict[str, Callable[[Any], Any]] = {}
     if settings.languages:
         rules["language"] = partial(has_field, field="language", allowed=list(settings.languages))

@@ -1,4 +1,4 @@
-"""First and last steps of a datatrove pipeline: a reader and a writer that count, so that nothing is lost.
+"""First and last steps of a datatrove pipeline: a reader and a writer whose counts reveal lost documents.
 
 A datatrove step is any callable of (documents, rank, world size). These steps, and the filters between them,
 are plain classes that can be pickled; they create datatrove's own objects in the process that runs them.
@@ -90,7 +90,7 @@ def read_rows(
     path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False,
     advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Like `read_objects`, for the rows of a Parquet or Arrow file. Also raises like `read_table`.
+    """Like `read_objects`, for the rows of a Parquet or Arrow file. Also raises the errors of `read_table`.
     `advance` is called after every batch with its approximate size in the file.
     """
     odd: list[str] | None = None
@@ -152,9 +152,9 @@ class WriteChunk:
     """Last step: writes a temporary file, reads it back, and publishes it if all counts agree.
 
     Args:
-        stem: task 3 writes `STEM.00003.jsonl`.
+        stem: prefix of each task's file, such as `STEM.00003.jsonl`.
         reader, filters: the previous steps.
-        counts_folder: where task 3 writes `00003.json`.
+        counts_folder: folder for each task's counts, such as `00003.json`.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Datasets of the hub, and where documents come from."""
+"""Sources of documents, such as Hub datasets, and their download."""

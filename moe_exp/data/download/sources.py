@@ -43,7 +43,7 @@ _MODEL_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinj
 
 @dataclass(frozen=True)
 class Source:
-    """A Hub dataset, local files (`path`), files at an object store (`url`), or the standard library."""
+    """A Hub dataset, local files (`path`), files in an object store (`url`), or the standard library."""
 
     name: str  # prefix of its folders and files
     description: str
@@ -175,8 +175,8 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
 
 
 def model_source(name: str) -> Source | None:
-    """Source of the model `hf://OWNER/NAME[@REVISION]` on the Hub; `hf://` is optional unless such a file or
-    folder exists. None if `name` is a path; ValueError if the name after `hf://` is invalid.
+    """Source of the model `hf://OWNER/NAME[@REVISION]` on the Hub; `hf://` may be omitted if no local path
+    has this name. None if `name` is a local path; ValueError if the name after `hf://` is invalid.
     """
     found, is_explicit = _MODEL.fullmatch(name), name.startswith("hf://")
     if found is None and is_explicit:
@@ -197,8 +197,8 @@ def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:
-    """Raises ValueError if a listed name leads outside the download folder, is also a folder, or is
-    `reserved`: a name that the download itself uses in the folder.
+    """Raises ValueError if a listed path is outside the download folder, is also a folder, or is `reserved`
+    for the files of the download itself.
     """
     known, fix = set(names), "exclude it with --pattern, or choose another dataset"
     for name in names:
@@ -288,7 +288,7 @@ def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[
 
 
 def path_hash(path: str) -> bytes:
-    """Sort key that orders or splits files independently of which other files exist."""
+    """Sort key for ordering or splitting files; does not depend on the other files."""
     return hashlib.sha256(path.encode()).digest()
 
 

@@ -31,8 +31,8 @@ RESERVED = frozenset({MANIFEST, RUNNING, LISTING, ".cache", ".huggingface"})
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source by name, sorted and checked with `check_names`. At a commit of the Hub, a file's
-    version is its SHA-256 if it is in large-file storage, else git's SHA-1.
+    """The files of a source by name, sorted and checked with `check_names`. In a Hub commit, a file's version
+    is its SHA-256 if it is in large-file storage, else its git SHA-1.
     """
 
     server: str  # for errors
@@ -85,7 +85,7 @@ def kept_listing(stage: CorpusStage, name: str, server: str, list_now: Callable[
 
 def fetch_from_store(source: Source, listing: Listing, stage: CorpusStage) -> None:
     """Downloads the missing files of a source whose URL names a folder or file in an object store, and
-    finishes the stage. manifest.json records the version of each file at the store.
+    finishes the stage. manifest.json records the version of each file in the store.
     """
     if left := listing.missing(stage.folder).num_bytes:
         begun = total_bytes(stage.folder.rglob(".*.part"))
@@ -108,7 +108,7 @@ def _place(source: Source) -> tuple[Store, dict[str, StoredFile]]:
 
 
 def list_store(source: Source) -> Listing:
-    """Data files of a source at a store; ValueError if it has none or a pattern matches nothing."""
+    """Data files of a source in a store; ValueError if there are none or a pattern matches nothing."""
     store, only = _place(source)
     there = only or store.files()
     if not there:
@@ -125,7 +125,7 @@ def push(path: Path, url: str) -> str:
 
     Args:
         path: folder with manifest.json, or prefix of token files.
-        url: folder at the store.
+        url: folder in the store.
 
     Returns:
         URL of the uploaded folder or prefix.
@@ -155,12 +155,12 @@ def pull(url: str, folder: Path) -> list[Path]:
     """Downloads an output uploaded by `push` and verifies its hashes; repeat the call to resume it.
 
     Args:
-        url: folder at the store, or a prefix of token files there.
+        url: folder in the store, or prefix of token files in it.
         folder: destination of the files and their manifest.
 
     Raises:
         ValueError: if the output is missing or incomplete, access is denied, free space is too small, or
-            `folder` has other files of these names.
+            `folder` has different files with these names.
         ConnectionError: if the store keeps failing, or a file differs from the manifest.
     """
     url = prefix_of(url.rstrip("/"))

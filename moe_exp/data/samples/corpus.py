@@ -131,15 +131,15 @@ def _mix(x: _Word) -> _Word:
 
 
 def shuffled(size: int, key: int) -> Int64Array:
-    """Permutation of range(size), sorted by a keyed hash that is bijective and so has no ties."""
+    """Permutation of range(size), sorted by a keyed hash; the hash is bijective, so there are no ties."""
     return np.argsort(_mix(_mix(np.arange(size, dtype=np.uint64)) ^ np.uint64(key)))
 
 
 def permuted(index: int, size: int, key: int) -> int:
     """Image of `index` under a keyed permutation of range(size), computed without a table.
 
-    Applies a Feistel network over the next power of four until the result is below `size` (cycle-walking;
-    Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), on average fewer than four times.
+    Applies a Feistel network over the next power of four, fewer than four times on average, until the result
+    is below `size` (cycle-walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     half_bits = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1
@@ -219,8 +219,8 @@ class PackedCorpus(Corpus):
     """Windows of whole documents, padded with end-of-document tokens. Memory: as for `Corpus`, plus 16 bytes
     per document and cached epoch.
 
-    Every token of a piece except the last token is an input once per epoch. The last token is also the first
-    token of the document's next piece, if there is one. Documents of one token are omitted.
+    In each epoch, every token of a piece except the last is an input once. A piece's last token is also the
+    first token of the document's next piece, if any. Documents of one token are omitted.
     """
 
     def _count_windows(self, files: TokenFiles) -> int:
@@ -263,7 +263,7 @@ class PackedCorpus(Corpus):
 
 
 def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
-    """Number of pieces by their length in tokens, [seq_len + 2], for documents of the given lengths."""
+    """Number of pieces of each length in tokens, [seq_len + 2], for documents of the given lengths."""
     num_full, rest = _cut(lengths, seq_len)
     counts = np.bincount(rest, minlength=seq_len + 2)
     counts[0], counts[-1] = 0, num_full.sum()
@@ -280,7 +280,7 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
     """Fraction of documents split across samples of `seq_len` tokens, and fraction of padding (`filler`).
 
     `concatenated`: a document of n tokens is cut with probability (n - 1) / seq_len. `best_fit`: only
-    documents longer than a sample are cut. `filler`: with best fit.
+    documents longer than a sample are cut. `filler` refers to best fit.
     """
     counts = piece_counts(lengths, seq_len)
     num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))
@@ -294,9 +294,9 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
 
 
 def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate") -> float:
-    """Mean fraction of query-key pairs in a sample that are in the same document, 0 to 1.
+    """Mean fraction (0 to 1) of a sample's query-key pairs whose tokens are in the same document.
 
-    Computed for samples cut in file order; in very large files, only from a subset of the documents.
+    Computed for samples cut in file order; for very large files, from only a subset of the documents.
     Shuffled samples have nearly the same value.
     """
     bounds = files.document_bounds

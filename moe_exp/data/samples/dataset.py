@@ -104,8 +104,8 @@ class SampleStream:
     def add_stage(self, blend: Sequence[tuple[float, str]], *, seq_len: int, first_sample: int) -> None:
         """Switches to another blend at `first_sample`; files continue at their current windows.
 
-        If `seq_len` changes (to a multiple of the first stage's), a file starts a new epoch and drops the
-        rest of the old epoch. The previous stage must have a whole number of samples up to `first_sample`.
+        If `seq_len` changes (to a multiple of the first stage's), each file drops the rest of its epoch and
+        starts a new one. `first_sample` must be on a sample boundary of the previous stage.
         """
         last = self._stages[-1]
         num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len
@@ -186,7 +186,7 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
 def content_of(prefixes: Sequence[str]) -> str:
     """Hash (16 hex digits) of the tokens: of all tokens up to 64 MiB, else of evenly spaced blocks of 16 KiB.
 
-    Always detects a changed range longer than 1/4096 of the total size; `moe-exp data verify` reads all data.
+    Detects every changed range longer than 1/4096 of the total size; `moe-exp data verify` reads all data.
     Takes about 0.1 s for 64 MiB on a local disk.
     """
     sizes = [bin_bytes(prefix) or 0 for prefix in prefixes]
@@ -204,12 +204,12 @@ def content_of(prefixes: Sequence[str]) -> str:
 
 
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
-    """Data set of sample `index` of a blend, and the number of earlier samples from this data set.
+    """Dataset that provides sample `index` of a blend, and the number of earlier samples from this dataset.
 
-    The data sets form a binary tree. Of the n samples that reach a node, round(n * p) go to the left half,
-    where p is the left half's share of the weights; this closed form needs no history. Rounding adds at most
-    1/2 per level, so each of K data sets is always within ceil(log2 K) / 2 samples of its share. Integer
-    weights make the computation exact.
+    The datasets are the leaves of a binary tree. Of the n samples that reach a node, round(n * p) go to the
+    left subtree, where p is that subtree's share of the node's weight; this closed form needs no history.
+    Rounding adds at most 1/2 per level, so each of K datasets is always within ceil(log2 K) / 2 samples of
+    its share. Integer weights make the computation exact.
     """
     low, high = 0, len(cumulative_weights) - 1
     while high - low > 1:
@@ -226,7 +226,7 @@ def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, 
 
 
 def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
-    """Number of samples from each data set among the first `count` of a blend (see `blend_position`)."""
+    """Number of samples from each dataset among the first `count` of a blend (see `blend_position`)."""
     if len(cumulative_weights) == 2:
         return [count]
     middle = (len(cumulative_weights) - 1) // 2
@@ -249,7 +249,7 @@ def split_batch(
 
     Args:
         positions_BS: positions of the tokens in their documents, int64. Default: positions in the sample.
-        masked_id: end-of-document token, after which the prediction does not count. Default: all count.
+        masked_id: end-of-document token; the prediction made from it does not count. Default: all count.
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
     if positions_BS is None:
@@ -274,8 +274,8 @@ def future_batch(
     Returns:
         `future_tokens`, int64 [B, S, K+1]: the tokens 1 to K+1 positions ahead, 0 beyond the sample. Layer k
         reads the token k positions ahead and predicts the token k+1 positions ahead. `future_mask`, float32
-        [B, S, K]: 1 if that prediction exists, counts in `loss_mask`, and both tokens at positions i and i+k
-        are in the same document, as far as the batch has documents.
+        [B, S, K]: 1 if the predicted token exists and counts in `loss_mask`, and the tokens at positions i
+        and i+k are in the same document according to `position_ids`.
     """
     num_tokens = batch["tokens"].size(1)
     ahead = torch.nn.functional.pad(tokens_BS1[:, 1:], (0, depth)).to(batch["tokens"].device)
@@ -326,7 +326,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
-    """Stream index of the sample consumed as number `consumed`. `skipped`: as returned by `merged`."""
+    """Stream index of consumed sample number `consumed` (from 0). `skipped`: as returned by `merged`."""
     for first, end in skipped:
         if consumed < first:
             break
@@ -353,10 +353,10 @@ def skipped_from(
 
 
 class SkippingSamples:
-    """`samples` without the `skipped` ranges, numbered by consumed samples.
+    """`samples` without the `skipped` ranges, numbered in order of consumption.
 
-    `length`: number of samples of a finite stream (Megatron's order). At its end, the first samples are
-    repeated to replace the skipped samples. None: endless stream.
+    `length`: number of samples of a finite stream (Megatron's order), None for an endless stream. At the end
+    of a finite stream, its first samples are repeated to replace the skipped ones.
     """
 
     def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):

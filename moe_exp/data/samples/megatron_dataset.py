@@ -2,9 +2,9 @@
 
 The same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ give the same samples as in Megatron-LM.
 
-Megatron stores the order in index files that it identifies by path and settings. If other text is tokenized
-to the same path, Megatron would read the new tokens with the old document lengths. Here, an index folder is
-only for token files with one fingerprint (`dataset.fingerprint_of`), and is renamed into place when complete.
+Megatron stores the order in index files that it identifies by path and settings. If other text were tokenized
+to the same path, Megatron would read the new tokens with the old document lengths. Here, each index folder
+belongs to one fingerprint (`dataset.fingerprint_of`), and is renamed into place when complete.
 """
 
 import hashlib
@@ -50,8 +50,8 @@ class MegatronSamples:
         return DataStage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
-        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because a longer
-        run would have a different order from the first sample on.
+        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because in a
+        longer run all samples would be in a different order.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
@@ -96,12 +96,12 @@ class MegatronOrder:
 def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSamples, MegatronSamples | None]:
     """Training and validation samples. All ranks must call this; several ranks need torch.distributed.
 
-    The first call for an order writes about 12 bytes per sample and 4 bytes per document and epoch to
-    `cache_dir` on rank 0, so all nodes must share this folder.
+    On the first call for an order, rank 0 writes about 12 bytes per sample, plus 4 bytes per document and
+    epoch, to `cache_dir`, which all nodes must share.
 
     Raises:
-        ValueError: if a file is missing or damaged, a part is smaller than one sample, or prefixes without
-            weights have too few samples.
+        ValueError: if a file is missing or damaged, the training or validation part is smaller than one
+            sample, or prefixes without weights have too few samples.
     """
     shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
     if order.split and order.num_valid_samples and shares[1] is None:

@@ -111,7 +111,7 @@ def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that makes the samples or their order differ from those of the checkpoint."""
+    """A setting that changes the samples or their order compared to the checkpoint."""
 
     name: str
     value: object
@@ -189,8 +189,8 @@ def order_changes(
 def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[dataset.Range, ...]]:
-    """Moves stages (set in tokens) to batch boundaries. Returns the config, a message per moved stage, and
-    the skipped ranges of the stream. `progress`: facts of the checkpoint (empty: from iteration 0).
+    """Moves stage starts (set in tokens) to batch boundaries. Returns the config, a message per moved stage,
+    and the skipped ranges of the stream. `progress`: facts of the checkpoint (empty: from iteration 0).
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = dataset.skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
@@ -231,7 +231,7 @@ def _shown(value: Any) -> str:
 
 
 def _manifest(train_data: str) -> str | None:
-    """Hash (16 hex digits) of the whole-file hashes in all manifests; None if one is missing."""
+    """Hash (16 hex digits) of the whole-file hashes in all manifests; None if any hash is missing."""
     digest = hashlib.blake2b(digest_size=8)
     for _, prefix in parse_blend(train_data) if train_data else []:
         listed = manifest_of(prefix).get("outputs")

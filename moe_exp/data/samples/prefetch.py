@@ -51,8 +51,8 @@ def microbatch_starts(
 
 
 class ReadAhead:
-    """`Samples` that prefetches the next batches of the schedule. Any other batch is also returned correctly,
-    but restarts the workers or is read in the rank itself.
+    """`Samples` that prefetches the next batches of the schedule. Other batches are also correct, but restart
+    the workers or are read by the rank itself.
 
     Args:
         starts: maps a batch's first sample to (first sample, number of samples) of this and later batches.

@@ -1,7 +1,7 @@
 """Block-wise reader with the checks and counts of `documents.read_documents` at a fraction of the CPU time.
 
 All blocks are read into one reused buffer, so that its pages stay in cache and no line is copied. Per line,
-the reader only finds the end, parses once and hashes twice; everything else is vectorized over a block.
+the reader only finds its end, parses it once and hashes it twice; everything else is vectorized over a block.
 """
 
 import os
@@ -142,7 +142,7 @@ class DocumentBlocks:
         self.lines, self.tally, self.skip_bad, self.most_lines = lines, tally, skip_bad, most_lines
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[Documents]:
-        """Yields the documents of each block of `LineBlocks.read`, in parts of up to `most_lines` lines.
+        """Yields the documents of each block of `LineBlocks.read`, at most `most_lines` lines at a time.
 
         Raises:
             BadDocument: if a line is invalid, or a compressed file is damaged.
@@ -247,12 +247,12 @@ class Slice:
         return _line_start(self.path, self.start), _line_start(self.path, self.end)
 
     def line_number(self, number: int) -> int:
-        """Converts a line number of the slice to the whole file, which is read up to the slice."""
+        """Converts a line number in the slice to one in the file; reads the file up to the slice."""
         return number + lines_before(self.path, self.start)
 
     @contextmanager
     def numbered_errors(self) -> Iterator[None]:
-        """Converts the line number in an error of the block to the whole file."""
+        """Converts the line number in a block's error to one in the whole file."""
         try:
             yield
         except BadDocument as error:

@@ -1,7 +1,7 @@
 """Merges the shards of a folder, except its validation file, into one JSONL file.
 
-Shards written by `shuffle` are copied and must match their manifest. Documents of other folders are checked
-individually and written without BOM and CR, each with an LF.
+Shards written by `shuffle` are copied and must match their manifest. Documents from other folders are checked
+one by one and written without BOM and CR, each ending with LF.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,8 +34,8 @@ def merge(
         input_dir: folder of document files, which are merged in the order of their names.
         output: path of the merged file, with or without .jsonl; must be outside `input_dir`.
         valid_file_name: file in `input_dir` to exclude, with or without its suffix.
-        text_field, skip_bad: only used without a manifest: name of the field with the text, and whether to
-            skip and count invalid lines.
+        text_field, skip_bad: name of the field with the text, and whether to skip and count invalid lines;
+            only used without a manifest.
         start_over: see `run_stage`.
 
     Raises:

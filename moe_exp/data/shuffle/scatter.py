@@ -7,7 +7,7 @@ the order of the keys, independent of buckets and memory. Keys are distinct: spl
 A key depends on the number of preceding documents, so `index` first finds, checks and hashes all documents.
 `scatter` then reads the inputs in blocks and appends the lines of each block, sorted by bucket, to one file
 and the records of the lines to another file. A bucket is a range of keys of training or validation documents.
-A single task does both passes at once (`index_and_scatter`).
+If there is only one task, it does both passes at once (`index_and_scatter`).
 
     indexed/      00003.documents   00003.json
     scattered/    00003.lines       00003.records   00003.index   00003.json
@@ -68,7 +68,7 @@ def mix(values: Keys) -> Keys:
 
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
-    """Keys of `count` documents from number `first` on: splitmix64 outputs, seeded by a hash of the seed."""
+    """Keys of `count` documents starting at `first`: splitmix64 outputs, seeded by a hash of the seed."""
     # A counter with increment _GAMMA, so that any key can be computed without the preceding ones.
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
@@ -82,7 +82,7 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally(Counted):
-    """Counts of validation documents: `text_choices` below `threshold` or, if none are, the smallest."""
+    """Counts of validation documents: `text_choices` below `threshold`, or the smallest if none is below."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -118,7 +118,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets; beyond it, a bucket's segment of a block is not worth a separate read."""
+    """Maximum number of buckets; with more, a bucket's segment of a block is too small to read separately."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 

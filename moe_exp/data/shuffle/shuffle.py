@@ -1,9 +1,9 @@
 """Global shuffle: document files -> shards in random order and a validation file, within a memory budget.
 
 The output bytes depend only on the seed, the inputs and their order, not on memory, number of tasks, machine
-or interruptions. Shards are ranges of the shuffled order and differ by at most one document. Documents are
-held out for validation if a hash of seed and text is below the wanted fraction or, if there are none, if
-the hash is the smallest, so duplicates stay together. Lines are written without BOM and CR, each with an LF.
+or interruptions. Shards are ranges of the shuffled order and differ in size by at most one document. A
+document is held out for validation if a hash of seed and text is below the requested fraction (if none is,
+the smallest), so duplicates stay together. Lines are written without BOM and CR, each ending with LF.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
@@ -73,19 +73,19 @@ def shuffle_documents(
     Args:
         inputs: files of the kinds in `moe_exp.data.kinds`, or folders of them. The order matters.
         name: prefix of the output file names.
-        tasks: number of tasks that read; equally many tasks write, but at most one per output file. Must not
+        tasks: number of reading tasks, and of writing tasks (at most one per output file). Must not
             change when resuming. Default: the local workers of `execution`, else 1 (in this process).
         execution: where the tasks run (default: this machine).
         seed: seed of the order and of the choice of validation documents.
         num_shards: number of training files; some are empty if there are fewer documents.
         valid_fraction: fraction of distinct texts held out for validation (at least one text).
         memory_bytes: memory budget of each task. Default: the tasks share a quarter of this machine's (or
-            container's) free memory, or each uses most of its job's memory.
+            container's) free memory, or, on a cluster, each task uses most of its job's memory.
         skip_bad: skip and count invalid lines instead of stopping at the first.
         start_over: see `run_stage`.
 
     Returns:
-        The manifest, or None while SLURM jobs are running. After the jobs, repeat the call to publish.
+        The manifest, or None while SLURM jobs are running. After the jobs end, repeat the call to publish.
 
     Raises:
         ValueError: if a setting or an input is invalid, free space is too small, no document is left for

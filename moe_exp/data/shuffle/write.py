@@ -107,7 +107,7 @@ class Placed(NamedTuple):
 
 
 class Scattered:
-    """Files of the second pass of all tasks; raises ValueError if a file has the wrong size."""
+    """Files that all tasks wrote in the second pass; raises ValueError if a file has the wrong size."""
 
     def __init__(self, job: TaskShuffle):
         self.job, self.indexed = job, scatter.Indexed(job)

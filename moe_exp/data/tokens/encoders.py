@@ -1,8 +1,8 @@
 """Encoders from texts to token ids: the tokenizer's own package, or gigatoken, checked to give equal ids.
 
 gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
-and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether the
-different split changes the ids depends on the merges, so a sample of texts cannot show it. Therefore each
+and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether a
+different split changes the ids depends on the merges, so a sample of texts cannot rule it out. Therefore each
 non-ASCII character is encoded once with a vocabulary that reveals the splits. Documents with characters that
 the packages split differently are encoded by the tokenizer's own package.
 """
@@ -47,8 +47,8 @@ _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 
 class CheckedGigatoken:
-    """gigatoken, except for documents with characters that the tokenizer's own package (`own`) splits
-    differently. ValueError if gigatoken cannot load the tokenizer.
+    """Encodes with gigatoken, except documents with characters that the tokenizer's own package (`own`)
+    splits differently. ValueError if gigatoken cannot load the tokenizer.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -134,7 +134,7 @@ def choose_backend(
 
 
 def probe_texts(tokenizer: TextTokenizer) -> list[str]:
-    """Short random texts made of pieces that tokenizers disagree on, including special tokens."""
+    """Short random texts made of strings on which tokenizers disagree, including special tokens."""
     pieces = [*_PLAIN, *_ODD]
     if tokenizer.kind == "huggingface":
         added = orjson.loads(tokenizer.content).get("added_tokens") or []

@@ -75,7 +75,7 @@ def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentToken
 
 
 def tokenizer_problems(config: Config) -> Iterator[str]:
-    """Yields an error if manifests record different tokenizers, or one other than TOKENIZER."""
+    """Yields an error if manifests record different tokenizers, or a tokenizer other than TOKENIZER."""
     # Another check reports a tokenizer that does not exist.
     is_there = bool(config.tokenizer) and Path(config.tokenizer).exists()
     if is_there and not config.train_data:
@@ -143,11 +143,11 @@ def with_document_tokens(config: Config, blend: str) -> Config:
 def with_vocab_size(
     config: Config, given: Container[str], recorded: Path | None = None
 ) -> tuple[Config, str]:
-    """Returns `config` with the vocabulary size of its data, and where the size is from. Returns `config` and
-    '' if VOCAB_SIZE is `given` or the size is unknown. The result is the same on all ranks and nodes.
+    """Returns `config` with the vocabulary size of its data, and the size's source; the unchanged `config`
+    and '' if VOCAB_SIZE is `given` or the size is unknown. The result is the same on all ranks and nodes.
 
     Args:
-        given: names of the settings that are not from a preset or a default.
+        given: names of the settings set explicitly, not by a preset or a default.
         recorded: config.yaml of the run folder; if the file exists, the run resumes with its VOCAB_SIZE.
     """
     if "vocab_size" in given:

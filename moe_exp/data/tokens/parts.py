@@ -43,7 +43,7 @@ _ODD_CHARACTERS = re.compile(
 
 @dataclass(frozen=True)
 class Part(Slice):
-    """A slice of the inputs that is tokenized at once."""
+    """A slice of the inputs that is tokenized as one unit."""
 
     index: int  # number among all parts
 
@@ -75,7 +75,7 @@ def default_part_bytes(paths: Sequence[Path]) -> int:
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Cuts plain JSONL files every `part_bytes`; other files are one part, and empty files have no part."""
+    """Splits plain JSONL files into parts of `part_bytes`; other files are one part, empty files none."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
@@ -236,7 +236,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Excerpts to compare, from the first document, random ones, and the first with unusual characters."""
+    """Excerpts to compare: first document, random documents, first documents with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)

@@ -67,7 +67,7 @@ def tokenize_documents(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Writes `output`.bin, .idx and .manifest.json, one sequence per document in order; returns the manifest.
 
-    The files do not depend on `tasks` and `execution`.
+    The files do not depend on `tasks` or `execution`.
 
     Args:
         inputs: files of the kinds in `moe_exp.data.kinds`.
@@ -78,11 +78,11 @@ def tokenize_documents(
         backend: auto, gigatoken or tokenizers (the package that defines the tokenizer).
         start_over: replace existing files.
         part_bytes: input size per part (default: `default_part_bytes`).
-        block_bytes: block size of the .bin for one task to copy and hash. With several blocks, the manifest
-            has a hash of the block hashes.
+        block_bytes: size of the .bin's blocks, each copied and hashed by one task. With several blocks, the
+            manifest has a hash of the block hashes.
 
     Returns:
-        The manifest, or None while SLURM jobs are running. After the jobs, repeat the call to publish.
+        The manifest, or None while SLURM jobs are running. After the jobs end, repeat the call to publish.
 
     Raises:
         ValueError: if a setting or a line is invalid, free space is too small, a part is damaged (the next
@@ -174,7 +174,7 @@ def usable(workers: int) -> int:
 def _pinned_backend(
     stage: CorpusStage, requested: str, inputs: Sequence[Path], settings: PartSettings, num_apart: int
 ) -> str:
-    """Backend of this tokenization, chosen by the first call from a sample."""
+    """Backend of this tokenization; the first call chooses it based on a sample."""
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]

@@ -6,8 +6,8 @@
         NAME.blocks                    sparse copy of NAME.bin with the blocks read so far
         NAME.hashes                    XXH3-64 of each block; 0: not read yet
 
-All ranks and workers of a host share the folder without a lock, because all writers of a block write equal
-bytes. A block is used only if its hash matches, so blocks truncated by a crash or a full disk are read again.
+All ranks and workers of a host share the folder; no lock is needed: all writers of a block write equal bytes.
+A block is used only if its hash matches, so blocks truncated by a crash or a full disk are read again.
 """
 
 import errno
@@ -213,7 +213,7 @@ def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RemoteT
 
 
 def read_ranges(prefix: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Yields the bytes of each range of a prefix's .bin; from a store in parallel, and without caching."""
+    """Yields the bytes of each range of a prefix's .bin; reads from a store are parallel and not cached."""
     if remote := _remote_of(prefix):
         folder, _, name = remote.url.rpartition("/")
         yield from Store(folder).read_ranges(name, list(ranges))

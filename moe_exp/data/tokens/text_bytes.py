@@ -1,8 +1,8 @@
 """Number of UTF-8 text bytes per token, which makes losses of different tokenizers comparable.
 
-A table with two numbers per token replaces decoding, so text cut within a character is counted exactly.
-The numbers sum to the length of a document's text if the tokenizer is lossless (else see `TokenBytes.note`).
-Special tokens and the unknown token have no bytes.
+Bytes are looked up in a table with two numbers per token, not decoded, so text cut within a character is
+counted exactly. If the tokenizer is lossless, the numbers of a document's tokens sum to the length of its
+text (else see `TokenBytes.note`). Special tokens and the unknown token have no bytes.
 """
 
 import re

@@ -1,9 +1,9 @@
 """Tokenizers for the corpus tools: files, vocabulary size and end-of-document token.
 
 The tokenizers encode only the text: truncation, padding, dropout and post-processors (which add BOS) are
-removed, as Megatron encodes with `add_special_tokens=False`. Special tokens in a text are read as text unless
-`allow_special`. Unigram and WordLevel models have `</s>` in their own vocabulary and cannot read it as text;
-documents encoded with the id of a special token (`special_tokens`) are treated like invalid lines.
+removed, because Megatron encodes with `add_special_tokens=False`. Special tokens in a text are read as text
+unless `allow_special`. Unigram and WordLevel models have `</s>` in their own vocabulary and cannot read it as
+text; documents whose ids include a special token (`special_tokens`) are treated like invalid lines.
 """
 
 import logging
@@ -114,7 +114,7 @@ def load_tokenizer(
     merge_file: str | Path | None = None, eod_token: str | None = None, allow_special: bool = False,
     prepend_bos: bool = False,
 ) -> TextTokenizer:  # fmt: skip
-    """Loads a tokenizer; its type has the same name as in Megatron.
+    """Loads a tokenizer; tokenizer types are named as in Megatron.
 
     Args:
         tokenizer_type: one of TOKENIZER_TYPES.

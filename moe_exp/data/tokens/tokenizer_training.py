@@ -57,13 +57,13 @@ def train_tokenizer(
     Args:
         inputs: files of the kinds in `moe_exp.data.kinds`.
         vocab_size: see `train_bpe`.
-        eos_token, bos_token, pad_token: special tokens with ids from 0; the first token ends a document.
+        eos_token, bos_token, pad_token: special tokens (ids 0, 1, ...); `eos_token` ends a document.
         max_bytes: maximum amount of text (UTF-8 bytes).
         json_key, skip_bad, rule: see `read_documents`.
 
     Raises:
-        ValueError: if `vocab_size` is too small, special tokens are equal, the inputs have no text, or a line
-            is invalid.
+        ValueError: if `vocab_size` is too small, two special tokens are equal, the inputs have no text, or a
+            line is invalid.
     """
     names = {"eos_token": eos_token, "bos_token": bos_token, "pad_token": pad_token}
     named = {name: token for name, token in names.items() if token}

@@ -1,9 +1,9 @@
-"""Megatron's .bin/.idx token files, blends of them, and the parts of SPLIT. No torch.
+"""Megatron's .bin/.idx token files, blends of them, and the shares given by SPLIT. No torch.
 
 Layout of the .idx file (little-endian), as in `megatron.core.datasets.indexed_dataset`: magic, version, dtype
 code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and
-int64 document indices. The .bin file has the tokens. We write one sequence per document, in order; files in
-another order are only accepted by `moe-exp data tokenize --merge`, which rewrites them.
+int64 document indices. The .bin file has the tokens. We write one sequence per document, in order; only
+`moe-exp data tokenize --merge` accepts files in another order, and rewrites them.
 """
 
 import math
@@ -47,7 +47,7 @@ def write_token_files(
     prefix: str | Path, documents: Iterable[Sequence[int] | npt.NDArray[np.integer]], *, vocab_size: int,
     eod_id: int = EOD_ID,
 ) -> int:  # fmt: skip
-    """Writes `prefix`.bin and then `prefix`.idx, without which no program reads the .bin. Each document gets
+    """Writes `prefix`.bin, then `prefix`.idx; no program reads the .bin without the .idx. Each document gets
     `eod_id` at its end; `vocab_size` determines the token dtype. Returns the number of tokens.
     """
     # An array takes 4 bytes per document, a list about 36.
@@ -121,7 +121,7 @@ def read_index(prefix: str | Path) -> Index:
 
 
 def order_problem(prefix: str | Path) -> str | None:
-    """Error that names the first sequence of `prefix`.idx that is out of order, or None."""
+    """Error that names the first out-of-order sequence in `prefix`.idx, or None."""
     dtype, sizes, pointers, _ = read_index(prefix)
     start = 0
     for expected in _pointers_in_order(sizes, dtype):
@@ -310,7 +310,7 @@ def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
 
 
 def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
-    """`TextTokenizer.recorded` in the manifest of tokenized or merged files; {} if missing."""
+    """Tokenizer facts (`TextTokenizer.recorded`) in a manifest of tokenized or merged files; {} if none."""
     for place in (manifest, manifest.get("settings")):
         if isinstance(place, dict) and isinstance(facts := place.get("tokenizer"), dict):
             return facts
@@ -338,7 +338,7 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:
-    """Manifest next to the token files, or of their folder; {} if both are missing, ValueError if damaged."""
+    """Manifest of the token files, or else of their folder; {} if neither exists, ValueError if damaged."""
     if is_url(prefix):
         return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
@@ -349,10 +349,10 @@ def manifest_of(prefix: str) -> dict[str, Any]:
 
 
 def parse_split(text: str) -> list[Share | None]:
-    """Parses SPLIT into parts (begin, end; 0 to 1) for training, validation and test; None: empty part.
+    """Parses SPLIT into shares (begin and end, 0 to 1) for training, validation and test; None: empty share.
 
     If `text` is empty, all documents are for training. Sums the numbers in Megatron's order, so that a
-    document at a boundary is in the same part as in Megatron.
+    document at a boundary falls into the same share as in Megatron.
 
     Raises:
         ValueError: if `text` is not one to three numbers, or the first is 0.
@@ -360,7 +360,7 @@ def parse_split(text: str) -> list[Share | None]:
     weights = [number_in(word) for word in (text or "1").split(",")]
     if len(weights) > _MOST_PARTS or weights[0] == 0 or not all(0 <= weight < math.inf for weight in weights):
         rule = "must be up to three numbers for training, validation and test, the first greater than 0"
-        raise ValueError(f"SPLIT={text}: {rule}. Fix: set for example SPLIT=99,1.")
+        raise ValueError(f"SPLIT={text}: {rule}. Fix: set SPLIT, for example to 99,1.")
     total = sum(weights)
     bounds = [*accumulate((weight / total for weight in weights), initial=0.0)]
     parts = [(begin, end) if end > begin else None for begin, end in pairwise(bounds)]
@@ -368,7 +368,7 @@ def parse_split(text: str) -> list[Share | None]:
 
 
 def share_range(count: int, share: Share) -> tuple[int, int]:
-    """Range [first, end) of the documents in `share` out of `count` documents, rounded as in Megatron."""
+    """Range [first, end) of the documents that `share` selects from `count`, rounded as in Megatron."""
     begin, end = share
     return round(begin * count), round(end * count)
 

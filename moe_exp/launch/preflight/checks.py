@@ -89,7 +89,7 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Fills up to `num_bytes` of memory with patterns before reading any byte back.
+    """Fills at most `num_bytes` of memory with patterns before reading any byte back.
 
     Returns `wrong` (8-byte words), `bytes` (filled), and `gigabytes_per_second` of the fastest write + read.
     """

@@ -65,7 +65,7 @@ class _Rank:
             self.values["host_memory"] = checks.check_memory(host, checks.bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
-        """Measures links within nodes, between pairs of nodes (of ranks on one node), and among all ranks."""
+        """Measures links within nodes, between pairs of nodes (one node: of ranks), and among all ranks."""
         config = self.config
         if config.world_size == 1:
             return

@@ -40,7 +40,7 @@ class _Meeting:
 
 
 class Server:
-    """The server of node 0, and the door of every node, at which others test their connection to the node.
+    """The server of node 0, or a node's door, where other nodes test their connection to that node.
     Raises OSError if the port is not available.
     """
 
@@ -223,7 +223,7 @@ def knock(address: str, port: int) -> str:
 
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Reasons why this node cannot reach others, by node; `doors`: address and port of every node's door."""
+    """Reasons why other nodes are unreachable, by node; `doors`: address and port of every node's door."""
     peers = peers_of(node, len(doors))
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)
@@ -231,7 +231,7 @@ def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]
 
 
 def peers_of(node: int, count: int) -> list[int]:
-    """Nodes to connect to: all, or in a large job the nodes at distances 1, 2, 4, ... in both directions."""
+    """Nodes to connect to: all or, in a large job, those at distances 1, 2, 4, ... in both directions."""
     if count <= _MOST_PEERS + 1:
         return [peer for peer in range(count) if peer != node]
     # about 2 log2(n) peers per node, through which all nodes are connected

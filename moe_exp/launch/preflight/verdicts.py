@@ -307,7 +307,7 @@ def rounds_of_pairs(count: int) -> list[dict[int, int]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Nodes that explain failed pairs (repeatedly, the node in most of them), and pairs left unexplained."""
+    """Nodes that explain failed pairs (repeatedly the one in most remaining pairs), and unexplained pairs."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:

@@ -137,8 +137,8 @@ def planned_commands(job: RunJob) -> list[str]:
 
 def submit(job: RunJob) -> list[str]:
     """Writes the sbatch file into the run folder and submits it; returns the job ids. Raises ValueError if
-    the run already has jobs in the queue, if the jobs' Python cannot run training, or if sbatch fails. In
-    the last case, cancels the jobs that were submitted before the failure.
+    the run already has jobs in the queue, if the jobs' Python cannot run training, or if sbatch fails. If
+    sbatch fails, cancels the jobs that were already submitted.
     """
     if not job.slurm.container and (lacking := training_problem()):
         raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without a container use this Python.")
@@ -196,7 +196,7 @@ def _dependency(before: Sequence[str]) -> list[str]:
 
 def script_of(job: RunJob) -> str:
     """Text of the sbatch file. Raises ConfigError if a value has a control character, such as a newline, and
-    ValueError if EXCLUDE_FILE, whose nodes the job avoids, has an invalid line.
+    ValueError if EXCLUDE_FILE (nodes that the job avoids) has an invalid line.
     """
     excluded = slurm_option(read_excluded(job.exclude_file))
     options = [*(f"--{option}" for option in _options(job)), *filter(None, [excluded])]
@@ -254,7 +254,7 @@ def _shell(text: object) -> str:
 
 
 def directives(options: Iterable[str]) -> list[str]:
-    """`#SBATCH` lines for options --name=value, quoted for sbatch. The last of repeated options applies."""
+    """`#SBATCH` lines for options --name=value, quoted for sbatch. If an option repeats, the last applies."""
     lines = []
     for option in map(checked_line, options):
         plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)

@@ -22,9 +22,9 @@ With FP8, the input of a product is kept in FP8, one byte per number. The expert
 of its own (`grouped_gemm._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
 columns, for each micro-batch: 2 bytes per weight. This size has not been compared with measurements on a GPU.
 
-The unfused case without dropout, sequence parallelism and gates is from Korthikanti et al. 2022,
+The unfused case without dropout, sequence parallelism or gates is from Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout). With sequence parallelism (section 4.2.2),
-the other terms above are divided by t, too. We add gates, grouped queries, experts and kernels. Checked on a
+terms above without t are also divided by t. We add gates, grouped queries, experts and kernels. Checked on a
 CPU against the tensors that autograd saves, and on GPUs against four runs' peaks.
 """
 
@@ -57,8 +57,8 @@ class Activations:
     moved_moe: Parts  # the same for an MoE layer; modules in the order in which they run
 
     def in_transit(self, num_dense: int, num_moe: int) -> tuple[float, float]:
-        """Returns the offloaded bytes on the device during backward of a chunk's last layers, minus the bytes
-        that these layers have freed; and at the start of backward. During backward, the device holds the
+        """Returns the offloaded bytes on the device: during backward of a chunk's last layers (minus the
+        bytes these layers have freed), and at the start of backward. During backward, the device holds the
         tensors of two successive modules. Layers with dense MLPs come first.
         """
         kinds = ((num_dense, self.moved_dense, self.dense_parts), (num_moe, self.moved_moe, self.moe_parts))
@@ -310,7 +310,7 @@ class _Account:
 
     @cached_property
     def _writes_scores(self) -> bool:
-        """Whether attention scores are kept. Fused CPU attention lacks dropout and latent attention."""
+        """Whether attention scores are kept. Fused CPU attention has no dropout or latent attention."""
         config = self._config
         by_blocks = config.sliding_window or config.attention_softcap or config.attention_sinks != "none"
         by_torch = (config.multi_latent_attention and not by_blocks) or config.attention_dropout

@@ -1,4 +1,4 @@
-"""Constants of the planner's time estimates that are fitted, each with a prior. No torch.
+"""Fitted constants of the planner's time estimates, each with a prior. No torch.
 
 `memory.py` has the memory constants. `calibration.py` fits both kinds; the package's fitted values are in
 `profiles/constants.json`.

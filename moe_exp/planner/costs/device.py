@@ -28,7 +28,7 @@ RECIPIENTS: dict[str, Literal["experts", "ranks", "all"] | None] = {
 
 @cache
 def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
-    """Returns the number of output elements, as if the idle SMs of the last wave computed tiles, too."""
+    """Returns the number of output elements, counting a tile for each idle SM of the last wave."""
     least = math.inf
     # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
     for height, width in ((128, 256), (256, 128)):
@@ -94,7 +94,7 @@ class Device:
         """Returns the seconds of `count` products [m, k] x [k, n].
 
         A GPU with U multiprocessors computes the output in waves of U tiles; a partial wave takes as long as
-        a full one. With a short inner dimension, a product reaches k / (k + half_depth) of the speed. With
+        a full one. With a short inner dimension, a product reaches k / (k + half_depth) of full speed. With
         `sums_over_rows`, as in a weight's gradient, the inputs are contiguous along m and n, not along k, so
         k need not be aligned.
         """
@@ -134,7 +134,7 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bandwidth of a ring that leaves each node once; it can use the links of all ranks on the node."""
+        """Bandwidth of a ring that leaves each node once and can use the links of all ranks on the node."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
         network = self.hardware.network_bytes_per_second * self.hardware.network_share
@@ -152,7 +152,7 @@ class Group:
         return sent / (self.bytes_per_second * share) + self.latency_seconds
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach (`older` on devices up to Ampere)."""
+        """Returns the share of `bytes_per_second` that rings reach (`older`: up to Ampere)."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share

@@ -16,17 +16,17 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
         12*B*S*L*h^2 * ((1 + g/n + S/(2*h)) * n*d/h + topk*ffn/(2*h) * (3 if gated, else 2) + V/(2*L*h))
 
-    A multiply-add is two operations and the backward pass takes twice the forward pass: 6 FLOPs per weight
+    A multiply-add is two operations, and backward costs twice as much as forward: 6 FLOPs per weight
     that a token uses. Of the S^2 scores, only the half below the causal mask counts; until late 2024,
     Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in the bracket is
     DOCUMENT_TOKENS; with SLIDING_WINDOW, `attended_tokens`. With MOE_LATENT_SIZE=l, topk*ffn is multiplied by
     l/h, and the two projections of an MoE layer add 4*h*l in forward. ATTENTION_GATE adds 2*h*n*d. A layer of
-    MTP_NUM_LAYERS is a layer, 4*h^2 in forward for its projection, and an output layer. Norms, softmax,
-    router and recompute are not counted; Megatron-LM counts the norms of latent attention.
+    MTP_NUM_LAYERS counts as a layer, an output layer, and 4*h^2 in forward for its projection. Norms,
+    softmax, router and recompute are not counted; Megatron-LM counts the norms of latent attention.
 
     Args:
         batch_size: samples of SEQ_LEN in the iteration (default: GBSZ).
-        seq_len: length of the actual samples (DATA_STAGES), each counted as several of SEQ_LEN.
+        seq_len: length of the actual samples (DATA_STAGES), each counted as several samples of SEQ_LEN.
     """
     tokens = (config.gbsz if batch_size is None else batch_size) * config.seq_len
     if seq_len not in (None, config.seq_len):
@@ -53,11 +53,11 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
 
 def attended_tokens(config: Config, tile: int = 0) -> float:
-    """Returns keys per query before causal masking, twice the number that a query sees: the sample length, or
+    """Returns keys per query before causal masking, twice what a query sees on average: the sample length, or
     the document length with DOCUMENT_MASK; averaged over layers with and without SLIDING_WINDOW.
 
     Args:
-        tile: queries that a kernel computes at once; all of them take the keys of each one's window.
+        tile: queries that a kernel processes at once; each reads the keys in the windows of all of them.
     """
     in_document = config.document_mask and config.document_tokens
     length = min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len

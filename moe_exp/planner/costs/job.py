@@ -93,7 +93,7 @@ class PlannedJob:
 
     @property
     def all_stage_layers(self) -> list[int]:
-        """`stage_layers`, with the layers of MTP_NUM_LAYERS on the last stage."""
+        """`stage_layers`, plus the MTP_NUM_LAYERS layers on the last stage."""
         return [*self.stage_layers[:-1], self.stage_layers[-1] + self.config.mtp_num_layers]
 
     @cached_property

@@ -198,7 +198,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Costs of a part of a layer, or of the output layer: a micro-batch on one rank, forward and backward."""
+    """Forward and backward costs of a micro-batch on one rank, for part of a layer or the output layer."""
 
     name: str
     flops: float  # a multiply-add counts as two

@@ -1,7 +1,7 @@
 """Exact parameter counts of a model and of each rank, and the bytes of weights and optimizer state.
 
 Buffers such as the expert bias and rotary frequencies are not counted. All functions expect a config without
-`problems`; sizes that are not divisible are rounded down.
+`problems`; sizes that do not divide evenly are rounded down.
 """
 
 import re
@@ -44,13 +44,13 @@ class RankParameters:
         return self.dense + self.expert
 
     def sharded(self, config: Config) -> float:
-        """Returns the parameters of a shard, if the ranks with the same parameters split them."""
+        """Returns the parameters per rank if ranks with the same parameters shard them."""
         dense, expert = num_replicas(config)
         return self.dense / dense + self.expert / expert
 
 
 def num_replicas(config: Config) -> tuple[int, int]:
-    """Returns the number of ranks with the same dense parameters, and with the same expert parameters."""
+    """Returns how many ranks hold the same dense parameters, and how many the same expert parameters."""
     ranks = config.world_size // config.pp
     return max(1, ranks // config.tp), max(1, ranks // (config.etp * config.ep))
 
@@ -76,7 +76,7 @@ def parameters_of_stages(
 ) -> list[RankParameters]:
     """Counts the parameters of a rank in each pipeline stage.
 
-    PP is the length of `stage_layers`, whose stages may have no layers; TP, EP, ETP and VPP come from the
+    PP is the length of `stage_layers` (a stage may have no layers); TP, EP, ETP and VPP come from the
     config. `learned_positions`: the embedding has a row per position, replicated over tensor-parallel ranks.
     """
     num_moe_before = list(accumulate(config.moe_layers, initial=0))
@@ -140,10 +140,10 @@ def optimizer_state_bytes(config: Config, hardware: Hardware | None = None) -> f
         sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
         muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
-    fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto is remainder where the
-    kernel runs. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al. 2022,
+    fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto means remainder if the
+    AdamW kernel runs. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al. 2022,
     arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices;
-    embedding and output layer, which use Adam, need another `embedding_moment_bytes` per parameter. Norms and
+    embedding and output layer, which use Adam, need `embedding_moment_bytes` more per parameter. Norms and
     routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.
     """
     if config.offload_optimizer and not (hardware and hardware.is_cpu):
@@ -205,8 +205,8 @@ _SPLIT = (
 
 
 def _layers(config: Config, tp: int = 1, etp: int = 1) -> list[RankParameters]:
-    """Parameters of a dense layer, an MoE layer, a layer for multi-token prediction, and a dense layer with
-    SLIDING_WINDOW on a rank, with all routed experts.
+    """Parameters per rank, with all routed experts, of a dense layer, an MoE layer, a layer for multi-token
+    prediction, and a dense layer with SLIDING_WINDOW.
     """
     # norms over all heads are split like the heads
     scopes = {"head": _SPLIT, "rotated": _SPLIT, "all": rf"{_SPLIT}|[qk]_layernorm\.weight$"}

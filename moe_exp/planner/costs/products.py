@@ -26,8 +26,8 @@ def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
 def fp8_parts(config: Config) -> tuple[bool, bool]:
     """Returns whether routed experts' linear layers compute in FP8, and whether all other linear layers do.
 
-    With EXPERT_BACKEND=triton, only the experts do. Otherwise FP8 requires Transformer Engine, so IMPL=auto
-    counts as te. Output layer, router and embedding remain in bf16.
+    With EXPERT_BACKEND=triton, only the experts use FP8. Otherwise FP8 requires Transformer Engine, so
+    IMPL=auto counts as te. Output layer, router and embedding remain in bf16.
     """
     if config.fp8 == "none":
         return False, False
@@ -169,7 +169,7 @@ def projections(config: Config, query: float, heads: float, *, tp: int) -> list[
 def padded_slots(config: Config, tokens: float) -> float:
     """Returns the rows that a rank's experts compute with PAD_TO_CAPACITY, if each rank has `tokens` tokens.
 
-    Each rank sends each expert as many rows as the capacity for its tokens (layers/moe_layer.py). With TP or
+    Each rank pads its rows for every expert to the capacity for its tokens (layers/moe_layer.py). With TP or
     CP, a rank that keeps more than its share sends more rows; these are not counted here.
     """
     share = tokens * config.topk / config.num_experts

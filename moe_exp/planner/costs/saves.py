@@ -42,7 +42,7 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
 def lost_share(
     interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
 ) -> float:
-    """Returns the time lost to saves and failures, relative to the time of the work (Daly, equation 20)."""
+    """Returns the time lost to saves and failures, relative to the productive time (Daly, equation 20)."""
     exponents = restart_seconds / mtbf_seconds, (interval_seconds + save_seconds) / mtbf_seconds
     # exp would overflow; such a run practically never finishes
     if max(exponents) > 700:

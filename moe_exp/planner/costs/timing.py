@@ -1,7 +1,7 @@
 """Time of an iteration: products, collectives, pipeline bubble, optimizer. No torch.
 
 If a micro-batch takes time t_i on stage i, an iteration of m micro-batches takes sum(t) + (m - 1) * max(t)
-with the 1F1B schedule. V model chunks per rank reduce the time to fill and drain the pipeline to 1/V
+with the 1F1B schedule. V model chunks per rank reduce the pipeline's fill and drain time to 1/V
 (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Data-parallel communication adds time, except for the
 part that the backward pass of the last micro-batch hides.
 """
@@ -52,7 +52,7 @@ class IterationTime:
 
     @property
     def bound(self) -> str:
-        """Largest part other than compute if it exceeds a tenth of the time, else compute."""
+        """The largest part except compute, if it exceeds a tenth of the total time; else compute."""
         others = {name: seconds for name, seconds in self.parts().items() if name != "compute"}
         name = max(others, key=others.__getitem__)
         return name if others[name] > self.total / 10 else "compute"

@@ -2,7 +2,7 @@
 
 A layout is a Config with its layout settings filled in, so the rules of training apply. `Config.problems` is
 checked level by level (tensor and context parallelism, pipeline, experts, micro-batch), with sizes of later
-levels at 1. A rejection excludes all layouts below it, so that hundreds of checks cover millions of layouts.
+levels set to 1. A rejection excludes all layouts below it, so hundreds of checks cover millions of layouts.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _parsed(texts: Mapping[str, str]) -> dict[str, Any]:
 
 def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
     """Parses `num_tokens` (300000000000, 3e11, 300B or 0.3T) and `price_per_gpu_hour`, arguments of
-    `estimate.cost_of`; or ConfigError.
+    `estimate.cost_of`; ConfigError if invalid.
     """
     budget: dict[str, Any] = {"num_tokens": None, "price_per_gpu_hour": None}
     problems = []
@@ -125,8 +125,8 @@ def exported_settings(
     """Yields the settings with which `moe-exp train` runs a layout: the layout settings, and all others that
     differ from the preset's `defaults`. Settings of node and host, such as NODE_RANK, are left out.
 
-    With `overrides` (for environment variables), unused layout settings are included as empty values, which
-    replace those of an earlier layout. ValueError if the preset sets one: an empty value does not replace it.
+    With `overrides` (for environment variables), unused layout settings are included as empty values, to
+    override an earlier layout. ValueError if the preset sets one of them: an empty value cannot override it.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.

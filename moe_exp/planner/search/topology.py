@@ -125,7 +125,7 @@ class _Evaluation:
         self.smallest: Candidate | None = None
 
     def add(self, family: rules.Family) -> None:
-        """Tries all expert-parallel sizes and VPP values, first VPP=none, which needs the least memory."""
+        """Tries all expert-parallel sizes and VPP values, VPP=none first, as it needs the least memory."""
         for ep, etp in family.experts:
             levels: dict[int, int] = {}
             for vpp, sizes in family.batches.items():
@@ -143,7 +143,7 @@ class _Evaluation:
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
         """Returns, for each micro-batch size, the index of the first recompute setting that fits. `least`:
-        index at which the search starts, by size.
+        index at which to start, by micro-batch size.
         """
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
         # If the previous layout did not fit, this one probably won't either: try the smallest case first.

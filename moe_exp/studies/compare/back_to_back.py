@@ -133,7 +133,7 @@ def ended_line(ended: Ended, name: str) -> str:
 
 
 def predicted_seconds(variant: Variant) -> float | None:
-    """Returns the predicted seconds per iteration on this host's device; None if it has no profile."""
+    """Returns the predicted seconds per iteration on this host's device; None without a device profile."""
     if not (profile := profile_of(device_name())):
         return None
     cost = cost_of(variant.config, load_hardware(profile))
@@ -141,7 +141,7 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
-    """Returns `known` plus the measured seconds per iteration of other variants; ValueError if one fails."""
+    """Returns `known` plus seconds per iteration measured for other variants; ValueError if a run fails."""
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace, folder = dict(known), comparison.folder / "pace"
     if not left:
@@ -176,7 +176,7 @@ def check_runs(
     runs: Sequence[Case],
     problems_of: Callable[[Config], Iterable[str]] = lambda one: [*one.problems(), *check_environment(one)],
 ) -> None:
-    """Raises ConfigError if runs cannot start: a line per problem, naming the runs unless it affects all."""
+    """Raises ConfigError if runs cannot start: a line per problem, naming the affected runs if not all."""
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:

@@ -19,8 +19,8 @@ _MOST_COLUMNS = 6  # up to this number, variants are columns, else rows
 
 
 def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, measured: bool) -> str:
-    """Describes the variants, their sizes, the mismatch of sizes, and the expected duration. `seconds` per
-    iteration, by variant, are either `measured` or predicted; None if unknown.
+    """Describes the variants, their sizes, the size mismatch and the expected duration. `seconds`: seconds
+    per iteration by variant, `measured` or predicted; None if unknown.
     """
     variants, options = comparison.variants, comparison.options
     config = comparison.reference.config
@@ -115,7 +115,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
-    """Compares variants in pairs, seed by seed; if there are many, only with the reference and with dense."""
+    """Compares pairs of variants seed by seed; with many variants, only pairs with the reference or dense."""
     for (name, earlier), (other, later) in combinations(by_name.items(), 2):
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
@@ -167,7 +167,7 @@ def _mean_text(
 
 
 def half_interval(deviation: float, count: int, degrees: int) -> float:
-    """Returns half of Student's 90% interval of a mean of `count` values with this standard deviation."""
+    """Half the width of Student's 90% interval for a mean of `count` values with this standard deviation."""
     from scipy.stats import t
 
     return float(t.ppf(0.95, degrees)) * deviation / math.sqrt(count)

@@ -51,7 +51,7 @@ class Variant:
 
     @property
     def compared(self) -> dict[str, Any]:
-        """Settings that are equal in all runs of a variant, including runs of later calls."""
+        """Settings that must be the same in all runs of a variant, including runs of later calls."""
         return {name: value for name, value in self.config.model_dump().items() if TRAITS[name].compared}
 
     def having(self, **settings: Any) -> Variant:
@@ -63,8 +63,8 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
     """Parses the variants of a comparison; ConfigError with all problems.
 
     Args:
-        runs: comma-separated names from KINDS. If `runs` is empty and fewer than two variants are `written`,
-            the settings' MOE_TYPE and dense are added.
+        runs: comma-separated names from KINDS. If `runs` is empty and `written` has fewer than two
+            variants, MOE_TYPE from the settings and dense are added.
         written: further variants, each `NAME:SETTING=VALUE,SETTING=VALUE`.
         given: shared settings, see `child_runs.given_settings`.
     """
@@ -126,7 +126,7 @@ def reference_of(variants: Sequence[Variant]) -> Variant:
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Returns settings that differ, with a value per variant; None for MoE settings of dense models."""
+    """Returns the settings that differ, with each variant's value; None for a dense model's MoE settings."""
     found = {}
     for name in (name for name in Config.model_fields if name != "run_name"):
         is_of_experts = TRAITS[name].part == "experts"
@@ -160,7 +160,7 @@ MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", 
 
 
 def apart(config: Config, reference: Config, match: Match) -> float:
-    """Returns the relative difference from the reference in the matched quantity."""
+    """Returns the relative difference of the matched quantity from that of the reference."""
     return MEASURES[match](config) / MEASURES[match](reference) - 1
 
 
@@ -190,7 +190,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Sets MLP widths that match the reference, unless a variant sets them; ConfigError if impossible."""
+    """Matches sizes to the reference by MLP width, unless a variant sets it; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:

@@ -146,7 +146,7 @@ class Ladder:
         return ladder
 
     def problems(self) -> Iterator[str]:
-        """Checks that the baseline exists, FLOPs increase from rung to rung, and FLOPs of variants match."""
+        """Checks that the baseline exists, that FLOPs increase with each rung and match between variants."""
         if self.baseline not in self.names:
             yield problem("baseline", self.baseline, "unknown variant", f"use one of {', '.join(self.names)}")
         if ramp := self.rungs[0].reference.config.rampup_batch_size:
@@ -167,7 +167,7 @@ class Ladder:
                     yield problem("variant", f"{variant.name} of rung {number}", rule, fix)
 
     def flops(self, rung: int) -> dict[str, float]:
-        """Returns the model FLOPs of a run of each variant at a rung (counted from 0)."""
+        """Returns the model FLOPs of one run per variant at rung `rung` (counted from 0)."""
         return {one.name: compute_of(one.config) for one in self.rungs[rung].variants}
 
     @property

@@ -1,7 +1,7 @@
 """Scaling laws L(C) = E + A C^-alpha of several variants, and effective speedups, with intervals. No torch.
 
 E is the irreducible loss. Models that grow with compute C share E, because they are trained on the same data;
-a model of constant size has a higher E of its own. The form, without variables other than C, is from Hoffmann
+a model of constant size has a higher E of its own. The form, with C as its only variable, is from Hoffmann
 et al. 2022 (arXiv:2203.15556, section 3.3). The effective speedup of a variant is the compute that the
 baseline needs to reach the variant's loss, divided by the variant's compute. scipy is imported in functions.
 """
@@ -163,7 +163,7 @@ class Noise:
         return np.asarray(points.means + self.of_mean(num_seeds, generator, len(num_seeds)))
 
     def of_mean(self, num_seeds: Any, generator: np.random.Generator, number: int) -> Floats:
-        """Draws `number` samples of the noise of a mean over `num_seeds` runs (an int, or one per sample)."""
+        """Draws `number` noise samples for a mean over `num_seeds` runs (an int, or an int per sample)."""
         # Student's t distribution, as the deviation is estimated
         noise = generator.standard_t(self.freedom, number) if self.freedom else np.zeros(number)
         return np.asarray(noise * self.deviation / np.sqrt(num_seeds))
@@ -233,7 +233,7 @@ def _fit_means(
 
 
 def estimate(value: float, draws: Sequence[float], covered: float = COVERED) -> Estimate:
-    """Returns the value with an interval between percentiles of the draws; draws may be infinite."""
+    """Returns the value with its percentile interval over the draws, which may be infinite."""
     if not draws:
         return Estimate(value)
     tail = 100 * (1 - covered) / 2
@@ -254,7 +254,7 @@ class Speedup:
 
 
 def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str, *, seed: int = 1) -> Speedup:
-    """Returns per rung: compute that the baseline needs for the variant's mean loss / variant's compute."""
+    """Returns per rung the ratio of baseline to variant compute at the variant's mean loss."""
     points, means = variants[name], variants[name].means
     noise, generator = Noise.of(variants), np.random.default_rng(seed)
     values = _ratios(fit.laws[baseline], points.compute, means)

@@ -111,7 +111,7 @@ def prediction_file(ladder: Ladder) -> Path:
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts the last rung's losses unless that rung has started; returns the reason if not, or ""."""
+    """Predicts the last rung's losses unless it has started; returns why there is no prediction, or ""."""
     # After a rung has started, its losses could no longer be called predicted.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):

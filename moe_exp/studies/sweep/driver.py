@@ -154,7 +154,7 @@ class Sweep:
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
         """Returns the rows of all cases in the lists, then those of other cases that earlier calls have run.
 
-        With `retry_failed`, cases in the lists that failed, ran out of memory or timed out count as not run.
+        With `retry_failed`, listed cases that failed, ran out of memory or timed out are treated as not run.
         """
         cases = self.cases()
         names = {case.name for case in cases}
@@ -235,7 +235,7 @@ def _about(row: Row) -> str:
 
 def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     """Runs the remaining cases and writes the tables; returns the exit code, 0 if any case was measured.
-    `retry_failed`: also run cases that failed, ran out of memory or timed out before.
+    `retry_failed`: rerun cases that previously failed, ran out of memory or timed out.
 
     Raises:
         ConfigError: if no case can run with the given data or folders, or sweep.json has other settings.

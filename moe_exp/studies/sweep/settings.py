@@ -1,7 +1,7 @@
 """Settings of a sweep: lists of layouts, iterations per case, and output folder. No torch.
 
-Like settings of a run, they are resolved in the order default < environment < command line. TPS lists values
-of TP, and so on for other settings; without a list, the value of the run setting applies.
+Like run settings, sweep settings are resolved in the order default < environment < command line. TPS lists
+values of TP, and so on for other settings; without a list, the value of the run setting applies.
 """
 
 from collections.abc import Mapping

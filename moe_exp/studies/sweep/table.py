@@ -119,7 +119,7 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Job whose predicted memory is of the measured kind: resident (CPU) or allocated by PyTorch (GPU)."""
+    """Job whose memory is predicted as it is measured: resident (CPU) or allocated by PyTorch (GPU)."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
@@ -170,7 +170,7 @@ def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
 
 
 def to_markdown(rows: Sequence[Row], title: str) -> str:
-    """Returns a table of layouts by status, GPU count and time, followed by the rejected layouts."""
+    """Returns a table of layouts sorted by status, GPU count and time, then the rejected layouts."""
     lines, by_status = [f"# {title}"], _FASTEST_FIRST.index
     layouts = [row for row in rows if row.status != "rejected"]
     layouts.sort(key=lambda row: (by_status(row.status), row.case.config.world_size, row.seconds or 0.0))
@@ -203,7 +203,7 @@ def to_markdown(rows: Sequence[Row], title: str) -> str:
 
 
 def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Returns the rejected cases by the first rule that they violate, with numbers removed from rules."""
+    """Groups the rejected cases by the first rule that they violate, with numbers removed from the rule."""
     found: dict[str, list[Row]] = {}
     for row in (row for row in rows if row.status == "rejected"):
         # `PP=3: must divide NUM_LAYERS=4. Fix: ...` becomes `PP: must divide NUM_LAYERS`

@@ -1,4 +1,4 @@
-"""Dumps the stacks of this node's ranks (py-spy, else faulthandler in the rank), or else facts from /proc.
+"""Dumps stacks of this node's ranks by py-spy, else by faulthandler in the rank, else facts from /proc.
 
 py-spy reads the memory of a running or stopped process without stopping it. In a hang, a second py-spy run
 reads C frames and stops the process for about a second. faulthandler writes stacks on a signal, even while

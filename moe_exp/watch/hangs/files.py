@@ -68,7 +68,7 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 
 def latest_request(folder: Path) -> Request | None:
-    """The latest request in RUN/hang, or, if `folder` contains answers, the request that they answer."""
+    """The latest request if `folder` is RUN/hang; if it is a folder of answers, the request answered."""
     return _read(Request, folder / "request.json")
 
 

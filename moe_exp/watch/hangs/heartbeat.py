@@ -62,7 +62,7 @@ def rank_file(folder: Path, rank: int, ending: str) -> Path:
 
 
 def standby_file(folder: Path, pid: int) -> Path:
-    """Path of the file that exists while process `pid` has the environment of a rank, but stands by."""
+    """Path of the file that exists while process `pid`, which has a rank's environment, is on standby."""
     return folder / f"standby_{pid}"
 
 

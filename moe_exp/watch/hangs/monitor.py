@@ -7,8 +7,8 @@ thread. A false alarm costs a restart, which is worse than a late alarm. So a ru
 - no rank on any node is below half of its limit, paused or under a debugger, and
 - no rank of the node has made progress by the time all stacks are written.
 
-Limits use the host's monotonic clock, which stops during suspend, and only count while this process runs:
-anything that stops the launcher (a frozen container, a suspended SLURM job) also stops the ranks.
+Limits use the host's monotonic clock, which stops during suspend, and count only time in which this process
+runs, since anything that stops the launcher (a frozen container, a suspended SLURM job) also stops the ranks.
 """
 
 from __future__ import annotations

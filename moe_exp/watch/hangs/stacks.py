@@ -62,7 +62,7 @@ def main_stack(dump: RankDump) -> tuple[Frame, ...]:
 
 
 def is_waiting(dump: RankDump) -> bool:
-    """Whether a rank waits in a torch collective, in its `wait`, or for the rank's own GPU work."""
+    """Whether a rank waits in a torch collective, in the collective's `wait`, or for its own GPU work."""
     if not (frames := main_stack(dump)):
         return False
     source = dump.facts.get("source", "")
@@ -202,7 +202,7 @@ def summarize(folder: Path) -> Summary:
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Yields all stacks, latest calls of suspected (or all) ranks, and ranks dumped by a fallback tool."""
+    """Yields all stacks, latest calls of suspected ranks (else all ranks), and ranks with fallback dumps."""
     # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])

@@ -110,7 +110,7 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """Average, including saves and evaluations; a forward pass is taken as a third of an iteration."""
+        """Average with saves and evaluations; a forward pass is assumed to take a third of an iteration."""
         if (pace := self.seconds_per_iteration) is None:
             return None
         evaluate, save = int(self.settings["eval_interval"]), int(self.settings["save_interval"])
@@ -170,7 +170,7 @@ class RunView:
 
 
 def no_folder(path: Path) -> str:
-    """Error for a path that is not a run folder, without the fix."""
+    """Error, without the `Fix:` part, for a path that is not a run folder."""
     return f"RUN_DIR={path}: is not a run folder (config.yaml not found)"
 
 
@@ -258,7 +258,7 @@ class Disk:
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """Adds a sample to those of the last day; it replaces the newest if the newest two are close in time."""
+    """Adds a sample to the last day's samples; replaces the newest if the newest two are close in time."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:

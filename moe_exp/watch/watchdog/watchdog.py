@@ -124,7 +124,7 @@ class Watchdog:
         check.state = "; ".join([*parts, *(["SLURM does not respond"] if silent else [])])
 
     def _queue(self, check: RunCheck, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str]:
-        """A run's jobs, and SLURM's error or ''; reports a host without squeue as a problem."""
+        """A run's jobs and SLURM's error (or ''); reports missing squeue on this host as a problem."""
         name = check.slurm_name
         try:
             return read_queue(name, self.user, job_ids=job_ids) if name or job_ids else None, ""
