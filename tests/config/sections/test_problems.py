@@ -303,7 +303,7 @@ REFUSED = [
     ("pp=2 vpp=1 gpus_per_node=2", "VPP=1: must be at least 2, as one model chunk per rank cannot"),
     ("pp=2 vpp=2 gbsz=24 gpus_per_node=2", "VPP=2: requires a multiple of PP=2 micro-batches, but GBSZ /"),
     # Optimizer
-    ("qk_clip=100", "QK_CLIP=100.0: requires whole heads, but the distributed optimizer shards"),
+    ("qk_clip=100", "QK_CLIP=100.0: requires whole heads, but the distributed optimizer splits them"),
     ("qk_clip=100 qk_norm=true distributed_optimizer=false", "QK_CLIP=100.0: QK_NORM=true undoes "),
     (
         "optimizer=muon",
@@ -344,7 +344,7 @@ REFUSED = [
     ("recompute_modules=norm impl=te", "RECOMPUTE_MODULES=norm: ...remove norm, or set IMPL=local."),
     (
         "recompute_modules=experts fp8=hybrid expert_backend=te dtype=bf16",
-        "RECOMPUTE_MODULES=experts: FP8=hybrid by Transformer Engine cannot recompute",
+        "RECOMPUTE_MODULES=experts: with FP8=hybrid, Transformer Engine cannot recompute",
     ),
     (
         "offload_optimizer=true optimizer=adam dtype=fp16",
@@ -383,7 +383,7 @@ REFUSED = [
     ("lr_decay_style=cosin", "LR_DECAY_STYLE=cosin: must be 'cosine', ... or 'power'"),
     (
         "lr_decay_style=constant:80%,line",
-        "LR_DECAY_STYLE=constant:80%,line: line is not a piece; pieces are linear, cosine,",
+        "LR_DECAY_STYLE=constant:80%,line: line is not a known piece; use one of linear, cosine,",
     ),
     (
         "lr_decay_style=constant:80,WSD",
@@ -455,7 +455,7 @@ REFUSED = [
     ("train_data=a split=0,1", "SPLIT=0,1: must be up to three numbers"),
     ("train_data=a split=100,0,0", "SPLIT=100,0,0: has no validation share, but EVAL_INTERVAL=100"),
     ("valid_data=a", "VALID_DATA=a: the embedded corpus has its own validation data"),
-    ("vocab_size=2047", "VOCAB_SIZE=2047: the embedded corpus ... 2048 tokens. Fix: ... at least 2048"),
+    ("vocab_size=2047", "VOCAB_SIZE=2047: the embedded corpus ... 2048 distinct tokens. Fix: ... at least 2048"),
     ("eval_iters=0", "EVAL_ITERS=0: ... EVAL_INTERVAL=100. Fix: set EVAL_ITERS=10 or EVAL_INTERVAL=0."),
     # Checkpoints
     (f"{SAVES} keep_every=2000", "KEEP_EVERY=2000: has no effect with KEEP_LAST=0, which keeps all"),
