@@ -11,10 +11,9 @@ from moe_exp.layers.dispatcher.dispatcher import (
     SpreadDispatcher,
     TokensDispatcher,
     experts_per_rank,
-    sort_slots,
 )
 
 __all__ = [
     "AllToAllDispatcher", "DispatchRecord", "Dispatched", "Dispatcher", "LocalDispatcher", "Pending",
-    "RoutedTokens", "SpreadDispatcher", "TokensDispatcher", "experts_per_rank", "sort_slots",
+    "RoutedTokens", "SpreadDispatcher", "TokensDispatcher", "experts_per_rank",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from moe_exp.host import gloo
 from moe_exp.layers.dispatcher.collectives import Departed, Exchange, GatherRows, arrive, depart
 from moe_exp.layers.dispatcher.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher
-from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, received_order, sort_by_expert
+from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, order_by_expert, sort_by_expert
 from moe_exp.layers.router import RoutingDecision, count_kept
 from moe_exp.layers.router.decision import without_dropped
 
@@ -57,14 +57,14 @@ class AllGatherDispatcher(SpreadDispatcher):
             gather = GatherRows(group=self.etp_group, sizes=sizes.tokens_etp)
             x_AD, weights_AK, expert_AK = arrive(depart(gather, x_AD, weights_AK, expert_AK))
             back = (gather.reverse, *back)
-        local_AK, rows_L = expert_AK.long() - self.first_expert, sizes.rows_L
+        local_AK = expert_AK.long() - self.first_expert
         here_AK = (local_AK >= 0) & (local_AK < self.num_local_experts)
         if rows_per_expert is not None:
             rows_per_expert *= self.ep * self.etp
-            rows_L = torch.full_like(rows_L, rows_per_expert)
-        by_expert, splits = received_order(
-            local_AK, here_AK, sizes.splits, rows_L, rows_per_expert=rows_per_expert, use_kernels=use_kernels
-        )
+        by_expert, rows_L, splits = order_by_expert(
+            local_AK, here_AK, num_experts=self.num_local_experts, counts_E=sizes.rows_L,
+            splits=sizes.splits, rows_per_expert=rows_per_expert, use_kernels=use_kernels,
+        )  # fmt: skip
         record = DispatchRecord(order, back, by_expert)
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), rows_L, record, splits)
 

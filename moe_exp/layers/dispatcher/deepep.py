@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.layers.dispatcher.collectives import Arrival, Departed, arrive, depart
 from moe_exp.layers.dispatcher.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher
-from moe_exp.layers.dispatcher.row_order import received_order
+from moe_exp.layers.dispatcher.row_order import order_by_expert
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
 
@@ -53,10 +53,11 @@ class DeepEPDispatcher(SpreadDispatcher):
         self, departed: Departed, exchange: "_Send", rows_per_expert: int | None, use_kernels: bool | None
     ) -> Dispatched:
         x_AD, weights_AK = arrive(departed)
-        by_expert, splits = received_order(
+        by_expert, _, splits = order_by_expert(
             exchange.expert_AK.long(),
             exchange.expert_AK >= 0,  # -1: on another rank
-            exchange.splits,
+            num_experts=self.num_local_experts,
+            splits=exchange.splits,
             rows_per_expert=None if rows_per_expert is None else self.ep * rows_per_expert,
             use_kernels=use_kernels,
         )

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,10 @@ from moe_exp.layers.dispatcher.collectives import (
 )
 from moe_exp.layers.dispatcher.row_order import (
     RowOrder,
-    SortedSlots,
+    order_by_expert,
     pad_by_expert,
     regroup_chunks,
+    slots_of,
     sort_by_expert,
 )
 from moe_exp.layers.groups import group_size, start_copy
@@ -131,9 +132,8 @@ class LocalDispatcher(Dispatcher):
         self.num_experts = num_experts
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
-        order, counts_E, splits = local_row_order(
-            decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert
-        )
+        slots = slots_of(decision, self.num_experts)
+        order, counts_E, splits = order_by_expert(**slots, rows_per_expert=rows_per_expert)
         rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
         return lambda: Dispatched(rows_RD, weights_R, counts_E, DispatchRecord(order), splits)
 
@@ -199,13 +199,16 @@ class AllToAllDispatcher(SpreadDispatcher):
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         if rows_per_expert is None:
-            slots = sort_slots(decision, num_experts=self.num_experts)
+            slots = sort_by_expert(**slots_of(decision, self.num_experts))
             rows_SL = self._receive_counts(slots.rows_per_expert_E)
             read = start_copy(torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]))  # all sizes
             # Without drops the number of rows is known, and the GPU gathers them while the host waits.
             order = slots.order(sum(read()[: self.num_experts]) if slots.has_drops else None)
         else:
-            order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
+            order = pad_by_expert(
+                decision.expert_TK, decision.kept_TK, num_experts=self.num_experts,
+                rows_per_expert=rows_per_expert, use_kernels=decision.use_kernels,
+            )  # fmt: skip
         rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
         if rows_per_expert is None:
             counts = read()
@@ -273,31 +276,3 @@ def experts_per_rank(num_experts: int, ep: int) -> int:
         rule = f"must be divisible by the expert parallel size {ep}"
         raise ValueError(f"num_experts={num_experts}: {rule}. Fix: set EP to a divisor of num_experts.")
     return num_experts // ep
-
-
-def local_row_order(
-    decision: RoutingDecision, *, num_experts: int, rows_per_expert: int | None
-) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
-    """Row order of this rank's slots; rows per expert on the device, and on the host (None if unknown)."""
-    if rows_per_expert is not None:
-        order = pad_slots(decision, num_experts=num_experts, rows_per_expert=rows_per_expert)
-        counts_E = torch.full((num_experts,), rows_per_expert, device=order.slot_R.device)
-        return order, counts_E, (rows_per_expert,) * num_experts
-    slots = sort_slots(decision, num_experts=num_experts)
-    # With drops the host needs the sum of the counts. It fetches all of them, as the experts may need them.
-    splits = tuple(slots.rows_per_expert_E.tolist()) if slots.has_drops else None
-    return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
-
-
-def sort_slots(decision: RoutingDecision, *, num_experts: int) -> SortedSlots:
-    """Calls `sort_by_expert` with the experts of a routing decision."""
-    # The decision's counts include dropped slots.
-    counts_E = decision.tokens_per_expert_E if decision.kept_TK is None else None
-    options: dict[str, Any] = {"num_experts": num_experts, "use_kernels": decision.use_kernels}
-    return sort_by_expert(decision.expert_TK, decision.kept_TK, counts_E=counts_E, **options)
-
-
-def pad_slots(decision: RoutingDecision, *, num_experts: int, rows_per_expert: int) -> RowOrder:
-    """Calls `pad_by_expert` with the experts of a routing decision."""
-    sizes: dict[str, Any] = {"num_experts": num_experts, "rows_per_expert": rows_per_expert}
-    return pad_by_expert(decision.expert_TK, decision.kept_TK, **sizes, use_kernels=decision.use_kernels)

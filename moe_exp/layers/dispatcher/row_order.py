@@ -4,7 +4,6 @@ Both directions are gathers without atomics, so results are bitwise reproducible
 kernels compute the same order and sums, with int32 indices. RouterConfig explains the argument `use_kernels`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from moe_exp.layers.kernels.drops import padded_order, padded_order_torch
 from moe_exp.layers.kernels.launch import takes_kernels
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
-from moe_exp.layers.router.decision import count_per_expert, without_dropped
+from moe_exp.layers.router.decision import RoutingDecision, count_per_expert, without_dropped
 
 
 @dataclass(frozen=True)
@@ -117,28 +116,40 @@ def pad_by_expert(
     return RowOrder(*order, expert_TK.size(1), has_padding=True, has_drops=True, use_kernels=use_kernels)
 
 
-def received_order(
-    expert_AK: Tensor, here_AK: Tensor, splits: Sequence[int], counts_L: Tensor | None = None, *,
-    rows_per_expert: int | None = None, use_kernels: bool | None = None,
-) -> tuple[RowOrder, tuple[int, ...]]:  # fmt: skip
-    """Row order that sorts the received slots by this rank's experts, and the rows per expert [L].
+def order_by_expert(
+    expert_TK: Tensor, kept_TK: Tensor | None, *, num_experts: int, counts_E: Tensor | None = None,
+    splits: tuple[int, ...] | None = None, rows_per_expert: int | None = None,
+    use_kernels: bool | None = None,
+) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:  # fmt: skip
+    """Row order by expert; rows per expert on the device, and on the host (None if unknown).
 
     Args:
-        expert_AK: local expert of every received slot, int64.
-        here_AK: bool, True for slots of this rank's experts; other slots count as dropped.
-        splits, counts_L: slots per expert on the host, and on the device if known.
-        rows_per_expert: pad every expert to this number of rows.
+        expert_TK, kept_TK, counts_E: as for `sort_by_expert`.
+        splits: `counts_E` on the host, if known; else read from the device if slots may be dropped.
+        rows_per_expert: as for `pad_by_expert`; None: no padding.
     """
-    num_experts = len(splits)
-    if rows_per_expert is None:
-        slots = sort_by_expert(
-            expert_AK, here_AK, num_experts=num_experts, counts_E=counts_L, use_kernels=use_kernels
-        )
-        return slots.order(sum(splits)), tuple(splits)
-    order = pad_by_expert(
-        expert_AK, here_AK, num_experts=num_experts, rows_per_expert=rows_per_expert, use_kernels=use_kernels
-    )
-    return order, (rows_per_expert,) * num_experts
+    options: dict[str, Any] = {"num_experts": num_experts, "use_kernels": use_kernels}
+    if rows_per_expert is not None:
+        order = pad_by_expert(expert_TK, kept_TK, rows_per_expert=rows_per_expert, **options)
+        rows_E = torch.full((num_experts,), rows_per_expert, device=expert_TK.device)
+        return order, rows_E, (rows_per_expert,) * num_experts
+    slots = sort_by_expert(expert_TK, kept_TK, counts_E=counts_E, **options)
+    if splits is None and slots.has_drops:
+        # The host needs the sum of the counts. It fetches all of them, as the experts may need them.
+        splits = tuple(slots.rows_per_expert_E.tolist())
+    return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
+
+
+def slots_of(decision: RoutingDecision, num_experts: int) -> dict[str, Any]:
+    """Arguments of `sort_by_expert` and `order_by_expert` for the slots of a routing decision."""
+    return {
+        "expert_TK": decision.expert_TK,
+        "kept_TK": decision.kept_TK,
+        "num_experts": num_experts,
+        # The decision's counts include dropped slots.
+        "counts_E": decision.tokens_per_expert_E if decision.kept_TK is None else None,
+        "use_kernels": decision.use_kernels,
+    }
 
 
 def regroup_chunks(rows_SL: Tensor, *, num_rows: int, use_kernels: bool | None = None) -> RowOrder:

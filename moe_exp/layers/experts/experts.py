@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_exp.layers import activations
 from moe_exp.layers.dispatcher import Dispatched, RoutedTokens
-from moe_exp.layers.dispatcher.dispatcher import local_row_order
-from moe_exp.layers.dispatcher.row_order import RowOrder
+from moe_exp.layers.dispatcher.row_order import RowOrder, order_by_expert, slots_of
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.experts.grouped_gemm import (
     BACKENDS,
@@ -116,8 +115,8 @@ class Experts(nn.Module):
         weights_TK, expert_TK, kept_TK = decision.weights_TK, decision.expert_TK, decision.kept_TK
         if self.backend in FUSED:
             return experts_of_tokens(x_TD, weights_TK, expert_TK, kept_TK, **self._fused_options())
-        num_experts, rows = self.weight1.size(0), inputs.rows_per_expert
-        order, counts_E, _ = local_row_order(decision, num_experts=num_experts, rows_per_expert=rows)
+        slots = slots_of(decision, self.weight1.size(0))
+        order, counts_E, _ = order_by_expert(**slots, rows_per_expert=inputs.rows_per_expert)
         run = partial(self._loop, counts_L=counts_E, order=order)
         return self._recomputed(run, x_TD, order.weights(weights_TK))
 

@@ -11,7 +11,7 @@ from helpers.layers.tiny_moe import decide, random
 from helpers.ranks import run_on_ranks
 from moe_exp.layers.dispatcher import AllToAllDispatcher, deepep
 from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher, check_deepep, check_rows
-from moe_exp.layers.dispatcher.row_order import received_order
+from moe_exp.layers.dispatcher.row_order import order_by_expert
 
 HAS_DEEPEP = importlib.util.find_spec("deep_ep") is not None
 needs_deepep = pytest.mark.skipif(
@@ -83,7 +83,9 @@ RECEIVED_AK = torch.tensor([[1, -1], [0, 1]])
     [(None, [2, 0, 3], (1, 2)), (3, [2, None, None, 0, 3, None], (3, 3))],
 )
 def test_received_tokens_become_rows_sorted_by_expert(rows_per_expert, slots, splits):
-    order, found = received_order(RECEIVED_AK, RECEIVED_AK >= 0, [1, 2], rows_per_expert=rows_per_expert)
+    order, _, found = order_by_expert(
+        RECEIVED_AK, RECEIVED_AK >= 0, num_experts=2, splits=(1, 2), rows_per_expert=rows_per_expert
+    )
     x_AD, weights_AK = torch.tensor([[10.0], [20.0]]), torch.tensor([[0.5, 0.0], [0.25, 0.75]])
     assert found == splits
     tokens = [0 if slot is None else [10, 10, 20, 20][slot] for slot in slots]
@@ -97,7 +99,9 @@ def test_received_tokens_become_rows_sorted_by_expert(rows_per_expert, slots, sp
 @pytest.mark.parametrize("rows_per_expert", [None, 2])
 def test_a_rank_that_receives_nothing(rows_per_expert):
     nothing_AK = torch.empty(0, 2, dtype=torch.int64)
-    order, splits = received_order(nothing_AK, nothing_AK >= 0, [0] * 3, rows_per_expert=rows_per_expert)
+    order, _, splits = order_by_expert(
+        nothing_AK, nothing_AK >= 0, num_experts=3, splits=(0, 0, 0), rows_per_expert=rows_per_expert
+    )
     rows_RD = order.rows(torch.empty(0, 5))
     assert rows_RD.shape == (sum(splits), 5)
     assert order.tokens(rows_RD).shape == (0, 5)

@@ -8,7 +8,7 @@ from helpers.layers.references import Waits, make_groups
 from helpers.layers.tiny_moe import EXPERTS, HIDDEN, decide, pushed_tokens, random, tiny_layer
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
-from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher, row_order
 from moe_exp.layers.dispatcher import dispatcher as dispatchers
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.collectives import AllToAll, GatherRows, ScatterSumRows
@@ -316,14 +316,15 @@ def padded_on_rank(experts: list[list[int]], spread: bool) -> tuple[int, torch.T
     x_TD, grad_TD = (x.chunk(parts)[rank].clone() for x in whole)
     settings = {"capacity_factor": 1.0, "pad_to_capacity": True, "microbatch_group": group}
     layer = tiny_layer(ep_group=group if spread else None, aux_loss_coeff=0.3, **settings)
-    rows, pad_slots = [], dispatchers.pad_slots
+    rows, pad_by_expert = [], row_order.pad_by_expert
 
     def pad_and_record(*arguments, **options):
         rows.append(options["rows_per_expert"])
-        return pad_slots(*arguments, **options)
+        return pad_by_expert(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dispatchers, "pad_slots", pad_and_record)
+        for module in (dispatchers, row_order):
+            patched.setattr(module, "pad_by_expert", pad_and_record)
         y_TD, loss = layer(x_TD.requires_grad_())
         ((y_TD * grad_TD).sum() + loss).backward()
     gradients = [layer.router.weight.grad, layer.experts.weight1.grad, layer.experts.weight2.grad]

@@ -14,7 +14,8 @@ from helpers.layers.tiny_moe import HIDDEN, MODES, TOKENS, cut, decide, pushed_t
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.layers.activations import ACTIVATIONS
-from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher, sort_slots
+from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher
+from moe_exp.layers.dispatcher.row_order import slots_of, sort_by_expert
 from moe_exp.layers.experts import Experts, fused
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.experts.loop import expert_loop
@@ -154,7 +155,7 @@ def test_twins_against_the_loop_over_experts(activation, bias, twins):
     """As a CPU runs them, in float64, with dropped slots."""
     leaves, expert_TK = leaves_of(activation=activation, dtype=torch.float64, bias=bias), chosen(13, 2, 5)
     kept_TK = random(13, 2, seed=6) > -0.3
-    slots = sort_slots(decide(expert_TK, leaves[1], kept_TK, num_experts=5), num_experts=5)
+    slots = sort_by_expert(**slots_of(decide(expert_TK, leaves[1], kept_TK, num_experts=5), 5))
     order = slots.order()
     dy_TD = random(13, 24, seed=7)
 
