@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_exp.layers import activations
 from moe_exp.layers.dispatcher import Dispatched, RoutedTokens
 from moe_exp.layers.dispatcher.row_order import RowOrder, order_by_expert, slots_of
-from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
+from moe_exp.layers.experts.fused import fused_experts
 from moe_exp.layers.experts.grouped_gemm import (
     BACKENDS,
     BY_SPLITS,
@@ -23,6 +23,7 @@ from moe_exp.layers.experts.grouped_gemm import (
     fused_problem,
 )
 from moe_exp.layers.experts.loop import expert_loop
+from moe_exp.layers.kernels.slot_sort import slot_sort
 
 
 def _check_activation(name: str) -> None:
@@ -112,10 +113,12 @@ class Experts(nn.Module):
         if not isinstance(inputs, RoutedTokens):
             return self._of_rows(inputs)
         x_TD, decision = inputs.x_TD, inputs.decision
-        weights_TK, expert_TK, kept_TK = decision.weights_TK, decision.expert_TK, decision.kept_TK
+        weights_TK, num_experts = decision.weights_TK, self.weight1.size(0)
         if self.backend in FUSED:
-            return experts_of_tokens(x_TD, weights_TK, expert_TK, kept_TK, **self._fused_options())
-        slots = slots_of(decision, self.weight1.size(0))
+            slot_N, row_N, offsets_L1 = slot_sort(decision.expert_TK, num_experts, decision.kept_TK)
+            places = {"slot_R": slot_N, "row_TK": row_N.view(decision.expert_TK.shape)}
+            return self._fused(x_TD, weights_TK, offsets_L1, **places)
+        slots = slots_of(decision, num_experts)
         order, counts_E, _ = order_by_expert(**slots, rows_per_expert=inputs.rows_per_expert)
         run = partial(self._loop, counts_L=counts_E, order=order)
         return self._recomputed(run, x_TD, order.weights(weights_TK))
@@ -135,7 +138,8 @@ class Experts(nn.Module):
         rows_RD, weights_R = dispatched.rows_RD, dispatched.weights_R
         counts_L, splits = dispatched.tokens_per_expert_L, dispatched.splits
         if self.grouped_gemm is None:
-            return experts_of_rows(rows_RD, weights_R, counts_L, **self._fused_options())
+            offsets_L1 = nn.functional.pad(counts_L.cumsum(0, dtype=torch.int32), (1, 0))
+            return self._fused(rows_RD, weights_R, offsets_L1)
         if self._is_loop_on_cpu(rows_RD):
             return self._recomputed(partial(self._loop, counts_L=counts_L), rows_RD, weights_R)
         if splits is None and self.backend in BY_SPLITS:
@@ -171,17 +175,12 @@ class Experts(nn.Module):
         after = self.weight2.size(1) - self.bias2_start - self.bias2.size(1)
         return nn.functional.pad(self.bias2, (self.bias2_start, after))
 
-    def _fused_options(self) -> dict[str, Any]:
-        return {
-            "weight1_LWD": self.weight1,
-            "weight2_LDF": self.weight2,
-            "bias1_LW": self.bias1,
-            "bias2_LD": self._whole_bias2(),
-            "activation": self.activation,
-            "adds_to_main_grad": self.adds_to_main_grad,
-            "recompute_hidden": self.recompute_hidden,
-            "fp8": self.fp8,
-        }
+    def _fused(self, x: Tensor, weights: Tensor, offsets_L1: Tensor, **places: Tensor) -> Tensor:
+        parameters = self.weight1, self.weight2, self.bias1, self._whole_bias2()
+        return fused_experts(
+            x, weights, offsets_L1, *parameters, **places, activation=self.activation, fp8=self.fp8,
+            adds_to_main_grad=self.adds_to_main_grad, recompute_hidden=self.recompute_hidden,
+        )  # fmt: skip
 
     def _is_loop_on_cpu(self, x: Tensor) -> bool:
         return self.backend == "loop" and x.device.type == "cpu"

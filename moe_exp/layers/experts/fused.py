@@ -13,60 +13,37 @@ from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.fp8 import products as in_fp8
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.rows import gather_rows
-from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import expert_order, main_grad_of, placeholder, weight_grad
 
 
-def experts_of_tokens(
-    x_TD: Tensor, weights_TK: Tensor, expert_TK: Tensor, kept_TK: Tensor | None, weight1_LWD: Tensor,
-    weight2_LDF: Tensor, bias1_LW: Tensor | None = None, bias2_LD: Tensor | None = None, *, activation: str,
-    adds_to_main_grad: bool = False, recompute_hidden: bool = False, fp8: bool = False,
+def fused_experts(
+    x: Tensor, weights: Tensor, offsets_L1: Tensor, weight1_LWD: Tensor, weight2_LDF: Tensor,
+    bias1_LW: Tensor | None = None, bias2_LD: Tensor | None = None, *, activation: str,
+    slot_R: Tensor | None = None, row_TK: Tensor | None = None, adds_to_main_grad: bool = False,
+    recompute_hidden: bool = False, fp8: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y_t = sum over the kept slots k of w_tk * expert_tk(x_t), [T, D], if all experts are on this rank.
+    """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert; of tokens, the sum of their rows, [T, D].
 
     The host never waits for the device.
 
     Args:
-        weights_TK: router weights, used in fp32.
-        kept_TK: bool, True for slots that are not dropped; None: no slot is dropped.
+        x: rows [R, D]; with `slot_R` and `row_TK`, tokens [T, D].
+        weights: router weights [R] or [T, K], used in fp32.
+        offsets_L1: first row of each expert, on the device, see `moe_exp.layers`.
         weight1_LWD: first projection, gate half first.
-        adds_to_main_grad, recompute_hidden, fp8: see `experts_of_rows`.
-    """
-    slot_N, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
-    places = offsets_L1, slot_N, row_N.view(expert_TK.shape)
-    parameters = weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
-    return _run(x_TD, weights_TK, *parameters, *places, activation, adds_to_main_grad, recompute_hidden, fp8)
-
-
-def experts_of_rows(
-    x_RD: Tensor, weights_R: Tensor, tokens_per_expert_L: Tensor, weight1_LWD: Tensor, weight2_LDF: Tensor,
-    bias1_LW: Tensor | None = None, bias2_LD: Tensor | None = None, *, activation: str,
-    adds_to_main_grad: bool = False, recompute_hidden: bool = False, fp8: bool = False,
-) -> Tensor:  # fmt: skip
-    """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert.
-
-    Args:
-        weights_R: router weights, used in fp32.
-        tokens_per_expert_L: rows of each expert, on the device.
-        weight1_LWD: as for `experts_of_tokens`.
+        slot_R, row_TK: slot of each row and row of each slot, from `slot_sort`.
         adds_to_main_grad: if a weight has Megatron's `main_grad`, the kernels add its gradient to
             `main_grad`, or overwrite `main_grad` if `grad_added_to_main_grad` is False, and its `grad`
             contains no valid values. Ignored under torch.compile.
         recompute_hidden: compute the first projection again in backward instead of keeping its result.
         fp8: compute the matrix products in e4m3, see kernels/fp8.
     """
-    offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
-    parameters = weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
-    options = activation, adds_to_main_grad, recompute_hidden, fp8
-    return _run(x_RD, weights_R, *parameters, offsets_L1, None, None, *options)
-
-
-def _run(*args: Any) -> Tensor:
-    """Applies `_Experts` and tells it whether a backward pass can follow."""
+    tensors = x, weights, weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
     # Inside an autograd function's forward, gradients are always disabled.
-    has_backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-    return _Experts.apply(*args, has_backward)
+    has_backward = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    options = activation, adds_to_main_grad, recompute_hidden, fp8, has_backward
+    return _Experts.apply(*tensors, offsets_L1, slot_R, row_TK, *options)
 
 
 class _Experts(torch.autograd.Function):

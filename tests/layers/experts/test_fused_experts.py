@@ -2,6 +2,8 @@
 where that is said.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,10 +19,11 @@ from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher
 from moe_exp.layers.dispatcher.row_order import slots_of, sort_by_expert
 from moe_exp.layers.experts import Experts, fused
-from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
+from moe_exp.layers.experts.fused import fused_experts
 from moe_exp.layers.experts.loop import expert_loop
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels import weight_grad as weight_grads
+from moe_exp.layers.kernels.slot_sort import slot_sort
 
 FP32 = torch.float32
 
@@ -76,16 +79,20 @@ def assert_same_bits(actual, expected) -> None:
     assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
-def tokens_function(expert_TK, kept_TK=None, activation="swiglu"):
-    return lambda x, weights, *parameters: experts_of_tokens(
-        x, weights, expert_TK, kept_TK, *parameters, activation=activation
-    )
+def tokens_function(expert_TK, kept_TK=None, activation="swiglu", **options):
+    def function(x, weights, weight1_LWD, *parameters):
+        slot_R, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
+        places = {"slot_R": slot_R, "row_TK": row_N.view(expert_TK.shape)}
+        arguments = x, weights, offsets_L1, weight1_LWD, *parameters
+        return fused_experts(*arguments, activation=activation, **places, **options)
+
+    return function
 
 
-def rows_function(counts, activation="swiglu"):
-    counts_L = torch.tensor(counts)
-    return lambda x, weights, *parameters: experts_of_rows(
-        x, weights, counts_L, *parameters, activation=activation
+def rows_function(counts, activation="swiglu", **options):
+    offsets_L1 = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    return lambda x, weights, *parameters: fused_experts(
+        x, weights, offsets_L1, *parameters, activation=activation, **options
     )
 
 

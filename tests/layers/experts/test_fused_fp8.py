@@ -3,7 +3,6 @@
 Most run the plain-torch twins, as a CPU does; tests/layers/kernels/fp8 compares the kernels with these.
 """
 
-import functools
 import itertools
 from collections import Counter
 
@@ -16,14 +15,15 @@ from test_fused_experts import (
     errors,
     leaves_of,
     loop_over_tokens,
+    rows_function,
     rows_leaves,
+    tokens_function,
     with_gradients,
 )
 
 from helpers.layers.kernel_device import needs_kernels
 from helpers.layers.tiny_moe import random
 from moe_exp.layers.experts import Experts, grouped_gemm
-from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.fp8 import products
 from moe_exp.layers.kernels.self_test import Sizes, check_kernels
@@ -32,9 +32,7 @@ BF16 = torch.bfloat16
 
 
 def in_fp8(expert_TK, activation, kept_TK=None, *, fp8=True):
-    return lambda x, weights, *parameters: experts_of_tokens(
-        x, weights, expert_TK, kept_TK, *parameters, activation=activation, fp8=fp8
-    )
+    return tokens_function(expert_TK, kept_TK, activation, fp8=fp8)
 
 
 # Largest relative errors of output and gradients, by norm; measured: docs/moe_layer.md.
@@ -105,21 +103,17 @@ def test_kernels_give_what_the_twins_give(activation, bias, monkeypatch):
 @pytest.mark.parametrize("counts", [(0, 0, 0), (1, 0, 7), (0, 131, 0), (128, 1, 2)])
 def test_numbers_of_rows(counts, twins):
     """None, single rows, primes and whole blocks; a row does not depend on those beside it."""
-    leaves, counts_L = rows_leaves(counts, hidden=7, ffn=5), torch.tensor(counts)
+    leaves = rows_leaves(counts, hidden=7, ffn=5)
     dy_RD = random(sum(counts), 7, seed=7).float()
 
-    def function(x, weights, *parameters, rows_L=counts_L):
-        return experts_of_rows(x, weights, rows_L, *parameters, activation="swiglu", fp8=True)
-
-    y, dx, _, *dmatrices = with_gradients(function, leaves, dy_RD)
+    y, dx, _, *dmatrices = with_gradients(rows_function(counts, fp8=True), leaves, dy_RD)
     ends = [0, *itertools.accumulate(counts)]
     for expert, (first, end) in enumerate(itertools.pairwise(ends)):
         assert counts[expert] or not any(gradient[expert].any() for gradient in dmatrices)
         if first < end:
             alone = [leaves[0][first : first + 1], leaves[1][first : first + 1], *leaves[2:]]
             alone = [leaf.detach().requires_grad_() for leaf in alone]
-            one_L = (torch.arange(3) == expert).long()
-            one = functools.partial(function, rows_L=one_L)
+            one = rows_function([int(other == expert) for other in range(3)], fp8=True)
             y_one, dx_one, *_ = with_gradients(one, alone, dy_RD[first : first + 1])
             assert max(errors([y[first : first + 1], dx[first : first + 1]], [y_one, dx_one])) < 1e-3
 
