@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_exp.host import gloo
+from moe_exp.layers.dispatcher.collectives import gathered
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.kernels.drops import keep_within, keep_within_torch
 from moe_exp.layers.kernels.launch import takes_kernels
@@ -94,13 +94,9 @@ class MicrobatchCapacity:
         if group is None or group_size(group) == 1:
             return self._keep_slots(expert_TK, weights_TK, num_tokens)
         blocks = sequence_blocks(self.context_parallel_size, self.context_stripes)
-        in_order: list[Tensor] = []
-        for x_TK in (expert_TK, weights_TK):
-            out = x_TK.new_empty(group_size(group) * num_rows, x_TK.size(1))
-            gloo.all_gather(out, x_TK.contiguous(), group=group)
-            in_order.append(in_sequence_order(out, blocks))
+        experts, weights = (in_sequence_order(gathered(x, group), blocks) for x in (expert_TK, weights_TK))
         # Every rank decides for the whole micro-batch; restore rank order and return this rank's part.
-        chunks = self._keep_slots(in_order[0], in_order[1], num_tokens).chunk(len(blocks))
+        chunks = self._keep_slots(experts, weights, num_tokens).chunk(len(blocks))
         kept_TK = torch.cat([chunks[block] for block in blocks])
         return kept_TK[group.rank() * num_rows : (group.rank() + 1) * num_rows]
 

@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from moe_exp.host import gloo
-from moe_exp.layers.dispatcher.collectives import Departed, Exchange, GatherRows, arrive, depart
+from moe_exp.layers.dispatcher.collectives import Departed, Exchange, GatherRows, arrive, depart, gathered
 from moe_exp.layers.dispatcher.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher
 from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, order_by_expert, sort_by_expert
 from moe_exp.layers.router import RoutingDecision, count_kept
@@ -26,10 +24,6 @@ class AllGatherDispatcher(SpreadDispatcher):
     over ranks, in the dtype of the rows. Synchronizes with the device once, to read token and row counts.
     """
 
-    def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
-        super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
-        self.first_expert = self.num_local_experts * (0 if ep_group is None else ep_group.rank())
-
     def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         weights_TK, kept_TK = decision.weights_TK, decision.kept_TK
         expert_TK = without_dropped(decision.expert_TK.to(torch.int32), kept_TK, self.num_experts)
@@ -41,7 +35,7 @@ class AllGatherDispatcher(SpreadDispatcher):
         sizes = self._exchange_sizes(decision, travelling)
         order = None
         if travelling is not None:
-            order = travelling.order(sizes.num_sent)
+            order = travelling.order(sizes.tokens_ep[self.ep_rank])
             x_TD, weights_TK = order.rows(x_TD), order.rows(weights_TK)
             expert_TK = expert_TK.index_select(0, order.slot_R)
         departed = depart(GatherRows(group=self.ep_group, sizes=sizes.tokens_ep), x_TD, weights_TK, expert_TK)
@@ -57,7 +51,7 @@ class AllGatherDispatcher(SpreadDispatcher):
             gather = GatherRows(group=self.etp_group, sizes=sizes.tokens_etp)
             x_AD, weights_AK, expert_AK = arrive(depart(gather, x_AD, weights_AK, expert_AK))
             back = (gather.reverse, *back)
-        local_AK = expert_AK.long() - self.first_expert
+        local_AK = expert_AK.long() - self.num_local_experts * self.ep_rank
         here_AK = (local_AK >= 0) & (local_AK < self.num_local_experts)
         if rows_per_expert is not None:
             rows_per_expert *= self.ep * self.etp
@@ -74,19 +68,13 @@ class AllGatherDispatcher(SpreadDispatcher):
         num_tokens = counts_E.new_full((1,), decision.expert_TK.size(0))
         if travelling is not None:
             num_tokens = travelling.rows_per_expert_E
-        counts = torch.cat([num_tokens, counts_E])
-        for group, size in ((self.ep_group, self.ep), (self.etp_group, self.etp)):
-            if size > 1:
-                gathered = counts.new_empty(size * counts.numel())
-                gloo.all_gather(gathered, counts, group=group)
-                counts = gathered
+        counts = gathered(torch.cat([num_tokens, counts_E]), self.ep_group)
+        counts = gathered(counts, self.etp_group)
         counts_S = counts.view(self.etp * self.ep, 1 + self.num_experts)
-        rows_L = counts_S[:, 1:].sum(dim=0)[self.first_expert : self.first_expert + self.num_local_experts]
+        rows_L = counts_S[:, 1:].sum(dim=0).view(self.ep, -1)[self.ep_rank]
         host = torch.cat([counts_S[:, 0], rows_L]).tolist()
         tokens = [host[i * self.ep : (i + 1) * self.ep] for i in range(self.etp)]
-        ep_rank = self.first_expert // self.num_local_experts
         return _Sizes(
-            num_sent=tokens[self.etp_rank][ep_rank],
             tokens_ep=tuple(tokens[self.etp_rank]),
             tokens_etp=tuple(map(sum, tokens)),
             splits=tuple(host[self.etp * self.ep :]),
@@ -97,7 +85,6 @@ class AllGatherDispatcher(SpreadDispatcher):
 class _Sizes(NamedTuple):
     """Numbers of tokens and rows that this rank exchanges."""
 
-    num_sent: int  # tokens that this rank sends
     tokens_ep: tuple[int, ...]  # tokens per rank of the expert parallel group
     tokens_etp: tuple[int, ...]  # tokens per rank of the expert tensor parallel group, after the first gather
     splits: tuple[int, ...]  # rows per local expert, on the host

@@ -241,6 +241,15 @@ def exchange_rows(exchange: Exchange, x_RD: Tensor) -> Tensor:
     return _Exchanged.apply(x_RD, exchange)
 
 
-def gather_rows(x_RD: Tensor, *, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Concatenates the rows of all ranks (`sizes[i]` from rank i). Gradients are summed over ranks."""
-    return exchange_rows(GatherRows(group=group, sizes=sizes), x_RD)
+def gather_rows(x_RD: Tensor, group: ProcessGroup) -> Tensor:
+    """Concatenates the rows of all ranks, which have equally many. Gradients are summed over ranks."""
+    return exchange_rows(GatherRows(group=group, sizes=[x_RD.size(0)] * group.size()), x_RD)
+
+
+def gathered(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Like `gather_rows`, without gradient; `x` itself if the group has one rank or is None."""
+    if group is None or group.size() == 1:
+        return x
+    out = x.new_empty(group.size() * x.size(0), *x.shape[1:])
+    gloo.all_gather(out, x.contiguous(), group=group)
+    return out

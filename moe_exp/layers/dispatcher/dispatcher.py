@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_exp.host import gloo
 from moe_exp.layers.dispatcher.collectives import (
     AllToAll,
     Departed,
@@ -27,6 +26,7 @@ from moe_exp.layers.dispatcher.collectives import (
     arrive,
     depart,
     exchange_rows,
+    gathered,
 )
 from moe_exp.layers.dispatcher.row_order import (
     RowOrder,
@@ -170,7 +170,9 @@ class SpreadDispatcher(Dispatcher):
         self.num_experts, self.ep_group, self.etp_group = num_experts, ep_group, etp_group
         self.ep, self.etp = group_size(ep_group), group_size(etp_group)
         self.num_local_experts = experts_per_rank(num_experts, self.ep)
-        self.etp_rank = 0 if etp_group is None else etp_group.rank()
+        self.ep_rank, self.etp_rank = (
+            0 if group is None else group.rank() for group in (ep_group, etp_group)
+        )
         self.exchange_groups = ep_group, etp_group
 
 
@@ -193,9 +195,7 @@ class AllToAllDispatcher(SpreadDispatcher):
     it does not wait.
     """
 
-    def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
-        super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
-        self._padded: tuple[int, _ExchangeSizes] | None = None
+    _padded: tuple[int, _ExchangeSizes] | None = None  # sizes with `rows_per_expert` rows, for later calls
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
         if rows_per_expert is None:
@@ -251,11 +251,7 @@ class AllToAllDispatcher(SpreadDispatcher):
             received = torch.empty_like(counts)
             torch.distributed.all_to_all_single(received, counts, group=self.ep_group)
             counts = received
-        if self.etp > 1:
-            gathered = counts.new_empty(self.etp * counts.numel())
-            gloo.all_gather(gathered, counts, group=self.etp_group)
-            counts = gathered
-        return counts.view(-1, self.num_local_experts)
+        return gathered(counts, self.etp_group).view(-1, self.num_local_experts)
 
     def _route(self, sent_E: list[int], received: list[int], rows_SL: Tensor) -> _ExchangeSizes:
         # `received` is [ETP, EP, L], flattened. The all-to-all receives this rank's part of ETP; the gather

@@ -52,26 +52,19 @@ class SortedSlots:
     """Slots sorted by expert, dropped slots last."""
 
     slot_N: Tensor  # slots in sorted order; within an expert, by position
+    row_N: Tensor  # row of each slot; at least the number of rows if dropped
     rows_per_expert_E: Tensor  # kept slots per expert, int64, on the device
     topk: int  # slots per token
     has_drops: bool  # some slots may be dropped
-    row_N: Tensor | None = None  # row of each slot, N if dropped; None: not computed yet
     use_kernels: bool | None = None
 
     def order(self, num_rows: int | None = None) -> RowOrder:
         """The row order. `num_rows`: sum of rows_per_expert_E; None: read from the GPU if needed."""
-        row_N = self.row_N
-        if row_N is None:
-            row_N = torch.empty_like(self.slot_N)
-            row_N[self.slot_N] = torch.arange(self.slot_N.numel(), device=self.slot_N.device)
-        if not self.has_drops:
-            return RowOrder(self.slot_N, row_N, self.topk, use_kernels=self.use_kernels)
-        if num_rows is None:
-            num_rows = int(self.rows_per_expert_E.sum())
-        row_N = row_N.clamp(max=num_rows)
-        return RowOrder(
-            self.slot_N[:num_rows], row_N, self.topk, has_drops=True, use_kernels=self.use_kernels
-        )
+        slot_R, row_N = self.slot_N, self.row_N
+        if self.has_drops:
+            num_rows = int(self.rows_per_expert_E.sum()) if num_rows is None else num_rows
+            slot_R, row_N = slot_R[:num_rows], row_N.clamp(max=num_rows)
+        return RowOrder(slot_R, row_N, self.topk, has_drops=self.has_drops, use_kernels=self.use_kernels)
 
 
 def sort_by_expert(
@@ -85,7 +78,6 @@ def sort_by_expert(
         kept_TK: bool, True for slots that are not dropped; None: no slot is dropped.
         counts_E: kept slots per expert, int64, if known.
     """
-    row_N: Tensor | None = None
     if takes_kernels(expert_TK, use_kernels):
         slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts, kept_TK)
         counts_E = offsets_E1.diff().long() if counts_E is None else counts_E
@@ -97,7 +89,9 @@ def sort_by_expert(
             slot_N, row_N = native.sort_slots(expert_N, num_experts)
         else:
             slot_N = torch.argsort(expert_N, stable=True)
-    return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, row_N, use_kernels)
+            row_N = torch.empty_like(slot_N)
+            row_N[slot_N] = torch.arange(slot_N.numel(), device=slot_N.device)
+    return SortedSlots(slot_N, row_N, counts_E, expert_TK.size(1), kept_TK is not None, use_kernels)
 
 
 def pad_by_expert(

@@ -196,9 +196,8 @@ class CausalAttention(nn.Module):
         return options | ({"window_size": (self.rule.window - 1, 0)} if self.rule.window else {})
 
     def _gather_sequence(self, x: Tensor, num_stripes: int = 1) -> Tensor:
-        size = self.cp_group.size()
-        rows = gather_rows(x, sizes=[x.size(0)] * size, group=self.cp_group)
-        return in_sequence_order(rows, sequence_blocks(size, num_stripes))
+        rows = gather_rows(x, self.cp_group)
+        return in_sequence_order(rows, sequence_blocks(self.cp_group.size(), num_stripes))
 
     def _with_neighbors(self, x: Tensor, num_before: int) -> list[Tensor]:
         """This rank's two blocks of keys or values, each with the preceding `num_before` rows prepended."""
@@ -305,7 +304,7 @@ class ProjectionNorm(nn.Module):
         wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
         squares = wide.square().sum(-1)
         # Gathered, then summed in rank order, so that every rank gets the same bits.
-        total = gather_rows(squares.unsqueeze(0), sizes=[1] * self.group.size(), group=self.group).sum(0)
+        total = gather_rows(squares.unsqueeze(0), self.group).sum(0)
         normalized = wide * torch.rsqrt(total / self.num_channels + self.eps).unsqueeze(-1)
         return (normalized * self.weight).to(x.dtype).view_as(x)
 
