@@ -285,17 +285,14 @@ def bf16_grads(
 
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
     """Why kernels/topk.py cannot route with this config, or "". `needs_scores`: see Router."""
-    if config.assignment != "topk":
-        return f"the router kernel supports only top-k, not {config.assignment}"
-    if config.num_groups:
-        return "the router kernel does not support groups of experts"
-    if config.top_p < 1 or config.num_null_experts:
-        return "the router kernel gives every token K experts"
-    if config.finds_quantiles:
-        return "quantile balancing needs the scores of all experts"
-    if config.dtype != "fp32":
-        return f"the router kernel computes in fp32, not in {config.dtype}"
-    if config.score not in KERNEL_SCORES:
-        return f"the router kernel does not support the score {config.score}"
     by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
-    return f"{' or '.join(by_all)} needs the scores of all experts" if needs_scores else ""
+    problems = {
+        f"the router kernel supports only top-k, not {config.assignment}": config.assignment != "topk",
+        "the router kernel does not support groups of experts": config.num_groups > 0,
+        "the router kernel gives every token K experts": config.top_p < 1 or config.num_null_experts > 0,
+        "quantile balancing needs the scores of all experts": config.finds_quantiles,
+        f"the router kernel computes in fp32, not in {config.dtype}": config.dtype != "fp32",
+        f"the router kernel does not support the score {config.score}": config.score not in KERNEL_SCORES,
+        f"{' or '.join(by_all)} needs the scores of all experts": needs_scores,
+    }
+    return next((problem for problem, holds in problems.items() if holds), "")
