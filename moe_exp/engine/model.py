@@ -17,10 +17,9 @@ from moe_exp.layers.kernels.cross_entropy import choose_cross_entropy, linear_lo
 from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure_of
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
-from moe_exp.layers.megatron.offload import ActivationOffload
 from moe_exp.layers.megatron.residual import SumAndNorm, change_norms, choose_norm, scale_ends
 from moe_exp.layers.megatron.rotary import install_rotary, rotate_windows
-from moe_exp.layers.megatron.saved_tensors import NormRecompute
+from moe_exp.layers.megatron.saved_tensors import ActivationOffload, NormRecompute
 from moe_exp.layers.megatron.token_prediction import PredictingModel, prediction_spec
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem
@@ -148,7 +147,7 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
 
 
 def _moe_settings(config: Config) -> dict[str, Any]:
-    settings = {
+    return {
         "num_moe_experts": config.num_experts,
         # 1 instead of a list of ones gives all layers one key, as in Megatron's MoE checkpoints.
         "moe_layer_freq": 1 if all(config.moe_layers) else [int(is_moe) for is_moe in config.moe_layers],
@@ -164,17 +163,12 @@ def _moe_settings(config: Config) -> dict[str, Any]:
         "moe_z_loss_coeff": config.z_loss_coeff or None,
         "moe_router_bias_update_rate": config.router_bias_update_rate,
         "moe_token_dispatcher_type": "alltoall",
+        "moe_router_num_groups": config.num_router_groups or None,
+        "moe_router_group_topk": config.router_group_topk or None,
+        "moe_expert_capacity_factor": config.expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": config.moe_type == "moe" and config.pad_to_capacity,
+        "moe_token_drop_policy": config.drop_policy,
     }
-    if config.num_router_groups:
-        settings["moe_router_num_groups"] = config.num_router_groups
-        settings["moe_router_group_topk"] = config.router_group_topk
-    if config.moe_type == "moe":
-        settings |= {
-            "moe_expert_capacity_factor": config.expert_capacity_factor,
-            "moe_pad_expert_input_to_capacity": config.pad_to_capacity,
-            "moe_token_drop_policy": config.drop_policy,
-        }
-    return settings
 
 
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:

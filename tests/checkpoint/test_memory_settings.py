@@ -7,7 +7,7 @@ import pytest
 
 from helpers.checkpoint.legs import Leg, deviations, run_on_rank, write_data
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp.layers.megatron import offload
+from moe_exp.layers.megatron import saved_tensors
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -25,7 +25,7 @@ SAME_BITS = ("bf16 gradients", "recompute", "modules on the host", "optimizer on
 
 
 def on_rank(legs):
-    offload.SMALLEST = 0
+    saved_tensors.SMALLEST = 0
     return run_on_rank(legs)
 
 

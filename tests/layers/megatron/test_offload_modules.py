@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from helpers.layers.streams import Device
-from moe_exp.layers.megatron import offload
-from moe_exp.layers.megatron.offload import ActivationOffload
+from moe_exp.layers.megatron import saved_tensors
+from moe_exp.layers.megatron.saved_tensors import ActivationOffload
 
 WIDTH = 64
 BYTES = 2 * 32 * WIDTH * 4  # of a module: its input, and the result of tanh
@@ -48,7 +48,7 @@ def on_device(monkeypatch):
     """The bytes there now and at most. Freed bytes become NaN."""
     bytes_now = {"now": 0, "most": 0}
 
-    class Saved(offload._Saved):
+    class Saved(saved_tensors._Saved):
         _bytes = None
 
         @property
@@ -67,8 +67,8 @@ def on_device(monkeypatch):
         def __del__(self):
             self.on_device = None
 
-    monkeypatch.setattr(offload, "_Saved", Saved)
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(saved_tensors, "_Saved", Saved)
+    monkeypatch.setattr(saved_tensors, "SMALLEST", 0)
     return bytes_now
 
 
@@ -91,8 +91,10 @@ def test_copies_may_be_late(modules, order, late, on_device, monkeypatch):
     Device(monkeypatch, late=(False, late))
     chunk = Chunk()
     ActivationOffload(chunk, modules)
-    states, arrive = [], offload._Group.arrive
-    monkeypatch.setattr(offload._Group, "arrive", lambda self: (states.append(self._state), arrive(self)))
+    states, arrive = [], saved_tensors._Group.arrive
+    monkeypatch.setattr(
+        saved_tensors._Group, "arrive", lambda self: (states.append(self._state), arrive(self))
+    )
     for ours, theirs in zip(gradients(chunk, order), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert on_device["now"] == 0

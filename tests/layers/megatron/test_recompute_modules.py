@@ -11,7 +11,7 @@ from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.checkpoint.state import Progress
 from moe_exp.engine import runtime
 from moe_exp.layers.kernels import launch
-from moe_exp.layers.megatron import offload
+from moe_exp.layers.megatron import saved_tensors
 from moe_exp.training import loop
 from moe_exp.training.interval import Interval
 
@@ -49,7 +49,7 @@ PARALLEL = {layout: LAYOUTS[layout] for layout in ("DP2", "TP2", "PP2_VPP2", "EP
 
 def trained(settings: dict[str, Any], port: int) -> list[Step]:
     launch.INTERPRETED = False  # the plain-torch references, which are much faster
-    offload.SMALLEST = 0
+    saved_tensors.SMALLEST = 0
     job = start_job(settings, port)
     interval, progress, steps = Interval(job.config, job.runtime, job.trained.model), Progress(), []
     for _ in range(2):

@@ -243,7 +243,7 @@ class Entry:
 
 
 def counted(ledger: Ledger, saved: type) -> type:
-    """offload._Saved, whose bytes on the device are in the ledger."""
+    """saved_tensors._Saved, whose bytes on the device are in the ledger."""
 
     class Counted(saved):  # type: ignore[misc]
         _entry: Entry | None = None
@@ -268,25 +268,25 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
     from moe_exp.layers.kernels import launch
-    from moe_exp.layers.megatron import offload
+    from moe_exp.layers.megatron import saved_tensors
     from moe_exp.training import loop
 
     launch.INTERPRETED = False  # the kernels' twins keep the same, sooner
-    offload.SMALLEST = 4096
+    saved_tensors.SMALLEST = 4096
 
     config = of_settings(settings, num_ranks=int(os.environ["WORLD_SIZE"]))
     os.environ["MASTER_PORT"] = str(port)
     rank = runtime.start(config)
     model = build_model(config, rank)
     loop.optimizer_setup.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
-    ledger, saved = Ledger(model), offload._Saved
-    offload._Saved = counted(ledger, saved)  # type: ignore[misc]
+    ledger, saved = Ledger(model), saved_tensors._Saved
+    saved_tensors._Saved = counted(ledger, saved)  # type: ignore[misc]
     trained = SimpleNamespace(model=model)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None, graphs=None)
     data = RandomTokens(config.seq_len, config.vocab_size)
     with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda entry: entry.tensor):
         loop.forward_backward(job, data, 0, config.num_microbatches)
-    offload._Saved = saved  # type: ignore[misc]
+    saved_tensors._Saved = saved  # type: ignore[misc]
     runtime.stop()
     return ledger.peak, ledger.now
 
