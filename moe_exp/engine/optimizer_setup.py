@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -98,14 +99,10 @@ def _megatron_builds(config: Config, step: str) -> Iterator[None]:
         # Megatron makes fp32 main weights of all parameters by this method, and they may not fit.
         nan = torch.full((), math.nan, device=device_of_model())
         values += [(torch.Tensor, "float", lambda x: nan.expand_as(x))]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
-    for owner, name, value in values:
-        setattr(owner, name, value)
-    try:
+    with ExitStack() as patches:
+        for owner, name, value in values:
+            patches.enter_context(mock.patch.object(owner, name, value))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
     if _FUSED_ADAM is None:
         # Not restored, because state dicts read it later. Like Apex, our classes keep the step in the group.
         distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True

@@ -176,9 +176,6 @@ class MegatronExperts(Experts):
             singleton_local_shards=bool((metadata or {}).get("singleton_local_shards")),
         )
 
-    def backward_dw(self) -> None:
-        """Does nothing: Megatron calls this for delayed weight gradients, but ours are already computed."""
-
 
 def _take_extra_states(experts: torch.nn.Module, keys: Any) -> None:
     """Lets a strict load_state_dict accept the empty `_extra_state` objects of `shard_experts`."""
@@ -314,7 +311,7 @@ class MegatronMoELayer(MegatronMoE):
         return output
 
     def backward_dw(self, *args: Any, **kwargs: Any) -> None:
-        self.experts.backward_dw()
+        """Does nothing: Megatron calls this for delayed weight gradients, but ours are already computed."""
 
 
 def recomputed_modules(config: TransformerConfig) -> set[str]:
