@@ -221,10 +221,7 @@ def keep_full_tiles(
     expert drops its slots of lowest weight; an expert with fewer slots than a tile keeps all slots. Token
     rounding in SonicMoE (Guo et al. 2025, arXiv:2512.14080) rounds to the nearest multiple and may add
     tokens; here slots are only dropped, so no token gets an expert that it did not choose.
-
-    Args:
-        expert_TK, weights_TK, use_kernels: as for `keep_within_capacity`.
-        tile: rows per tile.
+    Other arguments: as for `keep_within_capacity`.
     """
     counts_E = count_per_expert(expert_TK.flatten(), num_experts + 1)[:num_experts]
     limits_E = torch.where(counts_E < tile, counts_E, counts_E // tile * tile)

@@ -133,7 +133,7 @@ def test_flash_attention_takes_its_deterministic_backward(deterministic, monkeyp
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
     monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: deterministic)
     config = SimpleNamespace(kv_channels=4, attention_dropout=0.0, params_dtype=torch.bfloat16)
-    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0), tp=None)
     module = CausalAttention(config, 1, None, "self", pg_collection=groups)
     module.backend = "flash-attn"
     module(*torch.randn(3, 2, 1, 1, 4), None)

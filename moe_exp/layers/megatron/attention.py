@@ -62,7 +62,24 @@ class KeyValueCache:
         self.length += num_tokens
 
 
-class CausalAttention(nn.Module):
+class _SplitModule(nn.Module):
+    """Module of whose parameters (not of those of its submodules) each rank of `tp_group` has a part."""
+
+    tp_group: ProcessGroup
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Parameters as sharded tensors."""
+        dp_cp = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
+        axes = {name: 0 for name, _ in self.named_parameters(recurse=False)}
+        arguments = self.state_dict(prefix="", keep_vars=True), prefix, axes, sharded_offsets
+        return dict(
+            make_sharded_tensors_for_checkpoint(*arguments, tp_group=self.tp_group, dp_cp_group=dp_cp)
+        )
+
+
+class CausalAttention(_SplitModule):
     """Causal softmax(q k^T / sqrt(d)) v, with the signature of Megatron's core attention.
 
     Follows `window_size`, `window_attn_skip_freq` and `softmax_type=learnable` of the TransformerConfig. With
@@ -98,7 +115,7 @@ class CausalAttention(nn.Module):
             softcap,
             bool(has_sinks and (is_windowed or not sinks_in_windows)),
         )
-        self.groups = pg_collection
+        self.tp_group = pg_collection.tp
         self.softmax_offset: nn.Parameter | None = None
         if self.rule.has_sinks:
             device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
@@ -246,15 +263,6 @@ class CausalAttention(nn.Module):
         self.max_logit = largest if self.max_logit is None else torch.maximum(self.max_logit, largest)
         return taken
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """This rank's sinks, as a sharded tensor, and its norms."""
-        dp_cp = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
-        arguments = self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
-        tp = self.groups.tp
-        return dict(make_sharded_tensors_for_checkpoint(*arguments, tp_group=tp, dp_cp_group=dp_cp))
-
 
 class Norm:
     """torch.nn.RMSNorm or LayerNorm (by `config.normalization`), marked for sequence parallelism.
@@ -275,7 +283,7 @@ class Norm:
         return norm
 
 
-class ProjectionNorm(nn.Module):
+class ProjectionNorm(_SplitModule):
     """RMSNorm of a query or key projection over all heads: OLMo 2 (arXiv:2501.00656, sec. 3.1), OLMoE.
 
     y = weight * x / sqrt(mean(x^2) + eps), with the mean over all H*d channels, in at least fp32. Heads and
@@ -294,24 +302,16 @@ class ProjectionNorm(nn.Module):
             torch.ones(num_channels // group.size(), dtype=config.params_dtype, device=device)
         )
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-        self.num_channels, self.eps, self.group = num_channels, config.layernorm_epsilon, group
+        self.num_channels, self.eps, self.tp_group = num_channels, config.layernorm_epsilon, group
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes x [S, B, h, d], keeping its dtype."""
         flat = x.flatten(-2)
-        if self.group.size() == 1:
+        if self.tp_group.size() == 1:
             return nn.functional.rms_norm(flat, self.weight.shape, self.weight, self.eps).view_as(x)
         wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
         squares = wide.square().sum(-1)
         # Gathered, then summed in rank order, so that every rank gets the same bits.
-        total = gather_rows(squares.unsqueeze(0), self.group).sum(0)
+        total = gather_rows(squares.unsqueeze(0), self.tp_group).sum(0)
         normalized = wide * torch.rsqrt(total / self.num_channels + self.eps).unsqueeze(-1)
         return (normalized * self.weight).to(x.dtype).view_as(x)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """This rank's part of `weight` [H*d], as a sharded tensor."""
-        dp_cp = ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
-        arguments = self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets
-        return dict(make_sharded_tensors_for_checkpoint(*arguments, tp_group=self.group, dp_cp_group=dp_cp))

@@ -66,13 +66,7 @@ class TwoRotaries(nn.Module):
 
 
 def rotate_windows(chunk: Any, config: Any, base: float, has_window: Sequence[bool]) -> None:
-    """Gives layers with a window a plain rotary embedding of their own.
-
-    Args:
-        config: the chunk's TransformerConfig.
-        base: base of the embedding.
-        has_window: flag per layer of the whole model.
-    """
+    """Gives layers with a window (`has_window`, of the whole model) a plain rotary embedding with `base`."""
     chunk.rotary_pos_emb = TwoRotaries(chunk.rotary_pos_emb, base)
     without_yarn = copy.copy(config)  # Megatron's attention multiplies queries and keys by YaRN's factor
     without_yarn.yarn_rotary_scaling_factor = 1.0
@@ -91,12 +85,7 @@ def rotate_windows(chunk: Any, config: Any, base: float, has_window: Sequence[bo
 
 
 def choose_rotary(is_fused: bool, *, device_type: str, failure: str = "") -> tuple[str, str]:
-    """Chooses the rotary embedding; returns its name and the reason.
-
-    Args:
-        is_fused: Megatron's `apply_rope_fusion`.
-        failure: why the kernel must not run, see `launch.failure_of`.
-    """
+    """Chooses the rotary embedding; returns its name and the reason. `is_fused`: `apply_rope_fusion`."""
     if failure or not is_fused:
         return "megatron", failure or "DOCUMENT_MASK, YaRN or multi-latent attention"
     if device_type == "cpu" or launch.missing():

@@ -53,12 +53,7 @@ class Router(nn.Module):
 
     bias: nn.Parameter | None
     expert_bias: Tensor
-    l1_factor: Tensor
     slots_and_tokens: Tensor
-    gap_counts: Tensor
-    local_tokens_per_expert: Tensor
-    global_tokens_per_expert: Tensor
-    batch_tokens_per_expert: Tensor
 
     def __init__(
         self, config: RouterConfig, *, microbatch_group: ProcessGroup | None = None,

@@ -21,7 +21,7 @@ ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 def attention(head_size: int, *, cp=ONE_RANK, dropout: float = 0.0, **kwargs) -> CausalAttention:
     config = SimpleNamespace(kv_channels=head_size, attention_dropout=dropout, params_dtype=torch.float64)
-    return CausalAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=cp), **kwargs)
+    return CausalAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=cp, tp=None), **kwargs)
 
 
 def inputs(seq_len: int, batch: int, heads: int, groups: int, head_size: int):
