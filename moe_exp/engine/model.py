@@ -355,8 +355,16 @@ def build_chunk(
         pg_collection=runtime.groups,
         vp_stage=stage,
     )
+    _change_modules(config, chunk, kernel_failures)
+    if initial_weights:
+        initialize_weights(chunk, config)
+    return chunk
+
+
+def _change_modules(config: Config, chunk: GPTModel, kernel_failures: Sequence[KernelFailure]) -> None:
+    """Changes modules of Megatron's model that a spec cannot replace, and adds hooks for saved tensors."""
     if config.window_rotary_base:
-        rotate_windows(chunk, settings, config.window_rotary_base, config.window_layers)
+        rotate_windows(chunk, chunk.config, config.window_rotary_base, config.window_layers)
     if config.document_mask:
         for module in list(chunk.modules()):  # the model has one, or with latent attention each layer
             if isinstance(rotary := getattr(module, "rotary_pos_emb", None), nn.Module):
@@ -373,9 +381,6 @@ def build_chunk(
         NormRecompute(chunk)
     if config.offloaded:
         ActivationOffload(chunk, config.offloaded)
-    if initial_weights:
-        initialize_weights(chunk, config)
-    return chunk
 
 
 def overlaps(config: Config) -> bool:

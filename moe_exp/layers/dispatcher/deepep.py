@@ -53,7 +53,7 @@ class DeepEPDispatcher(SpreadDispatcher):
         self, departed: Departed, exchange: "_Send", rows_per_expert: int | None, use_kernels: bool | None
     ) -> Dispatched:
         x_AD, weights_AK = arrive(departed)
-        by_expert, _, splits = order_by_expert(
+        by_expert, counts_L, splits = order_by_expert(
             exchange.expert_AK.long(),
             exchange.expert_AK >= 0,  # -1: on another rank
             num_experts=self.num_local_experts,
@@ -61,8 +61,6 @@ class DeepEPDispatcher(SpreadDispatcher):
             rows_per_expert=None if rows_per_expert is None else self.ep * rows_per_expert,
             use_kernels=use_kernels,
         )
-        # Copied to the device without making the host wait.
-        counts_L = torch.tensor(splits).to(x_AD.device, non_blocking=True)
         record = DispatchRecord(None, (exchange.reverse,), by_expert)
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), counts_L, record, splits)
 

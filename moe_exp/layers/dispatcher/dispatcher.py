@@ -170,9 +170,8 @@ class SpreadDispatcher(Dispatcher):
         self.num_experts, self.ep_group, self.etp_group = num_experts, ep_group, etp_group
         self.ep, self.etp = group_size(ep_group), group_size(etp_group)
         self.num_local_experts = experts_per_rank(num_experts, self.ep)
-        self.ep_rank, self.etp_rank = (
-            0 if group is None else group.rank() for group in (ep_group, etp_group)
-        )
+        self.ep_rank = 0 if ep_group is None else ep_group.rank()
+        self.etp_rank = 0 if etp_group is None else etp_group.rank()
         self.exchange_groups = ep_group, etp_group
 
 
