@@ -7,13 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = {
-    # 63,000, and a training step for GPUs: CUDA graphs, AdamW in one pass, MAIN_PARAMS, late results,
-    # kernels for rotary embedding and losses, CROSS_ENTROPY=linear, PRESET=gpu; OFFLOAD_OPTIMIZER,
-    # OFFLOAD_MODULES; MTP_NUM_LAYERS and its conversion, sixteen Hugging Face classes and the settings that
-    # they need, `convert from-hf --verify` and of models of the Hub; windows, sinks, soft cap, output gate,
-    # FlexAttention, twelve classes with them, MXFP4; slow ranks, restart or stop, silent corruption, standby
-    "lines of Python": 67_590,
-    "files": 336,
+    # At most 66,900: 63,000, and 3,900 that were allowed for seventeen Hugging Face classes and multi-token
+    # prediction, attention with windows and sinks, and decisions of long runs.
+    "lines of Python": 66_740,
+    "files": 330,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,
     "private functions of at most 6 lines with one caller": 0,

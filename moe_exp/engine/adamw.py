@@ -7,12 +7,12 @@
 
 Megatron's step reads the gradient norm on the host, scales the gradients, runs the optimizer and copies the
 main weights to the model: 28 + 8 + 6 bytes per fp32 parameter. One pass moves 30. The factors that depend on
-the norm are on the device (`step_factors`), so that the host does not wait for it.
+the norm are on the device (`step_factors`), so that the host does not wait for the norm.
 
-With MAIN_PARAMS=remainder, w is the bf16 weight as upper half of the bits, plus a 16-bit remainder, as with
+With MAIN_PARAMS=remainder, w is the bf16 weight (the upper 16 bits) plus a 16-bit remainder, as with
 Transformer Engine's `store_param_remainders`. One pass then moves 28 bytes. Unlike Transformer Engine, which
-rounds ties away from zero, w rounds to nearest, ties to even. So 2^16 + 1 values of w round to an even bf16
-value: both ties, with remainders of -2^15 and 2^15. The sign bit of v, unused otherwise, marks the latter.
+rounds ties away from zero, w rounds to nearest, ties to even. So 2^16 + 1 values of w round to each even bf16
+value, including both ties (remainders -2^15 and 2^15). The otherwise unused sign bit of v marks 2^15.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def join(weight: Tensor, remainder: Tensor, square: Tensor) -> Tensor:
 
 
 def split(main: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three arguments of `join` for main weights (fp32) and second moments (fp32 or bf16)."""
+    """Splits main weights (fp32) and second moments (fp32 or bf16) into the three arguments of `join`."""
     weight = main.bfloat16()
     low = main.view(torch.int32) - weight.view(torch.int16).int() * 65536
     return weight, low.short(), square.copysign(torch.where(low == 32768, -1.0, 1.0).to(square.dtype))
@@ -88,7 +88,7 @@ def step_factors(
 
     Args:
         norm: norm of all gradients, fp32, one value; None: neither clip nor skip.
-        step: t, the number of steps including this one, without skipped steps, fp64 [].
+        step: t, the number of steps including this one but not skipped steps, fp64 [].
         clip: largest norm; 0: no clipping.
     """
     factor = torch.ones_like(step)
@@ -124,10 +124,10 @@ def adamw_step(
     """One step of AdamW on a tensor, in place; formulas at the top of the file.
 
     Args:
-        main: fp32 weights, contiguous like all others; or int16 remainders, see `split`.
+        main: fp32 weights, contiguous like all tensors here; or int16 remainders, see `split`.
         grad: gradients, fp32 or bf16.
         mean, square: first and second moments, fp32 or bf16.
-        weight: bf16 copy of the weights, which is written (with remainders, also read); None: no copy.
+        weight: bf16 copy of the weights, an output (with remainders, also an input); None: no copy.
         factors: `step_factors`.
     """
     if not runs_kernel(grad):

@@ -5,7 +5,7 @@ With d = EMA_DECAY and the main weights w after a step, the n-th update is
     ema <- ema + (1 - d) / (1 - d^n) * (w - ema)
 
 This is ema <- d * ema + (1 - d) * w with Adam's bias correction (Kingma and Ba 2015, arXiv:1412.6980,
-section 3). After n updates, ema averages w_1 ... w_n, where w_i has a weight proportional to d^(n-i).
+section 3). After n updates, ema averages w_1 ... w_n, where w_i has a coefficient proportional to d^(n-i).
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Chooses the backend of each part of a run; tests and tunes the run's Triton kernels.
 
-All ranks choose the same backends. If a kernel is wrong on any rank, EXPERT_BACKEND=auto,
-ROUTING_KERNELS=auto or CROSS_ENTROPY=auto continues without Triton's kernels for that part. If a
-kernel was requested by name, the start fails.
+All ranks choose the same backends. If a kernel gives wrong results on any rank, EXPERT_BACKEND=auto,
+ROUTING_KERNELS=auto or CROSS_ENTROPY=auto continues without Triton's kernels for that part. If that kernel
+was requested by name, the run fails to start.
 """
 
 import logging

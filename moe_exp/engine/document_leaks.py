@@ -52,7 +52,7 @@ class Leak:
 
     @property
     def is_tight(self) -> bool:
-        """Whether the test found no attention beyond documents and windows."""
+        """Whether attention stayed within documents and windows in the test."""
         limit = _LIMITS[self.dtype]
         return self.logits_error < limit and self.gradients_error < limit and not self.num_changed
 

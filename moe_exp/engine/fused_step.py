@@ -1,4 +1,4 @@
-"""Optimizer step with `adamw_step` that does not make the host wait for the device.
+"""Optimizer step that uses `adamw_step` and never makes the host wait for the device.
 
 Megatron's step reads the gradient norm on the host before it clips, and the device idles meanwhile. Here
 `adamw_step` gets the norm on the device, clips, skips the step if the norm is not finite, and writes the
@@ -39,14 +39,14 @@ def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
 
 
 def keeps_remainders(config: Config, step: str) -> bool:
-    """Whether main weights are kept as 16-bit remainders (MAIN_PARAMS) with a `step` from `choose_step`."""
+    """Whether main weights are kept as 16-bit remainders (MAIN_PARAMS), given `step` from `choose_step`."""
     if config.main_params == "auto":
         return step == "whole" and config.dtype == "bf16" and not config.qk_clip
     return config.main_params == "remainder"
 
 
 def store_main_weights(part: Any) -> None:
-    """Makes a part of the optimizer store main weights split (`Adam.split`), and allocates moments.
+    """Makes one of the chained optimizers store split main weights (`Adam.split`), and allocates moments.
 
     Code that needs main weights joins them. The next iteration or copy to the model splits them again.
     """
@@ -91,8 +91,8 @@ class FusedStep:
     """Replaces `step` of Megatron's optimizer; changes nothing if the gradient norm is not finite.
 
     Returns a tuple: None, the norm (fp32 []), and the number of zeros in the gradients (None: not counted).
-    The host does not wait for the norm; once it is known, `count_step` must be called, at the latest before
-    the next step.
+    The host does not wait for the norm; once the norm is known, and before the next step, `count_step` must
+    be called.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, parts: list[Any]):
@@ -108,7 +108,7 @@ class FusedStep:
                 part._copy_main_params_to_model_params = partial(self.unless_stepping, copy)
 
     def unless_stepping(self, copy: Callable[[], None]) -> None:
-        """Runs `copy` outside of steps."""
+        """Runs `copy`, except during a step."""
         if not self._is_stepping:
             copy()
 
@@ -128,7 +128,7 @@ class FusedStep:
         return None, norm, zeros
 
     def _grad_norm(self) -> Tensor:
-        """Norm of the gradients of all ranks, fp32 []; a gradient that ranks share counts once."""
+        """Norm of the gradients over all ranks, fp32 []; a gradient that several ranks hold counts once."""
         all_parts, zero = self._optimizer.chained_optimizers, torch.zeros((), device=device_of_model())
         sums = []
         for part in all_parts:
@@ -143,7 +143,7 @@ class FusedStep:
 
 
 def count_step(optimizer: MegatronOptimizer, norm: float) -> bool:
-    """Returns whether `FusedStep` has taken its step; if not, decrements the number of steps."""
+    """Returns whether `FusedStep` applied its step; if it was skipped, decrements the number of steps."""
     if math.isfinite(norm):
         return True
     for group in optimizer.param_groups:
@@ -153,7 +153,7 @@ def count_step(optimizer: MegatronOptimizer, norm: float) -> bool:
 
 
 def _share_gradients(part: Any) -> None:
-    """Makes the gradients of main weights views of the gradient buffers, in the buffers' dtype."""
+    """Turns gradients of main weights into views of the gradient buffers, in the buffers' dtype."""
     for main, model in _pairs(part):
         grad = model.main_grad
         if isinstance(part, DistributedOptimizer):
@@ -164,7 +164,7 @@ def _share_gradients(part: Any) -> None:
 
 
 def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """(main weights, 16-bit weights of the model) of the values that this rank updates."""
+    """Pairs (main weights, 16-bit model weights) of the values that this rank updates."""
     for main, model in _pairs(part):
         if isinstance(part, DistributedOptimizer):
             place = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
@@ -175,7 +175,7 @@ def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _pairs(part: Any) -> Iterator[tuple[Any, Any]]:
-    """(main weights, 16-bit parameter of the model) of a part of the optimizer."""
+    """Pairs (main weights, 16-bit model parameter) of one of the chained optimizers."""
     mains: Any = ()
     if isinstance(part, DistributedOptimizer):
         mains, models = part.shard_fp32_from_float16_groups, part.model_float16_groups

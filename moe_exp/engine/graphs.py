@@ -1,12 +1,12 @@
 """CUDA graph of the forward and backward pass of one micro-batch (CUDA_GRAPH): one launch for the host.
 
 Megatron's schedule stays as it is. Its forward step replays a graph that also contains the backward pass, and
-returns a loss without gradient, for which the schedule runs no backward pass:
+returns a loss that requires no gradient, so that the schedule runs no backward pass:
 
     schedule: for each micro-batch   copy it to the graph's inputs -> replay -> loss for the log
               after the last one     gradient exchange, as without graphs
 
-Gradient exchange, optimizer and log stay outside the graph. All tensors that the graph shares with them keep
+Gradient exchange, optimizer and log stay outside the graph. The tensors that they share with the graph keep
 their addresses: parameters, gradients, router state, sums of the statistics.
 
 There is a graph per key: shapes of the inputs, number of micro-batches, and whether kernels overwrite
@@ -74,8 +74,8 @@ def side_stream() -> torch.cuda.Stream:
 def on_side_stream() -> Iterator[None]:
     """Runs the block on `side_stream`, in order with the work before and after it; no effect without CUDA.
 
-    Autograd accumulates gradients on the stream on which DDP created its nodes, and a capture must not wait
-    for another stream. So DDP, warm-up and captures use one stream.
+    Autograd accumulates gradients on the stream on which DDP created AccumulateGrad nodes, and a capture must
+    not wait for another stream. So DDP, warm-up and captures use one stream.
     """
     if not torch.cuda.is_available():
         yield
@@ -92,12 +92,12 @@ def choose_graph(
     config: Config, *, device_type: str, expert_backend: str = "", has_te: bool = False,
     overlaps: bool = False, failure: str = "",
 ) -> tuple[str, str]:  # fmt: skip
-    """Whether micro-batches run as CUDA graphs, `on` or `off`, and the reason.
+    """`on` or `off` (whether micro-batches run as CUDA graphs), and the reason.
 
     Args:
         expert_backend: the backend that runs, "" in a dense model.
         has_te: whether Transformer Engine's layers run.
-        overlaps: whether gradients would be exchanged during the backward pass, which a graph prevents.
+        overlaps: whether gradients would be exchanged during the backward pass; a graph prevents this.
         failure: result of the check at the start.
     """
     if config.cuda_graph == "off":
@@ -117,7 +117,7 @@ def choose_graph(
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
-    """Sums of bits, int64 [number of tensors], to compare tensors without copies of them."""
+    """Bit sums, int64 [number of tensors], for comparing tensors without copying them."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64) for x in tensors])
 
@@ -126,12 +126,12 @@ class MicrobatchGraphs:
     """Graphs of the micro-batches of this rank's model.
 
     Args:
-        region: runs forward and backward of a micro-batch, given the number of micro-batches, and returns the
+        region: given the number of micro-batches, runs the forward and backward pass of one and returns the
             tensor for the log.
-        parameters: trained parameters. If one or its gradient moves, all graphs are captured again.
+        parameters: trained parameters. If a parameter or gradient changes address, all graphs are recaptured.
         statistics: statistics of the MoE layers.
         state: other tensors that a micro-batch changes, such as the routers' counters.
-        graph: creates a CudaGraph; in tests, an object with its methods.
+        graph: creates a CudaGraph; in tests, an object with the same methods.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class MicrobatchGraphs:
         """Compares a replayed micro-batch with an eager one before training; returns the difference or "".
 
         Loss and gradients must be equal bit for bit. Gradients that already differ between two eager
-        micro-batches (attention adds in no fixed order on some GPUs) must have norms within 0.1%. Resets the
-        gradients, the statistics and `state`.
+        micro-batches (on some GPUs, attention has no fixed summation order) must have norms within 0.1%.
+        Resets the gradients, the statistics and `state`.
         """
         before, found = [(x, x.clone()) for x in self._state], []
         try:

@@ -172,7 +172,7 @@ def _moe_settings(config: Config) -> dict[str, Any]:
 
 
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
-    """Sets values that our layers support, but that TransformerConfig refuses or has no field for."""
+    """Sets values that our layers support but that TransformerConfig rejects or has no field for."""
     settings.context_stripes = config.context_stripes
     settings.window_query_groups = config.window_query_groups
     # The tensors of all layers are stacked under one key only if they have equal shapes.
@@ -262,7 +262,7 @@ def router_problem(config: Config) -> str:
 
 
 def sum_problem(config: Config) -> str:
-    """Why one kernel cannot compute the sum after attention and its norm (see SumAndNorm), or empty."""
+    """Why one kernel cannot compute the sum after attention and the sum's norm (SumAndNorm), or empty."""
     problems = {
         f"NORMALIZATION={config.normalization}": config.normalization != "RMSNorm",
         f"NORM_PLACEMENT={config.norm_placement}": config.norm_placement not in ("pre", "around_moe"),
@@ -384,7 +384,7 @@ def _change_modules(config: Config, chunk: GPTModel, kernel_failures: Sequence[K
 
 
 def overlaps(config: Config) -> bool:
-    """Whether gradients and parameters are exchanged during the passes of the model (OVERLAP)."""
+    """Whether gradients and parameters are exchanged during forward and backward passes (OVERLAP)."""
     # Without other ranks on its stage, a rank has nothing to overlap, and buckets only cost host time.
     has_peers = config.world_size > config.pp
     return has_peers and torch.cuda.is_available() if config.overlap == "auto" else config.overlap == "true"
@@ -417,7 +417,7 @@ class GPTModelWithOwnLoss(PredictingModel):
 
 
 class GPTModelWithLinearLoss(PredictingModel):
-    """GPTModel that computes output layer and loss by chunks of tokens (CROSS_ENTROPY=linear)."""
+    """GPTModel that computes output layer and loss in chunks of tokens (CROSS_ENTROPY=linear)."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -1,7 +1,7 @@
 """AdamW on the host, with main weights and moments in host memory (OFFLOAD_OPTIMIZER).
 
 As in ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), the device keeps only bf16 weights and gradients. A
-step goes through buckets of values. While the host updates a bucket, the device sends the gradients of the
+step processes the values in buckets. While the host updates a bucket, the device sends the gradients of the
 next one and receives the weights of the previous one:
 
     device to host    g1   g2   g3   ...
@@ -9,8 +9,8 @@ next one and receives the weights of the previous one:
     host to device              w1   w2   w3   ...
 
 The copies, 4 + 2 bytes per parameter, pass through page-locked buffers: two for gradients, two for weights.
-Main weights and moments stay on the host and are not page-locked, which could double their memory: PyTorch
-rounds the size of page-locked memory up to a power of two.
+Main weights and moments stay on the host and are not page-locked, because page-locking could double their
+memory: PyTorch rounds the size of page-locked memory up to a power of two.
 """
 
 import math
@@ -42,7 +42,7 @@ class _Staging:
 class OffloadedAdam(Adam):
     """Adam that stores the fp32 main weights of bf16 weights, and their moments, in host memory.
 
-    `join` leaves main weights on the host, so that saves take no memory of the device.
+    `join` leaves main weights on the host, so that saving takes no device memory.
     """
 
     _staging: tuple[_Staging, ...] = ()

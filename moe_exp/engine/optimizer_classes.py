@@ -1,7 +1,7 @@
 """Optimizers driven by Megatron's wrappers: AdamW with fp32, bf16 or 8-bit moments, and SGD with momentum.
 
 Megatron expects one `step` per parameter group, and only moments in a parameter's state. Each optimizer
-chooses the format of its moments in memory. For checkpoints `moments` converts moments to fp32 in the
+chooses the format of its moments in memory. For checkpoints, `moments` converts them to fp32 in the
 parameter's shape, which fits every layout and every optimizer with the same moments; `set_moments` converts
 them back. With Megatron's distributed optimizer, `p` is a flat fp32 range of a model parameter.
 """
@@ -265,7 +265,7 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Sgd(torch.optim.SGD):
-    """PyTorch's SGD with momentum allocated at the start, so that checkpoints before step 1 contain it.
+    """PyTorch's SGD, with momentum allocated at the start so that checkpoints before step 1 contain it.
 
     `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. m starts at 0; results equal PyTorch's.
     """
@@ -286,7 +286,7 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def joined(optimizer: torch.optim.Optimizer, p: Tensor) -> Iterator[None]:
-    """Makes `p` hold fp32 main weights inside the block, which may change them."""
+    """Makes `p` hold fp32 main weights inside the block; the block may change them."""
     adam = optimizer if isinstance(optimizer, Adam) and p in optimizer.stored else None
     if adam:
         adam.join(p)

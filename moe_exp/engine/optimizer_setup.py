@@ -223,7 +223,7 @@ def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
     """Excludes from `zero_grad_buffer` the gradients that the expert kernels overwrite; returns their
     parameters.
 
-    Most of a MoE model's gradients are of experts: 4 bytes per parameter need not be written and read.
+    Most of a MoE model's gradients belong to experts: this saves writing and reading 4 bytes per parameter.
     """
     found: list[Any] = []
     for module in chunk.modules():
@@ -271,7 +271,7 @@ def next_batch(config: Config, consumed_samples: int, seq_len: int) -> tuple[int
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Makes all parts of `optimizer` on all ranks skip steps together and use one loss scale (fp16 only)."""
+    """Makes all chained optimizers on all ranks skip steps together and share one loss scale (fp16 only)."""
     # Megatron gives each part of its optimizer (dense parameters, experts) its own loss scaler. The loss is
     # multiplied by the scale of the first one, but each part divides its gradients by its own scale and
     # lowers it when its own gradients overflow. From then on, other gradients are wrong by a power of two.
@@ -302,14 +302,14 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 class _NotFiniteError(Exception):
-    """Raised to end Megatron's step before it uses the gradient norm (the exception's argument)."""
+    """Ends Megatron's step before it uses the gradient norm, which is the exception's argument."""
 
 
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the gradient is not finite.
 
     Steps skipped by fp16's loss scaler still return `(False, None, None)`, and `FusedStep`, which does not
-    know yet whether its step is skipped, `(None, norm, zeros)`. Every skipped step restores the
+    know yet whether its step is skipped, returns `(None, norm, zeros)`. Every skipped step restores the
     router state (expert bias, state of balancing losses). Call this function after `set_megatron_hooks`.
     """
     routers = RouterState(model)
@@ -387,7 +387,7 @@ class RouterState:
 def norm_of_all(
     chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """Norm of all tensors as one vector, fp32 [1], and None instead of per-tensor norms."""
+    """Norm of all tensors concatenated, fp32 [1], and None instead of per-tensor norms."""
     norms = torch._foreach_norm([x for some in tensors for x in some], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 

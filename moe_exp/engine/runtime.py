@@ -48,7 +48,7 @@ def choose_communication() -> tuple[str, str]:
 
 
 def stand_by() -> None:
-    """In a process that stands by, see `launch.agent.StandBys`: waits for the environment of its rank."""
+    """In a standby process (see `launch.agent.StandBys`), waits for the environment of its rank."""
     if STANDS_BY not in os.environ:
         return
     # the first optimizer and the first log would import these
@@ -115,7 +115,7 @@ def is_rank() -> bool:
 
 
 def is_in_group() -> bool:
-    """Whether this process is in a process group, except the one that `share_alone` creates."""
+    """Whether this process is in a process group other than the one that `share_alone` creates."""
     return torch.distributed.is_initialized() and torch.distributed.group.WORLD is not _alone
 
 
@@ -178,7 +178,7 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 
 
 def make_deterministic(config: Config) -> None:
-    """Enables deterministic algorithms; operations without such an algorithm raise. Call before GPU work."""
+    """Enables deterministic algorithms; operations that have none raise an error. Call before GPU work."""
     if torch.cuda.is_available():
         for line in config.environment_problems(os.environ):
             raise ValueError(line)
@@ -299,7 +299,7 @@ def on_every_rank(make: Callable[[], T]) -> T:
 
 
 def from_all_ranks(value: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank of `group` (None: of all), in rank order. Called by each of them."""
+    """The `value` of every rank of `group` (None: all), in rank order. Each of these ranks must call this."""
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, value, group=group)
     return found

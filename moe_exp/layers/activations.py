@@ -112,7 +112,7 @@ def weighted_activation_backward(
 
 
 def differentiable_weighted_activation(hidden_RF: Tensor, weights_R: Tensor, name: str) -> Tensor:
-    """`weighted_activation` with autograd, which saves only the inputs. The inputs may differ in dtype."""
+    """Differentiable `weighted_activation`, which saves only the inputs. The inputs may differ in dtype."""
     # torch.compile gets plain operations, which it fuses by itself.
     if not torch.compiler.is_compiling():
         return _WeightedActivation.apply(hidden_RF, weights_R, name)

@@ -2,8 +2,9 @@
 
 Every loss is a mean over tokens of a micro-batch, a sequence or the global batch. Each tensor or context
 parallel rank holds a part of the tokens, and every function returns the scalar *share* of its rank. The
-shares of all ranks add up to the loss, and the gradients of the shares to the gradient of the loss, because
-the values that ranks exchange (token counts, sums) carry no gradient. No differentiable collective is needed.
+shares of all ranks add up to the loss. Because the values that ranks exchange (token counts, sums) carry no
+gradient, the gradients of the shares add up to the gradient of the loss. No differentiable collective is
+needed.
 The trainer averages over micro-batches and data parallel ranks as for the main loss, and the gradient does
 not depend on TP, EP, PP, CP, DP or the number of micro-batches.
 
@@ -13,7 +14,7 @@ Arguments of several functions (shape suffixes in `moe_exp.layers`, plus B seque
     tokens_per_expert_E: number of slots per expert in the whole micro-batch (over `group`), before dropping.
     valid_T: bool, True for tokens that are not padding; None: no token is padding.
     num_tokens: number of tokens of the micro-batch; None: all ranks hold equally many tokens.
-    group: ranks that hold the rest of the micro-batch (sequence loss: the rest of the same sequences).
+    group: ranks over which the micro-batch (sequence loss: each of its sequences) is split.
 """
 
 import inspect
@@ -61,7 +62,7 @@ class AuxLoss:
 
     @property
     def needs(self) -> Loss:
-        """What the loss needs: scores, and state of the router."""
+        """What the loss needs from the router: scores and state."""
         return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
 
 
@@ -132,7 +133,7 @@ def load_balancing_loss_share(
     in Megatron-Core.
 
     The loss `l1` (ReMoE's L1 loss with load balancing, arXiv:2412.14711, equation 11) calls this function
-    with the target K as `topk` and with a ReLU router's weights as `scores`; their rows do not sum to 1.
+    with the target K as `topk` and with a ReLU router's weights as `scores`, whose rows do not sum to 1.
 
     Args:
         topk: number of slots per token, or the mean number if it varies.
@@ -183,8 +184,9 @@ def global_balancing_loss_share(
     """This rank's share of E * sum_e F_e P_e; F: slot fractions (global batch), P: mean scores (micro-batch).
 
     Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over micro-batches and data parallel
-    ranks is the loss of the global batch. The paper and Megatron-Core compute F from the counts so far; this
-    function uses the counts of the previous global batch or, in the first one, of this micro-batch.
+    ranks is the loss of the global batch. The paper and Megatron-Core compute F from the counts accumulated
+    so far; this function uses the counts of the previous global batch or, in the first global batch, of this
+    micro-batch.
 
     Args:
         global_tokens_per_expert_E: slots per expert in the previous global batch; zeros before the first.

@@ -1,7 +1,7 @@
 """The MoE layer in a torch-native model whose tensor parallel ranks hold the same tokens (RowwiseParallel).
 
-No token is sent: every rank routes every token and computes its part of every expert, and the outputs are
-summed. Shape suffixes: see `moe_exp.layers`.
+No token is sent: every rank routes every token and computes its shard of every expert, and outputs are
+summed over ranks. Shape suffixes: see `moe_exp.layers`.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ class TensorParallelDispatcher(LocalDispatcher):
     Input and output of the layer are replicated, as for a ColwiseParallel and RowwiseParallel pair, with one
     all-reduce of the tokens in forward and one in backward. Gradients are then complete on every rank and
     need no reduction over the mesh dimension. Do not include that dimension in the layer's
-    `microbatch_group`, because the losses of these tokens would be counted more than once.
+    `microbatch_group`, or the losses of these tokens will be counted more than once.
 
     Args:
         tp_mesh: the tensor parallel dimension of the mesh, e.g. `mesh["tp"]`.
@@ -63,13 +63,13 @@ class TensorParallelDispatcher(LocalDispatcher):
         return super().start(x_TD, decision, rows_per_expert=rows_per_expert)
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Sums each token's rows, then the parts of all ranks: [R, D] to [T, D]."""
+        """Sums each token's rows, then sums over ranks: [R, D] to [T, D]."""
         y_TD = super().combine(y_RD, record)
         return _Summed.apply(y_TD, self.group, True) if group_size(self.group) > 1 else y_TD
 
 
 def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: DeviceMesh) -> Tensor:
-    """This rank's part of an expert weight of full width F, which must be a multiple of the number of ranks.
+    """This rank's part of an expert weight; its full width F must be a multiple of the number of ranks.
 
     Args:
         weight: full `weight1` [E, 2F or F, D] or `weight2` [E, D, F].

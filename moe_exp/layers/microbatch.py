@@ -120,9 +120,9 @@ class MicrobatchCapacity:
     ) -> int | None:
         """Row count to which each expert is padded (None: no padding), equal on ranks that exchange rows.
 
-        It is at least the capacity for this rank's tokens. With TP or CP, capacity applies to the whole
-        micro-batch, so a rank may keep more slots than its share. Megatron-Core applies it per rank and drops
-        them.
+        This is at least the capacity for this rank's tokens. With TP or CP, capacity applies to the whole
+        micro-batch, so a rank may keep more slots than its share. Megatron-Core applies capacity per rank and
+        drops these slots.
         """
         if self.settings.capacity_factor is None or not self.settings.pad_to_capacity:
             return None
@@ -139,7 +139,7 @@ class MicrobatchCapacity:
 
 
 def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[int]:
-    """Indices of the blocks of a sequence, in the order of the ranks that hold the blocks.
+    """Block indices of a sequence, ordered by the rank that holds each block.
 
     To balance causal attention, Megatron assigns blocks i and 2C-1-i of 2C blocks to rank i of C ranks. With
     several stripes (equal parts of the sequence), each stripe is split in this way.
@@ -158,9 +158,9 @@ def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[in
 def context_ranges(
     num_tokens: int, *, cp_rank: int, cp_size: int, num_stripes: int = 1
 ) -> tuple[tuple[int, int], ...]:
-    """A context parallel rank's pieces [first, end) of each sequence, in order; see `sequence_blocks`.
+    """A context parallel rank's ranges [first, end) of each sequence, in order; see `sequence_blocks`.
 
-    With these pieces, causal attention costs every rank the same. If attention is restricted to documents,
+    With these ranges, causal attention costs every rank the same. If attention is restricted to documents,
     several stripes keep the cost nearly equal.
 
     Args:
@@ -201,7 +201,7 @@ def keep_within_capacity(
 
     Args:
         expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
-        weights_TK: router weights; the highest are kept (ties: by position). None: the first are kept.
+        weights_TK: router weights; the highest are kept (ties: by position). None: keep the first slots.
         use_kernels: see RouterConfig.
     """
     most = expert_TK.numel()

@@ -50,7 +50,7 @@ class MoELayer(nn.Module):
         context_parallel_size: number of context parallel ranks within `microbatch_group`; each holds the
             blocks of a sequence that Megatron assigns to it (see `sequence_blocks`).
         context_stripes: number of stripes of a sequence, see `sequence_blocks`.
-        recompute_router: run the router again in backward instead of keeping scores and choice.
+        recompute_router: run the router again in backward instead of keeping scores and chosen experts.
 
     Attributes:
         statistics: sums for the log, collected in training.
@@ -98,8 +98,8 @@ class MoELayer(nn.Module):
         """Routes tokens to experts, and returns the combined outputs and the auxiliary losses.
 
         Args:
-            x: hidden states of this rank's tokens: [T, D], or with two leading dimensions, where dimension
-                `batch_dim` counts sequences.
+            x: hidden states of this rank's tokens: [T, D], or with two leading dimensions, where `batch_dim`
+                is the batch dimension.
             padding_mask: bool, in the shape of `x` without D. True marks padding, which is sent to no expert
                 and is excluded from losses, capacity and statistics.
             with_loss: compute the losses (default: in training or if gradients are enabled).

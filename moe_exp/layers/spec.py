@@ -163,7 +163,7 @@ def te_layer_spec(
     """Megatron's Transformer Engine layer; `mlp`, if given, replaces the MLP.
 
     `own_attention` selects our attention core, with the arguments `attention`. Transformer Engine's core
-    ignores documents and cannot measure attention logits.
+    ignores document boundaries and cannot measure attention logits.
     """
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=None if mlp is None else config.num_moe_experts,
@@ -229,7 +229,7 @@ def decoder_spec(
 
 
 class GroupedAttention(SelfAttention):  # type: ignore[misc]
-    """SelfAttention; layers with a window may have another number of key/value heads."""
+    """SelfAttention in which sliding-window layers may have a different number of key/value heads."""
 
     def __init__(self, config: TransformerConfig, *args: Any, layer_number: int, **options: Any):
         groups, skipped = getattr(config, "window_query_groups", 0), config.window_attn_skip_freq
@@ -259,7 +259,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`, as they would drop a batch dimension of 1."""
+        """Calls Megatron's method without `packed_seq_params`, which make it drop a batch dimension of 1."""
         self.rotary_pos_emb.documents = packed_seq_params  # for RestartingPositions
         try:
             return super().get_query_key_value_tensors(

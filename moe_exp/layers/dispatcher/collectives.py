@@ -230,7 +230,7 @@ def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
 
 
 def arrive(departed: Departed) -> tuple[Tensor, ...]:
-    """Waits for the tensors of `depart`. A second call is an error, as each call would send gradients."""
+    """Waits for the tensors of `depart`. A second call is an error: each call would send gradients."""
     if departed[1].outward is None:
         raise RuntimeError("arrive: called twice for one depart. Fix: reuse the first result.")
     return _Arrive.apply(*departed)

@@ -98,8 +98,8 @@ class Dispatcher(ABC):
         Args:
             x_TD: tokens, any float dtype.
             decision: routing decision for the tokens.
-            rows_per_expert: pad the rows that each rank has for each expert with zeros to this number, so
-                that shapes do not depend on the data. The number must be equal on all ranks, and no rank may
+            rows_per_expert: zero-pad each rank's rows for each expert to this number, so that shapes do not
+                depend on the data. The number must be equal on all ranks, and no rank may
                 keep more slots than this for an expert. None: no padding.
 
         Returns:
@@ -123,7 +123,8 @@ class Dispatcher(ABC):
 class LocalDispatcher(Dispatcher):
     """Dispatcher for experts that are all on this rank.
 
-    If slots were dropped and rows are not padded, the host waits for the GPU to read the number of rows.
+    If slots were dropped and rows are not padded, the host synchronizes with the GPU to read the number of
+    rows.
     """
 
     is_local = True
@@ -189,8 +190,8 @@ class AllToAllDispatcher(SpreadDispatcher):
     """Sends rows to the ranks of their experts by all-to-all.
 
     A second all-to-all sends the router weights; NCCL runs both in one kernel. If experts are split over
-    `etp_group`, the ranks of this group gather the rows, each rank computes a part of every result, and
-    `combine` sums the parts. The host waits for the GPU once, to read the row counts; with `rows_per_expert`,
+    `etp_group`, the ranks of this group gather the rows, and each rank computes partial results, which
+    `combine` sums. The host waits for the GPU once, to read the row counts; with `rows_per_expert`,
     it does not wait.
     """
 

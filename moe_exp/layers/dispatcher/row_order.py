@@ -153,7 +153,7 @@ def regroup_chunks(rows_SL: Tensor, *, num_rows: int, use_kernels: bool | None =
 
 
 class _Moved(torch.autograd.Function):
-    """Moves tokens to rows, or rows to tokens. Each direction is the gradient of the opposite direction."""
+    """Moves tokens to rows, or rows to tokens. Each direction is the backward of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: RowOrder, to_rows: bool) -> Tensor:

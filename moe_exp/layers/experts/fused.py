@@ -34,8 +34,8 @@ def fused_experts(
         weight1_LWD: first projection, gate half first.
         slot_R, row_TK: slot of each row and row of each slot, from `slot_sort`.
         adds_to_main_grad: if a weight has Megatron's `main_grad`, the kernels add its gradient to
-            `main_grad`, or overwrite `main_grad` if `grad_added_to_main_grad` is False, and its `grad`
-            contains no valid values. Ignored under torch.compile.
+            `main_grad`, or overwrite `main_grad` if `grad_added_to_main_grad` is False; the weight's `grad`
+            then contains no valid values. Ignored under torch.compile.
         recompute_hidden: compute the first projection again in backward instead of keeping its result.
         fp8: compute the matrix products in e4m3, see kernels/fp8.
     """

@@ -157,7 +157,7 @@ def te_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits:
 
 @functools.cache
 def _te_module(num_experts: int, dim_in: int, dim_out: int, dtype: torch.dtype) -> Any:
-    """A GroupedLinear without memory for weights; `functional_call` passes our weights."""
+    """A GroupedLinear without allocated weights; `functional_call` passes in our weights."""
     from transformer_engine.pytorch import GroupedLinear
 
     return GroupedLinear(num_experts, dim_in, dim_out, bias=False, params_dtype=dtype, device="meta")

@@ -1,6 +1,6 @@
 """The `loop` backend on a CPU: one expert after another, so that an expert's data stays in the cache.
 
-It allocates a tensor of R rows only if backward or the next step needs the tensor: on a CPU, writing to newly
+A tensor of R rows is allocated only if backward or the next step needs it: on a CPU, writing to newly
 allocated memory costs as much as the computation. Shape suffixes: see `moe_exp.layers`.
 """
 
@@ -38,9 +38,9 @@ def expert_loop(
     Args:
         x: rows sorted by expert [R, D]; with `order`, tokens [T, D].
         weight1_LFD: [L, 2F or F, D]; `bias1_LF` is [L, 2F or F].
-        bias2_LD: with expert tensor parallelism, this rank's part of D, which starts at column `bias2_start`.
+        bias2_LD: with expert tensor parallelism, this rank's columns, starting at column `bias2_start`.
         rows_per_expert_L: rows of each expert, int64.
-        order: how tokens become rows.
+        order: mapping from tokens to rows.
 
     Returns:
         [R, D]; with `order`, the sum of each token's rows, [T, D].
@@ -167,7 +167,7 @@ def _backward(
     bias1_LF: Tensor | None, bias2_LD: Tensor | None, hidden_RF: Tensor, rows_per_expert_L: Tensor,
     bias2_start: int, activation: str, token_R: Tensor | None, needs: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of the first six arguments of `_forward` (empty if not needed); that of `x` has R rows."""
+    """Gradients of `_forward`'s first six arguments (empty if not needed); the gradient of `x` has R rows."""
     splits = rows_per_expert_L.tolist()
     inputs = x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD
     results = _empty_gradients(grad, *inputs, needs)
@@ -223,7 +223,7 @@ def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[
 
 
 def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
-    """Calls `task(group)` for every group, without autograd; tasks must write to different memory.
+    """Calls `task(group)` for every group, without autograd; tasks must not write to the same memory.
 
     While several threads run tasks, torch.set_num_threads is 1 (for the whole process if the BLAS is MKL).
 
@@ -265,7 +265,7 @@ def _drain(task: Callable[[int], None], groups: deque[int]) -> None:
 
 
 def is_balanced(rows: Sequence[int], num_threads: int) -> bool:
-    """Whether assigning the fullest groups first gives the threads nearly equal numbers of rows."""
+    """Whether assigning the largest groups first gives the threads nearly equal numbers of rows."""
     loads = [0] * num_threads
     for size in sorted(rows, reverse=True):
         loads[loads.index(min(loads))] += size

@@ -1,4 +1,4 @@
-"""Grouped GEMM of the down-projection's input gradient, with the activation's gradient in its epilogue.
+"""Grouped GEMM for the down-projection's input gradient; its epilogue computes the activation's gradient.
 
 The gradient of the weighted activation is never written to memory. Shape suffixes: see `moe_exp.layers`.
 """
@@ -167,7 +167,7 @@ def activation_grad_torch(
 def activation_backward_torch(
     dactive_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Results of `activation_grad` from the product; computes in fp32, as the kernel does."""
+    """Computes the results of `activation_grad` from the product, in fp32 like the kernel."""
     wide = torch.promote_types(hidden_RW.dtype, torch.float32)
     weights_R1 = weights_R.to(wide).unsqueeze(1)
     dhidden_RW, dweights_R, product_RF = weighted_activation_backward(
@@ -201,8 +201,8 @@ def activation_grad(
         weights_R: fp32 router weights.
 
     Returns:
-        Gradient of hidden_RW and a * w [R, F] (for the gradient of W2), both in the dtype of hidden_RW, and
-        the gradient of the weights [R] in fp32. Rows from offsets[L] on are undefined.
+        The gradient of hidden_RW; a * w [R, F], from which the gradient of W2 is computed (both in the dtype
+        of hidden_RW); and the gradient of the weights [R], in fp32. Rows from offsets[L] on are undefined.
     """
     num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
     dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)

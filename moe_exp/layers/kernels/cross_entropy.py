@@ -165,7 +165,7 @@ def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = No
     """log(sum_v exp(z_v)) - z_target of each token, fp32 [...], equal on all ranks of the group.
 
     Args:
-        logits: logits of this rank's words, [..., V]. On a GPU, backward overwrites them with their gradient.
+        logits: logits of this rank's words, [..., V]. On a GPU, backward overwrites them with the gradient.
         target: target words in the whole vocabulary, [...].
         group: ranks that share the vocabulary, split evenly in rank order; None: this rank alone.
     """
@@ -222,13 +222,14 @@ def linear_losses(
 ) -> Tensor:
     """`token_losses` of the logits `hidden @ weight_VD.t()`, computed one chunk of tokens at a time.
 
-    Computes the gradients together with the losses, before the gradient of the losses is known. That must
-    therefore be c * mask with a number c: backward multiplies by c. Otherwise the gradients are NaN.
+    Computes the gradients together with the losses, before the gradient of the losses is known. The gradient
+    of the losses must therefore be c * mask for a number c, by which backward multiplies; otherwise the
+    results are NaN.
 
     Args:
         hidden: input of the output layer, [..., D], the same on all ranks of the group. Its gradient is this
-            rank's share: the shares of the group add up.
-        weight_VD: weight of this rank's words. Its gradient is added to Megatron's `main_grad` if it has one.
+            rank's share; the shares of all ranks add up to the full gradient.
+        weight_VD: weight of this rank's words. If it has Megatron's `main_grad`, its gradient is added there.
         target, group: see `token_losses`.
         mask: 1 for tokens that count, else 0, fp32 [...].
     """
@@ -285,7 +286,7 @@ class _LinearLosses(torch.autograd.Function):
 
 
 def _add_product(total_MN: Tensor, a_MC: Tensor, b_CN: Tensor) -> None:
-    """total += a b, by 16-bit products with fp32 sums if torch supports them."""
+    """total += a b, as a 16-bit product accumulated in fp32 if torch supports it."""
     if total_MN.dtype == a_MC.dtype:
         total_MN.addmm_(a_MC, b_CN)
     elif launch.multiplies_16_bits(a_MC, b_CN):

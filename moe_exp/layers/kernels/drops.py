@@ -112,7 +112,8 @@ def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) 
 
     Args:
         expert_TK: chosen experts, int32 or int64; E for a padding slot, which is never kept.
-        weights_TK: fp32 router weights; the highest are kept (ties: by position). None: the first are kept.
+        weights_TK: fp32 router weights; the highest are kept (ties: by position). None: the first slots are
+            kept.
         limits_E: maximum number of kept slots of each expert, int32, on the device.
     """
     if weights_TK is not None and weights_TK.dtype != torch.float32:

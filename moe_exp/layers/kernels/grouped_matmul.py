@@ -1,6 +1,6 @@
 """Grouped GEMM: multiplies each row by its expert's matrix, and optionally adds a bias.
 
-It computes the down-projection and the gradients of rows; up_projection.py has its own kernel.
+Used for the down-projection and the gradients of rows; up_projection.py has its own kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONFIGS = configs(
 
 
 def _by_library(at: dict[str, Any]) -> None:
-    """`_kernel` with torch._grouped_mm, which also leaves rows past the last expert's uninitialized.
+    """Replaces `_kernel` by torch._grouped_mm, which also leaves rows past the last expert uninitialized.
     `y` takes over the memory of the result.
     """
     memory = at["y"].untyped_storage()

@@ -1,9 +1,9 @@
 """Functions shared by all kernels: selection, launch sizes and torch.compile support.
 
 A kernel's module contains the kernel, a plain-torch reference for CPUs and tests (`..._torch`, also called
-the twin), and the public function that calls the kernel; `compilable` replaces it by the reference where no
-kernel runs. If TRITON_INTERPRET=1 is set before the first import, Triton interprets the kernels (slowly) on
-CPU tensors, in place of the references.
+the twin), and the public function that calls the kernel; where no kernel runs, `compilable` replaces this
+function by the reference. If TRITON_INTERPRET=1 is set before the first import, Triton interprets the kernels
+(slowly) on CPU tensors, in place of the references.
 """
 
 import functools
@@ -120,7 +120,7 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit without specialization of arguments named with a prefix in VARYING; no-op without Triton."""
+    """triton.jit, but not specialized on arguments whose names start as in VARYING; no-op without Triton."""
     if triton is None:
         return function
     # The name in profilers consists of module and function, such as `up_projection_kernel`.
@@ -139,7 +139,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def is_of_device(error: Exception) -> bool:
-    """Whether the device caused the error (out of memory, illegal access), rather than a kernel config."""
+    """Whether the error was caused by the device (out of memory, illegal access), not by a kernel config."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     if not torch.cuda.is_available():
@@ -168,7 +168,7 @@ def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
 
     Returns:
         One descriptor per tensor (None for None). All descriptors are None if the device has no TMA, an
-        address or stride is not a multiple of 16 bytes, or the dtype does not have two bytes.
+        address or stride is not a multiple of 16 bytes, or the dtype is not 2 bytes wide.
     """
     for x in tensors:
         if x is None:
@@ -219,7 +219,7 @@ def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1, takes_all
 
     Args:
         num_tiles: upper limit on the number of programs.
-        per_processor: programs that fit on a streaming multiprocessor together.
+        per_processor: number of programs that a streaming multiprocessor runs at once.
         takes_all: ignore `leave_free`, for kernels whose sums depend on the number of programs.
     """
     num_processors = max(1, processors(x.device) - (0 if takes_all else _num_free_processors))
@@ -267,9 +267,9 @@ def compilable(
 
     Args:
         fake: function of the same arguments that returns uninitialized results.
-        twin: plain-torch reference with the same arguments, which runs instead where no kernel does; None:
-            the function itself has no kernel or chooses.
-        takes_fp64: False: the kernel computes in fp32, so the twin also runs for fp64 tensors.
+        twin: plain-torch reference with the same arguments, which runs where no kernel can; None: the
+            function has no kernel, or makes this choice itself.
+        takes_fp64: False: the kernel computes in fp32, so fp64 tensors also use the twin.
         mutates: names of the arguments that the function writes to.
     """
 
@@ -302,7 +302,7 @@ _by_twins = False
 
 
 def by_twins(function: Function) -> Function:
-    """The function with twins in place of all kernels that it calls."""
+    """The function, with every kernel that it calls replaced by the kernel's twin."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

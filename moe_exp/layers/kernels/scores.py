@@ -1,4 +1,4 @@
-"""Scores, choice and weights of the router for a tile of logits [tokens, experts], in fp32; its losses."""
+"""Router scores, choice and weights for a tile of logits [tokens, experts], in fp32; router losses."""
 
 from __future__ import annotations
 
@@ -140,14 +140,14 @@ def router_losses(
     score_sums_E: Tensor, lse_squares: Tensor, counts_E: Tensor, total: Tensor | None, num_tokens: int,
     topk: int, aux_coeff: float, z_coeff: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`load_balancing_loss_share` and `z_loss_share` of `layers.losses`, from sums of a routing kernel.
+    """`load_balancing_loss_share` and `z_loss_share` of `layers.losses`, from a routing kernel's sums.
 
     Args:
         counts_E: int64, slots per expert in the whole micro-batch.
         total: number of tokens of the micro-batch; None: `num_tokens`, at least 1.
 
     Returns:
-        Three losses: aux_coeff * balance + z_coeff * z, balance and z; and the gradient of the first with
+        The three losses aux_coeff * balance + z_coeff * z, balance, and z; and the gradient of the first with
         respect to `score_sums_E` and `lse_squares`, [E + 1].
     """
     num_experts = score_sums_E.size(0)

@@ -1,7 +1,8 @@
 """Compares kernels with plain-torch references before training. Shape suffixes: see `moe_exp.layers`.
 
 Kernels run as in training, with the model's widths but few rows, in all configs that may be chosen. To choose
-configs, the same calls are timed with as many rows as in training. PyTorch's global random state is kept.
+configs, the same calls are timed with as many rows as in training. PyTorch's global random state is
+unchanged.
 """
 
 import functools
@@ -111,7 +112,7 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
         sizes: sizes of the model; the interpreter uses small widths instead.
 
     Raises:
-        RuntimeError: with the kernel's name, if the device is out of memory or unusable.
+        RuntimeError: if the device is out of memory or unusable; names the kernel.
     """
     cases = {"experts": _expert_cases, "routing": _routing_cases, "cross entropy": _cross_entropy_cases}
     if launch.INTERPRETED and device.type == "cpu":
@@ -205,7 +206,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """For each `rows_class`, calls of the kernels that have several configs, with the run's sizes."""
+    """For each `rows_class`, calls at the run's sizes of all kernels with several configs."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts

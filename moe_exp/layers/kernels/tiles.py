@@ -1,4 +1,4 @@
-"""Parts of the grouped GEMM kernels: tile order, products, column chunks and activations.
+"""Building blocks of the grouped GEMM kernels: tile order, products, column chunks and activations.
 
 Expert e has the sorted rows offsets[e] to offsets[e + 1] - 1. Shape suffixes: see `moe_exp.layers`.
 """
@@ -55,7 +55,7 @@ def tile_place(
 
 @jit
 def row_sources(tokens, rows, row_end, num_tokens):
-    """For each row of a tile, the operand's row to read and whether it is a token rather than padding.
+    """For each row of a tile, the operand row to read, and whether that row is a token (not padding).
 
     If `tokens` is None, the operand contains the rows themselves.
     """
@@ -84,7 +84,7 @@ def load_where(block, mask, IS_WHOLE: tl.constexpr):
 
 @jit
 def column_chunks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Chunks of columns from left to right, for epilogues that lack registers for all columns at once."""
+    """Chunks of columns from left to right, for epilogues whose registers cannot hold all columns at once."""
     # Triton cannot slice a block, but it can split an axis of size 2: halve the columns repeatedly.
     tl.static_assert(COLUMNS // CHUNK <= 8)
     chunks = (x,)

@@ -1,6 +1,7 @@
 """One kernel for all router steps after the logits: scores, top-k, weights, sums for losses and statistics.
 
-It never writes the scores of all experts, or their gradient, to memory. Shape suffixes: see `moe_exp.layers`.
+The kernel never writes the scores of all experts, or their gradient, to memory. Shape suffixes: see
+`moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ def router_topk_torch(
 
 
 def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The K best experts of each token, and the number of slots per expert without padding."""
+    """The K best experts of each token, and the number of slots per expert, excluding padding."""
     # Not torch.topk, which does not define the order of ties.
     expert_TK = choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
     ones_TK = torch.ones_like(expert_TK)
@@ -295,7 +296,7 @@ def router_topk(
     normalize: bool = False, scaling_factor: float = 1.0, bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:  # fmt: skip
-    """Chooses the K experts of highest score and computes their weights; `Router` has the formulas.
+    """Chooses the K experts with the highest scores and computes their weights; `Router` has the formulas.
 
     Backward recomputes the scores.
 
@@ -305,7 +306,7 @@ def router_topk(
         pre_softmax: apply softmax over all experts; if False, over the K chosen experts.
         normalize: divide the weights by their sum.
         scaling_factor: factor on the weights.
-        bias_E: fp32, added to the scores for the choice but not to the weights.
+        bias_E: fp32, added to the scores when experts are chosen, but not to the weights.
         valid_T: bool, True for tokens that are not padding; None: no token is padding.
     """
     options: dict[str, Any] = {"score": score, "pre_softmax": pre_softmax, "normalize": normalize}

@@ -35,7 +35,7 @@ Key = tuple[Any, ...]
 class KernelConfig:
     """Constants, `num_warps` and `num_stages` of a kernel launch; TMA=1 requires tensor descriptors.
 
-    LIBRARY=1, without other constants, is a function of PyTorch in place of the kernel, see `tuned`.
+    A config with only LIBRARY=1 stands for a PyTorch function in place of the kernel, see `tuned`.
     """
 
     constants: dict[str, int]
@@ -55,7 +55,7 @@ def _without_descriptors(args: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Launcher:
-    """Launches a compiled kernel without Triton's own search for it, which takes longer than the launch."""
+    """Launches a compiled kernel without Triton's cache lookup, which takes longer than the launch."""
 
     config: KernelConfig
     compiled: Any  # triton.compiler.CompiledKernel
@@ -142,7 +142,7 @@ class Tuned:
                 self.drop(config, error)
 
     def _signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
-        """Key of a launcher: what the choice of the config and Triton's choice of compiled code depend on."""
+        """Key of a launcher: everything that determines the config and the code that Triton compiles."""
         found: list[Any] = [args[0].device.index]
         for x, varies in zip(args, self._varies, strict=False):
             if isinstance(x, Tensor):
@@ -197,7 +197,7 @@ class Tuned:
     def _launch(
         self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
     ) -> _Launcher | None:
-        """Launches one config by Triton; returns what launches it again, unless interpreted or PyTorch's."""
+        """Launches one config; returns its launcher, or None if it is interpreted or a PyTorch function."""
         if config.constants.get("LIBRARY"):
             assert self.library is not None
             self.library(dict(zip(self.fn.arg_names, args, strict=False)))
@@ -276,7 +276,7 @@ class Tuned:
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """File that shares the choice with other processes; named by a hash of what determines the choice."""
+        """File that shares the choice with other processes; its name hashes all inputs of the choice."""
         on = device_facts()
         if not on:
             return None
@@ -344,17 +344,18 @@ def tuned(
 ) -> Callable[[Any], Any]:
     """Decorator for a kernel that is launched with the fastest of `configs`; see Tuned.
 
-    A kernel that accumulates into its output has an argument `is_trial`, 1 while it is timed and 0 otherwise.
-    If it is 1, the kernel must leave the output unchanged.
+    A kernel that accumulates into its output has an argument `is_trial`: 1 while the kernel is timed, else 0.
+    If `is_trial` is 1, the kernel must leave the output unchanged.
 
     Args:
         configs: see KernelConfig. The keyword argument HAS_TMA says whether there are tensor descriptors.
             With deterministic algorithms, and in the interpreter, only the first config is used.
         key: names of kernel arguments; configs are timed for each new combination of their values.
         blocks: function of all arguments that returns the block shape of each descriptor, by argument name;
-            called before each launch with TMA=1, where values have two bytes.
-        library: function of the positional arguments, by name, that computes the same with PyTorch; the last
-            config. The keyword argument HAS_LIBRARY says whether it supports the operands.
+            called before each launch with TMA=1, which requires 2-byte values.
+        library: PyTorch function that computes the same result from a dict of the positional arguments;
+            becomes the last config. The keyword argument HAS_LIBRARY says whether `library` supports the
+            operands.
     """
     # Without `is_trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
 

@@ -36,7 +36,7 @@ def _num_rows(experts, offsets, num_experts):
 
 @jit
 def _order_kernel(offsets, order, num_experts, BLOCK: tl.constexpr):
-    """Sorts experts by number of rows, descending; ties by index. Each program places BLOCK experts."""
+    """Sorts experts by number of rows, descending; ties by index. Each program ranks BLOCK experts."""
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     my_rows = _num_rows(mine, offsets, num_experts)[:, None]
     places = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -177,11 +177,11 @@ def weight_grad(
         b: rows [R, N] sorted by expert, or the tensor that `b_index_R` indexes.
         a_index_R: int32, row of `a` for each row; None: `a` is already sorted.
         b_index_R: int32, row of `b` for each row; None: `b` is already sorted.
-        order_L: from `expert_order`, for several calls with the same offsets; None: computed. It changes only
-            the time.
+        order_L: from `expert_order`, for several calls with the same offsets; None: computed. Affects only
+            the run time.
         out: fp32 or bf16 [L, M, N] to add to in place, such as Megatron's main_grad; the last dimension must
             be contiguous.
-        adds: False: overwrite `out` instead.
+        adds: add to `out`; False: overwrite it.
 
     Returns:
         `out`, or a new [L, M, N] in the dtype of `a`, zero for experts without rows.
@@ -252,13 +252,13 @@ def _launch(
 
 
 def main_grad_of(parameter: Any) -> Tensor | None:
-    """Megatron's `main_grad`, if backward may accumulate into it, as in its tensor_parallel/layers.py."""
+    """Megatron's `main_grad`, if backward may add to it, as in Megatron's tensor_parallel/layers.py."""
     # Megatron-FSDP creates `main_grad` on access, without valid old values.
     return None if hasattr(parameter, "__fsdp_param__") else getattr(parameter, "main_grad", None)
 
 
 def placeholder(parameter: Any) -> Tensor | None:
-    """Gradient returned for a weight whose gradient was added to `main_grad`."""
+    """Placeholder gradient of a weight whose real gradient was added to `main_grad`."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

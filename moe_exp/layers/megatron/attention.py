@@ -88,7 +88,7 @@ class CausalAttention(_SplitModule):
     the keys up to its own end.
 
     Args:
-        normalizes: normalize queries and keys, after the rotary embedding; Megatron's own norms are before.
+        normalizes: normalize queries and keys after the rotary embedding (Megatron's own norms: before it).
         softcap: see AttentionRule.
         value_scale: factor on values.
         sinks_in_windows: only layers with a window have the sinks of `softmax_type=learnable`.
@@ -229,7 +229,7 @@ class CausalAttention(_SplitModule):
         return [torch.cat(pair) if len(pair[0]) else pair[1].clone() for pair in pairs]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Result [Q, B, H, v] for queries [Q, B, H, d] and keys [K, B, G, d]. The last query sees all."""
+        """Result [Q, B, H, v] for queries [Q, B, H, d], keys [K, B, G, d]. The last query sees all keys."""
         rule = self.rule
         if rule.window and (unseen := key.size(0) - query.size(0) - rule.window + 1) > 0:
             key, value = key[unseen:], value[unseen:]
@@ -267,8 +267,8 @@ class CausalAttention(_SplitModule):
 class Norm:
     """torch.nn.RMSNorm or LayerNorm (by `config.normalization`), marked for sequence parallelism.
 
-    With sequence parallelism a rank sees a part of the tokens, so Megatron sums the gradients of marked
-    parameters over ranks.
+    With sequence parallelism, each rank sees only part of the tokens, so Megatron sums the gradients of
+    marked parameters over ranks.
     """
 
     # A class with the signature of Megatron's norms, because specs are built from classes.

@@ -19,11 +19,11 @@ from moe_exp.layers.megatron.documents import Documents
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """Rule for a query's visible keys and its logits.
+    """Which keys a query sees, and how its logits are computed.
 
     Args:
         scale: factor on q k^T.
-        window: number of keys that a query sees, its own included; 0: all earlier ones.
+        window: number of keys that a query sees, including its own; 0: its own and all earlier keys.
         softcap: c in logit = c * tanh(scale * q k^T / c); 0: no cap.
         has_sinks: a learned logit per head takes part in softmax, without a value.
     """
@@ -101,7 +101,7 @@ def attend_by_sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, drop
 
 
 def takes_groups(query: Tensor) -> bool:
-    """Whether SDPA supports fewer key heads than query heads without storing all scores."""
+    """Whether SDPA supports grouped-query attention without storing all scores."""
     # On GPUs only the flash attention of SDPA does, which requires 16-bit values and sm_80.
     has_two_bytes = query.dtype in (torch.bfloat16, torch.float16)
     return not query.is_cuda or (has_two_bytes and torch.cuda.get_device_capability(query.device) >= (8, 0))
@@ -112,7 +112,7 @@ def attend_by_blocks(
 ) -> Tensor:
     """Result [Q, B, H, v] of attention by blocks of queries, each with the keys that the block sees.
 
-    Time and memory grow with the window, not with the sequence; backward computes the logits again.
+    Per query, time and memory depend on the window, not on the sequence; backward recomputes the logits.
 
     Args:
         query, key, value: [Q, B, H, d], [K, B, G, d] and [K, B, G, v].
@@ -277,7 +277,7 @@ def attend_by_flex(
 ) -> Tensor:  # fmt: skip
     """Result [Q, B, H, v] of torch's FlexAttention, compiled on a GPU; arguments as in `attend_by_blocks`.
 
-    With `documents`, keys are whole samples, and queries are this rank's part of the samples.
+    With `documents`, `key` and `value` cover whole samples, and `query` this rank's part of them.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -327,14 +327,14 @@ def _block_mask(
 def largest_logits(
     query: Tensor, key: Tensor, scale: float, *, window: int = 0, max_values: int = 1 << 24
 ) -> Tensor:
-    """Largest logit (q k * scale) of each head over all pairs of a query and a key that it sees, fp32 [H].
+    """Largest logit (q k * scale) of each head over all queries and the keys that they see, fp32 [H].
 
     Args:
         query: [Q, B, H, d].
         key: [K, B, G, d].
         scale: factor on the logits.
         window: see AttentionRule.
-        max_values: limit on the number of logits in memory, but at least the logits of one query.
+        max_values: limit on the number of logits in memory; may be exceeded by the logits of one query.
     """
     (num_queries, batch, heads, size), groups = query.shape, key.size(2)
     keys, before = key.permute(1, 2, 3, 0), key.size(0) - num_queries

@@ -1,5 +1,5 @@
-"""What Megatron's layers do not have around attention and MLP: norms after them (OLMo 2, arXiv:2501.00656,
-section 3.2), both in parallel (GPT-J, Cohere2), constant factors (Granite 3.0), and on a GPU one kernel for
+"""Layer features that Megatron lacks: norms after attention and MLP (OLMo 2, arXiv:2501.00656, section 3.2),
+attention and MLP in parallel (GPT-J, Cohere2), constant factors (Granite 3.0), and on a GPU one kernel for
 the sum after attention and the norm of this sum.
 """
 
@@ -124,7 +124,7 @@ def choose_norm(device_type: str, *, problem: str = "", failure: str = "") -> tu
 
 
 class SumAndNorm:
-    """Computes the sum after a layer's attention together with the norm of this sum, the MLP's input."""
+    """Computes the sum after a layer's attention together with its norm, which is the MLP's input."""
 
     def __init__(self, layer: TransformerLayer):
         self._norm = layer.pre_mlp_layernorm
@@ -187,7 +187,7 @@ def _gradient_kernel(
     dtotal, dnormalized, total, scale, weight, dx, partial_sums, num_rows, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every num_programs-th row, and their part of the weight's gradient."""
+    """Processes every num_programs-th row and its part of the weight's gradient."""
     first, columns = tl.program_id(0), tl.arange(0, BLOCK)
     is_column = columns < WIDTH
     w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
@@ -220,8 +220,8 @@ def sum_norm_torch(
     twin=sum_norm_torch, takes_fp64=False,
 )  # fmt: skip
 def sum_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of two tensors [..., D] and its RMSNorm with `weight` [D], both in their dtype; the factor of each
-    row before the weight, fp32 [...].
+    """Sum of two tensors [..., D], and the RMSNorm of the sum with `weight` [D], both in the inputs' dtype;
+    and the normalization factor of each row (without the weight), fp32 [...].
     """
     x, residual, weight = launch.contiguous(x, residual, weight)
     total, normalized = torch.empty_like(x), torch.empty_like(x)
@@ -250,7 +250,7 @@ def sum_norm_gradient_torch(
 def sum_norm_gradient(
     dtotal: Tensor, dnormalized: Tensor, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of each of the two tensors, and of the weight, from those of the results of `sum_norm`."""
+    """Gradient of both inputs (equal) and of the weight, given the gradients of `sum_norm`'s results."""
     dtotal, dnormalized, total, weight = launch.contiguous(dtotal, dnormalized, total, weight)
     dx, num_rows, width = torch.empty_like(total), scale.numel(), weight.numel()
     if num_rows == 0:
@@ -269,7 +269,7 @@ def _sizes(width: int) -> dict[str, int]:
 
 
 def check_sum_norm(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
-    """Compares both kernels with their plain-torch references, with a width that is no power of 2."""
+    """Compares both kernels with their plain-torch references, at a width that is not a power of 2."""
     generator = torch.Generator(device).manual_seed(0)
     x, residual, dtotal, dnormalized = torch.randn(4, 37, 640, generator=generator, device=device).to(dtype)
     weight = torch.rand(640, generator=generator, device=device).to(dtype) + 0.5

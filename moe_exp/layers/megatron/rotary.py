@@ -28,7 +28,7 @@ _TILE = 1024  # pairs that a program rotates
 
 
 def install_rotary() -> bool:
-    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if it uses Transformer Engine's kernel."""
+    """Makes Megatron use `rotate` for `apply_rope_fusion`; returns False if Transformer Engine's is used."""
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate
@@ -37,8 +37,8 @@ def install_rotary() -> bool:
 class TwoRotaries(nn.Module):
     """Megatron's rotary embedding, plus a plain one with a different base for sliding-window layers.
 
-    Megatron passes the same angles to every layer: [positions, 1, 1, 2 * P], P of each embedding. A layer
-    takes its half, see `rotate_windows`.
+    Megatron passes the same angles to every layer: [positions, 1, 1, 2 * P], P for each embedding. Each layer
+    uses one half, see `rotate_windows`.
     """
 
     def __init__(self, rotary: Any, base: float):
@@ -100,7 +100,7 @@ def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False, use_kernel: 
         x: [S, B, H, D].
         angles: [S, 1 or B, 1, P], equal for both values of a pair; `x[..., P:]` is unchanged.
         interleaved: a pair is two adjacent values; otherwise, two values at distance P / 2.
-        use_kernel: None: on a GPU that runs Triton kernels.
+        use_kernel: None: use the kernel on a GPU that runs Triton kernels.
     """
     # Cosine [..., P] and sine of every pair [..., P / 2], cached on the angles, which all layers share.
     known = vars(angles).setdefault("cos_and_sin", {})
@@ -188,7 +188,7 @@ def rotated_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: 
 
 
 def check_rotated(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
-    """Compares the kernel with its plain-torch reference, with some channels not rotated."""
+    """Compares the kernel with its plain-torch reference, rotating only part of the channels."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(9, 2, 3, 96, generator=generator, device=device).to(dtype)
     half = torch.rand(9, 2, 1, 32, generator=generator, device=device) * 50

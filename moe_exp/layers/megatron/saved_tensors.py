@@ -24,8 +24,8 @@ def _as_is(x: Any) -> Any:
 class ChunkHooks(ABC):
     """Saved-tensor hooks during the forward pass of a model chunk.
 
-    torch calls only the innermost hooks, so `_pack` and `_unpack` pass the tensors of others on to the hooks
-    around them, with `_pack_others` and `_unpack_others`.
+    torch calls only the innermost hooks, so `_pack` and `_unpack` pass unhandled tensors on to the outer
+    hooks, `_pack_others` and `_unpack_others`.
     """
 
     def __init__(self, chunk: Any):  # of GPTModel
@@ -39,7 +39,7 @@ class ChunkHooks(ABC):
 
     @abstractmethod
     def _unpack(self, saved: Any) -> Tensor:
-        """The saved tensor from the result of `_pack`."""
+        """Restores the saved tensor from the result of `_pack`."""
 
     def _forward(self, *args: Any, **options: Any) -> Any:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -116,7 +116,7 @@ class NormRecompute(ChunkHooks):
 
 
 class _Saved:
-    """A storage that a module saved, as bytes on the device, the host or both."""
+    """A storage saved by a module, kept as bytes on the device, the host or both."""
 
     def __init__(self, group: "_Group", storage: UntypedStorage):
         self.group = group
@@ -135,7 +135,7 @@ class _View(NamedTuple):
 
 
 class _Group:
-    """The storages that a module saves in a forward pass. They and the group are freed after backward.
+    """The storages that a module saves in a forward pass. Storages and group are freed after backward.
 
     `copies`: stream for the copies. `previous`: group of the module that ran before.
     """
@@ -227,8 +227,8 @@ class ActivationOffload(ChunkHooks):
     The device thus holds the tensors of two modules. Those of the last module are freed when the model chunk
     starts its next forward pass; a backward pass that follows at once finds them on the device.
 
-    `modules`: names of OFFLOAD_MODULES. A storage moves if one of them is the first to save it; a storage
-    that others have saved before would stay on the device anyway.
+    `modules`: names of OFFLOAD_MODULES. A storage is offloaded if one of these modules is the first to save
+    it; a storage already saved by another module would stay on the device anyway.
     """
 
     def __init__(self, chunk: Any, modules: Collection[str]):  # of GPTModel

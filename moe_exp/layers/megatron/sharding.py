@@ -47,7 +47,7 @@ def shard_experts(
 
     Args:
         tensors: `weight1` [L, W, D], `weight2` [L, D, F], optionally `bias1` [L, W] and `bias2` [L, D]. With
-            expert tensor parallelism, W, F and the D of `bias2` are this rank's part.
+            expert tensor parallelism, W, F and (for `bias2`) D are sizes on this rank.
         prefix: prefix of the module, with a dot: `decoder.layers.0.mlp.experts.`.
         gated: W consists of a gate half and an up half.
         sharded_offsets: axes that Megatron puts before a tensor's axes (the layer, if layers share a key).

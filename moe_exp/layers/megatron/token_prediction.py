@@ -5,10 +5,10 @@ With hidden states h^0 of the main model after its final norm, layer k computes 
 
     h^k_i = Norm(Layer_k(M_k [Norm(Emb(t_{i+k})); Norm(h^{k-1}_i)]))
 
-and predicts t_{i+k+1}. All depths share the embedding and the output layer. Parameters have the names of
-Megatron-Core 0.16's MultiTokenPredictionBlock, of which this file uses the list of layers. Its layers change
-names and arguments between 0.16 and 0.19, do not pass on `padding_mask`, and with context parallelism average
-over each rank's own tokens.
+and predicts t_{i+k+1}. All depths share the embedding and the output layer. Parameters are named as in
+Megatron-Core 0.16's MultiTokenPredictionBlock, but this file uses only its list of layers. Megatron's layers
+change names and arguments between 0.16 and 0.19, do not pass on `padding_mask`, and average over each rank's
+own tokens with context parallelism.
 """
 
 from contextlib import nullcontext
@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 def prediction_spec(layer: ModuleSpec, num_layers: int) -> MultiTokenPredictionBlockSubmodules:
-    """Spec of Megatron's block with `num_layers` PredictionLayers around transformer layers `layer`."""
+    """Spec of Megatron's block of `num_layers` PredictionLayers, each around a transformer layer `layer`."""
     one = ModuleSpec(module=PredictionLayer, params={"layer_spec": layer})
     return MultiTokenPredictionBlockSubmodules(layer_specs=[one] * num_layers)
 
@@ -86,8 +86,8 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
     ) -> Tensor:  # fmt: skip
         """Like GPTModel, but returns losses [1+K, B, S] given the `future_...` tensors of `read_microbatch`.
 
-        If the weight is 0, the balancing losses of these layers have no gradient either: the model trains as
-        without them, and they do not train.
+        If the loss weight is 0, the balancing losses of these layers have no gradient either: these layers do
+        not train, and the main model trains as if they were absent.
         """
         self._future = None
         if future_tokens is not None:
@@ -97,7 +97,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
         return super().forward(*args, padding_mask=padding_mask, **options)
 
     def _postprocess(self, **given: Any) -> Tensor:
-        """Output of the stage from the output `hidden_states` of its last layer."""
+        """Returns the stage's output, given the `hidden_states` of its last layer."""
         if not self.mtp_process:
             return super()._postprocess(**given)
         hidden, weight = given["hidden_states"], None

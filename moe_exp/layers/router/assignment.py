@@ -46,16 +46,16 @@ def sinkhorn(
     logits_TE: Tensor, valid_T: Tensor | None = None, *, group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:  # fmt: skip
-    """exp(logits) with scaled rows and columns: all tokens have equal mass, and all experts have equal mass.
+    """exp(logits), with rows and columns scaled so that all tokens have equal mass, and so do all experts.
 
     Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified
     Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like Megatron-Core, when
     the mean change of the expert factors is at most `tolerance`. Unlike Megatron-Core, this function covers
-    the whole micro-batch and cannot overflow: logits are shifted per row, which the row factors undo.
+    the whole micro-batch and cannot overflow: logits are shifted per row; the row factors cancel the shift.
 
     Args:
         valid_T: bool, True for tokens that are not padding; padding has no mass.
-        group: ranks that hold the rest of the micro-batch.
+        group: ranks that hold the micro-batch's other tokens.
         tolerance: convergence limit.
 
     Returns:

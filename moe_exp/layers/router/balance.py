@@ -1,8 +1,8 @@
 """Rules that balance the experts' load over global batches.
 
 The state of a rule is in buffers of the router, where Megatron's finalize_model_grads and checkpoints expect
-it. A rule counts in each training forward pass and updates its state at the end of the global batch. Shape
-suffixes: see `moe_exp.layers`; B: number of bins.
+it. A rule updates its counts in each training forward pass, and its state at the end of the global batch.
+Shape suffixes: see `moe_exp.layers`; B: number of bins.
 """
 
 import math
@@ -39,10 +39,10 @@ class BalanceRule:
         """Counts the selection values (score plus expert bias) of a forward pass."""
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert, chosen by score alone, as in the losses."""
+        """Counts a micro-batch's slots per expert for a choice by score alone, as in the losses."""
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
-        """Updates the state after a global batch, which the ranks of `group` routed together."""
+        """Updates the state after a global batch; `group`: all ranks that routed its tokens."""
 
 
 class SignBias(BalanceRule):
@@ -65,7 +65,7 @@ class SignBias(BalanceRule):
 
 
 class QuantileBias(BalanceRule):
-    """Quantile balancing: sets each bias so that the expert would have received its share of the last batch.
+    """Quantile balancing: sets the biases that would have given each expert its share of the last batch.
 
     It has no step size or coefficient. Kimi K3's report, section 2.3.3; Megatron-LM#5349.
     """
@@ -91,7 +91,7 @@ class QuantileBias(BalanceRule):
 
 
 class GlobalFractions(BalanceRule):
-    """Keeps the slots per expert of the last global batch for the loss `global_aux_loss`."""
+    """Keeps the last global batch's slots per expert for the loss `global_aux_loss`."""
 
     saved, counts = ("global_tokens_per_expert",), ("batch_tokens_per_expert",)
 
@@ -104,7 +104,7 @@ class GlobalFractions(BalanceRule):
 
 
 class L1Factor(BalanceRule):
-    """Scales the loss `l1` up by 20% if tokens used more than K experts on average, down if fewer.
+    """Scales the loss `l1` up by 20% if tokens used more than K experts on average, down if they used fewer.
 
     ReMoE (arXiv:2412.14711), equation 8.
     """

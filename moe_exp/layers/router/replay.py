@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def in_backward() -> bool:
-    """Whether autograd is running backward on this thread, so that a forward pass is a recomputation."""
+    """Whether autograd is running backward on this thread, which makes any forward pass a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -34,7 +34,8 @@ class Router(nn.Module):
     slots, and weights are normalized over the used slots.
 
     The ratios s / sum(s) (scores of the losses, normalized weights) are computed as softmax(log s), exact to
-    1e-6 in fp32 for any logits. Where s underflows, unnormalized weights are 0 and only the bias decides.
+    1e-6 in fp32 for any logits. Where s underflows, unnormalized weights are 0 and the choice depends only on
+    the bias.
 
     Args:
         microbatch_group: ranks that hold the micro-batch's other tokens; Sinkhorn balances over these ranks.
@@ -159,7 +160,7 @@ class Router(nn.Module):
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert [E], chosen by score alone, as in the losses."""
+        """Counts a micro-batch's slots per expert [E] for a choice by score alone, as in the losses."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
@@ -269,7 +270,7 @@ class _LinearIn(torch.autograd.Function):
 def bf16_grads(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, mm: Callable[..., Tensor] = torch.mm
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of bf16 `x_TD` and `weight_ED` for fp32 `dlogits_TE`, by bf16 products with fp32 sums."""
+    """Gradients of bf16 `x_TD` and `weight_ED` for fp32 `dlogits_TE`, as bf16 products summed in fp32."""
     # The sum of two bf16 values has 16 bits of an fp32 value's mantissa, twice as many as the results have.
     high_TE = dlogits_TE.bfloat16()
     halves_T2E = torch.cat([high_TE, (dlogits_TE - high_TE).bfloat16()], dim=1)

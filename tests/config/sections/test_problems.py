@@ -455,7 +455,10 @@ REFUSED = [
     ("train_data=a split=0,1", "SPLIT=0,1: must be up to three numbers"),
     ("train_data=a split=100,0,0", "SPLIT=100,0,0: has no validation share, but EVAL_INTERVAL=100"),
     ("valid_data=a", "VALID_DATA=a: the embedded corpus has its own validation data"),
-    ("vocab_size=2047", "VOCAB_SIZE=2047: the embedded corpus ... 2048 distinct tokens. Fix: ... at least 2048"),
+    (
+        "vocab_size=2047",
+        "VOCAB_SIZE=2047: the embedded corpus ... 2048 distinct tokens. Fix: ... at least 2048",
+    ),
     ("eval_iters=0", "EVAL_ITERS=0: ... EVAL_INTERVAL=100. Fix: set EVAL_ITERS=10 or EVAL_INTERVAL=0."),
     # Checkpoints
     (f"{SAVES} keep_every=2000", "KEEP_EVERY=2000: has no effect with KEEP_LAST=0, which keeps all"),

@@ -54,7 +54,7 @@ def weight_grad(
     b_index_R: Tensor | None = None, order_L: Tensor | None = None, out: Tensor | None = None,
     adds: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`kernels.weight_grad` in FP8, which ignores `order_L`."""
+    """`kernels.weight_grad` in FP8; ignores `order_L`."""
     dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)) if out is None else out
     operands = *quantize_columns(a, offsets_L1, a_index_R), *quantize_columns(b, offsets_L1, b_index_R)
     block_weight_grad(dw_LMN, *operands, offsets_L1, adds and out is not None)

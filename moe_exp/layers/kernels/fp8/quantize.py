@@ -106,7 +106,7 @@ def _columns_kernel(
 
 
 def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
-    """Upper limit on the number of blocks of 128 rows over all experts, without waiting for the device."""
+    """Upper limit on the total number of 128-row blocks of all experts; does not wait for the device."""
     return num_rows // BLOCK + num_experts
 
 
@@ -206,7 +206,7 @@ def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None)
 def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes each column in blocks of 128 rows of one expert: e4m3 [B, M, 128] and fp32 scales [B, M].
 
-    An expert's last block is filled with zeros. Blocks after those of the last expert are undefined.
+    An expert's last block is padded with zeros. Blocks past the last expert are undefined.
 
     Args:
         x: rows [R, M] sorted by expert, or with `index_R`, the tensor [T, M] from which rows are gathered.
