@@ -85,8 +85,8 @@ def run_download(arguments: argparse.Namespace) -> None:
         either("--max-chars N", "maximum length of a text (characters)", int),
         either("--limit N", "maximum number of documents to read", int),
         either("--dedup", "remove exact duplicates", action="store_true"),
-        either("--near-dedup OPTIONS", "remove near duplicates, found by MinHash; OPTIONS such as "
-               "'{hashes_per_bucket: 8}' are optional", nargs="?", const="{}"),
+        either("--near-dedup OPTIONS", "remove near duplicates (MinHash), with the default options or with "
+               "those given, such as '{hashes_per_bucket: 8}'", nargs="?", const="{}"),
         either("--filter FILTER", "filter NAME, or 'NAME: {option: value}' (repeatable; see docs/corpus.md)",
                action="append", default=[]),
         either("--decontaminate FILE", "remove documents that share 12 consecutive words with a benchmark, "

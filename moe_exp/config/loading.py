@@ -233,5 +233,5 @@ def to_yaml(config: Config) -> str:
 
 
 def module_arguments(flags: Mapping[str, Any]) -> list[str]:
-    """Returns `flags` as command-line arguments for the parser of `config.add_arguments`."""
+    """Returns `flags` as command-line arguments, in the form that `add_arguments` declares."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]

@@ -176,7 +176,7 @@ class ParallelSettings(ExpertSettings):
              "Transformer Engine fuses a norm with the following projection and keeps the norm's output",
              "remove norm, or set IMPL=local"),
             ("norm" in chosen and self.norm_placement == "post", "recompute_modules",
-             "with NORM_PLACEMENT=post, backward does not need the outputs of norms", "remove norm"),
+             "recomputing norms saves no memory with NORM_PLACEMENT=post", "remove norm from the list"),
             (bool(chosen & {"experts", "router"}) and self.fp8 != "none" and not self.is_fp8_by_kernels,
              "recompute_modules",
              f"with FP8={self.fp8}, Transformer Engine cannot recompute experts or router",
