@@ -170,7 +170,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 def check_top(top: int) -> None:
     if top < 0:
-        raise ValueError(f"TOP={top}: must not be negative. Fix: set the number of tensors to show, or 0.")
+        raise ValueError(f"TOP={top}: must not be negative. Fix: set a number of tensors, such as 10.")
 
 
 def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:

@@ -70,7 +70,7 @@ class Documents:
 
     @cached_property
     def ids(self) -> Tensor:
-        """Index of the document of each token in whole samples, int64 [B, S], on the CPU."""
+        """Document index of each token, for samples that are not split by CP; int64 [B, S], on the CPU."""
         rows = [torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in self.lengths]
         return torch.stack(rows)
 

@@ -37,7 +37,7 @@ def prediction_spec(layer: ModuleSpec, num_layers: int) -> MultiTokenPredictionB
 
 
 class PredictionLayer(MegatronModule):  # type: ignore[misc]
-    """Layer k (`layer_number`, from 1) of the formula above; its transformer layer is NUM_LAYERS + k."""
+    """Prediction layer k (`layer_number`, from 1) of the formula above: transformer layer NUM_LAYERS + k."""
 
     def __init__(
         self, config: TransformerConfig, layer_spec: ModuleSpec, layer_number: int,

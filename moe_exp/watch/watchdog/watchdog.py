@@ -50,7 +50,7 @@ class Watchdog:
                 return self._check_all(time.time() if now is None else now)
         except Timeout:
             rule = f"another check did not finish in {_LOCK_SECONDS:.0f} s"
-            raise ValueError(f"{self.folder}: {rule}. Fix: run checks less often.") from None
+            raise ValueError(f"{self.folder}: {rule}. Fix: start the watchdog less often.") from None
 
     def _check_all(self, now: float) -> list[RunCheck]:
         checks = [self._check_run(path, name, now) for path, name in self.runs]
