@@ -62,7 +62,7 @@ class Run:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """Settings as recorded in config.yaml; empty without that file."""
+        """Settings recorded in config.yaml; empty if the file does not exist."""
         return recorded_settings(self._folder.config) if self._folder.config.exists() else {}
 
     @cached_property
@@ -117,22 +117,22 @@ class Run:
 
 
 def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> Run:
-    """Trains a model, or resumes its run, as `moe-exp train` does, and returns the run.
+    """Trains a model, or resumes a run, as `moe-exp train` does, and returns the run.
 
     In a process group, or under torchrun, this process trains as one of the ranks, so call `train` on every
     rank. Otherwise, `train` launches the ranks on this machine and waits until they end.
 
     Args:
         resume: run folder to resume with its own settings.
-        settings: settings of docs/settings.md in lower case, such as `num_experts=16`, or `config`, the path
-            of a settings file. Settings override environment variables; None counts as not given.
+        settings: settings from docs/settings.md, in lower case, such as `num_experts=16`; `config` is the
+            path of a settings file. Settings override environment variables; None counts as not given.
 
     Returns:
         The run; `summary["status"]` is "finished", or "stopped" if a signal or a setting ended the run early.
 
     Raises:
         ValueError: if settings are invalid or refer to unusable files; one line per problem.
-        RuntimeError: if the run fails, with the reason.
+        RuntimeError: if the run fails; the message tells why.
         ModuleNotFoundError: if torch is not installed.
     """
     _package("torch", extra="train")
@@ -206,9 +206,9 @@ def plan(
     """Predicts memory, time and cost of a run, as `moe-exp plan` does. Needs no torch.
 
     Args:
-        gpu: device name, see `moe-exp plan hardware` (default: A100-80GB).
-        gpus: total number of devices, instead of the setting `nnodes`.
-        tokens: token budget, a number or text such as "300B", instead of the setting `train_iters`.
+        gpu: device name listed by `moe-exp plan hardware` (default: A100-80GB).
+        gpus: total number of devices; replaces the setting `nnodes`.
+        tokens: token budget, a number or text such as "300B"; replaces the setting `train_iters`.
         price: price of a GPU-hour, in any currency.
         profile: file with constants written by `moe-exp plan calibrate`.
         settings: as for `train`.
@@ -254,7 +254,7 @@ def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
     """Returns a DataFrame with a row per record. Columns are `keys`, followed by other fields. Numeric
-    columns are float or int even if all values are null or too large for int64.
+    columns have a float or int dtype, even if all values are null or exceed int64.
     """
     pandas = _package("pandas", extra="analysis")
     # always include the known columns, which a run that just started may lack

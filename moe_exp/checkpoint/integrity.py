@@ -36,10 +36,10 @@ class Source:
 
 
 def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> Source | None:
-    """Finds the newest intact checkpoint, not newer than iteration `newest`, in a checkpoints folder, run
-    folder or iter_ folder. Returns None if the folder has no checkpoints. All ranks must call this function.
-    With `checksums`, the ranks read all files; otherwise they only compare file sizes. ValueError on every
-    rank if no checkpoint is intact, or if the newest checkpoint has a newer format.
+    """Finds the newest intact checkpoint, up to iteration `newest`, in a checkpoints folder, run folder or
+    iter_ folder. Returns None if the folder has no checkpoints. All ranks must call this function.
+    With `checksums`, the ranks read all files; otherwise they only compare file sizes. Raises ValueError on
+    every rank if no checkpoint is intact or the newest has a newer format.
     """
 
     # imported here, so that a launcher, which only calls `find_source_here`, does not import Megatron
@@ -90,9 +90,9 @@ def _first_whole(path: Path, candidates: Sequence[Path], damage_of: Callable[[Pa
 
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
-    """Checks a checkpoint's small files. Returns the damage in one line (empty if intact) and the manifest's
-    file entries. Megatron-LM's checkpoints have no manifest: compares file sizes with `.metadata`, and
-    returns no entries. Raises NewerFormatError if a newer version of this package wrote the checkpoint.
+    """Checks a checkpoint's small files. Returns the damage in one line (empty if intact), and the manifest's
+    file entries. If there is no manifest (Megatron-LM), compares file sizes with `.metadata` and returns no
+    entries. Raises NewerFormatError if a newer version of this package wrote the checkpoint.
     """
     try:
         manifest = Manifest.read(folders.existing(folder))
@@ -241,7 +241,7 @@ class Verification:
 
 
 def layout_problem(stored: StoredTensor) -> str:
-    """Describes gaps, overlaps or misplaced chunks in a tensor; empty if there are none."""
+    """Describes a gap, overlap or misplaced chunk in a tensor; empty string if there is none."""
     for chunk in stored.chunks:
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         is_inside = len(ends) == len(stored.shape) and min(chunk.offsets, default=0) >= 0
@@ -252,7 +252,7 @@ def layout_problem(stored: StoredTensor) -> str:
 
 
 def _uneven(chunks: list[Chunk], shape: tuple[int, ...], axis: int) -> str:
-    """Like `layout_problem`, but checks only the axes from `axis` on."""
+    """Like `layout_problem`, but checks only `axis` and the axes after it."""
     # One chunk that spans all remaining axes fills them; otherwise cut this axis at every chunk boundary and
     # check each slab separately.
     if len(chunks) == 1 and chunks[0].sizes[axis:] == shape[axis:]:

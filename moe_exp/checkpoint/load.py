@@ -59,8 +59,8 @@ def saved_progress(path: Path) -> Progress | None:
 
 
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
-    """Loads the iter_ folder `path`, or the newest checkpoint in `path`, into `trained`. From a weights-only
-    or Megatron-LM checkpoint, only weights are loaded, and the iteration is 0. All ranks must call
+    """Loads the iter_ folder `path`, or the newest checkpoint in `path`, into `trained`. A weights-only or
+    Megatron-LM checkpoint provides only weights, and the iteration is 0. All ranks must call
     this function. Raises ConfigError, before loading anything, if the model or optimizer differs; ValueError
     if there is no checkpoint or its parameters differ; RestoreError if loaded values differ from saved ones.
     """
@@ -175,7 +175,7 @@ def compare_restored(
 
 
 def _pieces(runtime: Runtime, trained: Trained, converted: Sequence[Owned] | None) -> Iterator[TensorPiece]:
-    """Yields each value of model and optimizer on exactly one rank, under its key in a checkpoint."""
+    """Yields the values of model and optimizer under their checkpoint keys, each on exactly one rank."""
     weights = training_state.weights_state(runtime, trained.model, None)
     shards = sharded_tensors(weights)
     if converted is not None:

@@ -1,8 +1,8 @@
-"""The optimizer's state as shards of whole tensors: each rank writes and reads only the values that it owns.
+"""Represents optimizer state as shards of whole tensors: each rank reads and writes only the values it owns.
 
 For each parameter with key K, a checkpoint stores the following fp32 tensors with the parameter's shape:
 `optimizer.state.param.K` (main weights), the moments (Adam: `optimizer.state.exp_avg.K` and
-`optimizer.state.exp_avg_sq.K`; SGD: `optimizer.state.momentum_buffer.K`), and with EMA_DECAY
+`optimizer.state.exp_avg_sq.K`; SGD: `optimizer.state.momentum_buffer.K`), and, if EMA_DECAY is set,
 `optimizer.state.ema.K` (moving average of the weights).
 
 Megatron's distributed optimizer assigns each data-parallel rank a range of a parameter's values in memory
@@ -14,7 +14,7 @@ rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box i
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0) in the whole [4W, D]
 
 The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place. Main
-weights stored as remainders are restored to fp32 until the next iteration
+weights stored as remainders are expanded to fp32 until the next iteration
 (`engine/fused_step.py`); main weights in host memory are read and written there. Saving converts
 bf16 and 8-bit moments to fp32 on the host; loading converts them back
 (`engine/optimizer_classes.py`).
@@ -173,7 +173,7 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 
 
 def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
-    """Yields all values named `name`, of type `kind`, in a checkpoint's nested optimizer state."""
+    """Yields each value in a checkpoint's nested optimizer state that is named `name` and has type `kind`."""
     if isinstance(saved, Mapping):
         if name in saved and isinstance(saved[name], kind):
             yield saved[name]
@@ -186,7 +186,7 @@ class OptimizerRequest:
     """Requests the optimizer's state from a checkpoint. The load fills `shards` in place, then `finish`
     completes the state. `weights` is the model's state under the checkpoint's keys. Without `with_moments`
     (if the checkpoint has another optimizer), only main weights are loaded, and moments and steps start at
-    zero. If the checkpoint has no moving average (`has_average` false), this run's average starts from the
+    zero. If `has_average` is false (no moving average in the checkpoint), this run's average starts from the
     weights.
     """
 
@@ -212,8 +212,8 @@ class OptimizerRequest:
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
-        """Completes the load: sets main weights, `model` weights, steps and loss scale. `saved` is the state
-        from `optimizer_groups` or Megatron. This run's learning rate, betas and weight decay do not change.
+        """Completes the load: sets main weights, `model` weights, steps and loss scale. `saved` is built by
+        `optimizer_groups` or Megatron. This run's learning rate, betas and weight decay do not change.
         """
         for owned in [] if self._has_main_weights else self._state:
             owned.values["param"].copy_(owned.parameter.view(-1)[owned.start : owned.stop])

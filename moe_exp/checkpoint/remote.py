@@ -1,7 +1,7 @@
 """Copies a run to an object store (REMOTE_DIR) and back, with the same folder layout:
 
 REMOTE_DIR/RUN_NAME/
-    config.yaml provenance.json metrics.jsonl skipped_samples.json    as of the last checkpoint
+    config.yaml provenance.json metrics.jsonl skipped_samples.json    state at the last checkpoint
     checkpoints/iter_0000300/...                                      complete once it has a manifest.json
     checkpoints/latest_checkpointed_iteration.txt                     written last
 
@@ -194,7 +194,7 @@ class Uploads:
 
 
 def fetch_run(config: Config) -> None:
-    """Downloads the run's newest complete checkpoint and small files if there is no local checkpoint."""
+    """If there is no local checkpoint, downloads the run's newest complete checkpoint and its small files."""
     run, url = RunFolder.of(config), remote_run(config)
     if not url or folders.usable(run.checkpoints):
         return
@@ -221,7 +221,7 @@ def fetch_load_dir(config: Config) -> Path:
 def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     """Downloads the newest complete checkpoint from a checkpoints, run or iter_ folder in a store. A second
     call resumes an interrupted download. Returns the local iter_ folder. Raises ValueError if the store has
-    no checkpoint, the disk lacks space, or downloaded files are damaged (which are then removed).
+    no checkpoint, the disk lacks space, or downloaded files are damaged (damaged files are removed).
     """
     store, iteration = find_there(url.rstrip("/"))
     final = folders.iteration_folder(checkpoints, iteration)

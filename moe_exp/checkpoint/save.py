@@ -1,5 +1,5 @@
-"""Saves checkpoints atomically: ranks write into a temporary folder, which is then renamed or, on failure,
-removed. All ranks must call these functions.
+"""Saves checkpoints atomically: ranks write into a temporary folder, which is renamed on success and removed
+on failure. All ranks must call these functions.
 
 1. `CheckpointWriter.begin` creates the temporary folder and plans, with collectives, what each rank writes.
 2. A thread writes this rank's files. With ASYNC_SAVE, the thread writes from a host-memory copy of the state
@@ -75,7 +75,7 @@ class CheckpointPlan:
 
 def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
     """Divides `state`, built by `whole_state`, among all ranks; modifies it in place. The ranks of `group`
-    (data and context parallel) hold the same pieces, and each rank writes some of the pieces.
+    (data and context parallel) hold the same shards, and each rank writes some of them.
     """
     # Megatron-LM reads this description to choose the keys that it requests.
     state["content_metadata"] = CONTENT
@@ -117,7 +117,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints one at a time. Never prunes `loaded` or, on rank 0, iterations in `held()`."""
+    """Saves checkpoints one at a time. Never prunes iteration `loaded` or, on rank 0, those in `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,

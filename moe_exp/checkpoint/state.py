@@ -52,7 +52,7 @@ class Progress:
         return self.iteration - self.skipped_iterations
 
     def add(self, config: Config, batch_size: int, *, flops: int) -> None:
-        """Counts one iteration with `batch_size` samples and `flops` model FLOPs."""
+        """Adds one iteration with `batch_size` samples and `flops` model FLOPs to the counts."""
         self.iteration += 1
         self.consumed_samples += batch_size
         self.consumed_tokens += batch_size * config.seq_len
@@ -61,7 +61,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """Model, optimizer and schedule: what a checkpoint restores besides `Progress`."""
+    """Model, optimizer and schedule, which a checkpoint restores in addition to `Progress`."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -70,7 +70,7 @@ class Trained:
 
 @contextlib.contextmanager
 def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Context in which all parameters are up to date, even with an overlapped parameter gather."""
+    """Context in which all parameters are up to date, even if the parameter gather is overlapped."""
     # With overlapped gather, updated parameters arrive only during the next forward pass.
     overlapped = model[0].ddp_config.overlap_param_gather
     if overlapped:
@@ -112,12 +112,12 @@ def weights_state(
 
 
 def unwrapped(chunk: DistributedDataParallel) -> Any:
-    """The GPTModel inside the wrappers for data parallelism and half precision."""
+    """The GPTModel inside its data-parallel and half-precision wrappers."""
     return get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
 
 
 def layout(config: Config, runtime: Runtime) -> dict[str, Any]:
-    """Parallel sizes and device type, on which the random streams depend."""
+    """Parallel sizes and device type; the random streams depend on both."""
     return {"tp": config.tp, "pp": config.pp, "device": runtime.device.type}
 
 

@@ -6,10 +6,10 @@ MLP's hidden units are split into G shards, and expert e is a copy of shard e mo
 
 Derivation: the dense MLP y = W2 act(W1 x) + b2 is a sum over hidden units, and therefore over shards: y =
 sum_s W2_s h_s + b2 with h_s = act(W1_s x). With a gate, h_s = act(W1gate_s x) * (W1up_s x), and a shard takes
-the same rows from both. The G experts jG to jG + G - 1 form a virtual group: their router rows are
+the same rows of W1gate and W1up. The G experts jG to jG + G - 1 form a virtual group: their router rows are
 equal, and so are their scores. The top K = G*T experts are therefore T whole groups, which contain each shard
-T times. The router weights of a token must add up to a constant c (for normalized weights, the scaling
-factor). The router weights within a group are equal, so the router weights of each shard add up to c/G:
+T times. A token's router weights must add up to a constant c (the scaling factor, if weights are normalized).
+The router weights within a group are equal, so the router weights of each shard add up to c/G:
 
     sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
 
@@ -53,15 +53,15 @@ def experts_of(
 
 
 def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
-    """Router rows [E, D], with every group of G consecutive rows replaced by copies of its first row."""
+    """Router rows [E, D] in which each group of G consecutive rows consists of copies of its first row."""
     return weight_ED[::granularity].repeat_interleave(granularity, dim=0)
 
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
-    """Replaces initial weights with those saved by the dense run UPCYCLE_FROM under any layout. The optimizer
-    starts from zero. The router keeps its initial weights, but rows in a virtual group become equal. All
-    ranks must call this function. Returns a one-line summary; ValueError if the dense model does not match
-    the MoE model.
+    """Replaces the initial weights with the weights that the dense run UPCYCLE_FROM saved, in any layout. The
+    optimizer starts from zero. The router keeps its initial weights, but rows in a virtual group become
+    equal. All ranks must call this function. Returns a one-line summary; ValueError if the dense model does
+    not match the MoE model.
     """
     folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
     experts = {layer: module.experts for layer, module in moe_layers(list(trained.model))}

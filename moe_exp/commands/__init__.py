@@ -1,3 +1,3 @@
-"""Subcommands of `moe-exp`. They only declare arguments and call the library, which does the work and is
-imported only when a command runs, so that `moe-exp --help` is fast.
+"""Subcommands of `moe-exp`. They only declare arguments and call the library. The library is imported only
+when a command runs, so that `moe-exp --help` is fast.
 """

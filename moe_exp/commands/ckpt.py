@@ -118,15 +118,15 @@ def run_reshape(arguments: argparse.Namespace) -> None:
 @command("ckpt average", "average the weights of checkpoints, as a replacement for learning-rate decay")
 @takes(
     arg("sources source",
-        "iter_ folders, oldest first; a checkpoints or run folder stands for all its checkpoints", Path,
+        "iter_ folders, oldest first; a checkpoints or run folder means all its checkpoints", Path,
         nargs="+"),
     arg("target", "checkpoints folder to create; its checkpoint has no optimizer state", Path),
     arg("--last N", "average the newest N checkpoints per folder (default: all; with --ema: 1)", default=0),
     flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
-    arg("--weights NAME", "weights, named after the learning rate decay that the average replaces: uniform "
+    arg("--weights NAME", "weighting, named after the learning rate decay that it replaces: uniform "
         "(linear decay), 1-sqrt, cosine or inverse-sqrt; ema (see --ema-decay); or one number per "
         "checkpoint, such as 1,2,3", default="uniform"),
-    arg("--ema-decay X", "with --weights ema: weight of a checkpoint relative to the next newer checkpoint",
+    arg("--ema-decay X", "with --weights ema: ratio of a checkpoint's weight to that of the next newer one",
         default=0.9),
     JSON,
 )  # fmt: skip
@@ -156,7 +156,7 @@ def run_average(arguments: argparse.Namespace) -> None:
     arg("b", "reference checkpoint: the relative difference of a tensor is ||a-b||/||b||", Path),
     flag("--optimizer", "also compare the optimizer state"),
     arg("--top N", "number of tensors to show, largest differences first", default=10),
-    arg("--rtol X", "largest relative difference ||a-b||/||b|| for exit code 0 (default: 0)", default=0.0),
+    arg("--rtol X", "exit code 0 if ||a-b||/||b|| <= X for every tensor (default: 0)", default=0.0),
     JSON,
 )
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -174,7 +174,7 @@ def check_top(top: int) -> None:
 
 
 def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
-    """Prints a comparison according to --top and --json; returns whether differences are within --rtol."""
+    """Prints a comparison as --top and --json specify; returns whether all differences are within --rtol."""
     from moe_exp.checkpoint.tools.diff import print_comparison
 
     is_within = found.is_within(arguments.rtol)
@@ -261,15 +261,15 @@ _DTYPE = arg("--dtype", "data type of the weights (default: unchanged)", choices
 @command("convert from-hf", "convert a Hugging Face folder to a checkpoint for training")
 @takes(
     arg("source SRC", "folder with config.json and safetensors files, or hf://OWNER/NAME[@REVISION]"),
-    arg("target DST", "checkpoints folder to create; a download is kept beside it", Path),
+    arg("target DST", "checkpoints folder to create; a downloaded SRC is kept next to it", Path),
     _DTYPE,
     flag("--drop-mtp", "omit the model's layers for multi-token prediction"),
     repeated("--ignore-field NAME", "unknown field of config.json to ignore (repeatable)"),
     flag("--verify", "compare the result with transformers, layer by layer (both models in memory, in fp32)"),
 )
 def run_from_hf(arguments: argparse.Namespace) -> int:
-    """Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env for a
-    run that starts from this checkpoint. Only one tensor is in memory at a time. Fails, without writing
+    """Converts a Hugging Face folder to a checkpoint, copies its tokenizer, and writes settings.env for a run
+    that starts from this checkpoint. Only one tensor is in memory at a time. Fails, without writing
     anything, if a tensor would not be used. If SRC is not a local folder, first downloads it from the Hub.
     """
     from moe_exp.checkpoint.format.folders import check_target
@@ -318,8 +318,8 @@ def run_from_hf(arguments: argparse.Namespace) -> int:
 )  # fmt: skip
 def run_to_hf(arguments: argparse.Namespace) -> None:
     """Writes safetensors files, their index, config, generation config, tokenizer and a model card. Chooses
-    the transformers architecture that is equivalent to the model. If no architecture is equivalent, prints
-    the settings that prevent the export.
+    the transformers architecture that is equivalent to the model. If there is none, prints the settings that
+    prevent the export.
     """
     from moe_exp.checkpoint.hf.exporting import to_hf
     from moe_exp.host.files import bytes_text

@@ -31,7 +31,7 @@ def either(words: str, about: str, kind: Kind | None = None, /, **options: Any) 
 
 TEXT_DOCUMENTS = arg(  # same as the setting TEXT_DOCUMENTS
     "--text-documents",
-    "split text files into one document per file, or per block between blank lines",
+    "make one document of each text file, or of each block between blank lines",
     choices=("file", "block"),
     default="file",
 )
@@ -41,7 +41,7 @@ DATA_DIR = either("--data-dir FOLDER", "folder for all outputs (default: data)",
 DOWNLOAD_AGAIN = either("--download-again", "download, convert and shuffle again", action="store_true")
 MEMORY = either(
     "--memory SIZE",
-    "memory limit per shuffle task, such as 8GB (default: tasks share a quarter of free memory)",
+    "memory limit per shuffle task, such as 8GB (default: tasks share a quarter of the free memory)",
     memory_bytes,
 )
 SHUFFLE_TASKS = either(
@@ -52,7 +52,7 @@ SHUFFLE_TASKS = either(
 
 
 def execution(what_tasks: str) -> tuple[Argument, ...]:
-    """The options that `execution_of` reads; `what_tasks` is the help text of --tasks."""
+    """Returns the options that `execution_of` reads; `what_tasks` is the help text of --tasks."""
     return (
         either("--executor NAME", "where tasks run: local, slurm or ray", default="local"),
         either("--tasks N", what_tasks, int),
@@ -90,7 +90,7 @@ def under_way(what: str = "") -> int:
 
 
 def data_guarded(work: Callable[[], int | None]) -> int:
-    """Runs a command of `declare_steps` with `guarded`, adding fixes for invalid documents."""
+    """Runs a `moe-exp data` subcommand with `guarded`; errors about invalid documents also get a fix."""
     from moe_exp.data.kinds import BadDocument
 
     def explained() -> int | None:

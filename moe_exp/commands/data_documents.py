@@ -1,4 +1,4 @@
-"""`moe-exp data list`, `download`, `prepare`, `shuffle` and `merge`: from datasets to shards of documents."""
+"""`moe-exp data list`, `download`, `prepare`, `shuffle` and `merge`: turn datasets into document shards."""
 
 import argparse
 import glob
@@ -32,9 +32,9 @@ def run_list(_: argparse.Namespace) -> None:
 _SOURCE = (
     arg("source", "dataset name (see `moe-exp data list`), owner/name on the Hugging Face Hub, folder, file, "
         "or object store URL (s3://, gs://, hf://)"),
-    repeated("--pattern GLOB", "files to use, instead of the registered patterns (repeatable)"),
-    arg("--text-field NAME", "field that contains the text (default: as registered, otherwise text)"),
-    arg("--revision", "branch, tag or commit of the dataset (default: as registered, otherwise main)"),
+    repeated("--pattern GLOB", "files to use; replaces the registered patterns (repeatable)"),
+    arg("--text-field NAME", "field that contains the text (default: the registered field, otherwise text)"),
+    arg("--revision", "branch, tag or commit of the dataset (default: the registered one, otherwise main)"),
 )  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def run_download(arguments: argparse.Namespace) -> None:
 )  # fmt: skip
 def run_prepare(arguments: argparse.Namespace) -> int:
     """Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into
-    DATA_DIR/NAME_shuffled. Repeat the command to resume. Exit code 75: SLURM jobs are under way; the last job
-    also shuffles the chunks.
+    DATA_DIR/NAME_shuffled. Repeat the command to resume. Exit code 75: SLURM jobs are still running; the last
+    job also shuffles the chunks.
     """
     from moe_exp.data.convert.convert import ConvertSettings
     from moe_exp.data.prepare import Preparation, plan, prepare
@@ -152,7 +152,7 @@ _HOW = (
 @takes(
     arg("inputs INPUT", f"files or folders: {KINDS}", Path, nargs="+"),
     arg("--output", "folder to create (default: the first input's name plus _shuffled)", Path),
-    arg("--name", "prefix of the file names (default: the output's name without _shuffled)"),
+    arg("--name", "prefix of the file names (default: the output folder's name without _shuffled)"),
     arg("--seed", "random seed (default: 0)", default=0),
     arg("--shards", "number of training files", default=32, dest="num_shards"),
     arg("--valid-fraction", "fraction of documents held out for validation, at least one document",
@@ -210,13 +210,13 @@ def run_shuffle(arguments: argparse.Namespace) -> int:
         "validation file in the input folder, excluded from the merge (the suffix .jsonl is optional)",
         required=True),
     arg("--output_file_name --output-file-name",
-        "path of the merged file, or a name next to the input folder (the suffix .jsonl is optional)",
+        "path of the merged file, or its name in the input folder's parent (the suffix .jsonl is optional)",
         required=True),
     *_HOW,
 )  # fmt: skip
 def run_merge(arguments: argparse.Namespace) -> None:
-    """Merges the shards of a folder into one file next to the folder, INPUT_DIR/../OUTPUT_FILE_NAME.jsonl,
-    for preprocess_data.py --input.
+    """Merges a folder's shards into one file beside the folder, INPUT_DIR/../OUTPUT_FILE_NAME.jsonl, to use
+    with preprocess_data.py --input.
     """
     from moe_exp.data.shuffle.merge import estimate_merge, merge, merge_summary
 

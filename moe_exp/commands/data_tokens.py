@@ -36,9 +36,9 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
             nargs="+"),
         required=True,
     ),
-    arg("--output-prefix", "output path without suffix; _KEY_document is appended, except with --merge",
+    arg("--output-prefix", "output path without suffix; _KEY_document is appended unless --merge is used",
         required=True),
-    arg("--json-keys KEY", "fields to tokenize, each into its own files (default: text)", nargs="+",
+    arg("--json-keys KEY", "fields to tokenize; each field gets its own files (default: text)", nargs="+",
         default=["text"]),
     arg("--tokenizer-type", "tokenizer type, as named in Megatron", choices=TOKENIZER_TYPES),
     arg("--tokenizer-model", "tokenizer folder, tokenizer.json, name on the Hub, or SentencePiece .model"),
@@ -46,8 +46,8 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     arg("--merge-file", "merges.txt of GPT2BPETokenizer"),
     flag("--append-eod", "end every document with the end-of-document token"),
     flag("--prepend-bos", "begin every document with the beginning-of-sequence token"),
-    arg("--eod-token", "end-of-document token, if the tokenizer's files do not define it"),
-    flag("--allow-special", "encode special tokens in texts as special tokens (default: as ordinary text)"),
+    arg("--eod-token", "end-of-document token, needed if the tokenizer's files define none"),
+    flag("--allow-special", "encode special tokens that occur in texts as such (default: as ordinary text)"),
     arg("--backend", "tokenizer implementation; auto uses gigatoken if its results are identical",
         choices=BACKENDS, default="auto"),
     TEXT_DOCUMENTS,
@@ -125,7 +125,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
     arg("--eos-token", "end-of-document token", default=EOD_TOKEN),
     arg("--bos-token", "beginning-of-document token (default: none)"),
     arg("--pad-token", "padding token (default: none)"),
-    arg("--max-megabytes", "maximum amount of training text (MB), the same fraction of each file", float,
+    arg("--max-megabytes", "maximum amount of training text (MB), an equal share from each file", float,
         default=1000),
     TEXT_DOCUMENTS,
     _SKIP_BAD,
@@ -230,7 +230,7 @@ def run_pull(arguments: argparse.Namespace) -> None:
     arg("--tokenizer", "tokenizer.json or its folder, to show samples as text", Path),
     arg("--samples", "number of documents to show", default=3),
     arg("--text-field", "JSONL field that contains the text", default="text"),
-    arg("--seq-len", "sequence length for which to report the share of cut documents (tokens; default: 4096)",
+    arg("--seq-len", "sequence length for which to report the share of documents cut (tokens; default: 4096)",
         default=4096),
     JSON,
 )  # fmt: skip
@@ -245,8 +245,8 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 @command("data verify", "compare files with their manifest, or with another corpus")
 @takes(
     arg("path", "folder, prefix or file created by moe-exp data", Path),
-    arg("--against OTHER", "corpus to compare with instead of the manifest (documents in any order)", Path),
-    arg("--text-field", "JSONL field that contains the text, with --against", default="text"),
+    arg("--against OTHER", "corpus to compare with, instead of the manifest (in any document order)", Path),
+    arg("--text-field", "with --against: JSONL field that contains the text", default="text"),
 )
 def run_verify(arguments: argparse.Namespace) -> int:
     from moe_exp.data.verification import compare, verify

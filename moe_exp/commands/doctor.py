@@ -27,7 +27,7 @@ TRAIN = ("train",)  # the extra that training needs
 
 
 def install_command(extras: str = "train") -> str:
-    """Command that installs this package with `extras`, from a checkout or a package index."""
+    """Returns the command that installs this package with `extras`, from a checkout or a package index."""
     if SETUP_PY.is_file():
         return f'pip install -c constraints.txt -e ".[{extras}]" in the checkout of moe_exp'
     return f'pip install "moe-exp[{extras}]"'
@@ -249,7 +249,7 @@ def device_rows() -> list[list[str]]:
 
 
 def optional_rows() -> list[list[str]]:
-    """Returns a row per optional package: version or, if missing, consequences and install instructions."""
+    """Returns a row per optional package: its version or, if missing, what is lost and how to install it."""
     return [
         [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
         for package, *rest in OPTIONAL

@@ -39,7 +39,7 @@ _LONGEST_SHOWN = 100
 
 
 def shown(value: object) -> str:
-    """Returns a value as shown in errors: one line of at most 100 characters, shortened in the middle."""
+    """Returns a value as errors show it: one line, shortened in the middle to at most 100 characters."""
     text = str(value)
     text = text if is_one_line(text) else repr(text)
     half = (_LONGEST_SHOWN - 3) // 2
@@ -47,7 +47,7 @@ def shown(value: object) -> str:
 
 
 def as_given(value: object) -> str:
-    """Returns a value as written in the environment or on the command line."""
+    """Returns a value as a user would write it in the environment or on the command line."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -56,8 +56,8 @@ def as_given(value: object) -> str:
 def _text(
     check: Callable[[str], None] = lambda text: None, pattern: str = "", rule: str = ""
 ) -> BeforeValidator:
-    """Removes the spaces from a setting's text and validates the text: `check` may raise ValueError, and a
-    text that does not match `pattern` raises ValueError(`rule`).
+    """Removes the spaces from a setting's text, then validates it: `check` may raise ValueError, and text
+    that does not match `pattern` raises ValueError(`rule`).
     """
 
     def read(value: Any) -> str:
@@ -144,7 +144,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4000  # Linux's limits (bytes)
 
 
 def _path(value: str) -> str:
-    """Checks that text can be a path. Each machine checks whether the path exists."""
+    """Checks that text can be a path; whether the path exists is checked later, on each machine."""
     if len(os.fsencode(value)) > _LONGEST_PATH:
         raise ValueError(f"must be a path of at most {_LONGEST_PATH} bytes")
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")):
@@ -163,7 +163,7 @@ def _blend(value: str) -> str:
 
 
 def blend_members(value: str) -> list[tuple[str, str]]:
-    """Weight (as written, or '') and path of each corpus in TRAIN_DATA or VALID_DATA."""
+    """Weight (as written; '' if none is given) and path of each corpus in TRAIN_DATA or VALID_DATA."""
     text = value.strip()
     if text and (Path(text).exists() or Path(f"{text}.bin").is_file()):  # one path, even with spaces
         return [("", text)]
@@ -178,18 +178,18 @@ def blend_members(value: str) -> list[tuple[str, str]]:
 
 
 def names_text(value: str) -> bool:
-    """Whether a corpus in TRAIN_DATA or VALID_DATA is text."""
+    """Whether any corpus in TRAIN_DATA or VALID_DATA is text."""
     return any(is_text(name) for _, name in blend_members(value))
 
 
 def is_prepared_first(value: str) -> bool:
-    """Whether a corpus in TRAIN_DATA or VALID_DATA is text or in an object store."""
+    """Whether any corpus in TRAIN_DATA or VALID_DATA is text or is in an object store."""
     return any(is_text(name) or is_url(name) for _, name in blend_members(value))
 
 
 def is_text(name: str) -> bool:
-    """Whether a corpus is text: a folder, file, pattern, or path with the suffix of a text file, unless it is
-    the prefix of existing token files.
+    """Whether a corpus is text: it is a folder, a file, a pattern or a path with the suffix of a text file,
+    and not the prefix of existing token files.
     """
     if not name or name.endswith((".bin", ".idx")) or Path(f"{name}.bin").is_file():
         return False
@@ -212,7 +212,7 @@ class Traits:
 
 
 def _setting(default: Any, description: str, **options: Any) -> Any:
-    """Declares a field with the Traits in `options`; `default` is `...` if there is a `default_factory`."""
+    """Declares a field with the Traits in `options`; with a `default_factory`, `default` must be `...`."""
     own = {name: options.pop(name) for name in Traits.__dataclass_fields__ if name in options}
     given = {} if default is ... else {"default": default}
     field = Field(description=description, **given, **options)
@@ -280,7 +280,7 @@ def pattern_of(flags: list[bool]) -> str:
 
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """Flag per layer, true for chosen layers. A list in `pattern`, not `num_layers`, sets their number."""
+    """One flag per layer: whether it is chosen. If `pattern` is a list, its length replaces `num_layers`."""
     if ":" in pattern:
         chosen_ones, others = map(int, pattern.split(":"))
         chosen = [layer % (chosen_ones + others) < chosen_ones for layer in range(num_layers)]
@@ -292,13 +292,13 @@ def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tu
 
 
 def stage_terms(stages: str) -> list[tuple[int, int]]:
-    """Layers per stage and number of such stages, from text such as 8,9*10,8."""
+    """Pairs (layers per stage, number of such stages) in text such as 8,9*10,8."""
     terms = [term.partition("*") for term in stages.split(",")]
     return [(int(layers), int(times or 1)) for layers, _, times in terms]
 
 
 @cache  # called in every iteration
 def iteration_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """First and last iteration of each range in text such as 5,10-12; may be empty."""
+    """First and last iteration of each range in text such as 5,10-12; empty if the text is empty."""
     pairs = (part.partition("-") for part in text.split(",") if part)
     return tuple((int(first), int(last or first)) for first, _, last in pairs)

@@ -1,9 +1,9 @@
 """All settings of a training run.
 
-Priorities: default < preset < settings file < environment < command line. The environment variable
-of `num_experts` is NUM_EXPERTS, its flag `--num-experts`. Each section has a file in config/sections/ with
-its settings, derived values and rules. Imports neither torch nor megatron, so that `--help`, `--dry-run` and
-the planner are fast.
+Precedence: default < preset < settings file < environment < command line. The setting `num_experts` has the
+environment variable NUM_EXPERTS and the flag `--num-experts`. Each section has a file in config/sections/
+with its settings, derived values and rules. This module does not import torch or megatron, so that `--help`,
+`--dry-run` and the planner are fast.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from moe_exp.config.setting_types import traits
 
 
 class Config(ReliabilitySettings):
-    """All settings of a training run. Field order is the order of `--help` and of docs/settings.md."""
+    """All settings of a training run. `--help` and docs/settings.md list the fields in this order."""
 
     @property
     def has_static_rows(self) -> bool:
@@ -22,7 +22,7 @@ class Config(ReliabilitySettings):
 
     @property
     def graph_problem(self) -> str:
-        """Setting that prevents a CUDA graph per micro-batch, with the reason; empty if none does."""
+        """Setting that rules out a CUDA graph per micro-batch, and the reason; empty if there is none."""
         exchanges = self.use_moe and self.ep * self.etp > 1
         by_router = self.router_top_p < 1 or self.null_experts or self.token_rounding
         drops_slots = self.use_moe and (by_router or self.moe_type == "moe")

@@ -30,11 +30,12 @@ _FIX = "specify config.yaml of a run, or a file with lines such as NUM_EXPERTS=6
 
 
 def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
-    """Reads a settings file; returns its values as text by field name.
+    """Reads a settings file; returns the text of each value by field name.
 
-    The first line with content decides between YAML and NAME=value lines quoted as in a shell. Omits empty
-    values in NAME=value lines, and null in YAML unless the setting can be none. `also`: further valid names.
-    Raises ConfigError if the file cannot be read or has unknown or repeated names (a line for each).
+    The first line with content decides whether the file is YAML or has NAME=value lines, quoted as in a
+    shell. Skips empty values of NAME=value lines, and null in YAML unless `none` is valid for the setting.
+    `also`: further valid names. Raises ConfigError if the file cannot be read or has unknown or repeated
+    names (one line per name).
     """
     text = _text(path)
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
@@ -133,17 +134,17 @@ _LIST_OF_SIZES = re.compile(r"(\d+|none)([ ,]+(\d+|none))+")
 
 
 def warn_of_misspelt(of_command: Iterable[str] = ()) -> None:
-    """Warns of variables that look like misspelled settings of Config or of the command (`of_command`)."""
+    """Warns of environment variables that look like misspelled settings of Config or of `of_command`."""
     for name, near in unknown_variables(os.environ, [name.upper() for name in of_command]):
         complain(f"warning: {name} is not a setting; did you mean {near}?")
 
 
 def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Returns environment variables that look like misspelled settings, with the nearest setting
-    (NUM_EXPRTS: NUM_EXPERTS).
+    """Returns pairs of an environment variable that looks misspelled and the most similar setting, such as
+    (NUM_EXPRTS, NUM_EXPERTS).
 
-    Names of a command's settings (`of_command`) may be short: if the variable's value is a list of sizes, a
-    lower similarity suffices for these names (TPZ="1 2": TPS).
+    A command's settings (`of_command`) may have short names. If a variable's value is a list of sizes, these
+    names therefore need less similarity (TPZ="1 2" is taken for TPS).
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []
@@ -161,8 +162,9 @@ def _nearest(name: str, ours: tuple[str, ...]) -> list[str]:
 
 
 def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]:
-    """Returns at most two settings of `names` (default: all) that a variable, flag or field `name` may mean:
-    found by a similar name (num_exprts), part of a name (hidden) or a description (learning-rate: lr).
+    """Returns at most two settings in `names` (default: all) that the user may mean by `name`, a variable,
+    flag or field. Matches similar names (num_exprts), parts of a name (hidden) and descriptions
+    (learning-rate: lr).
     """
     known = list(Config.model_fields if names is None else names)
     words = re.split(r"[-_\s]+", name.strip("-_ ").lower())

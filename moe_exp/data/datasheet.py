@@ -141,7 +141,7 @@ def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
 
 
 def _distinct(part: MixturePart, every: int) -> Any:
-    """Returns the hashes of the distinct texts (a sample of one in `every`), cached next to the tokens."""
+    """Returns the hashes of the distinct texts (a sample of 1/`every`), cached next to the token files."""
     path = part.prefix.with_name(f"{part.name}.{part.shuffled['line_hash'][:16]}.{every}.npy")
     if path.exists():
         return np.load(path)

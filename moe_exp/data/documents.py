@@ -1,4 +1,4 @@
-"""Reads, checks, counts and hashes the documents in files, so that none is lost silently.
+"""Reads, checks, counts and hashes the documents in files, so that no document is lost silently.
 
 Only LF ends a line, as in JSONL: U+2028 and other separators are text. A BOM at the start of a file and a CR
 at the end of a line are removed. Blank lines and empty texts are skipped and counted. Any other invalid line
@@ -52,7 +52,7 @@ C = TypeVar("C", bound="Counted")
 
 
 class Counted:
-    """Base of dataclasses with counts, which are stored as JSON. Unknown entries are ignored when read."""
+    """Base class of dataclasses whose counts are stored as JSON. Unknown entries are ignored when read."""
 
     def to_json(self) -> dict[str, Any]:
         return TypeAdapter(type(self)).dump_python(self, mode="json")
@@ -68,9 +68,10 @@ _Sorted = PlainSerializer(lambda counts: dict(sorted(counts.items())))
 
 @dataclass
 class Tally(Counted):
-    """Counts of documents that were read or written. Tallies of files add up to the tally of all files.
+    """Counts of documents that were read or written. The tallies of several files can be added.
 
-    `text_hash` is the sum of the texts' XXH3-128 modulo 2**128: equal for equal multisets, in any order.
+    `text_hash` is the sum of the texts' XXH3-128 modulo 2**128: equal for equal multisets of texts, whatever
+    their order.
     """
 
     num_documents: int = 0
@@ -79,7 +80,7 @@ class Tally(Counted):
     skipped: Annotated[Counter[str], _Sorted] = field(default_factory=Counter)  # invalid lines by reason
 
     def add(self, text: bytes, times: int = 1) -> None:
-        """Counts a document, given as UTF-8 text; `times=-1` reverses an earlier call."""
+        """Counts a document, given as UTF-8 bytes; `times=-1` undoes an earlier call."""
         self.num_documents += times
         self.num_text_bytes += times * len(text)
         # a sum depends neither on the order nor on the division into tasks, and documents can be removed
@@ -102,7 +103,7 @@ def is_validation_file(path: Path) -> bool:
 def files_in(
     folder: Path, *, what: str = "input", text_field: str = "text", with_validation: bool = False
 ) -> list[Path]:
-    """Data files (`data_among`) in a folder and its subfolders, sorted; by default without *.val.jsonl."""
+    """Sorted data files (see `data_among`) in a folder and its subfolders; by default without *.val.jsonl."""
     paths = sorted(files_below(folder))
     kinds.check_regular(path for path in paths if ending(path))
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.is_file()}
@@ -123,18 +124,19 @@ def data_among(
 ) -> list[str]:  # fmt: skip
     """Selects the document files in a folder. Warns about all other files except metadata.
 
-    Selects record files (JSON and tables). Selects text files only if there are no record files, because
-    text files next to records are usually a README or LICENSE.
+    Selects the record files (JSON and tables). Text files are selected only if there are no record files;
+    next to record files, they are usually a README or LICENSE.
 
     Args:
-        sizes: size of each file in bytes, by relative name.
+        sizes: maps the relative path of each file to its size in bytes.
         where, what: the folder or URL and the setting that names it, for messages.
         text_field: field with the text; "" if `has_text` is not given.
-        has_text: returns whether a .json file is a record file: its first object has the field. If None
-            (object stores), .json files are selected by name, only if there are no other record files.
+        has_text: returns whether a .json file is a record file, that is, whether its first object has the
+            field. If None (object stores), .json files are selected by name, but only if there are no other
+            record files.
 
     Raises:
-        ValueError: the files left out contain most of the bytes.
+        ValueError: the files that are not selected contain most of the bytes.
     """
     about = {name for name in sizes if _BESIDE_DATA.fullmatch(name)}
     about |= {name for name in sizes if name.endswith(".bin") and f"{name[:-4]}.idx" in sizes}
@@ -183,7 +185,7 @@ def _warn_once(message: str) -> None:
 
 
 def _has_field(folder: Path, text_field: str, name: str) -> bool:
-    """Whether the first value of a JSON file has the field."""
+    """Whether the first value in a JSON file has the field `text_field`."""
     try:
         line = next((line for line in raw_lines(folder / name) if line.strip()), b"null")
         first = orjson.loads(line.removeprefix(BOM))
@@ -218,12 +220,12 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
     """Expands names of files, folders (see `files_in`) and globs to files, in the given order.
 
     Args:
-        what: setting that contains the names, for errors.
+        what: name of the setting that contains `names`, for error messages.
         text_field: field with the text; in a folder, only .json files with this field are data.
 
     Raises:
         ValueError: no files are given; a name matches nothing; a file is of unknown kind or given twice; most
-            of the data in a folder is unreadable.
+            of the bytes in a folder are in files that are not selected.
     """
     found: list[Path] = []
     for path in map(Path, names):
@@ -270,7 +272,7 @@ def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: st
 
 
 def check_apart(inputs: Iterable[Path], output: Path) -> None:
-    """Raises ValueError unless a step can create, replace and remove `output` without touching its inputs."""
+    """Raises ValueError if creating, replacing or removing `output` would affect the inputs."""
     # an input may neither be nor contain one of the step's folders, nor be inside of one
     for path in inputs:
         places = {Path(os.path.abspath(path)), path.resolve()}  # noqa: PTH100  # removing a folder removes its links
@@ -316,7 +318,7 @@ def read_objects(
 
 
 def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
-    """Counts an invalid line as skipped if `skip_bad` or if the line has no text; else raises BadDocument."""
+    """Counts a line as skipped if it has no text or if `skip_bad` is set; otherwise raises BadDocument."""
     if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
         raise BadDocument(path, number, reason)
     tally.skipped[reason] += 1
@@ -361,8 +363,8 @@ def read_lines(
 ) -> Iterator[tuple[int, bytes]]:
     """Yields (line number from 1, JSONL line without LF or CRLF); BadDocument if the file is damaged.
 
-    `start`, `end`: range of bytes at line boundaries, only for files that are not streams. The line at
-    `start` has number 1.
+    `start`, `end`: byte range to read, which must begin and end at line boundaries; not for streams. Line
+    numbers start with 1 at `start`.
     """
     number = 0
     lines = raw_lines(path, text_field=text_field, rule=rule) if end is None else lines_in(path, start, end)

@@ -1,7 +1,7 @@
-"""The default corpus: source code of Python and PyTorch, tokenized with a BPE trained on it.
+"""The default corpus: source code of Python and PyTorch, tokenized with a BPE tokenizer trained on it.
 
-The corpus is built once for each data folder, vocabulary size, and version of Python and PyTorch. The folder
-gets its final name when the corpus is complete.
+The corpus is built once for each combination of data folder, vocabulary size, Python version and PyTorch
+version. The folder gets its final name when the corpus is complete.
 """
 
 import json
@@ -42,7 +42,7 @@ class EmbeddedCorpus:
 
 
 def embedded_folder(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE) -> Path:
-    """Folder of the corpus and its tokenizer.json for the installed versions of Python and PyTorch."""
+    """Folder of the corpus and tokenizer.json that belong to the installed versions of Python and PyTorch."""
     return data_dir / f"python_{platform.python_version()}_torch_{_torch_version()}_bpe{vocab_size}"
 
 
@@ -58,7 +58,7 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE
     at once, one of them builds the corpus.
 
     Args:
-        data_dir: folder of all prepared corpora; created if missing, not written to if the corpus exists.
+        data_dir: folder of all prepared corpora; created if missing, left unchanged if the corpus exists.
         vocab_size: vocabulary size of the BPE, at least 257.
 
     Raises:

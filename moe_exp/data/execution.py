@@ -88,7 +88,7 @@ class Step:
 
 
 def count_units(name: str, unit: str, run: Callable[[int], int], data: Any, rank: int, _: int) -> Any:
-    """Calls `run` to process a task; returns statistics with the number of units that `run` returns."""
+    """Processes a task with `run` and returns the number of units it processed, as statistics."""
     stats = task_stats(name)
     stats[unit].update(run(rank))
     return stats
@@ -103,9 +103,9 @@ def _check_complete(before: Pass, *_: Any) -> Any:
 
 
 def in_turn(passes: Sequence[Pass]) -> list[Pass]:
-    """Prepends to each pass a step that checks that all tasks of the previous pass are complete.
+    """Makes each pass start with a step that checks whether all tasks of the previous pass are complete.
 
-    On SLURM, a pipeline waits only for the last of several job arrays; earlier arrays may have failed.
+    On SLURM, the next pass waits only for the last of a pass's job arrays; earlier arrays may have failed.
     """
     # the check is pickled with every task: without the pipeline of the pass it refers to
     after = []
@@ -150,15 +150,17 @@ class Through:
 
 
 def bytes_through(folders: Iterable[Path]) -> int:
-    """Total progress that the tasks have published with `Through` in these folders."""
+    """Total progress in bytes that tasks have published in these folders with `Through`."""
     return sum(int.from_bytes(path.read_bytes(), "little") for folder in folders for path in folder.glob("*"))
 
 
 @contextmanager
 def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterator[list[Path]]:
-    """Yields temporary paths to write to. At the end of the block the files are renamed to `paths`.
+    """Yields temporary paths to write to. When the `with` block ends without an error, renames the files to
+    `paths`.
 
-    With `is_durable`, flushes the files to disk first; unnecessary if a later check detects lost data.
+    With `is_durable`, first flushes the files to disk, which is unnecessary if a later check would detect
+    lost data.
     """
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

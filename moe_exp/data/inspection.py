@@ -38,12 +38,12 @@ def inspect_path(
     path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text",
     seq_len: int = 4096,
 ) -> dict[str, Any]:  # fmt: skip
-    """Reads `path` completely and returns the report for --json, with kind `tokens` or `documents`.
+    """Reads all data at `path` and returns the report of --json, whose kind is `tokens` or `documents`.
 
     Args:
         path: prefix of .bin/.idx files (with or without suffix), a file of documents, or a folder with them.
         tokenizer: tokenizer.json or its folder, to decode samples and count unknown ids.
-        seq_len: training sequence length (tokens), to report the share of documents cut at sample ends.
+        seq_len: training sequence length in tokens, to report the fraction of documents cut at sample ends.
     """
     if path.is_dir() or ending(path):
         files = data_files(path, text_field)
@@ -63,13 +63,13 @@ def data_files(path: Path, text_field: str) -> list[Path]:
 
 
 def num_duplicates(hashes: bytearray) -> int:
-    """Number of documents that repeat an earlier one. `hashes`: their XXH3-128 digests, one after another."""
+    """Number of documents that repeat an earlier one. `hashes`: all XXH3-128 digests, concatenated."""
     digests = np.frombuffer(hashes, dtype=_DIGEST)
     return len(digests) - len(np.unique(digests))
 
 
 def difference(one: bytearray, other: bytearray) -> tuple[int, int]:
-    """Returns the numbers of documents only in `one` and only in `other`, compared by hash as multisets."""
+    """Returns how many documents are only in `one` and how many only in `other` (multisets of hashes)."""
     digests = np.frombuffer(one + other, dtype=_DIGEST)
     _, kinds = np.unique(digests, return_inverse=True)
     # For each different hash: by how many `one` exceeds `other`.
@@ -134,8 +134,8 @@ def inspect_tokens(
 def token_blocks(
     files: TokenFiles, block_tokens: int
 ) -> Iterator[tuple[npt.NDArray[np.integer], Int64Array]]:
-    """Yields blocks of tokens of consecutive documents (at most `block_tokens`, or one longer document), and
-    the bounds of the documents in each block.
+    """Yields the tokens of consecutive documents in blocks (at most `block_tokens`, or one longer document),
+    each with the bounds of its documents.
     """
     bounds, first = files.document_bounds, 0
     while first < files.num_documents:
@@ -206,7 +206,7 @@ def inspect_documents(
 def documents_with_progress(
     path: Path, tally: Tally, advance: Callable[[int], None], *, text_field: str, skip_bad: bool = False
 ) -> Iterator[tuple[bytes, str]]:
-    """Like `read_documents`, but also reports bytes read to `advance` (for streams, only at the end)."""
+    """Like `read_documents`, but also calls `advance` with the bytes read (for streams, only at the end)."""
     reported = pending = 0
     for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
         yield line, text
@@ -244,7 +244,7 @@ def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
 
 
 def length_summary(lengths: Int64Array) -> dict[str, Any]:
-    """Statistics of lengths and a histogram over 0, 1, 2 to 3, 4 to 7, ... as (from, to, documents)."""
+    """Statistics of lengths and a histogram: bins 0, 1, 2 to 3, 4 to 7, ... as (from, to, documents)."""
     if not len(lengths):
         return {"min": 0, "median": 0, "mean": 0, "max": 0, "histogram": []}
     num_bits = np.frexp(lengths.astype(np.float64))[1]  # 0 for 0, 1 for 1, 2 for 2 and 3

@@ -1,6 +1,6 @@
 """Runs the tasks of datatrove pipelines on this machine, as SLURM jobs, or on a Ray cluster.
 
-Local tasks run in our own pool, because LocalPipelineExecutor.run waits forever for a killed worker. A task
+Local tasks run in WorkerPool, because LocalPipelineExecutor.run waits forever for a killed worker. A task
 with a file in `completions/` is done, no matter where it ran.
 """
 
@@ -44,10 +44,10 @@ CountingStep = tuple[str, str, Callable[[int], int], int]
 def run_passes(
     passes: Sequence[Pass], execution: Execution, stage: CorpusStage, verb: str, *, follows: bool = False
 ) -> bool:
-    """Runs the remaining tasks of the passes; the last pass creates the output.
+    """Runs all tasks of the passes that are not done yet; the last pass creates the output.
 
     Args:
-        verb: what the tasks do, for the progress bar (none on SLURM).
+        verb: what the tasks do, shown in the progress bar (SLURM jobs have no progress bar).
         follows: see `submit`.
 
     Returns:
@@ -108,10 +108,10 @@ def _run_here(passes: Sequence[Pass], execution: Execution) -> None:
 def run_stage_passes(
     steps: Mapping[str, CountingStep], execution: Execution, stage: CorpusStage, verb: str, working: Path
 ) -> bool:
-    """Runs the steps of a later stage as `run_passes` does.
+    """Runs the steps of a later stage as passes (see `run_passes`).
 
     Args:
-        steps: see `CountingStep`, by name. Every step reads all inputs of the stage.
+        steps: maps the name of each step to its `CountingStep`. Every step reads all inputs of the stage.
         working: folder where the tasks of step NAME publish their progress, in NAME/through.
     """
     logs, passes = stage.folder / "datatrove", list[Pass]()
@@ -151,7 +151,7 @@ def merge_stats(one: Pass) -> None:
 
 
 def ray_executor(one: Pass, execution: Execution) -> Any:
-    """RayPipelineExecutor for a pass, on the cluster at RAY_ADDRESS or a local one started by Ray."""
+    """RayPipelineExecutor for a pass, on the cluster at RAY_ADDRESS or on a local cluster that Ray starts."""
     from datatrove.executor.ray import RayPipelineExecutor
 
     return RayPipelineExecutor(
@@ -181,11 +181,12 @@ def _jobs_there(folder: Path) -> list[str]:
 
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
-    """Submits the remaining tasks unless earlier jobs are active; each pass depends on the previous pass.
-    `follows`: whether the last SLURM job of a previous step may submit this step (once).
+    """Submits the remaining tasks, unless earlier jobs are still active; each pass waits for the previous
+    pass. `follows`: whether the last SLURM job of the previous step may submit this step, once.
 
     Raises:
-        ValueError: sbatch fails, squeue does not answer, or this process is a job that must not submit jobs.
+        ValueError: sbatch fails, squeue does not answer, or this process runs in a SLURM job that must not
+            submit jobs.
     """
     jobs_file = passes[-1].folder / _JOBS
     if there := _jobs_there(passes[-1].folder):
@@ -261,10 +262,10 @@ class WorkerPool:
     """Context manager for worker processes that call a function.
 
     Args:
-        function: picklable; called with one argument, the call.
+        function: must be picklable; takes one argument, which identifies the call.
         number: number of processes; with 1, the calls run in this process.
         preload: module to import in the workers, see `worker_context`.
-        describe: returns a call's name for an error message, and a sentence to append to the fix.
+        describe: returns a call's name for error messages, and text to append to the suggested fix.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Reads data files of every supported kind as JSON lines.
 
 Plain JSONL is read as it is. Compressed files, text, tables and JSON arrays are streams: they can only be
-read from the beginning. Each text document or table row becomes a line `{"text": ...}`, each array element a
-line.
+read from the beginning. Each text document or table row becomes a line `{"text": ...}`; each array element
+becomes a line.
 """
 
 import codecs
@@ -47,14 +47,14 @@ _LEADING_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 class TextRule:
     """How text files are divided into documents.
 
-    Documents longer than `longest_bytes` are cut at a blank line, or else at the end of a line or a word.
+    Documents longer than `longest_bytes` are cut, if possible at a blank line, else after a line or a word.
     """
 
     documents: Literal["file", "block"] = "file"  # one per file, or per block between blank lines
     longest_bytes: int = 2**20
 
     def facts(self) -> dict[str, Any]:
-        """Values that differ from the defaults, to record in a step's settings."""
+        """Options that differ from their defaults, to be recorded in a step's settings."""
         usual = vars(TextRule())
         return {f"text_{name}": value for name, value in vars(self).items() if value != usual[name]}
 
@@ -134,7 +134,7 @@ def _has_values(path: Path) -> bool:
 
 
 class ZstdDamage(Exception):
-    """A .zst file that cannot be read to its end."""
+    """Raised if a .zst file cannot be read to its end."""
 
 
 # Exceptions from reading a compressed file that is damaged or truncated.
@@ -142,19 +142,19 @@ DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdDamage)
 
 
 def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
-    """Converts an exception from `DAMAGE` to an error that names the line."""
+    """Converts one of the `DAMAGE` exceptions to an error that names the line."""
     return BadDocument(path, line_number, f"the compressed file is damaged or ends early ({error})")
 
 
 def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
-    """Yields the lines of any file as JSON, ending with LF except perhaps for the last line of a .jsonl file.
+    """Yields the lines of any file as JSON. Each ends with LF, except perhaps the last line of a .jsonl file.
 
     Args:
-        text_field: name of a table's text column, and of the text field in the lines.
+        text_field: name of the text column in tables, and of the text field in the yielded lines.
 
     Raises:
         BadDocument: a table is damaged, or a text file is not UTF-8.
-        ValueError: a table has no such column.
+        ValueError: a table has no column `text_field`.
         One of `DAMAGE`: a compressed file is damaged or truncated.
     """
     kind = ending(path)
@@ -269,7 +269,7 @@ def _json_values(path: Path) -> Iterator[bytes]:
 
 
 def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
-    """Yields the documents of a text file, with LF at the end of lines."""
+    """Yields the documents of a text file; all line ends become LF."""
     buffer, num_lines, is_empty = b"", 1, True
     # memory: twice the longest document
     for chunk in _file_chunks(path, max(_CHUNK_BYTES, rule.longest_bytes)):
@@ -318,7 +318,7 @@ def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
 
 
 def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
-    """Decoded text, or "" if it is blank. `num_lines`: line number of the document's start, for errors."""
+    """Decoded text, or "" if it is blank. `num_lines`: line where the document starts, for error messages."""
     if (place := document.find(b"\0")) >= 0:
         raise BadDocument(path, num_lines + document.count(b"\n", 0, place), _BINARY)
     try:
@@ -339,7 +339,7 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
     """Yields (number of previous rows, record batch) of a .parquet or .arrow file.
 
     Args:
-        path: the file; .arrow in the file or stream format, as written by `datasets`.
+        path: the file; an .arrow file may be in the file or the stream format, as written by `datasets`.
         text_field: required column; ValueError if it does not exist.
         columns: columns to read (default: all).
 

@@ -102,7 +102,7 @@ class Mixture(BaseModel):
 
 
 def read_mixture(path: Path) -> Mixture:
-    """Reads a mixture; ValueError names the first invalid setting."""
+    """Reads a mixture.yaml; raises a ValueError that names the first invalid setting."""
     content = read_yaml(path, fix="correct the file")
     if not isinstance(content, dict):
         raise input_error(path, "must contain settings with a list of sources", "see docs/corpus.md")
@@ -124,14 +124,14 @@ def effective_weights(
     max_epochs: Sequence[float | None],
     total_tokens: float | None,
 ) -> list[float]:
-    """Returns each source's share of the training tokens, within its maximum number of epochs.
+    """Returns each source's share of the training tokens, limited by its maximum number of epochs.
 
-    The share that a limited source cannot fill is divided among the other sources by weight.
+    What a limited source cannot provide is divided among the other sources in proportion to their weights.
 
     Args:
         weights: requested relative weights.
         max_epochs: maximum number of epochs of each source; None for unlimited.
-        total_tokens: training tokens; None if no source is limited.
+        total_tokens: number of training tokens; None if no source has max_epochs.
     """
     limits = [float("inf")] * len(weights)
     if total_tokens:
@@ -227,7 +227,7 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
         tokenizer; None while SLURM jobs are active.
 
     Raises:
-        ValueError, OSError: see `prepare` and `tokenize_files`; or the sources provide too few tokens.
+        ValueError, OSError: see `prepare` and `tokenize_files`; also if the sources provide too few tokens.
     """
     mixture, preparations = mixing.mixture, mixing.preparations()
     tokenizer = mixing.tokenizer()

@@ -25,7 +25,7 @@ from moe_exp.host.files import bytes_text, ending, is_url
 def fitting_vocab_size(config: Config) -> int | None:
     """VOCAB_SIZE for a tokenizer to be trained on TRAIN_DATA; None if TOKENIZER is set or there is no text.
 
-    Returns a power of two near a thousandth of the text's size in bytes, from 512 to 32768.
+    The result is a power of two from 512 to 32768, near 1/1000 of the text's size in bytes.
     """
     if config.tokenizer or not names_text(config.train_data):
         return None
@@ -38,12 +38,12 @@ def fitting_vocab_size(config: Config) -> int | None:
 
 
 def needs_preparation(config: Config) -> bool:
-    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES contain text, or token files in an object store."""
+    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES name any text, or token files in an object store."""
     return any(map(is_prepared_first, (config.train_data, config.valid_data, *config.stage_blends)))
 
 
 def with_prepared_text(config: Config) -> Config:
-    """Prepares missing data and returns `config` with token files instead of text and URLs.
+    """Prepares missing data; returns `config` with text and URLs replaced by token files.
 
     A trained tokenizer has VOCAB_SIZE tokens, or fewer if the text is too short. Raises ConfigError if the
     text or DATA_DIR cannot be used, or a package is missing.
@@ -57,7 +57,7 @@ def with_prepared_text(config: Config) -> Config:
 
 
 def already_prepared(config: Config) -> Config | None:
-    """Result of `with_prepared_text` if all data exist, else None. None for data in an object store."""
+    """Result of `with_prepared_text` if all data are prepared; None otherwise, and for object-store data."""
     blends = (config.train_data, config.valid_data, *config.stage_blends)
     if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
         return None
@@ -84,7 +84,7 @@ def prepared_by_launcher(config: Config) -> Config:
 
 
 def facts_for_ranks(prepared: Config) -> str:
-    """Value of PREPARED_TEXT, from the result of `with_prepared_text`."""
+    """Converts the result of `with_prepared_text` to the value of PREPARED_TEXT."""
     names = ("train_data", "valid_data", "data_stages", "tokenizer")
     return json.dumps({name: getattr(prepared, name) for name in names})
 
@@ -92,8 +92,8 @@ def facts_for_ranks(prepared: Config) -> str:
 def find_prepared_text(config: Config, trained: str = "") -> Config:
     """Like `with_prepared_text`, but for an already trained run; prepares nothing.
 
-    If files have changed or are missing, uses the newest preparation of the same text and logs a warning;
-    ValueError if none exists. `trained`: required `tokenizer_fingerprint` of the preparation's tokenizer.
+    If files have changed or are missing, logs a warning and uses the newest preparation of the same text;
+    ValueError if there is none. `trained`: the `tokenizer_fingerprint` that its tokenizer must have.
     """
     known = prepared_text.known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training
@@ -147,7 +147,7 @@ def validation_setting(config: Config) -> str:
 
 
 def validation_overlaps(config: Config) -> Iterator[str]:
-    """Yields a problem for each text in VALID_DATA that is also used for training."""
+    """Yields one problem for each text in VALID_DATA that shares files with training text."""
     sources = _text_sources(config)
     for valid in (one for one in sources if one.setting == "valid_data"):
         others = (one for one in sources if one.setting != "valid_data" and one.real_files & valid.real_files)
@@ -215,7 +215,7 @@ def _problems(error: Exception) -> list[str]:
 
 
 def _text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
-    """Text sources in all data settings. All share one tokenizer (None if it is yet to be trained)."""
+    """Text sources in all data settings. All share one tokenizer (None if it must still be trained)."""
     problems, members = [], [name for _, name in blend_members(config.train_data)]
     texts = [name for name in members if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
@@ -289,7 +289,7 @@ def _loaded(name: str, *, prepend_bos: bool = False) -> TextTokenizer:
 
 @contextmanager
 def _named_errors(source: TextSource) -> Iterator[None]:
-    """Adds the name of the setting to errors about documents and missing packages."""
+    """Context manager that adds the setting's name to errors about documents and missing packages."""
     try:
         yield
     except BadDocument as error:

@@ -39,7 +39,7 @@ _LARGE_BYTES = 50e9  # one process shuffles this in minutes
 class Preparation:
     """Settings of `moe-exp data prepare`.
 
-    `shuffle` has keyword arguments of `shuffle_documents`: seed, num_shards, valid_fraction, memory_bytes.
+    `shuffle`: keyword arguments for `shuffle_documents` (seed, num_shards, valid_fraction, memory_bytes).
     """
 
     name: str  # registered name, dataset on the Hub, file or folder; see `resolve_source`
@@ -58,7 +58,7 @@ class Preparation:
     clamp_tasks: bool = False  # reduce the tasks to the number of files instead of raising an error
 
     def source(self) -> Source:
-        """Source with this name; ValueError if it does not exist."""
+        """The source named `name`; ValueError if it does not exist."""
         options = {name: getattr(self, name) for name in ("patterns", "text_field", "revision")}
         return resolve_source(self.name, **options)
 
@@ -105,7 +105,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
 
 
 def _checked_folders(source: Source, wanted: Preparation) -> tuple[Path, Path]:
-    """Checks the chunk and shard folders and the shuffle settings; returns the folders."""
+    """Checks the shuffle settings and the folders for chunks and shards; returns these two folders."""
     # errors must come before hours of work, and before --start-over removes anything
     name = wanted.output_name or source.name
     made = wanted.data_dir / name, wanted.data_dir / f"{name}_shuffled"
@@ -146,8 +146,8 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
 
 
 def plan(wanted: Preparation) -> None:
-    """Prints what `prepare` would do; writes nothing. Before the download, the estimate uses the size
-    registered for the source.
+    """Prints what `prepare` would do; writes nothing. The estimate for data that are not downloaded yet uses
+    the registered size of the source.
     """
     source = wanted.source()
     folder, shuffled = _checked_folders(source, wanted)

@@ -4,8 +4,8 @@
                               tokenizer/ if one was trained, text.json
 
 The folder has a temporary name until it is complete. It is reused as long as the tokenizer, the options, and
-the names, sizes and contents of the files stay the same. Documents are held out based on their text, so
-adding files never moves a training document to the held-out set.
+the names, sizes and contents of the files stay the same. A hash of each document's text decides whether it is
+held out, so adding files never moves a training document to the held-out set.
 """
 
 import json
@@ -102,7 +102,7 @@ class Prepared:
 
     @property
     def valid(self) -> str:
-        """Prefix of the held-out tokens, or ''."""
+        """Prefix of the held-out token files, or '' if there are none."""
         return str(self.folder / "valid") if self.facts.get("valid") else ""
 
     @property
@@ -146,7 +146,7 @@ def known_places(data_dir: Path) -> set[str]:
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """Prepared data whose files have equal names, sizes, and either modification times or contents."""
+    """Prepared data from files with the same names and sizes, and the same modification times or contents."""
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]
@@ -166,7 +166,7 @@ def matching(source: TextSource, data_dir: Path) -> Prepared | None:
 
 
 def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> Prepared:
-    """The prepared data that a run was trained on. `trained`: its tokenizer's fingerprint, if known."""
+    """The prepared data that a run was trained on. `trained`: fingerprint of its tokenizer, if known."""
 
     def is_its_own(one: Prepared) -> bool:
         return not trained or same_fingerprint(tokenizer_fingerprint(one.tokenizer), trained)

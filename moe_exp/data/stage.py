@@ -1,10 +1,10 @@
-"""A step of data preparation, from input files to output files: locked, resumable, published by rename.
+"""A data preparation step: it locks its output, can be resumed, and publishes its files by renaming them.
 
 A running stage writes only to `OUTPUT.partial/`. When it is done, that folder becomes OUTPUT (with a
-manifest.json), or its files move next to `OUTPUT.manifest.json`. So anything with its final name is complete.
-A killed stage resumes from its folder. A finished stage does nothing if called with the same settings and
-inputs; if they differ, it raises an error. With `start_over`, the old output stays until the new one is
-complete; if the call is killed, repeat it without `start_over` to resume.
+manifest.json), or its files move next to `OUTPUT.manifest.json`. Any output with its final name is therefore
+complete. A killed stage resumes from its partial folder. A finished stage does nothing if called with the
+same settings and inputs; if they differ, it raises an error. With `start_over`, the old output stays until
+the new one is complete; if the call is killed, repeat it without `start_over` to resume.
 """
 
 import json
@@ -38,7 +38,7 @@ _SAMPLED_BLOCKS = 4
 
 @dataclass
 class CorpusStage:
-    """A running or previously finished step."""
+    """A step that is running or has finished."""
 
     name: str
     output: Path  # output folder, or output path without suffix
@@ -56,7 +56,7 @@ class CorpusStage:
 
         Args:
             outputs: files in the working folder to list in the manifest.
-            hashes: `file_hash` of the outputs whose hash is already known.
+            hashes: `file_hash` values that are already known, by output file.
             facts: additional manifest entries.
         """
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
@@ -107,13 +107,13 @@ def run_stage(
         output: output folder, or with `is_folder=False` the output path without suffix.
         settings: everything that the outputs depend on, except the inputs, as JSON values.
         start_over: start from scratch, and replace an existing output when the new one is complete.
-        mends_outputs: the block itself restores missing files of a finished output.
-        suffixes: suffixes of files next to OUTPUT; these are replaced only with `start_over` or if this step
-            created them.
+        mends_outputs: whether the block itself restores missing files of a finished output.
+        suffixes: suffixes of the files next to OUTPUT; existing files are replaced only with `start_over` or
+            if this step created them.
 
     Raises:
-        ValueError: another process is working on the output; it was created or started with other settings or
-            inputs; a file of the finished output is missing.
+        ValueError: if another process is working on the output, the output was created or started with other
+            settings or inputs, or a file of the finished output is missing.
     """
     output = _place(output)
     inputs = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
@@ -171,7 +171,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If it is already locked, logs `waits` and waits; raises if `waits` is empty."""
+    """Locks an output. If it is locked, logs `waits` and waits; raises ValueError if `waits` is empty."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
@@ -252,7 +252,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether OUTPUT (its unfinished step, or else its manifest) predates the manifest of `other`."""
+    """Whether OUTPUT's unfinished step, or else its manifest, is older than the manifest of `other`."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)
@@ -260,7 +260,7 @@ def is_older(output: Path, other: Path) -> bool:
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Name, size and hash of a file. Hashes only 64 KB in 4 blocks: a corpus may have 30,000 files."""
+    """Name, size and hash of a file. Hashes only 4 x 16 KB, because a corpus may have 30,000 files."""
     size = path.stat().st_size
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:

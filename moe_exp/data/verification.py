@@ -1,7 +1,7 @@
 """Verifies files against their manifest, and compares the documents of two corpora.
 
-Reads and hashes everything. Memory: about 100 bytes per validation document; a comparison takes about 50
-bytes per document of either corpus.
+Reads and hashes everything. Verification takes about 100 bytes of memory per validation document; a
+comparison takes about 50 bytes per document in both corpora.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class Manifest:
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
-        """Name, bytes and hash of each file to check."""
+        """Name, size in bytes and hash of each file to check."""
         return [one for one in self.content["outputs"] if not self.only or one["name"] == self.only]
 
     @property

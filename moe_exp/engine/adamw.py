@@ -10,9 +10,9 @@ main weights to the model: 28 + 8 + 6 bytes per fp32 parameter. One pass moves 3
 the norm are on the device (`step_factors`), so that the host does not wait for the norm.
 
 With MAIN_PARAMS=remainder, w is the bf16 weight (the upper 16 bits) plus a 16-bit remainder, as with
-Transformer Engine's `store_param_remainders`. One pass then moves 28 bytes. Unlike Transformer Engine, which
-rounds ties away from zero, w rounds to nearest, ties to even. So 2^16 + 1 values of w round to each even bf16
-value, including both ties (remainders -2^15 and 2^15). The otherwise unused sign bit of v marks 2^15.
+Transformer Engine's `store_param_remainders`. One pass then moves 28 bytes. w is rounded to nearest, ties to
+even, whereas Transformer Engine rounds ties away from zero. Each even bf16 value therefore has 2^16 + 1
+remainders, from -2^15 to 2^15 (both ties). The otherwise unused sign bit of v marks 2^15.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def step_factors(
 ) -> Tensor:  # fmt: skip
     """Factors of one step, fp32 [4]: c, lr / (1 - b1^t), 1 / sqrt(1 - b2^t), 1 - lr wd.
 
-    c clips; NaN skips the step. Does not wait for the device.
+    c is the clip factor; if it is NaN, the step is skipped. Does not wait for the device.
 
     Args:
-        norm: norm of all gradients, fp32, one value; None: neither clip nor skip.
-        step: t, the number of steps including this one but not skipped steps, fp64 [].
-        clip: largest norm; 0: no clipping.
+        norm: norm of all gradients, one fp32 value; None: no clipping or skipping.
+        step: t, the number of steps that were not skipped, including this one, fp64 [].
+        clip: maximum gradient norm; 0: no clipping.
     """
     factor = torch.ones_like(step)
     if norm is not None:
@@ -124,10 +124,10 @@ def adamw_step(
     """One step of AdamW on a tensor, in place; formulas at the top of the file.
 
     Args:
-        main: fp32 weights, contiguous like all tensors here; or int16 remainders, see `split`.
+        main: fp32 weights, or int16 remainders (see `split`); contiguous, like all tensors here.
         grad: gradients, fp32 or bf16.
         mean, square: first and second moments, fp32 or bf16.
-        weight: bf16 copy of the weights, an output (with remainders, also an input); None: no copy.
+        weight: output for the bf16 copy of the weights (with remainders, also an input); None: no copy.
         factors: `step_factors`.
     """
     if not runs_kernel(grad):
@@ -139,7 +139,7 @@ def adamw_step(
 
 
 def check_step(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
-    """Compares the kernel with its plain-torch reference, for weights of `dtype`; also for a skipped step."""
+    """Compares the kernel with its plain PyTorch reference for weights of `dtype`, and for a skipped step."""
     generator = torch.Generator(device).manual_seed(0)
     count = torch.tensor(3.0, dtype=torch.float64, device=device)
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "clip": 1.0}

@@ -5,7 +5,7 @@ With d = EMA_DECAY and the main weights w after a step, the n-th update is
     ema <- ema + (1 - d) / (1 - d^n) * (w - ema)
 
 This is ema <- d * ema + (1 - d) * w with Adam's bias correction (Kingma and Ba 2015, arXiv:1412.6980,
-section 3). After n updates, ema averages w_1 ... w_n, where w_i has a coefficient proportional to d^(n-i).
+section 3). After n updates, ema is the average of w_1 ... w_n with coefficients proportional to d^(n-i).
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _BLOCK = 1 << 24  # values exchanged at once, to bound memory
 
 
 def allocate_average(optimizer: MegatronOptimizer) -> None:
-    """Adds an average to the optimizer's state of every parameter: fp32, initially equal to the weights."""
+    """Adds an fp32 average, initially equal to the weights, to the optimizer state of every parameter."""
     # As optimizer state, it is sharded by the distributed optimizer, and saved, loaded and resharded like the
     # moments.
     for main, state in _states(optimizer):
@@ -82,7 +82,7 @@ def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataPa
 
 
 def update_model_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    """Copies the rounded main weights to the model. Every rank must call this, in `parameters_in_sync`."""
+    """Copies the main weights, rounded, to the model. Every rank must call this, in `parameters_in_sync`."""
     for part in optimizer.chained_optimizers:
         if not isinstance(part, FP32Optimizer) and not part.is_stub_optimizer:
             part._copy_main_params_to_model_params()

@@ -1,7 +1,7 @@
 """Chooses the backend of each part of a run; tests and tunes the run's Triton kernels.
 
 All ranks choose the same backends. If a kernel gives wrong results on any rank, EXPERT_BACKEND=auto,
-ROUTING_KERNELS=auto or CROSS_ENTROPY=auto continues without Triton's kernels for that part. If that kernel
+ROUTING_KERNELS=auto or CROSS_ENTROPY=auto uses no Triton kernels for that part of the run. If that kernel
 was requested by name, the run fails to start.
 """
 
@@ -55,7 +55,8 @@ def backends_of(
 ) -> dict[str, tuple[str, str]]:
     """(backend, reason) of each part of a run on `cpu` or `cuda`.
 
-    `kernel_failures` is from `check_run`, `graph_failure` from `training.microbatch.start_graphs`.
+    `kernel_failures` is the result of `check_run`, `graph_failure` that of
+    `training.microbatch.start_graphs`.
     """
 
     def options(part: str) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def backends_of(
 def _attention_backends(
     config: Config, device_type: str, te: tuple[str, str] | None
 ) -> dict[str, tuple[str, str]]:
-    """Attention backend and reason, for layers with and without a window; `te`: Transformer Engine's."""
+    """(backend, reason) for attention layers with and without a window; `te`: Transformer Engine's pair."""
     if te and not (config.document_mask or config.needs_own_attention):
         return {"attention": te}
     found = {}
@@ -126,8 +127,8 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
     """Compares a run's kernels with plain PyTorch and returns the failures. Called by every rank.
 
     Raises:
-        ConfigError: on every rank, if a kernel requested by name is wrong on any rank, or MOE_SM_MARGIN is
-            too large.
+        ConfigError: on every rank, if a kernel requested by name gives wrong results on any rank, or
+            MOE_SM_MARGIN is too large.
     """
     device = runtime.device
     parts = parts_with_kernels(config, device)
@@ -172,7 +173,7 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
 
 
 def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]) -> None:
-    """Times kernel configs on rank 0; all ranks use the fastest. `check_run` returns `failures`."""
+    """Times kernel configs on rank 0; all ranks use the fastest. `failures`: result of `check_run`."""
     failed = {failure.part for failure in failures}
     parts = [part for part in parts_with_kernels(config, runtime.device) if part not in failed]
     if not parts or not can_check(runtime.device):
@@ -202,7 +203,7 @@ def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]
 
 
 def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
-    """Parts (keys of PARTS) that run on Triton kernels with these settings."""
+    """Parts of the run (keys of PARTS) that use Triton kernels with these settings."""
     kind, is_fused = device.type, transformer_config(config).apply_rope_fusion and not use_te(config)
     # routing: not with Triton's interpreter, see `choose_routing`
     runs = {
@@ -256,7 +257,7 @@ _DOCTOR_CASES: tuple[dict[str, Any], ...] = (
 
 
 def why_unchecked(device: torch.device) -> str:
-    """Reason why kernels cannot run on the device, or empty."""
+    """Why kernels cannot run on the device; empty if they can."""
     return "" if can_check(device) else missing() or "no GPU, and TRITON_INTERPRET=1 is not set"
 
 

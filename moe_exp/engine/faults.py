@@ -56,8 +56,8 @@ class StopRules:
 
     Args:
         stop: stop signal of this rank.
-        exit_file: on rank 0, file that requests a stop, checked at most once a second; None on other ranks.
-        exit_minutes: minutes from the launch to the stop, including restarts, checked on rank 0; 0: no limit.
+        exit_file: on rank 0, the file that requests a stop (checked at most once a second); otherwise None.
+        exit_minutes: stop this many minutes after the launch, restarts included (rank 0 checks); 0: no limit.
         exit_interval: stop at multiples of this many iterations; 0: never.
     """
 
@@ -109,9 +109,9 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal, memory_text: Callable[[Exception], str] = str) -> Iterator[None]:
-    """Prints errors raised in the block with rank, host name and device; user errors only as a message.
+    """Prints errors raised in the block with rank, host name and device; of user errors, only the message.
 
-    If GPU memory is full, prints only one line, with `memory_text` of the error.
+    If GPU memory runs out, prints only one line, which contains `memory_text(error)`.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Optimizer step that uses `adamw_step` and never makes the host wait for the device.
 
-Megatron's step reads the gradient norm on the host before it clips, and the device idles meanwhile. Here
-`adamw_step` gets the norm on the device, clips, skips the step if the norm is not finite, and writes the
-weights of the model.
+Megatron's step reads the gradient norm on the host before it clips, and the device idles meanwhile. Here,
+`adamw_step` reads the norm on the device, clips the gradients, skips the step if the norm is not finite, and
+writes the model weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
 def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
-    """`whole` (the kernel does the whole step), `update` (it only replaces torch's AdamW) or `torch`.
+    """`whole` (the kernel does the whole step), `update` (the kernel only replaces torch's AdamW) or `torch`.
 
     `failure` is the result of the kernel's self-test.
     """
@@ -48,7 +48,7 @@ def keeps_remainders(config: Config, step: str) -> bool:
 def store_main_weights(part: Any) -> None:
     """Makes one of the chained optimizers store split main weights (`Adam.split`), and allocates moments.
 
-    Code that needs main weights joins them. The next iteration or copy to the model splits them again.
+    Code that needs main weights joins them first. The next iteration or copy to the model splits them again.
     """
     adam, zero_grad, copy = part.optimizer, part.zero_grad, part._copy_model_params_to_main_params
     adam.weights, adam.stored = dict(_weights(part)), {}
@@ -108,7 +108,7 @@ class FusedStep:
                 part._copy_main_params_to_model_params = partial(self.unless_stepping, copy)
 
     def unless_stepping(self, copy: Callable[[], None]) -> None:
-        """Runs `copy`, except during a step."""
+        """Calls `copy` unless a step is in progress."""
         if not self._is_stepping:
             copy()
 
@@ -143,7 +143,7 @@ class FusedStep:
 
 
 def count_step(optimizer: MegatronOptimizer, norm: float) -> bool:
-    """Returns whether `FusedStep` applied its step; if it was skipped, decrements the number of steps."""
+    """Returns whether `FusedStep` applied its step; if not, decrements the number of steps."""
     if math.isfinite(norm):
         return True
     for group in optimizer.param_groups:

@@ -1,17 +1,17 @@
-"""CUDA graph of the forward and backward pass of one micro-batch (CUDA_GRAPH): one launch for the host.
+"""CUDA graph of one micro-batch's forward and backward pass (CUDA_GRAPH): a single launch by the host.
 
-Megatron's schedule stays as it is. Its forward step replays a graph that also contains the backward pass, and
+Megatron's schedule is unchanged. Its forward step replays a graph that also contains the backward pass, and
 returns a loss that requires no gradient, so that the schedule runs no backward pass:
 
     schedule: for each micro-batch   copy it to the graph's inputs -> replay -> loss for the log
               after the last one     gradient exchange, as without graphs
 
-Gradient exchange, optimizer and log stay outside the graph. The tensors that they share with the graph keep
-their addresses: parameters, gradients, router state, sums of the statistics.
+Gradient exchange, optimizer and log stay outside the graph. The tensors shared with the graph (parameters,
+gradients, router state, sums of the statistics) keep their addresses.
 
-There is a graph per key: shapes of the inputs, number of micro-batches, and whether kernels overwrite
-gradients or add to them. The first WARMUP micro-batches of a key run eagerly. After that, a graph is captured
-(capturing executes nothing) and replayed.
+There is one graph per key, which consists of the shapes of the inputs, the number of micro-batches, and
+whether kernels overwrite gradients or add to them. The first WARMUP micro-batches of a key run eagerly. After
+that, a graph is captured (capturing executes nothing) and replayed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CudaGraph:
 
 @cache
 def side_stream() -> torch.cuda.Stream:
-    """Stream of captures and warm-up."""
+    """Stream used for captures and warm-up."""
     return torch.cuda.Stream()
 
 
@@ -95,8 +95,8 @@ def choose_graph(
     """`on` or `off` (whether micro-batches run as CUDA graphs), and the reason.
 
     Args:
-        expert_backend: the backend that runs, "" in a dense model.
-        has_te: whether Transformer Engine's layers run.
+        expert_backend: the expert backend in use; "" in a dense model.
+        has_te: whether Transformer Engine's layers are used.
         overlaps: whether gradients would be exchanged during the backward pass; a graph prevents this.
         failure: result of the check at the start.
     """
@@ -117,7 +117,7 @@ def choose_graph(
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
-    """Bit sums, int64 [number of tensors], for comparing tensors without copying them."""
+    """Sum of each tensor's bit patterns, int64 [number of tensors], to compare tensors without copies."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64) for x in tensors])
 
@@ -126,8 +126,8 @@ class MicrobatchGraphs:
     """Graphs of the micro-batches of this rank's model.
 
     Args:
-        region: given the number of micro-batches, runs the forward and backward pass of one and returns the
-            tensor for the log.
+        region: takes the number of micro-batches, runs the forward and backward pass of one micro-batch, and
+            returns the tensor to log.
         parameters: trained parameters. If a parameter or gradient changes address, all graphs are recaptured.
         statistics: statistics of the MoE layers.
         state: other tensors that a micro-batch changes, such as the routers' counters.
@@ -148,7 +148,7 @@ class MicrobatchGraphs:
         self._addresses: tuple[int, ...] = ()
 
     def run(self, batch: Batch, num_microbatches: int) -> Tensor:
-        """Runs a micro-batch (of `num_microbatches`) forward and backward; returns a copy of the result."""
+        """Runs one of `num_microbatches` micro-batches forward and backward; returns a copy of the result."""
         tensors = {name: x for name, x in sorted(batch.items()) if isinstance(x, Tensor)}
         shapes = tuple((name, x.shape, x.dtype) for name, x in tensors.items())
         key = num_microbatches, shapes, self._flags()
@@ -173,8 +173,8 @@ class MicrobatchGraphs:
     def check(self, batch: Batch, num_microbatches: int) -> str:
         """Compares a replayed micro-batch with an eager one before training; returns the difference or "".
 
-        Loss and gradients must be equal bit for bit. Gradients that already differ between two eager
-        micro-batches (on some GPUs, attention has no fixed summation order) must have norms within 0.1%.
+        Loss and gradients must be equal bit for bit. If gradients differ even between two eager micro-batches
+        (on some GPUs, attention has no fixed summation order), their norms must agree within 0.1%.
         Resets the gradients, the statistics and `state`.
         """
         before, found = [(x, x.clone()) for x in self._state], []
@@ -202,7 +202,7 @@ class MicrobatchGraphs:
         return f"{number} of {len(eager)} losses and gradients differ from those without a graph"
 
     def _flags(self) -> tuple[bool, ...]:
-        """For each parameter, whether its kernel has already added to `main_grad` in this iteration."""
+        """For each parameter, whether a kernel has already added to its `main_grad` in this iteration."""
         return tuple(getattr(p, "grad_added_to_main_grad", False) for p in self._parameters)
 
     def _set_flags(self, flags: Iterable[bool]) -> None:

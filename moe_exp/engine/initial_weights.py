@@ -17,7 +17,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 @torch.no_grad()
 def initialize_weights(chunk: GPTModel, config: Config) -> None:
-    """Draws each weight from a generator seeded by SEED and its global name, and keeps this rank's part.
+    """Draws each weight from a generator seeded with SEED and the weight's name; keeps this rank's shard.
 
     The initial model therefore does not depend on TP, PP, VPP, EP and ETP. Weights are normal with standard
     deviation INIT_STD, or INIT_STD / sqrt(2 * NUM_LAYERS) for projections into the residual stream (Radford
@@ -58,10 +58,10 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
 def draw_weight(
     weight: Tensor, key: str, config: Config, *, dim: int, stride: int, ranks: ProcessGroup
 ) -> None:
-    """Draws the whole weight called `key` and copies this rank's part to `weight`.
+    """Draws the full weight named `key` and copies this rank's shard to `weight`.
 
     Axis `dim` is cut into stride * n blocks for n `ranks`, and rank r keeps blocks r, r + n, ... (Megatron's
-    gated projections have stride 2). With dim -1 every rank keeps the whole weight.
+    gated projections have stride 2). If `dim` is -1, every rank keeps the full weight.
     """
     num_ranks = ranks.size() if dim >= 0 else 1
     std = config.init_std * factors(config, kind_of(key)).init

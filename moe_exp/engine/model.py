@@ -35,7 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def use_te(config: Config) -> bool:
-    """Whether the modules around the MoE layer are Transformer Engine's."""
+    """Whether the modules around the MoE layer come from Transformer Engine."""
     if config.impl == "auto":
         return (
             not config.needs_own_layers
@@ -253,7 +253,7 @@ def attention_options(config: Config) -> dict[str, Any]:
 
 
 def router_problem(config: Config) -> str:
-    """Reason why the router cannot use a kernel (see `layers.router.kernel_problem`), or empty."""
+    """Why the router cannot use a kernel (see `layers.router.kernel_problem`); empty if it can."""
     if not config.use_moe:
         return ""
     settings = transformer_config(config)
@@ -262,7 +262,7 @@ def router_problem(config: Config) -> str:
 
 
 def sum_problem(config: Config) -> str:
-    """Why one kernel cannot compute the sum after attention and the sum's norm (SumAndNorm), or empty."""
+    """Why one kernel cannot compute both the sum after attention and its norm (SumAndNorm); else empty."""
     problems = {
         f"NORMALIZATION={config.normalization}": config.normalization != "RMSNorm",
         f"NORM_PLACEMENT={config.norm_placement}": config.norm_placement not in ("pre", "around_moe"),
@@ -438,14 +438,14 @@ class GPTModelWithLinearLoss(PredictingModel):
         self._targets = labels.transpose(0, 1), mask.transpose(0, 1)
 
     def losses(self, hidden: Tensor, weight: Tensor | None, labels: Tensor, mask: Tensor | None) -> Tensor:
-        """As in PredictingModel, for one depth at a time."""
+        """Like `losses` of PredictingModel, but for one prediction depth at a time."""
         self._set_targets(labels, mask)
         return super().losses(hidden, weight, labels, mask)
 
     def _output(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Forward pass of the output layer: losses [S, B] with labels, else logits; the bias is None."""
+        """Losses [S, B] if there are labels, otherwise logits, from the output layer; the bias is None."""
         if self._targets is None:
             return self._project(hidden, weight, runtime_gather_output)
         if self.config.sequence_parallel:
@@ -454,5 +454,5 @@ class GPTModelWithLinearLoss(PredictingModel):
         return linear_losses(hidden, weight, *self._targets, self.pg_collection.tp), None
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss of each token, fp32 [B, S]; `logits` are the losses [S, B] of `_output`."""
+        """Loss of each token, fp32 [B, S]; here, `logits` are the losses [S, B] from `_output`."""
         return logits.transpose(0, 1).contiguous()

@@ -5,12 +5,12 @@
 
 G is the gradient of matrix W, M its running mean. The factor 0.2 * sqrt(...) makes updates as large as
 AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. The formula is that of torch.optim.Muon
-with `adjust_lr_fn="match_rms_adamw"`, but in fp32, per expert, and over whole matrices whatever the layout.
+with `adjust_lr_fn="match_rms_adamw"`, but in fp32, per expert, and over full matrices in every layout.
 Megatron-Core's Muon needs the package emerging_optimizers and uses Adam for 3D tensors like our experts.
 
 Embedding, output layer, norms and biases use AdamW with Adam's settings (as in Jordan 2024). Routers also use
 AdamW because they train worse with Muon (docs/recipes.md). Query, key and value projections are stored as one
-matrix and therefore orthogonalized as one; so are gate and up projections.
+matrix and therefore orthogonalized together, and so are gate and up projections.
 
 Memory: the running mean takes 4 bytes per parameter. During the step, updates take 4 bytes per parameter
 divided by the number of ranks that share the work, and a communication buffer takes 256 MiB.
@@ -57,7 +57,7 @@ class Muon(Adam):
     Args:
         momentum: decay of Muon's running mean.
         dense: process groups of the dense matrices.
-        experts: process groups of the experts' matrices, parameters [experts, rows, columns].
+        experts: process groups of the experts' matrices (parameters of shape [experts, rows, columns]).
         adam: arguments for Adam.
     """
 
@@ -128,7 +128,7 @@ def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
-    """For each rank of `ranks.shared`: parameters, and indices of the matrices that the rank owns."""
+    """For each rank of `ranks.shared`, the parameters and indices of the matrices that it owns."""
     costs = []  # proportional to the number of operations in `orthogonalized`
     for each in waiting:
         sizes, axis = list(each.parameter.shape[-2:]), each.group[AXIS]
@@ -181,7 +181,7 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | None) -> Tensor:
-    """Orthogonalizes whole matrices, scales them to the size of Adam's updates; returns this rank's part."""
+    """Orthogonalizes full matrices, scales them to the size of Adam's updates; returns this rank's shard."""
     world = group_size(ranks) if axis else 1
     whole = part
     if world > 1:

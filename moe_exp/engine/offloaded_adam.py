@@ -30,7 +30,7 @@ _Piece = tuple[Tensor, slice, slice]
 
 
 class _Staging:
-    """Host buffers through which the gradients and weights of a bucket pass, and events after the copies."""
+    """Host buffers for copying the gradients and weights of a bucket, and events that follow the copies."""
 
     def __init__(self, size: int, device: torch.device):
         module, is_pinned = torch.get_device_module(device), device.type == "cuda"
@@ -40,7 +40,7 @@ class _Staging:
 
 
 class OffloadedAdam(Adam):
-    """Adam that stores the fp32 main weights of bf16 weights, and their moments, in host memory.
+    """Adam that stores the fp32 main weights and the moments of bf16 weights in host memory.
 
     `join` leaves main weights on the host, so that saving takes no device memory.
     """

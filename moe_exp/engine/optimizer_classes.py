@@ -2,7 +2,7 @@
 
 Megatron expects one `step` per parameter group, and only moments in a parameter's state. Each optimizer
 chooses the format of its moments in memory. For checkpoints, `moments` converts them to fp32 in the
-parameter's shape, which fits every layout and every optimizer with the same moments; `set_moments` converts
+parameter's shape, a format for every layout and every optimizer with the same moments; `set_moments` converts
 them back. With Megatron's distributed optimizer, `p` is a flat fp32 range of a model parameter.
 """
 
@@ -81,14 +81,14 @@ class Adam(torch.optim.Optimizer):
             self.state[p][name].copy_(value)
 
     def join(self, p: Tensor) -> None:
-        """Makes `p` hold fp32 main weights instead of a remainder, if it has one."""
+        """If `p` has a remainder, makes `p` hold fp32 main weights instead."""
         if p in self.stored:
             square = self.state[p]["exp_avg_sq"]
             p.data = join(self.weights[p], self.stored.pop(p), square)
             square.abs_()
 
     def split(self, p: Tensor) -> None:
-        """Replaces the values of `p` by bf16 weights and a remainder, unless it has one."""
+        """Replaces the values of `p` by bf16 weights and a remainder, unless `p` already has a remainder."""
         if p not in self.stored:
             square = self.state[p]["exp_avg_sq"]
             weight, self.stored[p], signed = split(p.detach(), square)
@@ -98,7 +98,7 @@ class Adam(torch.optim.Optimizer):
             p.data = p.new_full((), math.nan).expand_as(p)
 
     def update_stored(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        """Updates `params`, whose values are all in `stored`."""
+        """Updates `params`, all of which are in `stored`."""
         for p in params:
             with joined(self, p):
                 self._update(group, [p])
@@ -245,7 +245,7 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 
 
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest codes, uint8 [n], and the smallest scales, fp32 [ceil(n / 256)], that keep values in range."""
+    """Nearest codes, uint8 [n], and scales, fp32 [ceil(n / 256)], as small as the range of values allows."""
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     scales = []
@@ -277,7 +277,7 @@ class Sgd(torch.optim.SGD):
 
 
 def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the moments of all parameters of an optimizer of this module."""
+    """Creates the moments of all parameters of one of this module's optimizers."""
     assert isinstance(optimizer, Adam | Sgd)
     for group in optimizer.param_groups:
         for p in group["params"]:

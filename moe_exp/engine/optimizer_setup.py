@@ -113,7 +113,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
-    """Whether the parameter is split on `axis` and updated by Muon (no embedding, output layer or router)."""
+    """Whether the parameter is split on `axis` and is no norm, bias, embedding, output layer or router."""
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
         return False
     if ".router." in name:
@@ -125,7 +125,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Checkpoint name, with layer number, of each parameter of this rank, by id; the same in every layout."""
+    """Checkpoint names of this rank's parameters, by id; they include layer numbers and fit every layout."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -223,7 +223,7 @@ def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
     """Excludes from `zero_grad_buffer` the gradients that the expert kernels overwrite; returns their
     parameters.
 
-    Most of a MoE model's gradients belong to experts: this saves writing and reading 4 bytes per parameter.
+    This saves writing and reading 4 bytes per parameter for the experts, which have most of the gradients.
     """
     found: list[Any] = []
     for module in chunk.modules():
@@ -242,7 +242,7 @@ def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
-    """Megatron's scheduler, but `config.learning_rate` sets the rate within the bounds of each group."""
+    """Megatron's scheduler, but with rates from `config.learning_rate`, within the bounds of each group."""
 
     def __init__(self, config: Config, optimizer: MegatronOptimizer):
         # Set first, because Megatron's constructor calls get_lr. Steps are samples, so that a batch ramp-up
@@ -258,7 +258,7 @@ class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
         )  # fmt: skip
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """Learning rate of a parameter group after the samples so far; `{}`: LR itself (LR_GROUPS)."""
+        """Current learning rate of a parameter group; `{}` is a group that uses LR itself (see LR_GROUPS)."""
         bounds = {name: param_group[name] for name in ("max_lr", "min_lr") if name in param_group}
         return learning_rate(self._config, self.num_steps, **bounds)
 
@@ -302,7 +302,7 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 
 class _NotFiniteError(Exception):
-    """Ends Megatron's step before it uses the gradient norm, which is the exception's argument."""
+    """Raised with the gradient norm as argument, to end Megatron's step before it uses that norm."""
 
 
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
@@ -337,7 +337,7 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
 
 
 class RouterState:
-    """Copy of the router state that every global batch updates, taken before the update."""
+    """Copy of the router state, taken before a global batch updates that state."""
 
     def __init__(self, model: list[DistributedDataParallel]):
         modules = (module for chunk in model for module in chunk.modules())
@@ -375,7 +375,7 @@ class RouterState:
 
     @torch.no_grad()
     def restore(self, unless: torch.Tensor | None = None) -> None:
-        """Restores the routers' state from the copy, except if `unless` (bool [], on the device) is true."""
+        """Restores the routers' state from the copy, but not if `unless` (bool [], on the device) is true."""
         for kept, before in zip(self._kept, self._before, strict=True):
             kept.copy_(before if unless is None else torch.where(unless, kept, before))
 
@@ -387,7 +387,7 @@ class RouterState:
 def norm_of_all(
     chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """Norm of all tensors concatenated, fp32 [1], and None instead of per-tensor norms."""
+    """Norm over all tensors together, fp32 [1], and None in place of the per-tensor norms."""
     norms = torch._foreach_norm([x for some in tensors for x in some], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 

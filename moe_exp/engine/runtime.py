@@ -265,7 +265,7 @@ T = TypeVar("T")
 
 
 def on_first_rank(make: Callable[[], T]) -> T | None:
-    """Result of `make` on rank 0, None elsewhere. Called by every rank; same errors as `from_first_rank`."""
+    """Result of `make` on rank 0, None elsewhere. Every rank must call it; errors as in `from_first_rank`."""
     made: list[T] = []
     from_first_rank(lambda: made.append(make()))
     return made[0] if made else None
@@ -299,7 +299,7 @@ def on_every_rank(make: Callable[[], T]) -> T:
 
 
 def from_all_ranks(value: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank of `group` (None: all), in rank order. Each of these ranks must call this."""
+    """The `value` of every rank of `group` (None: all), in rank order. All of them must call this."""
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, value, group=group)
     return found

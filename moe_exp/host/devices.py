@@ -23,7 +23,7 @@ KEEP_FREED_MEMORY = {
 
 @dataclass(frozen=True)
 class Nodes:
-    """Target machines of a run that is not for this machine."""
+    """Machines on which a run will execute, if not on this one."""
 
     gpus: int | None = None  # of each machine; 0: CPU nodes, None: unknown
 

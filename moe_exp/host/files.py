@@ -32,7 +32,7 @@ def count_text(number: float, digits: int = 3) -> str:
 
 
 def scaled_text(number: float, units: Sequence[str], digits: int = 3) -> str:
-    """Number with significant digits in the smallest fitting unit; each unit is 1000 times the one before."""
+    """Number with `digits` digits, in the first of `units` (in steps of 1000) that keeps it below 1000."""
     *smaller, largest = units
     limit = 1000 - 0.5 * 10 ** (3 - digits)  # from here on, rounding reaches the next unit
     for unit in smaller:
@@ -85,7 +85,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def regular(path: Path) -> Path:
-    """Returns `path` if it is a regular file; OSError otherwise, because reading e.g. a pipe could block."""
+    """Returns `path` if it is a regular file, else raises OSError (reading e.g. a pipe could block)."""
     if not stat.S_ISREG(path.stat().st_mode):
         if path.is_dir():  # the error of Python's own `open`
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -158,7 +158,7 @@ class HashedFile:
         self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Appends bytes, or any buffer."""
+        """Appends bytes or any other buffer."""
         self._digest.update(data)
         try:
             num_bytes = self._file.write(data)
@@ -199,7 +199,7 @@ class HashedFile:
 
 
 def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
-    """XXH3-128 of a file, 32 hex digits; with more than one block, `BlockHash.of_all`."""
+    """XXH3-128 of a file, 32 hex digits; if it has several blocks, the result of `BlockHash.of_all`."""
     digest, buffer = BlockHash(block_bytes), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):  # one buffer, as allocation takes longer than hashing
@@ -208,7 +208,7 @@ def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
 
 
 def has_hash(path: Path, expected: str) -> bool:
-    """Whether a file has the `expected` hash, which may be a hash of blocks."""
+    """Whether a file has the `expected` hash, which may be one of `BlockHash.of_all`."""
     block_bytes, _, _ = expected.rpartition("-")
     return file_hash(path, int(block_bytes or sys.maxsize)) == expected
 
@@ -235,7 +235,7 @@ class BlockHash:
 
     @staticmethod
     def of_all(digests: Iterable[bytes], block_bytes: int) -> str:
-        """Hash of a file from the digests of its blocks: `BYTES-` and the hash of all digests."""
+        """Hash of a file from the digests of its blocks: `BYTES-` followed by the hash of all digests."""
         # a file with a single block has the same hash for every block size
         several = list(digests)
         if len(several) <= 1:

@@ -148,7 +148,7 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
 def find_spec(
     fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Import spec of a Megatron module, with `_Loader`; on a host with CUDA, None selects Python's loader."""
+    """Import spec of a Megatron module, with `_Loader`; None (Python's own loader) on a host with CUDA."""
     if not INSTALLED:
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)

@@ -1,6 +1,6 @@
 """Differences between the versions of Megatron-Core that setup.py accepts, 0.16 to 0.19.
 
-Only some of these versions need the code here; the rest of the package uses features that all of them have.
+Only some of these versions need the code here; all other modules use only features that every version has.
 Callers pass Megatron's modules; this file imports none of them. tests/host/test_megatron_versions.py lists
 each difference and fails once the accepted versions no longer differ, so that the code here can be removed.
 """
@@ -24,7 +24,7 @@ def quiet_loggers() -> None:
 
 
 def patch_router(moe_utils: Any) -> None:
-    """Fixes a NameError in Megatron 0.16's router (used only in comparisons) without Transformer Engine."""
+    """Fixes a NameError of Megatron 0.16's router (only for comparisons) without Transformer Engine."""
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
 

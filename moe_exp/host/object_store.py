@@ -56,7 +56,7 @@ class Store:
     """Files below a URL. Thread-safe and fork-safe.
 
     All methods raise a ValueError if the store denies access or the URL is invalid, and a ConnectionError if
-    the store keeps failing; both are one line with a fix.
+    the store keeps failing; both messages are one line with a fix.
     """
 
     def __init__(self, url: str):
@@ -176,7 +176,7 @@ class Store:
             self._asked(name, lambda fs, place: fs.rm_file(place))
 
     def upload(self, path: Path, name: str) -> None:
-        """Copies a file to the store; FileNotFoundError if missing, ConnectionError if sizes differ."""
+        """Copies a file to the store; FileNotFoundError if it is missing, ConnectionError if sizes differ."""
         num_bytes = path.stat().st_size
         # by default, s3fs holds ten parts of each file in memory
         options = {"max_concurrency": 2} if self.protocol == "s3" else {}
@@ -240,11 +240,11 @@ def patiently(
     """Result of `action`, retried after temporary failures.
 
     Args:
-        max_failures: consecutive failures without a decrease of `num_left` before the error is raised.
-        passes: whether an error is temporary.
-        num_left: remaining amount of work.
-        limit_of: value that replaces `max_failures` for an error, or None.
-        wait_of: wait in seconds that an error requests.
+        max_failures: raise the error after this many consecutive failures without a decrease of `num_left`.
+        passes: returns whether an error is temporary.
+        num_left: returns the remaining amount of work.
+        limit_of: returns the value that replaces `max_failures` for an error, or None to keep it.
+        wait_of: returns the wait in seconds that an error requests.
     """
     failures, best = 0, num_left()
     while True:
@@ -280,8 +280,8 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
     """Uploads `files` (name in the store to local path), then publishes them by writing `manifest`.
 
     The manifest's `content` must be unique to these files. A repeated call resumes an interrupted upload.
-    Files with another manifest are replaced; the old manifest is removed first, because a mix of old and new
-    files would look complete. Returns whether anything was uploaded.
+    Files published with another manifest are replaced; the old manifest is removed first, because a mix of
+    old and new files would look complete. Returns whether anything was uploaded.
     """
     # The manifest of an unfinished upload: with the same content it is resumed, otherwise started over.
     begun = f"{manifest}.partial"

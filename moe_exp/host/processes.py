@@ -33,7 +33,7 @@ def own_command() -> list[str]:
 
 
 def allow_open_files() -> int:
-    """Raises the limit of open files of this process to the system's maximum; returns the new limit."""
+    """Raises this process's open-file limit to the system's maximum; returns the new limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 10240 if hard == resource.RLIM_INFINITY else hard  # macOS refuses infinity
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -56,7 +56,7 @@ def signals_handled(
     *,
     signals: Sequence[signal.Signals] = (*STOP_SIGNALS, signal.SIGHUP),
 ) -> Iterator[None]:
-    """Handles signals with `handler` inside the block (default: all signals that end a job)."""
+    """Inside the block, `handler` handles `signals` (default: all signals that end a job)."""
     before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
@@ -66,7 +66,7 @@ def signals_handled(
 
 
 class QuickExit:
-    """Ends this process with `code`, if set. Does not free objects, because that would take a second."""
+    """Exits with `code`, if set, without freeing objects, because that would take a second."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -87,13 +87,13 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Makes the kernel send this process a signal when its parent dies (Linux only)."""
+    """Makes the kernel send a signal to this process when the parent process dies (Linux only)."""
     if _LIBC:
         _LIBC.prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def allow_tracers() -> None:
-    """Allows py-spy of the same user to read this process despite Yama's ptrace_scope 1."""
+    """Lets the same user's py-spy read this process even if Yama's ptrace_scope is 1."""
     if _LIBC:
         _LIBC.prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)  # PR_SET_PTRACER, any process
 

@@ -1,4 +1,4 @@
-"""Progress of a long step: a bar on a terminal, occasional log lines elsewhere; and summary tables."""
+"""Shows progress of long steps (a bar on a terminal, else occasional log lines) and summary tables."""
 
 import logging
 import sys
@@ -49,7 +49,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
 @contextmanager
 def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str = "bytes") -> Iterator[None]:
-    """Shows the progress of other code: calls `how_far` once a second for the number of completed units."""
+    """Shows other code's progress; `how_far`, called once a second, returns the number of completed units."""
     done, stop = how_far(), threading.Event()
     with progress(what, total, unit=unit, done=done) as advance:
 
@@ -101,7 +101,7 @@ class _Counter:
 
 
 def print_table(title: str, header: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Prints a table of plain texts to standard output."""
+    """Prints a table of plain strings to standard output."""
     table = Table(*(Column(name, overflow="fold") for name in header), title=title, title_justify="left")
     for row in rows:
         table.add_row(*map(Text, row))
@@ -117,7 +117,7 @@ def print_summary(title: str, rows: Mapping[str, object]) -> None:
 
 
 def table_console(file: TextIO | None = None, *, highlight: bool = True) -> Console:
-    """Console on `file` (default: standard output) that does not wrap tables in files and pipes."""
+    """Console for `file` (default: standard output); tables written to files or pipes are not wrapped."""
     console = Console(file=file, highlight=highlight)
     # for files and pipes rich assumes 80 columns and would break words
     return console if console.is_terminal else Console(file=file, highlight=highlight, width=1000)

@@ -1,4 +1,4 @@
-"""Numbers as text, by the same rules as the report's `assets/format.js`; a dash means not measured."""
+"""Formats numbers like the report's `assets/format.js`; a dash means that a value was not measured."""
 
 import math
 from datetime import timedelta
@@ -41,7 +41,7 @@ def percent(value: float, places: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Duration: below two minutes, seconds with three digits; else days and `H:MM:SS`; if huge, days."""
+    """Under two minutes: seconds with three digits; else days and `H:MM:SS`; for huge values, only days."""
     if not math.isfinite(seconds):
         return "–"
     if seconds >= 1e10:  # three centuries: beyond that no hour matters

@@ -57,7 +57,7 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class Queue:
-    """Jobs with one name and user, in squeue's order."""
+    """Jobs with the same name and user, in squeue's order."""
 
     running: list[QueuedJob] = field(default_factory=list)  # have nodes
     ending: list[QueuedJob] = field(default_factory=list)  # includes requeued jobs for a while
@@ -96,7 +96,7 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """Jobs `job_ids`, or else `user`'s (default: current) with this --job-name; raises QueueError."""
+    """Jobs `job_ids` or, if empty, jobs of `user` (default: this user) named `name`; raises QueueError."""
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
@@ -104,7 +104,7 @@ def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Que
 
 
 def parse_queue(text: str) -> Queue:
-    """Parses and classifies squeue's output in our format."""
+    """Parses squeue's output in our format and classifies the jobs."""
     queue = Queue()
     for line in text.splitlines():
         fields = line.strip().split("|", 5)
@@ -125,7 +125,7 @@ def parse_queue(text: str) -> Queue:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds of a SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S); None for text such as UNLIMITED."""
+    """SLURM time (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S) in seconds; None for text such as UNLIMITED."""
     if not (match := re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text.strip())):
         return None
     numbers = [int(part) for part in match.groups() if part is not None]
@@ -144,7 +144,7 @@ def slurm_time(text: str) -> datetime | None:
 
 
 def job_environment() -> str:
-    """Shell command that puts this process's Python on a job's PATH, and a checkout on its PYTHONPATH."""
+    """Shell command that adds this Python to a job's PATH and a source checkout to the job's PYTHONPATH."""
     package_root = Path(__file__).resolve().parents[2]
     paths = {"PATH": Path(sys.executable).parent}
     # Not if installed: this Python finds the package anyway, and its site-packages would hide a container's.
@@ -156,7 +156,7 @@ def job_environment() -> str:
 
 
 def _squeue(*options: str) -> str:
-    """Output of squeue. NoSqueue if it is not on PATH; QueueError if it fails or takes over a minute."""
+    """Returns squeue's output; raises NoSqueue if it is not on PATH, QueueError if it fails or times out."""
     # Drop the user's own settings, which may hide jobs, truncate long array ids or change the time format.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}

@@ -6,8 +6,8 @@ the expert's term in the mutual information of expert and source, in bits, with 
 
     b_e = 1/P sum_p s_pe log2(s_pe / mean_p s_pe),    sum_e b_e = I(expert; source), from 0 to log2 P.
 
-b_e is 0 if all sources use an expert equally, and small for a rarely used expert, even if only one source
-uses it.
+b_e is 0 if all sources use the expert equally, and small if the expert is rarely used, even if by only one
+source.
 """
 
 import math
@@ -31,8 +31,8 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class RouterCounts:
-    """Counts the choices of this rank's routers, [P, L, E]. `layers`: pairs (index in the whole model, layer
-    with a `router`). Set `source` before every batch, and `valid_T` to exclude padding.
+    """Counts how often this rank's routers choose each expert, [P, L, E]. `layers`: pairs (index in the whole
+    model, layer with a `router`). Set `source` before every batch, and `valid_T` to exclude padding.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Evaluates held-out text: loss, perplexity, bits per byte and expert usage, for each data prefix and in
-total. Replicas share the batches, as in `score`. Sums are in float64 and reduced once at the end. Token files
-are cut into sequences in which every token but the first of each text is predicted exactly once.
+total. The batches are divided among the replicas, as in `score`. Sums are kept in float64 and reduced once at
+the end. Token files are cut into sequences so that every token except the first of each text is predicted
+exactly once.
 """
 
 import json
@@ -78,7 +79,8 @@ class Cut:
 
 class HeldOut:
     """Sequences of one .bin/.idx prefix. Sequence i consists of the tokens `begins[i]` to `ends[i] - 1`; all
-    but the first are predicted. ValueError if files are missing or damaged, or have no token to predict.
+    of them except the first are predicted. Raises ValueError if files are missing or damaged, or have no
+    token to predict.
     """
 
     def __init__(self, prefix: str, cut: Cut):
@@ -115,7 +117,7 @@ class HeldOut:
     def count_bytes(
         self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """Bytes of the predicted tokens in `sequences` (numbered from `first`), except after `masked_id`."""
+        """Bytes of predicted tokens that do not follow `masked_id`; `sequences[0]` has number `first`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
@@ -127,7 +129,7 @@ class HeldOut:
         return total
 
     def id_problem(self, vocab_size: int) -> str | None:
-        """Describes the first id beyond the model's vocabulary, or None."""
+        """Describes the first token id outside the model's vocabulary; None if there is none."""
         last = int(self.ends[-1])
         for begin in range(int(self.begins[0]), last, _SCANNED_TOKENS):
             ids = self.files.read(begin, min(begin + _SCANNED_TOKENS, last))
@@ -161,7 +163,7 @@ class EvaluationPlan:
 
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> EvaluationPlan:
-    """Checks a request (and with `check_ids` its tokens) without weights; ValueError lists all problems."""
+    """Checks a request without weights (with `check_ids`, its tokens too); ValueError lists all problems."""
     folder = request.folder
     saved, order = saved_config(folder), saved_order(folder)
     owner = _Owner.of(request.data_of) if request.data_of else _Owner(saved, order)
@@ -205,7 +207,7 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Evaluati
 
 @dataclass(frozen=True)
 class _Owner:
-    """Run whose held-out data is used if --data is not given."""
+    """The run that provides the held-out data if --data is not given."""
 
     settings: Config
     order: Mapping[str, Any]  # from `saved_order`
@@ -231,7 +233,7 @@ class _Owner:
             raise ValueError(str(error).replace("checkpoint=", "DATA_OF=", 1)) from None
 
     def data(self) -> tuple[list[str], token_files.Share]:
-        """Prefixes of the validation data, and the range of their documents to use."""
+        """Prefixes of the validation data, and the range of documents to use."""
         given = self.settings
         if given.train_data == UNKNOWN_DATA:
             raise self.error("the training data of a converted model is unknown")
@@ -275,7 +277,7 @@ def _number_problems(request: EvalRequest, saved: Config) -> Iterator[str]:
 def _tokenizer(
     request: EvalRequest, saved: Config, order: Mapping[str, Any], of_data: TextTokenizer | None
 ) -> TextTokenizer | None:
-    """The model's tokenizer, else that of --data-of, else None; ValueError if both exist and differ."""
+    """The model's tokenizer, or else the one of --data-of, or None; ValueError if both exist but differ."""
     try:
         found = tokenizer_for(saved, request.tokenizer, order=order)
     except ValueError as error:
@@ -320,7 +322,7 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Raises ValueError if data has another tokenizer; only warns for the run's own data or if allowed."""
+    """Raises ValueError if data has another tokenizer; for the run's own data or if allowed, only warns."""
     for source in sources:
         facts = token_files.tokenizer_facts(token_files.manifest_of(source.prefix))
         documents = documents_of(source.prefix)
@@ -339,7 +341,7 @@ def _compare_tokenizers(
 
 
 def evaluate(plan: EvaluationPlan, rank: Runtime) -> Evaluation:
-    """Evaluates the model. All ranks must call this and get the same result. ValueError if loading fails."""
+    """Evaluates the model. All ranks must call this; all get the same result. ValueError if loading fails."""
     stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
     # nats, tokens and bytes; float64 counts exactly up to 2^53
     sums = torch.zeros(len(plan.sources), 3, dtype=torch.float64, device=rank.device)
@@ -401,7 +403,7 @@ def _run_batches(
 
 
 def print_evaluated(plan: EvaluationPlan, rank: Runtime) -> None:
-    """Evaluates the model and prints the result on rank 0. All ranks must call it."""
+    """Evaluates the model and prints the result on rank 0. All ranks must call this."""
     result = evaluate(plan, rank)
     if not rank.is_first:
         return

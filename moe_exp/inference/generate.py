@@ -56,7 +56,7 @@ class Sampling:
 
 
 class Sampler:
-    """Samples one text's tokens, reproducibly on any rank and device: each text has its own random stream."""
+    """Samples one text's tokens from its own random stream: reproducible on any rank and device."""
 
     def __init__(self, sampling: Sampling, text_index: int = 0):
         self.sampling = sampling
@@ -65,7 +65,7 @@ class Sampler:
         self._stream = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
     def draw(self, logits_V: Tensor) -> tuple[int, float]:
-        """Samples a token; returns it and its log-probability (nats, at temperature 1 among all tokens)."""
+        """Samples a token; returns it and its log-probability (nats; full vocabulary, temperature 1)."""
         log_probs_V = logits_V.double().log_softmax(0)
         token = int(log_probs_V.argmax())
         if self.sampling.temperature:
@@ -78,7 +78,7 @@ class Sampler:
 
 
 def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Candidate tokens, most probable first: probabilities among all tokens, float64 [K], and ids [K]."""
+    """Candidates, most probable first: probabilities over the full vocabulary, float64 [K], and ids [K]."""
     logits_V = logits_V.double() / sampling.temperature
     probs_V, tokens_V = logits_V.softmax(0).sort(descending=True, stable=True)
     if sampling.top_k:
@@ -130,7 +130,7 @@ class GenerationPlan:
 
 
 def plan_generation(request: GenerateRequest) -> GenerationPlan:
-    """Checks a request without loading weights; ValueError for the first problem."""
+    """Checks a request without loading weights; raises ValueError for the first problem."""
     request.sampling.check()
     if request.max_new_tokens < 1:
         fix = "use the number of tokens to generate"
@@ -163,7 +163,7 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
 def new_tokens(
     stage: ranks.Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
 ) -> Generator[tuple[int, float], None, None]:
-    """Yields tokens after a prompt, with log-probabilities, up to `max_positions`. All ranks must call it."""
+    """Yields new tokens and their log-probabilities, up to `max_positions`. All ranks must call this."""
     next_tokens, num_tokens = list(prompt), len(prompt)
     with stage.cache(max_positions):
         while num_tokens < max_positions:
@@ -184,7 +184,7 @@ def generate(
     plan: GenerationPlan, stage: ranks.Stage, *, begin: Callable[[str], None] = lambda prompt: None,
     show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Generated]:  # fmt: skip
-    """Yields a result per prompt; calls `begin` with the prompt, then `show` with each part of the result."""
+    """Yields a result per prompt; calls `begin` with the prompt, then `show` with each new piece of text."""
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
 
     def grow(result: Generated, text: str) -> None:
@@ -221,7 +221,7 @@ def generate(
 
 
 def print_generated(plan: GenerationPlan, rank: Runtime) -> None:
-    """Generates text; rank 0 prints it continuously, or as JSON lines. Terminals also show the prompts."""
+    """Generates text; rank 0 prints it as it arrives, or as JSON lines. Terminals also show the prompts."""
     as_json, out = plan.request.as_json, sys.stdout
     is_terminal = out.isatty() and not as_json
 

@@ -59,9 +59,9 @@ class Model:
             max_new_tokens: maximum number of new tokens; the text also ends at the training's SEQ_LEN.
             temperature: divisor of the logits; 0 always chooses the most probable token.
             top_k: sample from the k most probable tokens; 0: from all.
-            top_p: sample from the most probable tokens that add up to this probability.
+            top_p: sample from the most probable tokens whose probabilities add up to this value.
             seed: seed of the random stream.
-            stop: text or texts before which the output ends.
+            stop: stop text or texts; the output ends before the first one.
 
         Returns:
             `text` after the prompt, with its `tokens`, their `logprobs` and the `finish_reason`.
@@ -84,7 +84,7 @@ class Model:
     def score(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Next-token logits at each position of `tokens`.
 
-        Attention is not limited to a document, even if the model was trained with DOCUMENT_MASK. `moe-exp
+        Attention crosses document boundaries, even if the model was trained with DOCUMENT_MASK. `moe-exp
         score` limits attention as in training.
 
         Args:

@@ -137,7 +137,7 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: training's MBSZ with `capacity`; else `most`, capped at 256 MB of logits."""
+    """Default batch size: with `capacity`, training's MBSZ; else `most`, or fewer if logits exceed 256 MB."""
     return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
@@ -170,7 +170,7 @@ def run_alone(config: Config, work: Callable[[Runtime], None]) -> None:
 
 def run_rank(plan: Callable[[str], Any], work: Callable[[Any, Runtime], None]) -> None:
     """Runs `work` as a rank of a torchrun job. `plan` reads the file given on the command line. A ValueError
-    is printed in one line, with exit code 1.
+    is printed in one line, and the exit code is 1.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("moe_exp").setLevel(logging.ERROR)  # the launcher has logged the plan's messages

@@ -1,5 +1,5 @@
-"""Scores token ids: reads a .npy file of ids and writes a .npy file of logits, in batches. Replicas share the
-batches, and the last stage of each replica writes its rows into the same file.
+"""Scores token ids: reads a .npy file of ids and writes a .npy file of logits, in batches. The batches are
+divided among the replicas, and the last stages of all replicas write their rows to the same file.
 """
 
 import io
@@ -68,12 +68,12 @@ class ScoringPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the logits (float32)."""
+        """Size of the float32 logits in bytes."""
         return 4 * math.prod(self.shape)
 
 
 def plan_scoring(request: ScoreRequest) -> ScoringPlan:
-    """Checks a request without loading weights or writing files; ValueError for the first problem."""
+    """Checks a request without loading weights or writing files; raises ValueError for the first problem."""
     folder = request.folder
     saved, capacity = saved_config(folder), request.capacity
     config = request.config_for(folder, capacity=capacity, document_mask=request.document_mask)
@@ -163,7 +163,7 @@ def _check_out(plan: ScoringPlan, tokens: Path, *, overwrite: bool) -> None:
 
 
 def score(plan: ScoringPlan, rank: Runtime) -> None:
-    """Writes logits to `out` atomically. All ranks must call it. ValueError if the model cannot be loaded."""
+    """Writes logits to `out` atomically. All ranks must call this. ValueError if loading fails."""
     stage = ranks.Stage(plan.config, rank, ranks.load_model(plan.config, rank, plan.folder), plan.eod_id)
     start, row_bytes, size = len(plan.header), 4 * plan.shape[1] * plan.shape[2], plan.batch_size
     batches = [range(i, min(i + size, len(plan.ids))) for i in range(0, len(plan.ids), size)]

@@ -25,8 +25,9 @@ def tokenizer_for(
 ) -> TextTokenizer:
     """Returns a tokenizer that encodes documents as in a run's training. `saved`: settings of the run;
     `order`: its `saved_order`. `name`: a tokenizer.json or its folder, a SentencePiece .model file, or
-    `bytes`; empty: the run's. `allow_special`: parse special tokens in text, such as <s>. ValueError if the
-    tokenizer is not found, has ids beyond the vocabulary, or lacks the end-of-document token.
+    `bytes`; empty: the run's tokenizer. `allow_special`: parse special tokens such as <s> in the text.
+    ValueError if the tokenizer is not found, has ids beyond the vocabulary, or lacks the end-of-document
+    token.
     """
     give = "pass --tokenizer with tokenizer.json or its folder"
     trained = (order or {}).get("tokenizer") or ""
@@ -60,7 +61,7 @@ def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
 
 
 def decoder_of(tokenizer: TextTokenizer) -> Decoder:
-    """Returns a function from token ids to text, which ignores unknown ids."""
+    """Returns a function that decodes token ids to text and ignores unknown ids."""
     if tokenizer.kind == "bytes":
         return lambda ids: bytes(token for token in ids if token < 256).decode(errors="replace")
     size, processor = tokenizer.vocab_size, tokenizer.processor()
@@ -70,8 +71,8 @@ def decoder_of(tokenizer: TextTokenizer) -> Decoder:
 
 
 class TextStream:
-    """Decodes tokens one by one after `prompt`, up to the first text in `stops` (excluded). Holds back text
-    that may still change: an incomplete character or the beginning of a stop text.
+    """Decodes the tokens after `prompt` one by one and stops before the first text from `stops`. Holds back
+    text that may still change: an incomplete character or the beginning of a stop text.
     """
 
     def __init__(self, decode: Decoder, prompt: Sequence[int], stops: Sequence[str] = ()):
@@ -87,7 +88,7 @@ class TextStream:
         return self._released(final=False)
 
     def finish(self) -> str:
-        """Returns the remaining text that was held back."""
+        """Returns the text that is still held back."""
         return "" if self.stopped else self._released(final=True)
 
     def _released(self, *, final: bool) -> str:

@@ -1,10 +1,10 @@
-"""An agent for long-running jobs: takes torchrun's arguments, but restarts and handles signals differently.
+"""An agent for long-running jobs: takes torchrun's arguments, but handles restarts and signals differently.
 
     python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
         -m moe_exp.train --num-experts 16
 
 Unlike torchrun's agent, it forwards signals without terminating the ranks. It restarts the ranks of all nodes
-if a rank requests it or fails (up to --max-restarts failures per job), and records each restart in
+if a rank requests a restart or fails (up to --max-restarts failures per job), and records each restart in
 the run's metrics.jsonl. docs/architecture.md lists the private names of torchrun that this file uses.
 """
 
@@ -56,7 +56,7 @@ _HUNG = "killed by its launcher because the run hung"
 
 
 class StandBys:
-    """Standby processes, one per rank of this node, that have done all imports (most of the restart time).
+    """Standby processes, one per rank of this node, with all imports done (imports dominate restart time).
     Each waits for the environment of the rank that it will become, and ends if this process ends.
     """
 
@@ -237,7 +237,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _record_failures(self, ended: int) -> tuple[list[Record], int, list[dict[str, Any]]]:
-        """Writes an event for each failed rank; returns last records, last logged iteration and failures."""
+        """Writes an event per failed rank; returns the last records, last logged iteration and failures."""
         records: list[Record] = []
         with suppress(OSError):  # no file yet, or the file system is unavailable
             records = last_records(self._metrics) if self._metrics else []
@@ -304,7 +304,7 @@ class Agent(LocalElasticAgent):
         return found.action
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event; if the disk is full, keeps it for the next event, and the ranks restart anyway."""
+        """Writes an event; if the disk is full, defers it to the next write, and the ranks restart anyway."""
         if self._metrics is None or not self._metrics.parent.is_dir():
             return
         self._unwritten.append(event_record(name, iteration, **details))
@@ -371,13 +371,13 @@ def cause(failure: ProcessFailure) -> str:
 
 
 def _has_hung() -> bool:
-    """Whether this node's launcher killed its ranks because of a hang."""
+    """Whether this node's launcher killed the ranks because of a hang."""
     return Path(os.environ.get(exit_codes.HEARTBEATS, "none"), HUNG).exists()
 
 
 @contextmanager
 def _quiet_if_explained() -> Iterator[None]:
-    """Silences torchrun's lines about terminated ranks if a hang or exit code explains their end."""
+    """Silences torchrun's lines about terminated ranks if a hang or an exit code explains why they ended."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
     logger.disabled = before or _has_hung() or reported_exit_code() is not None

@@ -38,7 +38,7 @@ def train(
     flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False, raises: bool = False,
     command: str = "",
 ) -> int:  # fmt: skip
-    """Checks the settings and runs this node's ranks, or with `dry_run` prints what would run. Exit codes:
+    """Checks the settings and runs this node's ranks; with `dry_run`, only prints what would run. Exit codes:
     0: finished; 75: stopped, and the same command resumes the run; 2: invalid settings; 3: failed, and a
     restart would fail in the same way; any other code: failed.
 
@@ -46,7 +46,7 @@ def train(
         flags: settings by field name, and `config`, the path of a settings file; None counts as not set.
         resume: run folder to resume with the settings in its config.yaml.
         raises: raise ConfigError on invalid settings instead of printing the errors.
-        command: command line that the user typed; the summary derives its suggested commands from it.
+        command: command line that the user typed, from which the summary derives suggested commands.
     """
     warn_of_misspelt()
     try:
@@ -108,7 +108,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
-    """Settings for the ranks: `given` without settings-file values that equal the preset's."""
+    """Settings for the ranks: `given` without values from the settings file that equal the preset's."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
     # unless set, these are derived from other settings or the data
@@ -185,13 +185,13 @@ _OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """Returns `module_arguments` plus the rendezvous address, whose variables torchrun overwrites."""
+    """Returns `module_arguments` and the rendezvous address, whose environment variables torchrun changes."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 
 
 def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> int:
-    """Prints the plan even if files are missing; only warns of a full disk."""
+    """Prints the plan even if files are missing; a full disk only causes a warning."""
     print(dry_run_text(config, flags, sources, start), flush=True)
     # the run may be for another machine, so problems of this one come after everything else
     if not (problems := machine_checks.check_files(config, with_space=False)):
@@ -206,7 +206,7 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
 
 
 def _warnings(config: Config, start: Start) -> Iterator[str]:
-    """Warnings that do not prevent a run from starting; reads token files and calls the planner."""
+    """Warnings about problems that do not prevent a start; reads token files and calls the planner."""
     yield from schedule_warnings(config, start)
     yield from machine_checks.disk_warnings(config)
     yield from machine_checks.memory_warnings(config)

@@ -53,7 +53,7 @@ def check_machine(config: Config) -> list[str]:
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
-    """Checks data, tokenizer and folders on every node, and with `with_space` the disk space for the run."""
+    """Checks data, tokenizer and folders on every node and, if `with_space`, the disk space for the run."""
     return [
         *data_problems(config),
         *_tokenizer(config),
@@ -148,7 +148,7 @@ OLDEST_GPU, OLDEST_TRITON = (8, 0), Version("3.4")  # as in layers/kernels/launc
 
 
 def _kernels(c: Config) -> Iterator[str]:
-    """Checks that settings with value `triton` can use Triton; a CPU runs plain torch instead."""
+    """Checks that Triton works if a setting is `triton`; on a CPU, plain torch runs instead."""
     asked = [name for name in ("expert_backend", "cross_entropy") if getattr(c, name) == "triton"]
     if not asked or not count_gpus():
         return
@@ -345,7 +345,7 @@ def _upcycle_from(c: Config) -> Iterator[str]:
 
 
 def _data_dir(c: Config) -> Iterator[str]:
-    """Checks that DATA_DIR is writable if starting the run creates files in it."""
+    """If starting the run creates files in DATA_DIR, checks that this folder is writable."""
     folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty)"
     if c.train_data and c.data_order == "megatron":
         what = "the indices of DATA_ORDER=megatron"
@@ -380,13 +380,13 @@ def disk_warnings(config: Config) -> list[str]:
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks disk space: on resume for the next checkpoint, else for one or all checkpoints (DISK_CHECK)."""
+    """Checks for disk space: on resume, for the next checkpoint; else, for one or all (DISK_CHECK)."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Existing checkpoints, problems if the next one does not fit, and problems if not all new ones fit."""
+    """Existing checkpoints, and problems if the disk lacks space for the next one or for all new ones."""
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []
     folder = RunFolder.of(c)

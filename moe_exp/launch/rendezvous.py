@@ -1,14 +1,14 @@
-"""The rendezvous of the nodes' agents before each start of the ranks, with torchrun's interface.
+"""Rendezvous of the nodes' agents before each start of the ranks; implements torchrun's interface.
 
-torchrun's static rendezvous does not report failures to other nodes. Its c10d rendezvous reports failures,
-but assigns its own node numbers instead of NODE_RANK. In torch 2.13, with either rendezvous, restarted ranks
-get a store that still has the addresses of dead ranks (not with c10d if
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1). This file solves all three problems.
+torchrun's static rendezvous does not report failures to other nodes. The c10d rendezvous reports failures,
+but assigns its own node numbers instead of NODE_RANK. In torch 2.13, both give restarted ranks a store that
+still contains the addresses of dead ranks (unless c10d is used with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+This file solves all three problems.
 
-A round is one start of all ranks. Agents meet in a store on MASTER_PORT that lives as long as node 0's agent.
-The ranks of each round have their own store on a free port. Stores of single-node jobs listen only on the
-loopback interface. Stores of multi-node jobs listen on all interfaces, and anyone who can reach such a store
-can end the job. A store that does not respond for SILENCE_SECONDS counts as lost.
+A round is one start of all ranks. Agents meet in a store on MASTER_PORT; the store lives as long as node 0's
+agent. The ranks of each round have their own store on a free port. Stores of single-node jobs listen only on
+the loopback interface. Stores of multi-node jobs listen on all interfaces, and anyone who can reach such a
+store can end the job. A store that does not respond for SILENCE_SECONDS counts as lost.
 """
 
 import hashlib
@@ -101,7 +101,7 @@ class RestartRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Waits until every node has joined the current round. Raises RendezvousTimeoutError if not all nodes
         join in time, RendezvousClosedError if the job is over or a stop was requested, and
-        RendezvousConnectionError if node 0's port is taken or node 0 has another key.
+        RendezvousConnectionError if node 0's port is taken or node 0 has a different key.
         """
         if self._ranks is not None and self._node_rank == 0:
             self._join_seconds = min(_REJOIN_SECONDS, self._join_seconds)
@@ -154,7 +154,7 @@ class RestartRendezvous(RendezvousHandler):
         self.move_on()
 
     def said(self, number: int) -> list[dict[str, Any]]:
-        """Valid reports on failures in round `number` so far."""
+        """Valid failure reports received so far in round `number`."""
         found: list[Any] = []
         for key in (f"said/{number}/{node}" for node in range(self._num_nodes)):
             with suppress(ValueError):
@@ -238,7 +238,7 @@ class RestartRendezvous(RendezvousHandler):
         return True
 
     def _open(self, port: int, *, serve: bool, deadline: float) -> TCPStore:
-        """Serves a store, or connects to node 0's store; retries until `deadline`, as node 0 may be late."""
+        """Serves a store, or connects to node 0's; retries until `deadline`, because node 0 may be late."""
         while True:
             try:
                 store = self._store_at(port, serve=serve)

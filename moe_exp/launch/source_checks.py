@@ -44,7 +44,7 @@ def source_problems(config: Config) -> list[str]:
 
 
 def stage_lines(config: Config) -> list[str]:
-    """One line per data stage whose start is set in tokens and is moved to a later batch boundary."""
+    """One line per data stage whose start (given in tokens) is moved to a later batch boundary."""
     with suppress(ValueError):
         if config.data_stages and (source := _source(config)) is not None:
             return _placed(config, source)[1]
@@ -86,7 +86,7 @@ def _source(config: Config) -> _Source | None:
 
 
 def _placed(config: Config, source: _Source) -> tuple[Config, list[str], list[str]]:
-    """`config` with data stages moved to the start of a batch, a line per moved stage, and the problems."""
+    """Returns `config` with data stages moved to batch boundaries, a line per moved stage, and problems."""
     if not source.progress:
         staged, lines = config.with_stage_begins()
         return staged, lines, list(staged.stage_begin_problems())

@@ -73,7 +73,7 @@ _KEY_SECONDS = 10.0  # from the creation of the file until its content is visibl
 
 
 def shared_key(path: Path) -> str:
-    """Key of a multi-node job; the first node writes the key to `path`, which only its owner can read."""
+    """Key of a multi-node job; the first node writes it to `path`, a file that only the owner can read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         # O_EXCL: exactly one node creates the file, the others read its key
@@ -102,7 +102,7 @@ def run_job(
 
     Args:
         config: settings of a training run; None: nothing to save, so the first signal kills the ranks.
-        poll: called every 0.2 s, given whether a stop was requested; returns True if it killed hung ranks.
+        poll: called every 0.2 s with True if a stop was requested; returns True if it killed hung ranks.
     """
     received: list[int] = []
     num_sent = 0
@@ -151,7 +151,7 @@ def run_job(
 
 
 class _Stillness:
-    """Seconds since a file was last touched, counted only while this process runs."""
+    """Seconds since a file was last modified, not counting time in which this process was suspended."""
 
     def __init__(self, path: Path):
         self._path, self._touched, self._seconds = path, 0.0, 0.0

@@ -5,7 +5,8 @@ Shape suffixes used throughout:
     E experts, K top-k, F width of one expert,
     W output width of an expert's first projection (2F if the activation has a gate, else F),
     N = T*K slots (a slot is one token's use of one expert), R rows after dispatch, L experts on this rank.
-    A digit is a dimension of that size (weights_R1: [R, 1]) or is added to a letter (offsets_L1: [L + 1]).
+    A digit is a dimension of that size (weights_R1: [R, 1]) or is added to the letter before it (offsets_L1:
+    [L + 1]).
 
 The rows of expert e are offsets_L1[e] to offsets_L1[e + 1] - 1 (int32); offsets_L1[0] is 0.
 """

@@ -1,4 +1,4 @@
-"""Expert activations, alone and multiplied by the router weight. Shape suffixes: see `moe_exp.layers`."""
+"""Expert activations, with and without the router weight. Shape suffixes: see `moe_exp.layers`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     offset: float = 0.0
 
     def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Splits `hidden` into the clamped gate half and the clamped up half plus `offset`, each [..., F]."""
+        """Splits `hidden` into halves [..., F]; returns the clamped gate and the clamped up plus `offset`."""
         gate, up = hidden.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -70,7 +70,7 @@ _BACKWARD: dict[Function, Callable[[Tensor, Tensor, Tensor], Any]] = {
 
 
 def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Tensor:
-    """Returns `activate` times the router weights in a new tensor, without autograd.
+    """Returns the result of `activate` times the router weights in a new tensor, without autograd.
 
     Args:
         hidden_RF: output of the first projection, [R, 2F] for gated activations, else [R, F].

@@ -15,7 +15,7 @@ def group_size(group: ProcessGroup | None) -> int:
 
 
 def sum_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum of `x` over the ranks of `group`, without gradient; `x` is unchanged."""
+    """Sum of `x` over the ranks of `group`, without gradient; does not modify `x`."""
     if group_size(group) == 1:
         return x.detach()
     total = x.detach().clone()

@@ -2,19 +2,18 @@
 
 Every loss is a mean over tokens of a micro-batch, a sequence or the global batch. Each tensor or context
 parallel rank holds a part of the tokens, and every function returns the scalar *share* of its rank. The
-shares of all ranks add up to the loss. Because the values that ranks exchange (token counts, sums) carry no
-gradient, the gradients of the shares add up to the gradient of the loss. No differentiable collective is
-needed.
-The trainer averages over micro-batches and data parallel ranks as for the main loss, and the gradient does
-not depend on TP, EP, PP, CP, DP or the number of micro-batches.
+shares of all ranks add up to the loss. Ranks exchange only values without a gradient (token counts, sums), so
+the gradients of the shares add up to the gradient of the loss, and no differentiable collective is needed.
+The trainer averages losses over micro-batches and data parallel ranks like the main loss, so the gradient
+does not depend on TP, EP, PP, CP, DP or the number of micro-batches.
 
-Arguments of several functions (shape suffixes in `moe_exp.layers`, plus B sequences of S tokens):
+Arguments that several functions share (shape suffixes: `moe_exp.layers`; B sequences of S tokens):
     scores: router scores of this rank's tokens, [T, E], each row summing to 1 (padding: all zero); or, from a
         routing kernel, the sums of the scores over tokens, [E], which require `num_tokens`.
     tokens_per_expert_E: number of slots per expert in the whole micro-batch (over `group`), before dropping.
     valid_T: bool, True for tokens that are not padding; None: no token is padding.
-    num_tokens: number of tokens of the micro-batch; None: all ranks hold equally many tokens.
-    group: ranks over which the micro-batch (sequence loss: each of its sequences) is split.
+    num_tokens: number of tokens of the micro-batch; None: all ranks hold the same number of tokens.
+    group: ranks that share the micro-batch (for the sequence loss, each of its sequences).
 """
 
 import inspect
@@ -62,13 +61,13 @@ class AuxLoss:
 
     @property
     def needs(self) -> Loss:
-        """What the loss needs from the router: scores and state."""
+        """Scores and state of the router that the loss needs."""
         return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a layer's losses: this rank's part of a micro-batch, and counts over all ranks."""
+    """Inputs of a layer's losses: this rank's part of a micro-batch, and counts summed over all ranks."""
 
     decision: RoutingDecision
     scores: Tensor  # from `RoutingDecision.for_losses`
@@ -128,15 +127,15 @@ def load_balancing_loss_share(
 ) -> Tensor:  # fmt: skip
     """This rank's share of the load-balancing loss of a micro-batch, E * sum_e f_e * P_e.
 
-    f_e is the fraction of the T*K slots that went to expert e, P_e the mean score of expert e; 1.0 is perfect
-    balance. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as
+    f_e is the fraction of the T*K slots assigned to expert e, and P_e its mean score; perfect balance gives
+    1.0. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as
     in Megatron-Core.
 
     The loss `l1` (ReMoE's L1 loss with load balancing, arXiv:2412.14711, equation 11) calls this function
     with the target K as `topk` and with a ReLU router's weights as `scores`, whose rows do not sum to 1.
 
     Args:
-        topk: number of slots per token, or the mean number if it varies.
+        topk: number of slots per token (their mean number if it varies).
     """
     num_experts = scores.size(-1)
     num_tokens = _num_tokens(scores, num_tokens, group)
@@ -151,11 +150,11 @@ def sequence_balancing_loss_share(
 ) -> Tensor:  # fmt: skip
     """This rank's share of the mean over sequences of E * sum_e f_e * P_e, with f and P per sequence.
 
-    DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, where the factor E/K is inside f; Megatron's `seq_aux_loss`.
+    DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, where f includes the factor E/K; Megatron's `seq_aux_loss`.
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        counted_BSK: bool, slots that tokens use, if the number varies between tokens; None: all.
+        counted_BSK: bool, slots that a token uses, if their number varies; None: all.
     """
     num_sequences, _, num_experts = scores_BSE.shape
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
@@ -206,7 +205,7 @@ def entropy_loss_share(
 ) -> Tensor:
     """This rank's share of the mean entropy of the scores, -sum_e s_e * log(s_e), in nats.
 
-    Without this loss, the scores of a router with `top_p` become uniform, and all tokens use K experts. Huang
+    Without this loss, a router with `top_p` learns uniform scores, and every token uses K experts. Huang
     et al. 2024 (arXiv:2403.07652), equation 8.
     """
     return entropy_sum(scores_TE) / _num_tokens(scores_TE, num_tokens, group)

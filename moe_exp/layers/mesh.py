@@ -1,7 +1,7 @@
 """The MoE layer in a torch-native model whose tensor parallel ranks hold the same tokens (RowwiseParallel).
 
-No token is sent: every rank routes every token and computes its shard of every expert, and outputs are
-summed over ranks. Shape suffixes: see `moe_exp.layers`.
+No tokens are exchanged: every rank routes all tokens and computes its shard of every expert, and the outputs
+are summed over ranks. Shape suffixes: see `moe_exp.layers`.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from moe_exp.layers.router import RoutingDecision
 
 
 class _Summed(torch.autograd.Function):
-    """Sums over ranks in forward if `forward`, else in backward; identity in the opposite direction."""
+    """Sums over ranks in forward if `forward` is True, else in backward; identity in the other direction."""
 
     # An input is used by every rank's part, so its gradients are summed. After a sum in forward, every rank
     # already has the gradient of the whole.
@@ -34,12 +34,12 @@ class _Summed(torch.autograd.Function):
 
 
 class TensorParallelDispatcher(LocalDispatcher):
-    """Splits every expert's width over the ranks of a mesh dimension; all these ranks hold the same tokens.
+    """Splits every expert's width over the ranks of a mesh dimension, all of which hold the same tokens.
 
-    Input and output of the layer are replicated, as for a ColwiseParallel and RowwiseParallel pair, with one
-    all-reduce of the tokens in forward and one in backward. Gradients are then complete on every rank and
-    need no reduction over the mesh dimension. Do not include that dimension in the layer's
-    `microbatch_group`, or the losses of these tokens will be counted more than once.
+    The layer's input and output are replicated, and the tokens are all-reduced once in forward and once in
+    backward, as in a ColwiseParallel and RowwiseParallel pair. Gradients are then complete on every rank and
+    need no reduction over the mesh dimension. Do not include this dimension in the layer's
+    `microbatch_group`: the losses of these tokens would be counted more than once.
 
     Args:
         tp_mesh: the tensor parallel dimension of the mesh, e.g. `mesh["tp"]`.
@@ -63,7 +63,7 @@ class TensorParallelDispatcher(LocalDispatcher):
         return super().start(x_TD, decision, rows_per_expert=rows_per_expert)
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Sums each token's rows, then sums over ranks: [R, D] to [T, D]."""
+        """Sums each token's rows, then the results over ranks: [R, D] to [T, D]."""
         y_TD = super().combine(y_RD, record)
         return _Summed.apply(y_TD, self.group, True) if group_size(self.group) > 1 else y_TD
 

@@ -1,4 +1,4 @@
-"""Capacity of a micro-batch: kept slots and rows per expert, regardless of how ranks split the tokens."""
+"""Capacity of a micro-batch: kept slots and rows per expert, however the tokens are split over ranks."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -118,7 +118,7 @@ class MicrobatchCapacity:
     def rows_per_expert(
         self, decision: RoutingDecision, exchange_groups: Iterable[ProcessGroup | None]
     ) -> int | None:
-        """Row count to which each expert is padded (None: no padding), equal on ranks that exchange rows.
+        """Row count that each expert is padded to (None: no padding); equal on all ranks that exchange rows.
 
         This is at least the capacity for this rank's tokens. With TP or CP, capacity applies to the whole
         micro-batch, so a rank may keep more slots than its share. Megatron-Core applies capacity per rank and
@@ -139,7 +139,7 @@ class MicrobatchCapacity:
 
 
 def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[int]:
-    """Block indices of a sequence, ordered by the rank that holds each block.
+    """Indices of a sequence's blocks, ordered by the rank that holds them.
 
     To balance causal attention, Megatron assigns blocks i and 2C-1-i of 2C blocks to rank i of C ranks. With
     several stripes (equal parts of the sequence), each stripe is split in this way.
@@ -158,13 +158,13 @@ def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[in
 def context_ranges(
     num_tokens: int, *, cp_rank: int, cp_size: int, num_stripes: int = 1
 ) -> tuple[tuple[int, int], ...]:
-    """A context parallel rank's ranges [first, end) of each sequence, in order; see `sequence_blocks`.
+    """The ranges [first, end) of a sequence on a context parallel rank, in order; see `sequence_blocks`.
 
     With these ranges, causal attention costs every rank the same. If attention is restricted to documents,
-    several stripes keep the cost nearly equal.
+    several stripes are needed to keep the cost nearly equal.
 
     Args:
-        num_tokens: length of the whole sequence; if C > 1, a multiple of 2C times `num_stripes`.
+        num_tokens: length of the whole sequence; must be a multiple of 2C * `num_stripes` if C > 1.
     """
     # With one stripe, as in Megatron's get_batch_on_this_cp_rank, whose arguments differ between versions.
     blocks = sequence_blocks(cp_size, num_stripes)
@@ -197,7 +197,7 @@ def keep_within_capacity(
     expert_TK: Tensor, weights_TK: Tensor | None, *, num_experts: int, capacity: int | Tensor,
     use_kernels: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Selects the slots that remain when every expert keeps at most `capacity` slots, bool [T, K].
+    """Mask of the slots that are kept if every expert keeps at most `capacity` slots, bool [T, K].
 
     Args:
         expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
@@ -215,12 +215,12 @@ def keep_within_capacity(
 def keep_full_tiles(
     expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int, use_kernels: bool | None = None
 ) -> Tensor:
-    """Selects slots so that every expert's row count is rounded down to a multiple of `tile`, bool [T, K].
+    """Mask of the slots to keep: rounds each expert's row count down to a multiple of `tile`, bool [T, K].
 
     A grouped GEMM computes whole tiles of rows, and an expert's last tile is half empty on average. Each
     expert drops its slots of lowest weight; an expert with fewer slots than a tile keeps all slots. Token
     rounding in SonicMoE (Guo et al. 2025, arXiv:2512.14080) rounds to the nearest multiple and may add
-    tokens; here slots are only dropped, so no token gets an expert that it did not choose.
+    tokens; here slots are only dropped, so no token is sent to an expert that it did not choose.
     Other arguments: as for `keep_within_capacity`.
     """
     counts_E = count_per_expert(expert_TK.flatten(), num_experts + 1)[:num_experts]

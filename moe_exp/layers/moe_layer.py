@@ -45,8 +45,7 @@ class MoELayer(nn.Module):
             experts' output.
         down: maps tokens [T, D] to the experts' input [T, latent] before dispatch; `up` maps back after
             combine. Pass both or neither.
-        microbatch_group: ranks that hold the other tokens of a micro-batch (tensor and context parallel), or
-            None.
+        microbatch_group: ranks that together hold a micro-batch (tensor and context parallel), or None.
         context_parallel_size: number of context parallel ranks within `microbatch_group`; each holds the
             blocks of a sequence that Megatron assigns to it (see `sequence_blocks`).
         context_stripes: number of stripes of a sequence, see `sequence_blocks`.
@@ -87,7 +86,7 @@ class MoELayer(nn.Module):
         self.timers: PhaseTimers | None = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves the statistics along with the layer; the dtypes of the statistics do not change."""
+        """Moves the statistics together with the layer, but keeps their dtypes."""
         super()._apply(fn, recurse)
         self.statistics.to(self.router.weight.device)
         return self
@@ -98,15 +97,15 @@ class MoELayer(nn.Module):
         """Routes tokens to experts, and returns the combined outputs and the auxiliary losses.
 
         Args:
-            x: hidden states of this rank's tokens: [T, D], or with two leading dimensions, where `batch_dim`
-                is the batch dimension.
+            x: hidden states of this rank's tokens: [T, D], or two leading dimensions in place of T, of which
+                `batch_dim` is the batch.
             padding_mask: bool, in the shape of `x` without D. True marks padding, which is sent to no expert
                 and is excluded from losses, capacity and statistics.
             with_loss: compute the losses (default: in training or if gradients are enabled).
 
         Returns:
             The output in the shape and dtype of `x`, and this rank's share of the weighted auxiliary losses
-            (a scalar; None without losses). Add the share to the main loss.
+            (a scalar; None without losses). The caller adds the share to the main loss.
         """
         padding_mask_T = None if padding_mask is None else padding_mask.flatten()
         decision = self.route(x.flatten(0, -2), padding_mask_T, shape=x.shape[:-1])
@@ -149,7 +148,7 @@ class MoELayer(nn.Module):
     def route(
         self, x_TD: Tensor, padding_mask_T: Tensor | None = None, *, shape: torch.Size | None = None
     ) -> RoutingDecision:
-        """Routes tokens, drops slots over capacity. `shape`: shape of the input without D; None: [T]."""
+        """Routes tokens and drops slots over capacity. `shape`: shape of the input without D; None: [T]."""
         decision: RoutingDecision
         if self.recompute_router and self.is_training:
             # reading the random state would wait for the device
@@ -210,7 +209,7 @@ class MoELayer(nn.Module):
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Experts chosen by score alone, ignoring expert bias and groups, for the losses: slots per expert
+        """For the losses, the experts chosen by score alone, without expert bias and groups: slots per expert
         [E], experts [T, K] (may be None after a routing kernel), and counted slots [T, K] (None: all).
         """
         # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss on the biased choice would work against the
@@ -238,7 +237,7 @@ class PhaseTimers(Protocol):
 
 
 class TimedDispatcher(Dispatcher):
-    """Wraps a dispatcher to time the exchange and the experts, or only the experts if no rows are moved."""
+    """Wraps a dispatcher to time the exchange (if rows are exchanged) and the experts."""
 
     def __init__(self, dispatcher: Dispatcher, timers: PhaseTimers):
         self.dispatcher, self.timers = dispatcher, timers
@@ -261,10 +260,10 @@ class TimedDispatcher(Dispatcher):
 
 
 def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
-    """Returns `x` unchanged and marks the boundary between two phases, either of which may be None.
+    """Returns `x` unchanged; marks where phase `ends` ends and phase `begins` begins (None: no phase).
 
-    A recomputed forward pass is timed again. If non-reentrant checkpointing (not used by Megatron) starts the
-    recomputation in the middle of a phase, the rest of the phase is not measured.
+    A recomputed forward pass is timed again. If non-reentrant checkpointing (not used by Megatron) starts
+    recomputation within a phase, the remainder of this phase is not measured.
     """
     return _Mark.apply(x, timers, ends, begins)
 

@@ -1,7 +1,7 @@
 """CPU functions of the layer, compiled from native.cpp with this machine's C++ compiler.
 
 Each function makes one pass over its data, where plain torch makes several. If `takes` is False, plain torch
-is used. In bf16, plain torch rounds after each step; these functions round only results and keep router
+is used. In bf16, plain torch rounds after each step; these functions round only the results, and keep router
 weights in fp32. Shape suffixes: see `moe_exp.layers`.
 """
 
@@ -108,7 +108,7 @@ def _function(name: str, dtype: torch.dtype | None, num_arguments: int) -> Calla
 
 @functools.cache
 def library() -> tuple[ctypes.CDLL | None, str]:
-    """The compiled library and the compiler's version, or None and the reason."""
+    """The compiled library and the compiler's version; if there is no library, None and the reason."""
     # CXX overrides the compiler; CXX=false disables compiling.
     named = shlex.split(os.environ.get("CXX", ""))
     commands = [named] if named else [["g++"], ["clang++"], ["c++"]]

@@ -106,7 +106,7 @@ def local_layer_spec(
 ) -> ModuleSpec:  # fmt: skip
     """Megatron's local transformer layer with our attention core and norm; dense if `mlp` is None.
 
-    `attention` contains arguments of CausalAttention.
+    `attention`: arguments of CausalAttention.
     """
     check_attention(config)
     dense = ModuleSpec(
@@ -162,7 +162,7 @@ def te_layer_spec(
 ) -> ModuleSpec:  # fmt: skip
     """Megatron's Transformer Engine layer; `mlp`, if given, replaces the MLP.
 
-    `own_attention` selects our attention core, with the arguments `attention`. Transformer Engine's core
+    `own_attention`: use our attention core, with `attention` as its arguments. Transformer Engine's core
     ignores document boundaries and cannot measure attention logits.
     """
     spec = get_gpt_layer_with_transformer_engine_spec(
@@ -194,7 +194,7 @@ def decoder_spec(
 
     Args:
         use_te: use Transformer Engine's layers around the MoE layer.
-        vp_stage: model chunk of an interleaved pipeline.
+        vp_stage: index of the model chunk in an interleaved pipeline.
         projection_norm: normalize queries and keys over all heads together, see ProjectionNorm.
         own_attention: with `use_te`, use our attention core, see `te_layer_spec`.
         rotated_norm: normalize queries and keys after the rotary embedding; not with `use_te`.
@@ -253,13 +253,13 @@ class ProjectionNormAttention(GroupedAttention):
 
 
 class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
-    """MLASelfAttention built from the modules of its spec; positions may restart in each document."""
+    """MLASelfAttention, built from the modules of its spec; positions can restart at each document."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`, which make it drop a batch dimension of 1."""
+        """Calls Megatron's method without `packed_seq_params`, with which it drops a batch dimension of 1."""
         self.rotary_pos_emb.documents = packed_seq_params  # for RestartingPositions
         try:
             return super().get_query_key_value_tensors(

@@ -15,12 +15,12 @@ STATISTICS = ("dropped", "entropy", "top1_weight", "max_over_mean", "load_balanc
 
 
 def statistics_names(losses: Iterable[str]) -> tuple[str, ...]:
-    """Names of a layer's sums in order; `losses`: names of the layer's balancing losses."""
+    """Returns the ordered names of a layer's sums. `losses`: names of its balancing losses."""
     return *STATISTICS, *(f"aux_losses.{name}" for name in losses)
 
 
 class MoEStatistics:
-    """Statistics of one layer, summed on the device over this rank's tokens and shares of the losses.
+    """Statistics of one layer on this rank: sums over tokens, and this rank's share of each loss.
 
     The sums are read and reset once per log interval. `losses`: names of the balancing losses.
     """
@@ -35,7 +35,7 @@ class MoEStatistics:
 
     @property
     def tokens_per_expert_E(self) -> Tensor:
-        """Number of slots of each expert, int64."""
+        """Number of slots assigned to each expert, int64."""
         update([self])
         return self._tokens_per_expert_E
 
@@ -50,7 +50,7 @@ class MoEStatistics:
         self, decision: RoutingDecision, scores: Tensor, *, load_balancing_loss: Tensor, z_loss: Tensor,
         aux_losses: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Records a micro-batch: `scores` from `RoutingDecision.for_losses`, and losses without coefficients.
+        """Records a micro-batch; `scores`: see `RoutingDecision.for_losses`; `aux_losses`: no coefficients.
 
         Raises:
             RuntimeError: if a CUDA graph is being captured outside `recorded`, because its replays would not
@@ -103,7 +103,7 @@ _is_recorded = False
 
 @contextmanager
 def recorded(layers: Sequence[MoEStatistics]) -> Iterator[None]:
-    """Allows the capture of a CUDA graph that ends with `update`; the capture itself counts nothing."""
+    """Allows capturing a CUDA graph that ends with `update`; the capture itself records no statistics."""
     global _is_recorded
     numbers, _is_recorded = [layer.num_microbatches for layer in layers], True
     try:

@@ -1,4 +1,4 @@
-"""Fits the planner's constants to measured runs. No torch; `fit` imports numpy and scipy.
+"""Fits the planner's constants to measured runs. Imports no torch; `fit` imports numpy and scipy.
 
 For each constant, the fit optimizes x = ln(constant / prior) / spread. It minimizes the sum over runs of
 soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum(x^2).
@@ -51,13 +51,13 @@ class Fit(Generic[T]):
 
     @property
     def bound(self) -> float:
-        """90th percentile of the relative leave-one-out errors, or 0 without rows."""
+        """90th percentile of the relative leave-one-out errors; 0 if there are no rows."""
         sizes = sorted(abs(error) for error in self.left_out.values())
         return sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else 0.0
 
     @property
     def summary(self) -> dict[str, float]:
-        """Number of rows and magnitudes of their errors; all 0 without rows."""
+        """Number of rows and statistics of their absolute errors; all 0 if there are no rows."""
         errors, left_out = (list(map(abs, of.values())) or [0.0] for of in (self.errors, self.left_out))
         return {
             "rows": len(self.errors),
@@ -74,12 +74,12 @@ def fit(
 ) -> Fit[T]:  # fmt: skip
     """Fits the constants of a dataclass (see `constants.free`) to measured runs.
 
-    The leave-one-out error of a row is estimated by one Gauss-Newton step from the fit to all rows. A refit
-    without the row gives a similar error (`test_calibration.py` compares both).
+    The leave-one-out error of a row is estimated by one Gauss-Newton step from the fit to all rows. Refitting
+    without the row gives a similar error (see `test_calibration.py`).
 
-    `prior` replaces the priors of `kind` and narrows their spreads. Constants that affect no run are taken
-    from `rest` (default: their prior); those in `hold` are fixed. `noise` is the relative error of a row
-    that is not an outlier; the smaller it is, the less weight the priors have.
+    `prior` replaces the default priors of `kind` and narrows their spreads. Constants that affect no run are
+    taken from `rest` (default: their prior); constants in `hold` are fixed. `noise` is the relative error of
+    a row that is not an outlier; a smaller value gives the priors less weight.
     """
     # Factors of a single cluster are only fitted for that cluster, which has a prior.
     if prior is None and issubclass(kind, TimeConstants):
@@ -146,7 +146,7 @@ class _Space(Generic[T]):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fits of memory and time constants, and the devices of the runs whose times were fitted."""
+    """Fitted memory and time constants, and the devices whose runs were used to fit the times."""
 
     memory: Fit[MemoryConstants]
     time: Fit[TimeConstants]
@@ -165,8 +165,8 @@ class Calibration:
 def calibrate(
     runs: Sequence[MeasuredRun], prior: Constants | None = None, rest: Constants | None = None
 ) -> Calibration:
-    """Fits all constants to trusted measurements; ValueError if there are none. A fit to few rows
-    needs a `prior`. Constants that affect no row are taken from `rest`, or from the prior.
+    """Fits all constants to trusted measurements; ValueError if there are none. With few rows, the fit needs
+    a `prior`. Constants that affect no row are taken from `rest`, or from the prior.
     """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:
@@ -208,8 +208,8 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """Returns a CSV with a prediction per row. For a row without batch size or DP, the time is empty;
-    without DP, the memory is for DP=1.
+    """Returns a CSV with a prediction per row. If a row has no batch size or DP, its time is empty; if it has
+    no DP, its memory is for DP=1.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -58,7 +58,7 @@ def cost_of(
     config: Config, hardware: Hardware, *, num_tokens: int | None = None,
     price_per_gpu_hour: float | None = None, constants: Constants | None = None,
 ) -> Cost:  # fmt: skip
-    """Returns the cost of training for TRAIN_ITERS or `num_tokens`, in the currency of the price."""
+    """Returns the cost of training for TRAIN_ITERS or `num_tokens`, in the currency of the GPU price."""
     constants = constants or load_constants()
     steps = config.batches.steps(None if num_tokens is None else -(-num_tokens // config.seq_len))
     # Iterations take equally long while batch size (ramp-up) and sample length (DATA_STAGES) are constant.
@@ -80,7 +80,7 @@ def cost_of(
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:
-    """Returns the settings with TRAIN_ITERS and the decay set for `num_tokens`; unchanged if it is None."""
+    """Returns settings with TRAIN_ITERS and decay adapted to `num_tokens`, or unchanged if it is None."""
     if num_tokens is None:
         return config
     iterations = sum(step.num_iterations for step in config.batches.steps(-(-num_tokens // config.seq_len)))
@@ -125,7 +125,7 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
 
 
 def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | None:
-    """Predicts a run on a device, given the driver's name for it; None if a device or setting is unknown."""
+    """Predicts a run on a device, given the name its driver reports; None if device or setting is unknown."""
     if not (profile := profile_of(device)):
         return None
     hardware = load_hardware(profile)
@@ -136,7 +136,7 @@ def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | N
 
 
 def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:
-    """Returns up to four single-setting changes that save memory: sufficient ones first, then by speed."""
+    """Returns up to four single-setting changes that save memory; sufficient changes first, then by speed."""
     found = [lever for lever in levers(config, hardware, load_constants(), prediction) if not lever.problem]
     # a change below the error of the prediction is no help
     found = [lever for lever in found if lever.needed_bytes > 0.01 * prediction.memory_bytes]

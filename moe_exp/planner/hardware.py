@@ -58,7 +58,7 @@ class Hardware:
         return self.architecture in ("hopper", "blackwell", "blackwell_ultra")
 
     def link_domain(self, gpus_per_node: int) -> int:
-        """Returns the number of devices connected by NVLink, given nodes of `gpus_per_node` devices."""
+        """Returns how many devices NVLink connects if each node has `gpus_per_node` devices."""
         return max(self.gpus_per_link_domain, gpus_per_node)
 
     @property
@@ -67,7 +67,7 @@ class Hardware:
 
     @property
     def nodes(self) -> Nodes:
-        """Typical nodes of the device, which determine the defaults of settings."""
+        """Typical node configuration for the device, from which default settings are derived."""
         return Nodes(gpus=0 if self.is_cpu else self.gpus_per_node)
 
     @property
@@ -90,7 +90,7 @@ def profile_of(device: str) -> str:
 
 
 def profile_path(name: str) -> Path:
-    """Returns the file of a profile, given its name or the path of a JSON file; ValueError if not found."""
+    """Returns the path of a profile, given its name or a JSON file; ValueError if it does not exist."""
     by_name = {known.lower(): known for known in hardware_names()}
     # `h100` is short for `H100-80GB`
     short = {lower.partition("-")[0]: known for lower, known in by_name.items()}
@@ -124,7 +124,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 def hardware_profiles(name: str) -> dict[str, Any]:
-    """Returns the contents of a profile, or of all if `name` is empty; each number has a source."""
+    """Returns the contents of a profile, or of all profiles if `name` is empty, with their sources."""
     names = [name] if name else hardware_names()
     return {load_hardware(one).name: read_json(profile_path(one)) for one in names}
 

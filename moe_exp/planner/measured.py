@@ -1,9 +1,9 @@
 """Reads measured runs from a CSV: each row is a `PlannedJob` with its measurements. No torch.
 
 The columns are those of `profiles/measured_runs.csv`. Results (mem_gb in GiB, oom, sec_per_it in seconds per
-iteration) and trust flags (use_mem, use_time, quirk) may be missing or empty. A column with the lower-case
-name of a setting in docs/settings.md (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`) holds that setting; if the
-cell is empty, the other columns determine the setting. `row_of_job` writes such rows. Further columns of
+iteration) and trust flags (use_mem, use_time, quirk) may be missing or empty. A column named like a setting
+in docs/settings.md, in lower case (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`), holds that setting; if the
+cell is empty, other columns determine the setting. `row_of_job` writes such rows. Further columns of
 `profiles/public_runs.csv` describe runs of other training programs (see `Engine`).
 """
 
@@ -111,7 +111,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Reads the rows of a CSV as dicts by column; raises ValueError with a line for each invalid cell."""
+    """Reads the rows of a CSV as dicts keyed by column; ValueError has a line per invalid cell."""
     try:
         with regular(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -173,7 +173,7 @@ def _is_number(text: str, column: str) -> bool:
 
 
 def _setting(name: str, text: str) -> tuple[Any, str]:
-    """Parses the text of a setting; returns its value, and the error message, if any."""
+    """Parses the text of a setting; returns its value and, if invalid, an error message."""
     settings: dict[str, Any] = {"gpus_per_node": 1, name: text}
     try:
         return getattr(Config(**settings), name), ""
@@ -240,7 +240,7 @@ def row_of_job(job: PlannedJob, gpu: str) -> dict[str, str]:
 
 
 def data_parallel_size(row: Mapping[str, str]) -> int | None:
-    """Returns the DP of a row, given or derived from its number of GPUs; None if both are missing."""
+    """Returns a row's DP, or derives it from the number of GPUs; None if both are missing."""
     if row.get("dp"):
         return int(row["dp"])
     whole, rest = divmod(_num_gpus(row), _number(row, "tp") * _number(row, "pp") * (_number(row, "cp") or 1))
@@ -257,7 +257,7 @@ def _number(row: Mapping[str, str], column: str) -> int:
 
 
 def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[str]:
-    """Yields warnings about self-contradictory rows of `path` that `read_rows` accepts."""
+    """Yields warnings about inconsistent rows of `path` that `read_rows` nevertheless accepts."""
     tables = (MEASURED_RUNS, PUBLIC_RUNS)
     known = {name for table in tables for name in table.read_text().partition("\n")[0].split(",")}
     known.update(_AS_SETTINGS)
@@ -282,7 +282,7 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
 
 
 def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) -> Sequence[int]:
-    """Layers of each stage: by the row's layout if it has all layers, else by the program's rule."""
+    """Layers per stage, from the row's layout if it has all layers, else from the program's rule."""
     num_layers, pp = config.num_layers, config.pp
     layout = row.get("pipeline_layout") or ""
     if layout.startswith("E") and " " not in layout:
@@ -341,7 +341,7 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
 
 
 def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the row as if this package had run it: without the columns of `Engine`."""
+    """Returns the row without the `Engine` columns, as if this package had run it."""
     modules, precision = (row.get("recompute") or "").split(";"), row.get("precision") or ""
     has_engine = (
         any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))

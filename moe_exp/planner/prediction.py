@@ -64,12 +64,12 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> float:
-        """Bytes that the fullest rank needs, without its allocator's cache."""
+        """Bytes that the fullest rank needs, excluding its allocator's cache."""
         return max(stage.needed for stage in self.stages)
 
     @property
     def margin_bytes(self) -> float:
-        """Remaining memory of the device; negative: out of memory."""
+        """Memory left on the device; negative if the run would be out of memory."""
         return self.memory_bytes - self.needed_bytes
 
     @property
@@ -115,7 +115,7 @@ def _filled(kind: type[Any], values: dict[str, float]) -> Any:
 
 
 def kind_of(job: PlannedJob, hardware: Hardware) -> str:
-    """Returns the kind of a run, such as `MoE within NVLink, FP8`, for which published errors are known."""
+    """Returns the category of a run for looking up published errors, such as `MoE within NVLink, FP8`."""
     config = job.config
     in_domain = config.ep * config.etp <= hardware.link_domain(config.gpus_per_node)
     model = ("MoE within NVLink" if in_domain else "MoE across nodes") if config.use_moe else "dense"
@@ -124,7 +124,7 @@ def kind_of(job: PlannedJob, hardware: Hardware) -> str:
 
 
 def at_stage(config: Config, seq_len: int) -> Config:
-    """Returns the settings of a data stage with longer samples; tokens per batch do not change."""
+    """Returns the settings for a data stage with longer samples and the same tokens per batch."""
     factor = seq_len // config.seq_len
     if factor <= 1:
         return config

@@ -1,4 +1,4 @@
-"""The plan of one run, and reports on plans and layouts: values for `--json`, and tables. No torch."""
+"""The plan of one run, and reports on plans and layouts as tables or as values for `--json`. No torch."""
 
 import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -88,7 +88,7 @@ class RunPlan:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that the fullest rank needs."""
+        """Bytes needed by the fullest rank."""
         return self.prediction.needed_bytes
 
     @property
@@ -118,7 +118,7 @@ def plan_run(
 
 
 def _memory_report(prediction: Prediction) -> dict[str, Any]:
-    """Returns the bytes of each stage by part, the peak stage, and the margin."""
+    """Returns the bytes of each stage by component, the stage with the peak, and the margin."""
     return {
         "stages": [asdict(stage) | {"total": stage.total} for stage in prediction.stages],
         "peak_stage": prediction.peak_stage,
@@ -130,7 +130,7 @@ def _memory_report(prediction: Prediction) -> dict[str, Any]:
 
 
 def _time_report(config: Config, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
-    """Returns the speed, and the seconds of an iteration by part."""
+    """Returns the speed, and the seconds of an iteration by component."""
     time, parts = prediction.time, prediction.time.parts()
     bound_by = f"{time.bound.replace('_', ' ')} {parts[time.bound] / time.total:.0%}"
     return asdict(speed_of(config, hardware, time.total)) | {"parts": parts, "bound_by": bound_by}
@@ -156,7 +156,7 @@ def describe_candidate(candidate: Candidate, found: Search, place: int) -> dict[
 
 
 def describe_search(found: Search, top: int) -> dict[str, Any]:
-    """Returns the fastest `top` layouts of a search, and the numbers of tried, fitting and rejected ones."""
+    """Returns the fastest `top` layouts of a search, and how many were tried, fit or were rejected."""
     return {
         "gpu": found.hardware.name,
         "counted_as": counted_as(found.ranked[0].config, found.hardware) if found.ranked else {},
@@ -336,7 +336,7 @@ class PlanPrinter:
                 self._console.print(f"rows with the largest {name} errors when left out of the fit: {said}")
 
     def hardware(self, profiles: Mapping[str, Mapping[str, Any]]) -> None:
-        """Prints all profiles with the source of each number."""
+        """Prints all hardware profiles with the source of each number."""
         for name, content in profiles.items():
             rows = [
                 (key, _number(entry.get("value", "")), str(entry.get("source", "")))
@@ -371,7 +371,7 @@ class PlanPrinter:
         self._rows(title, shares | {"total": f"{stage.activations / _GIBIBYTE:.2f}"})
 
     def _levers(self, levers: Sequence[Lever]) -> None:
-        """Prints the savings from changing one setting, and the changes that are invalid."""
+        """Prints the savings from single-setting changes, and which of these changes are invalid."""
         rows = []
         for lever in levers:
             if not lever.problem:

@@ -49,7 +49,7 @@ class Timeline:
 
 
 def timeline(job: PlannedJob, hardware: Hardware, constants: TimeConstants, most: int = 64) -> Timeline:
-    """Returns the timeline of an iteration with at most `most` micro-batches."""
+    """Returns the timeline of an iteration, limited to `most` micro-batches."""
     passes = stage_passes(job, hardware, constants)
     time = time_of(job, hardware, constants)
     count = min(job.num_microbatches, max(most // job.config.pp * job.config.pp, job.config.pp))

@@ -48,7 +48,7 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class Parity:
-    """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss that both reach (seeds: mean)."""
+    """Cost of `run` (MoE) relative to `other` (dense) at the lowest loss both reach (mean over seeds)."""
 
     run: Group
     other: Group
@@ -88,7 +88,7 @@ def is_mixed(runs: Sequence[RunRecords]) -> bool:
 
 
 def loss_unit(runs: Sequence[RunRecords]) -> str | None:
-    """Unit in which losses are comparable: NATS with one tokenizer, else BITS; None if BITS are unknown."""
+    """Unit in which losses are comparable: NATS for a single tokenizer, else BITS (None if unknown)."""
     if not is_mixed(runs):
         return NATS
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
@@ -97,8 +97,8 @@ def loss_unit(runs: Sequence[RunRecords]) -> str | None:
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
     """Mean of the finite `values` in (x - window, x], each weighted by its span of x. `x` must increase.
 
-    Windows consist of whole records, at least one. NaN where the records cover less than `window`, or if no
-    value is finite.
+    A window consists of one or more whole records. The mean is NaN where the records cover less than `window`
+    or have no finite value.
     """
     finite = np.isfinite(values)
     # differences of running sums compute the windows of all records in one pass
@@ -114,7 +114,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Start of the first record, taken to be as long as the second; 0 for one record, NaN for none."""
+    """Start of the first record, assumed to span as much as the second; 0 for one record, NaN for none."""
     # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:
@@ -132,7 +132,7 @@ def window_of(runs: Sequence[RunRecords]) -> float:
     """Smoothing window in tokens: 5% of the shortest run, but at least 1% of the longest.
 
     Runs shorter than 1% of the longest run are ignored, so that a new run does not change the other curves.
-    Tokens before a LOAD_DIR checkpoint do not count.
+    Tokens consumed before the LOAD_DIR checkpoint do not count.
     """
     counts = (
         run.last("consumed_tokens") - begin_of(run.train["consumed_tokens"]) for run in runs if has_loss(run)
@@ -159,8 +159,8 @@ def lowest(values: Floats) -> float:
 
 
 def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> dict[str, float] | None:
-    """Cost on each axis when `values` first reach `loss`, by linear interpolation; NaN if unknown, None if
-    `loss` is not reached. `at`: cost of each value.
+    """Cost on each axis when `values` first reach `loss`, interpolated linearly. A cost is NaN if unknown;
+    the result is None if `loss` is not reached. `at`: cost of each value.
     """
     reached = np.flatnonzero(values <= loss)  # NaN compares false
     if not len(reached):
@@ -178,7 +178,7 @@ def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> dict[str, 
 
 
 def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
-    """Lowest smoothed loss that all comparable runs reach (`rounded_up`; NaN without one), and its unit."""
+    """Lowest smoothed loss that all comparable runs reach, `rounded_up` (NaN if none), and its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
         return float("nan"), None
@@ -187,7 +187,7 @@ def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """Rounds up to four decimal places, so that a run that reached `loss` also reached the result."""
+    """Rounds up to four decimal places, so that a run that reached `loss` also reached the rounded loss."""
     if not np.isfinite(loss):
         return loss
     # 4.1 + 0.2 is slightly more than 4.3, and would be rounded up to 4.3001
@@ -228,7 +228,7 @@ def seed_groups(runs: Sequence[RunRecords]) -> list[Group]:
 
 
 def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """Mean of the runs' curves over their common range of tokens; None without curves or common range."""
+    """Mean curve over the runs' common range of tokens; None if there is no curve or no such range."""
     curves = [found for run in group.runs if (found := run_curve(run, what, unit, window_tokens))]
     if len(curves) < 2:
         return curves[0] if curves else None
@@ -244,7 +244,7 @@ def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> Loss
 
 
 def run_curve(run: RunRecords, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """Loss curve of a run: VALIDATION, or TRAINING smoothed over `window_tokens`; None without values."""
+    """Loss curve of a run: VALIDATION, or TRAINING smoothed over `window_tokens`; None if empty."""
     if what == VALIDATION:
         table, loss = run.valid, run.valid["lm_loss_bits_per_byte" if unit == BITS else "lm_loss"]
     else:
@@ -255,7 +255,7 @@ def run_curve(run: RunRecords, what: str, unit: str, window_tokens: float) -> Lo
 
 
 def parity(one: Group, other: Group) -> Parity:
-    """Compares two groups at the lowest loss that both reach, as defined in `page_parts._PARITY_RULE`."""
+    """Compares two groups at the lowest loss that both reach (see `page_parts._PARITY_RULE`)."""
     runs = (*one.runs, *other.runs)
     unit, window = loss_unit(runs), window_of(runs)
     reasons = {run.name: why_not_compared(run, window) for run in runs}
@@ -320,7 +320,7 @@ def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
 
 
 def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
-    """Settings in which runs differ: name, and the value in each run as text.
+    """Settings in which runs differ: the name of each, and its value in every run as text.
 
     `(unknown)` stands for a setting that the run does not have, `–` for an MoE setting of a dense run. With
     dense and MoE runs, an MoE setting is listed if it differs between MoE runs or from the default;
@@ -349,7 +349,7 @@ def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]
 
 
 def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
-    """Caveats of a comparison: mixed tokenizers, gaps, unreadable data."""
+    """Caveats of a comparison, such as mixed tokenizers, gaps and unreadable data."""
     found = []
     if is_mixed(runs):
         which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs if has_loss(run))

@@ -113,7 +113,7 @@ class Follower:
         self._read: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def refresh(self) -> None:
-        """Reads the lines appended since the last call. Sets `trouble` if that fails."""
+        """Reads the lines appended since the last call. Sets `trouble` if reading fails."""
         self.trouble = None
         try:
             with regular(self.folder.metrics).open("rb") as file:
@@ -159,13 +159,13 @@ class Follower:
         return self._read[path][1]
 
     def age_seconds(self) -> float | None:
-        """Time since the file was written, at least 0 because clocks differ; None without a file."""
+        """Time since the file was last written, clipped at 0 as clocks may differ; None without a file."""
         return None if self.modified is None else max(0.0, time.time() - self.modified)
 
     def status(self) -> str | None:
         """Final status (finished, stopped or failed); None if the run may still be running.
 
-        A killed process writes no `end` event; then summary.json, written last by the launcher, decides.
+        A killed process writes no `end` event; the status then comes from the launcher's summary.json.
         """
         if self.modified is None:
             return None
@@ -182,7 +182,7 @@ class Follower:
         return None
 
     def is_late(self) -> bool:
-        """Whether an unfinished run has been silent for 10 times its usual interval and at least 10 s."""
+        """Whether an unfinished run has written nothing for 10 times its usual interval and at least 10 s."""
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
         if age is None or usual is None or self.status():
             return False
@@ -198,19 +198,19 @@ def number(value: Any) -> float | None:
 
 
 def number_text(value: Any, form: str, factor: float = 1.0) -> str:
-    """Formats a finite number times `factor`; a dash for anything else."""
+    """Formats a finite number multiplied by `factor`; returns a dash for anything else."""
     known = number(value)
     return "-" if known is None else format(known * factor, form)
 
 
 def dead_experts(tokens_per_expert: Sequence[float]) -> int:
-    """Number of experts with less than 1% of the layer's mean load; 0 without tokens."""
+    """Number of experts with less than 1% of the layer's mean load; 0 if there are no tokens."""
     fair = sum(tokens_per_expert) / max(1, len(tokens_per_expert))
     return sum(tokens < 0.01 * fair for tokens in tokens_per_expert)
 
 
 def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
-    """MoE layers of a train record, sorted by the load of their busiest expert."""
+    """MoE layers of a train record, sorted by the load of each layer's busiest expert."""
     found = []
     # records of another version, or edited by hand, may contain anything
     for layer in (one for one in _list(record.get("experts")) if isinstance(one, dict)):

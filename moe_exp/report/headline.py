@@ -19,7 +19,7 @@ AXES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Loss of a group: mean, lowest and highest over its runs except `left_out`, which lack this loss."""
+    """Mean, lowest and highest loss of a group's runs, except `left_out` (runs without this loss)."""
 
     group: Group
     loss: float
@@ -30,7 +30,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Losses of groups at an equal amount of tokens, FLOPs or time."""
+    """Losses of groups compared at equal tokens, FLOPs or time."""
 
     axis: Axis
     at: float  # amount on this axis
@@ -40,13 +40,13 @@ class Ranking:
 
     @property
     def lead(self) -> float:
-        """Difference between the two lowest losses, each rounded to the four printed places."""
+        """Difference between the two lowest losses, after rounding both to four places as printed."""
         best, second = self.standings[:2]
         return round(second.loss, 4) - round(best.loss, 4)
 
 
 def baseline_of(runs: Sequence[RunRecords]) -> int:
-    """Index of the baseline: the first dense run, or else the first run."""
+    """Index of the baseline: the first dense run, or the first run if there is no dense run."""
     return next((index for index, run in enumerate(runs) if run.kind == "dense"), 0)
 
 
@@ -149,7 +149,7 @@ RANKING_RULE = (
 
 
 def other_winners(runs: Sequence[RunRecords]) -> list[str]:
-    """A sentence each for equal FLOPs and equal time, if the best run there is not best at equal tokens."""
+    """Sentences for equal FLOPs and equal time, each only if its winner is not that at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
     lines = []
@@ -164,7 +164,7 @@ def other_winners(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
-    """Compares every MoE model with every dense model or, if all are of one kind, each with the baseline."""
+    """Compares each MoE model with each dense model; if all are of one kind, each with the baseline."""
     groups = comparison.seed_groups(runs)
     dense = [group for group in groups if group.runs[0].kind == "dense"]
     if found := [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]:
@@ -175,7 +175,7 @@ def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
 
 
 def difference(pair: Parity, found: Ranking | None) -> float:
-    """Loss of `pair.run` minus loss of `pair.other` in a ranking, to four places; NaN if unknown."""
+    """Loss difference `pair.run` - `pair.other` in a ranking, to four places; NaN if unknown."""
     # matched by run, because a group may contain other seeds in the ranking than in the pair
     losses = [
         round(one.loss, 4)
@@ -192,7 +192,7 @@ def pair_text(pair: Parity, found: Ranking | None) -> str:
 
 
 def opposite_text(pair: Parity, found: Ranking | None) -> str:
-    """Returns a sentence if the ranking at equal tokens contradicts the pair's share of tokens, else ""."""
+    """Returns a sentence if the ranking at equal tokens contradicts the pair's token ratio, else ""."""
     lead = difference(pair, found)
     # no contradiction: fewer tokens to the same loss, and a lower loss at equal tokens
     if found is None or not (pair.shares.get("consumed_tokens", float("nan")) - 1) * lead < 0:

@@ -133,7 +133,7 @@ def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType
 
 
 def _cells(follower: Follower, console: Console) -> dict[str, Text]:
-    """Cells by column name, in order of importance."""
+    """Table cells by column name, most important first."""
     watched, train = follower.watched, follower.watched.train
     losses, age = [value for _, value in watched.losses][-_PLOT_RECORDS:], follower.age_seconds()
     memory = number(train.get("peak_memory_bytes")) or number(train.get("memory_allocated_bytes"))
@@ -277,7 +277,7 @@ def _printable(text: str) -> str:
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """Means over at most `num_buckets` groups of adjacent values, ignoring None; None for an empty group."""
+    """Means of at most `num_buckets` groups of adjacent values, ignoring None; None if a group is empty."""
     count = min(num_buckets, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))
@@ -293,7 +293,7 @@ def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = 
 
 
 def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """Draws a Braille plot: `height` lines of `width` characters with two by four dots each."""
+    """Draws a Braille plot of `height` lines of `width` characters; each character has 2 x 4 dots."""
     means, num_rows = buckets(values, 2 * width), 4 * height
     low, high = _range(means)
     cells, before = [[0] * width for _ in range(height)], None

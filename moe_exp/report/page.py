@@ -1,4 +1,4 @@
-"""Renders run folders as a single HTML file that needs no network, or as Markdown for a pull request."""
+"""Renders run folders as a self-contained HTML file, or as Markdown for a pull request."""
 
 import base64
 import json
@@ -49,7 +49,7 @@ def write_report(
         out: file to write; None to print. An existing file is replaced only if it is a report.
         kind: `html` or `md`.
         title: heading (default: the names of the runs).
-        loss: loss for the cost comparison (default: the lowest that all runs reach).
+        loss: loss for the cost comparison (default: the lowest loss that all runs reach).
         notes: text below the heading.
 
     Returns:
@@ -71,7 +71,7 @@ def write_report(
 
 
 def check_out(out: Path | None) -> list[str]:
-    """Problems with writing a report to `out`: its folder is missing, or `out` exists and is not a report."""
+    """Reasons why `out` cannot be written: its folder is missing, or `out` exists and is not a report."""
     if out is None:
         return []
     if not (folder := out.resolve().parent).is_dir():
@@ -153,7 +153,7 @@ def report_html(
 
 
 def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
-    """Data for the script as JSON values. `loss`: see `write_report`; `detail` scales the resolution."""
+    """JSON data for the page's script. `loss`: see `write_report`; `detail` scales the resolution."""
     # limits that keep the page far below 5 MB
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), comparison.loss_unit(runs)
@@ -171,7 +171,7 @@ def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.
 
 
 def embedded(value: Any) -> str:
-    """Encodes `value` as JSON that is safe inside a script element."""
+    """Encodes `value` as JSON that can be embedded safely in a script element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # the last two are line ends in JavaScript, but not in JSON
     return text.translate({ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
@@ -248,7 +248,7 @@ def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Fl
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
-    """Bucket means, indices of buckets with gaps, and optionally ranges of buckets with several records."""
+    """Bucket means, indices of buckets with gaps, and optionally the minimum and maximum per bucket."""
     if not np.isfinite(values).any():
         return None
     mean, low, high, num_missing = bucketed(values, starts)
@@ -318,7 +318,7 @@ def report_markdown(
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Lines of a Markdown table, with the first column aligned left and the others right."""
+    """Lines of a Markdown table whose first column is left-aligned and other columns right-aligned."""
     cells = [head, *([name, *values] for name, values in rows)]
     lines = [f"| {' | '.join(map(plain, one))} |" for one in cells]
     return [lines[0], "|---|" + "---:|" * (len(head) - 1), *lines[1:]]

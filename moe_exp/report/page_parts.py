@@ -1,4 +1,4 @@
-"""Renders the static parts of the page: tables, sentences, timeline. Escapes all text from runs."""
+"""Renders the static parts of the page: tables, sentences, timeline. All text from runs is escaped."""
 
 import math
 import re
@@ -42,7 +42,7 @@ def asset_text(name: str) -> str:
 
 
 def filled(name: str, fields: Mapping[str, str]) -> str:
-    """Content of a file in assets/, with each {{field}} replaced from `fields`."""
+    """Content of a file in assets/, with each {{field}} replaced by its value in `fields`."""
     # in one pass, so that a run named like a placeholder is not replaced
     return re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], asset_text(name))
 
@@ -77,7 +77,7 @@ def run_name(run: RunRecords, index: int) -> str:
 
 
 def how(rule: str) -> str:
-    """Foldable explanation. `rule` is text."""
+    """Collapsible explanation. `rule` is text."""
     return f'<details class="how"><summary>how?</summary><p>{escape(rule)}</p></details>'
 
 
@@ -169,7 +169,7 @@ _STATE_RULE = (
 
 
 def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
-    """Rows of the overview as plain text, without rows that have no values."""
+    """Rows of the overview as plain text; rows with no values are omitted."""
     rows: list[tuple[str, list[str]]] = [
         ("model", [view.run.kind for view in views]),
         ("state", [view.run.status for view in views]),
@@ -194,8 +194,8 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
-    """Each run's cost to reach `loss` (if `is_common`, the lowest loss that all runs reach). The script can
-    change `loss`.
+    """Each run's cost to reach `loss` (if `is_common`, the lowest loss that all runs reach). The page's
+    script can change `loss`.
     """
     if unit is None:
         note = "The tokenizers differ and bits per byte are not known, so losses cannot be compared."
@@ -250,7 +250,7 @@ _EXPERT_CHARTS = (
 
 
 def experts_html(runs: Sequence[RunRecords]) -> str:
-    """Frame for the heatmaps and expert curves, and a table of layers for each run."""
+    """Frame for the heatmaps and expert curves, and for each run a table of its layers."""
     with_experts = [run for run in runs if run.load]
     if not with_experts:
         return '<p class="note">No run has records of expert load.</p>'
@@ -300,7 +300,7 @@ def spikes_html(runs: Sequence[RunRecords]) -> str:
 
 
 def events_html(runs: Sequence[RunRecords]) -> str:
-    """Timelines of all runs on one scale, each from its run's start, and a table of events."""
+    """Timelines of all runs on the same time scale, each starting at 0, and a table of events."""
     timed = [[(when, event) for event in run.events if (when := time_of(event)) is not None] for run in runs]
     if not any(timed):
         return '<p class="note">No events recorded.</p>'
@@ -341,7 +341,7 @@ def events_html(runs: Sequence[RunRecords]) -> str:
 
 
 def ranks_html(runs: Sequence[RunRecords]) -> str:
-    """A row per rank with its latest milliseconds per iteration in each phase; empty without such times."""
+    """One row per rank with its latest milliseconds per iteration by phase; empty if there are no times."""
     tables = ""
     for run in (run for run in runs if run.ranks):
         texts = [
@@ -354,7 +354,7 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events in order; drops checkpoints first, faults last, and older before newer events."""
+    """At most `most` events in order. Checkpoints are dropped first, faults last; older events first."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

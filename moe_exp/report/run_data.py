@@ -1,6 +1,6 @@
 """Reads a run folder for the report: settings, curves, events, and expert load over time.
 
-Accepts files of any version and state: every key is optional, and an incomplete last line is skipped. Files
+Accepts incomplete files and any version: all keys are optional, and an incomplete last line is skipped. Files
 are read once, without keeping the records in memory.
 """
 
@@ -49,7 +49,7 @@ _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURV
 
 
 class LoadHistory:
-    """Sums expert loads of train records by layer, in columns of about the same number of records."""
+    """Sums the expert loads of train records per layer in time columns of about equally many records."""
 
     def __init__(self, num_records: int):
         self._num_records = max(num_records, 1)
@@ -78,7 +78,7 @@ class LoadHistory:
                     self._means.append(np.full((1, len(LAYER_KEYS)), np.nan))
 
     def _count(self, records: Sequence[tuple[int, float, list[Mapping[str, Any]]]]) -> bool:
-        """Adds records shaped like the first one; returns False and adds nothing if a shape differs."""
+        """Adds records of the same shape as the first; if a shape differs, adds nothing and returns False."""
         try:
             of_records = [experts for _, _, experts in records]
             layers = [[layer["layer"] for layer in experts] for experts in of_records]
@@ -130,7 +130,7 @@ class LoadHistory:
         return self._loads_CLE.shape[2]
 
     def columns(self, most: int = NUM_COLUMNS) -> tuple[Floats, Floats, dict[str, Floats]]:
-        """The history in at most `most` columns, oldest first.
+        """The load history merged into at most `most` columns, oldest first.
 
         Returns:
             First and last iteration [C, 2]; load relative to the fair share, tokens*k/E [C, L, E]; mean of
@@ -227,7 +227,7 @@ def spikes(values: Floats) -> list[int]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
-    """Reads run folders, without duplicates. Raises ConfigError up front if a path is not a run folder."""
+    """Reads run folders, skipping duplicates. Raises ConfigError first if a path is not a run folder."""
     folders = list({path.resolve(): path for path in paths}.values())
     raise_for(run_problems(paths))
     metrics = [RunFolder(path).metrics for path in folders]
@@ -242,7 +242,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
 
 
 def run_problems(paths: Sequence[Path]) -> list[str]:
-    """Problems for paths that are not run folders, without reading any run."""
+    """Problems for paths that are not run folders; does not read any run."""
     found = []
     for path in dict.fromkeys(paths):
         rule = "is not a run folder: it contains neither config.yaml nor metrics.jsonl"

@@ -1,7 +1,7 @@
 """Writes a wandb report comparing dense and MoE runs, using wandb's report API (package wandb-workspaces).
 
 Curves come from wandb and stay up to date; the table shows metrics.jsonl at the time of writing.
-API keys are left to wandb: nothing here prints or stores one.
+wandb handles API keys: this module never prints or stores them.
 """
 
 import os
@@ -47,7 +47,7 @@ _LOGIN = "run `wandb login`, or set WANDB_API_KEY"
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """A run that is also in wandb under `wandb_id`; `kind` is `dense` or the MOE_TYPE."""
+    """A run that is logged to wandb as `wandb_id`; `kind` is `dense` or the MOE_TYPE."""
 
     wandb_id: str
     kind: str
@@ -102,7 +102,7 @@ def wandb_report(
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
-    """Reads the runs, each metrics.jsonl once; ConfigError for runs that are not in `project`."""
+    """Reads the runs (each metrics.jsonl once); ConfigError if a run is not in `project`."""
     folders = [RunFolder(path.parent if path.name == "metrics.jsonl" else path) for path in paths]
     problems = [] if folders else [problem("run", "", "at least one is required", "give run folders")]
     for folder in folders:
@@ -165,7 +165,7 @@ def _report_api() -> Any:
 def build_report(
     runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE"
 ) -> Any:
-    """Builds the unsent report (wandb_workspaces.reports.v2.Report); see `wandb_report`."""
+    """Builds the report without sending it (wandb_workspaces.reports.v2.Report); see `wandb_report`."""
     if len(title) > _LONGEST_TITLE:
         rule, fix = f"must have at most {_LONGEST_TITLE} characters, not {len(title)}", "shorten it"
         raise ConfigError([problem("title", f"{title[:20]}...", rule, fix)])
@@ -203,7 +203,7 @@ def build_report(
 
 
 def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, columns: int) -> Any:
-    """Panels side by side, with sets of dense and MoE runs that can be switched on and off."""
+    """Panels side by side, with run sets for dense and MoE runs that can be shown or hidden."""
     from wandb_workspaces import expr
 
     width = _MOST_COLUMNS // columns

@@ -66,7 +66,7 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
 
 
 def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draws losses, learning rate and `marks_of` over iterations as a PNG; ValueError without a loss."""
+    """Plots losses, learning rate and `marks_of` against iterations as a PNG; ValueError if no losses."""
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
         rule = "no train record has a loss"
@@ -102,7 +102,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
 
 
 def wrapped(title: str) -> str:
-    """Wraps long titles; breaks run names after an underscore, but not between a setting and its number."""
+    """Wraps long titles; breaks run names after underscores, but not between a setting and its value."""
     return "\n".join(line.strip() for line in re.findall(r".{1,101}(?:_(?=[A-Za-z])|\s|$)|.{1,101}", title))
 
 
@@ -156,7 +156,7 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Centered moving mean over up to `half_width` values per side; fewer at the start, which is steep."""
+    """Centered moving mean over up to `half_width` values per side; fewer at the start, where it is steep."""
     # NaN stays NaN, to show gaps, and is excluded from the means around it
     known, places = np.isfinite(values), np.arange(len(values))
     sums = np.cumsum([0.0, *np.where(known, values, 0.0)])
@@ -185,8 +185,8 @@ _PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float | None]], ...
 def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> Any:
     """Draws panels for losses, throughput and expert balance, with one line per run.
 
-    Several seeds are drawn as their mean inside a band from lowest to highest, up to the point that all have
-    reached. Loss panels have the marks of `marks_of`.
+    Several seeds are drawn as their mean with a band from lowest to highest, up to the last point that all
+    seeds have reached. Loss panels have the marks of `marks_of`.
 
     Args:
         runs: by name, the records of one run or of several seeds.
@@ -271,7 +271,7 @@ def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Names runs by their differences, such as `dense` and `dmoe, TOPK=2`; if unclear, returns `names`."""
+    """Names runs by their differences, such as `dense` and `dmoe, TOPK=2`, or by `names` if ambiguous."""
 
     def value(of: Mapping[str, Any], name: str) -> str:
         return as_given(of.get(name, Config.model_fields[name].default))
@@ -296,6 +296,6 @@ def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[s
 
 
 def shared_points(xs: Sequence[Floats]) -> Floats:
-    """Sorted points of all curves, from the latest start of a curve to the earliest end."""
+    """Sorted points of all curves within the range that every curve covers."""
     points = np.unique(np.concatenate(xs))
     return points[(max(x[0] for x in xs) <= points) & (points <= min(x[-1] for x in xs))]

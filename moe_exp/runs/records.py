@@ -159,7 +159,7 @@ def iter_metrics(path: Path) -> Iterator[Record]:
 
 
 def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
-    """Records in the last `num_bytes` of a metrics.jsonl, which is large in a long run."""
+    """Records in the last `num_bytes` of a metrics.jsonl, as the file of a long run is large."""
     with regular(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - num_bytes))
@@ -169,7 +169,7 @@ def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
 
 
 def parsed_record(line: str | bytes) -> Record | None:
-    """Record in a line, which may contain NaN; None if invalid. Integers of over 40 digits become None."""
+    """Record parsed from a line (NaN allowed); None if invalid. Integers of over 40 digits become None."""
     try:
         record = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) <= 40 else None)
     except (ValueError, RecursionError):
@@ -206,7 +206,7 @@ def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Re
 
 
 def newest_records(path: Path) -> list[Record]:
-    """Records of metrics.jsonl, from the last train record with `training_seconds` on; all if none has it."""
+    """Records of metrics.jsonl since the last train record with `training_seconds`; all if there is none."""
     found = []
     for _, line in _backwards(path):
         if line.endswith(b"\n") and (record := parsed_record(line)) is not None:
@@ -242,7 +242,7 @@ def drop_records_after(path: Path, iteration: int) -> int:
 
 
 def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes) of every line, from the last to the first."""
+    """Yields (offset, bytes) of each line, from the last to the first."""
     with regular(path).open("rb") as file:
         if not (end := file.seek(0, os.SEEK_END)):
             return
@@ -254,7 +254,7 @@ def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def json_value(value: Any) -> Any:
-    """`value` in JSON types: tensors and arrays as lists, non-finite numbers as None."""
+    """Converts `value` to JSON types: tensors and arrays to lists, non-finite numbers to None."""
     if isinstance(value, Mapping):
         return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

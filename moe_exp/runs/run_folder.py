@@ -120,7 +120,7 @@ def open_run_folder(
     """Creates or reopens the run folder; called by rank 0 only. ConfigError if it cannot be written.
 
     Args:
-        config: settings of this start; they replace config.yaml, and provenance.json records the changes.
+        config: settings of this start, written to config.yaml; provenance.json records the changes.
         argv: command line to record (default: sys.argv).
         resumed_from: iteration of this run's checkpoint that training resumes from, or None. If not
             None, changed settings that affect training are logged and recorded as an event.
@@ -168,7 +168,7 @@ _LOCK_SECONDS = 1.0  # `lock_problems` in another process may hold the lock for 
 
 
 def release_run_folders() -> int:
-    """Releases the locks of `hold_run_folder` in a process that keeps running; returns their number."""
+    """Releases all locks of `hold_run_folder` without ending the process; returns how many it released."""
     num_held = len(_HELD)
     while _HELD:
         _HELD.pop().release()
@@ -183,7 +183,7 @@ def _held_problem(config: Config) -> list[str]:
 
 
 def lock_problems(config: Config) -> list[str]:
-    """Errors if another run holds the lock of the run folder. Checked on the first node only."""
+    """Returns errors if another run holds the run folder's lock. Checked on the first node only."""
     # the nodes of a run would take each other for another run
     lock = RunFolder.of(config).lock
     if config.node_rank or not lock.exists() or not os.access(lock, os.W_OK):
@@ -196,7 +196,7 @@ def lock_problems(config: Config) -> list[str]:
 
 
 def _changed_settings(folder: RunFolder, config: Config) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Settings of the previous start, and a dict from each changed setting to its values [before, now]."""
+    """Settings of the previous start, and a dict of the changed settings with values [before, now]."""
     before: dict[str, Any] = {}
     with suppress(ValueError):  # config.yaml is missing or unreadable
         before = recorded_settings(folder.config)
@@ -206,7 +206,7 @@ def _changed_settings(folder: RunFolder, config: Config) -> tuple[dict[str, Any]
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Time (ISO 8601 with offset), command line, host, device, package versions and commit of a start."""
+    """Metadata of a start: time (ISO 8601 with offset), command line, host, device, versions and commit."""
     started = datetime.now().astimezone()  # before git, which may take seconds on a slow disk
     package, commit, changes = Path(__file__).parent, None, None
     # If the package is installed inside another repository, git would return that one's commit.

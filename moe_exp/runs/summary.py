@@ -1,4 +1,4 @@
-"""Output at the end of a run: summary.json, a plot of the loss, and a printed summary."""
+"""Writes the output at the end of a run: summary.json, a loss plot, and a printed summary."""
 
 import re
 import shlex
@@ -36,7 +36,7 @@ class Caller:
     problems: Callable[[Config], Iterable[str]] = Config.problems  # of a suggested run's settings
 
     def command_with(self, **changes: Any) -> str:
-        """The command with changed settings, each as a flag or a variable as in the original command."""
+        """The command with changed settings, as flags or variables like in the original command."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():
@@ -83,7 +83,7 @@ def finish_run(
 
 
 def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, Any] | None]:
-    """Records without `experts` (up to gigabytes in a long run), and the load balance of the experts."""
+    """Records stripped of `experts` (gigabytes in a long run), and the load balance of the experts."""
     kept: list[Record] = []
     last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
     slots: dict[tuple[int, int], npt.NDArray[np.float64]] = {}  # sums over all train records, by (layer, E)
@@ -154,7 +154,7 @@ def summarize(
 
 
 def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Records from the last `start` or `resume` on; without such an event, all train and valid records."""
+    """Records since the last `start` or `resume`; all train and valid records if there is none."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
@@ -280,7 +280,7 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
 
 
 def _other_runs(config: Config, caller: Caller) -> list[str]:
-    """The user's command with changed settings, for runs to compare with this run."""
+    """Commands derived from the user's command, for runs to compare with this run."""
     if config.nnodes > 1 or "--resume" in caller.command:
         return []
     others: list[tuple[str, str, dict[str, Any]]] = []

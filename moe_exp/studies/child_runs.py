@@ -1,6 +1,6 @@
 """Runs of a study: starts `moe-exp train` for each case, locally or as a SLURM job, and explains failures.
 
-SLURM jobs outlive the command; repeat the command to collect their results. No torch.
+SLURM jobs keep running when the command ends; repeat the command to collect their results. No torch.
 """
 
 import logging
@@ -74,8 +74,8 @@ class Case:
 def given_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str], nodes: Nodes | None = None
 ) -> dict[str, Any]:
-    """Returns the settings in `environ` and `flags`, with VOCAB_SIZE from the data. Adds the PRESET of this
-    machine or, with `nodes`, all defaults that depend on the device. ConfigError for invalid values.
+    """Returns the settings in `environ` and `flags`, with VOCAB_SIZE from the data. Adds the PRESET for this
+    machine or, given `nodes`, all device-dependent defaults. ConfigError for invalid values.
     """
     given = given_values(flags, environ)
     given = fixed_for(nodes, given) if nodes else given
@@ -88,14 +88,14 @@ def train_command(flags: Mapping[str, Any]) -> list[str]:
 
 
 def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment without `also_without` and the run settings (which are passed as flags)."""
+    """Returns the environment without run settings (passed as flags) and without `also_without`."""
     ours = {name.upper() for name in (*Config.model_fields, *also_without)}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Creates `folder` and locks it during the block; ValueError for `name` if it is already locked."""
+    """Creates `folder` and locks it within the `with` block; ValueError for `name` if it is locked."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
@@ -139,8 +139,8 @@ def run_to_end(
 ) -> int | None:  # fmt: skip
     """Runs a launcher, appends its output to `log`, and returns its exit code; None after `timeout` seconds.
 
-    A timeout or an exception such as Ctrl-C kills the run. With `saving`, the run may first save a
-    checkpoint; a second Ctrl-C kills the run immediately.
+    A timeout or an exception such as Ctrl-C kills the run. If `saving`, the run may save a checkpoint first;
+    a second Ctrl-C kills it immediately.
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def clear(case: Case) -> None:
 
 
 def _kill(launcher: subprocess.Popen[bytes]) -> None:
-    """Kills a launcher and its descendants, and waits for their end."""
+    """Kills a launcher and its descendants, and waits until they have exited."""
     pids, level = [launcher.pid], [launcher.pid]
     # Stop each generation before listing its children, so that it cannot start more.
     while level:
@@ -220,7 +220,7 @@ def _is_running(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """sbatch options of all jobs of a study."""
+    """sbatch options shared by all jobs of a study."""
 
     sbatch: Sequence[str]  # the user's options
     time_limit_seconds: int
@@ -233,7 +233,7 @@ def run_jobs(
     options: JobOptions,
     prepare: Callable[[Case], None] = lambda case: None,
 ) -> Iterator[tuple[Case, int | None]]:
-    """Submits each of `cases` (by job name) that has no job from an earlier call. Yields each case when its
+    """Submits the `cases` (by job name) for which no earlier call submitted a job. Yields each case when its
     job ends, with the exit code of the launchers, or None if the job has left no exit code.
 
     Args:
@@ -351,7 +351,7 @@ def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"]
 
 
 def _by_rank(lines: Sequence[str]) -> list[str]:
-    """Returns the errors that ranks report, except those caused by another rank."""
+    """Returns the errors reported by ranks, except errors caused by another rank's failure."""
     named = [line for line in lines if re.match(r"moe-exp: rank \d+ on .* failed: ", line)]
     return [line for line in named if not any(text in line for text in CAUSED_BY_ANOTHER)]
 

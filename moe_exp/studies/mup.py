@@ -54,7 +54,7 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
 def models_of_axes(
     base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
 ) -> dict[str, dict[int, Config]]:
-    """Returns models by size for each axis, such as width; ConfigError if there is only one model."""
+    """Returns, for each axis such as width, the models by size; ConfigError if there is only one model."""
     if base.world_size > 1:
         rule, fix = "models are trained on one rank", "set GPUS_PER_NODE=1 and NNODES=1"
         raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
@@ -76,7 +76,7 @@ def models_of_axes(
 
 @dataclass(frozen=True)
 class Growth:
-    """Growth of a model part's outputs with model size: slopes of log2(output) against log2(size)."""
+    """Growth of a module's outputs with model size: slopes of log2(output) against log2(size)."""
 
     part: str
     initial: float  # slope of the outputs' mean absolute value before training
@@ -91,8 +91,8 @@ class Growth:
 
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
-    """Returns the slopes of outputs and changes over the model sizes in `measured`. Each size has runs with
-    different seeds, each with (mean output, mean change) by step and model part. Uses outputs of the first
+    """Returns the slopes of outputs and changes over the model sizes in `measured`. Each size has one run per
+    seed; each run has (mean output, mean change) by step and module. Uses outputs of the first
     step and changes of the last step.
     """
     sizes, found = np.log2(list(measured)), []
@@ -137,14 +137,14 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
 
 
 def optimum(name: str, rates: Sequence[float], losses_by_seed: Sequence[Sequence[float]]) -> Optimum:
-    """Returns a model's best learning rate. `losses_by_seed`: per seed, a loss per rate; inf if diverged."""
+    """Returns a model's best learning rate. `losses_by_seed`: one loss per seed and rate; inf if diverged."""
     logs, at_edges = zip(*(best_rate(rates, losses) for losses in losses_by_seed), strict=True)
     factor = 2.0 ** stdev(logs) if len(logs) > 1 else 1.0
     return Optimum(name, 2.0 ** fmean(logs), factor, any(at_edges))
 
 
 def moved(optima: Sequence[Optimum]) -> float:
-    """Returns the ratio of the largest to the smallest of the best learning rates."""
+    """Returns the ratio of the largest to the smallest best learning rate."""
     rates = [one.rate for one in optima]
     return max(rates) / min(rates)
 

@@ -1,4 +1,4 @@
-"""Log lines of a run: in Megatron's format in train.log and pipes, in a shorter format on a terminal."""
+"""Log lines of a run: Megatron's format in train.log and pipes, a shorter format on terminals."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
 
 
 def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
-    """Line of at most 80 columns for a train or valid record; drops trailing fields that do not fit."""
+    """Line for a train or valid record, at most 80 columns; trailing fields that do not fit are dropped."""
     loss = record["lm_loss"]
     parts = [
         f"step {record['iteration']:{len(str(train_iters))}}/{train_iters}",
@@ -80,7 +80,7 @@ def progress_line(record: Mapping[str, Any]) -> str:
 
 
 def timers_line(timers: Mapping[str, float]) -> str:
-    """Milliseconds per iteration by phase; phases in parentheses are part of the preceding phase."""
+    """Milliseconds per iteration by phase; a phase in parentheses is included in the one before it."""
     values = {phase: f"{phase.replace('_', '-')} {value:.1f}" for phase, value in timers.items()}
     if inside := ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values):
         values["forward_backward"] = f"{values['forward_backward']} ({inside})"
@@ -98,7 +98,7 @@ def validation_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 class _Lines(logging.Formatter):
-    """Prefixes WARNING and above with time, host name, rank and device, and optionally INFO with the time.
+    """Prefixes WARNING and above with time, host name, rank and device; optionally prefixes INFO with time.
 
     Records with the attribute `bare` already have a prefix. `on_terminal` is the shorter text for terminals.
     """

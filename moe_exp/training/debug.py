@@ -7,7 +7,7 @@ or `breakpoint()` with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace. Call s
 every rank runs. Other ranks wait at the same place, outside any collective, until the debugger continues.
 While the debugger steps, other ranks run up to their next collective, whose timeout is set to a week. The
 debugger reads the standard input of the launcher on its node (`moe-exp train`, the script or torchrun), and
-continues at the end of the input. `quit` ends the job as failed.
+continues when the input ends. `quit` ends the job as failed.
 """
 
 import os
@@ -70,7 +70,7 @@ class Debugger(pdb.Pdb):
         self._release()
 
     def do_EOF(self, arg: str) -> bool | None:
-        """Continues the run at the end of the input."""
+        """Continues the run when the input ends."""
         self.message("\nend of standard input, continuing")
         return self.do_continue(arg)
 

@@ -69,7 +69,7 @@ class Interval:
         self.start = time.monotonic()
 
     def add(self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, flops: int) -> None:
-        """Adds one iteration; `losses` are those of `loop.Step`."""
+        """Adds one iteration; `losses` comes from `loop.Step`."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
             sums = torch.stack(list(losses)).double()
@@ -175,7 +175,7 @@ class Interval:
         return list((counts_NLE.amax(dim=2) / fair_NL - 1).mean(dim=0).tolist())
 
     def _max_attention_logits(self) -> list[float]:
-        """Largest attention logit of each layer in the interval, over all ranks."""
+        """Largest attention logit of each layer over the interval and all ranks."""
         # Each pipeline stage fills in its own layers; the maximum over all ranks joins them.
         largest = self.losses.new_full((len(self.config.all_moe_layers),), -math.inf)
         for core in attention_cores(self.model):
@@ -205,7 +205,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Mean balancing loss, z-loss and AUX_LOSS_TYPE losses over MoE layers, and a record per layer."""
+        """Balancing, z- and AUX_LOSS_TYPE losses averaged over the MoE layers, and a record per layer."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
@@ -251,7 +251,7 @@ PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "che
 
 
 class PhaseTimers:
-    """Seconds between `start` and `stop` of each phase on this rank; `clock`: seconds, on a CPU."""
+    """Seconds from `start` to `stop` of each phase on this rank; `clock`: timer for CPU runs, in seconds."""
 
     is_on = True  # for all instances
 
@@ -285,7 +285,7 @@ class PhaseTimers:
 
     def take(self, *, is_late: bool = False) -> dict[str, float]:
         """Seconds per phase since the last call; waits for the device. With `is_late`, GPU spans added since
-        the last call are only returned by the next call, to avoid waiting.
+        the last call are left to the next call, to avoid waiting.
         """
         number = self._num_old if is_late else len(self._pairs)
         for phase, begun, ended in self._pairs[:number]:
@@ -309,7 +309,7 @@ _seconds_waited = 0.0  # by this process for other ranks, from the first call of
 
 @cache
 def measure_waits() -> None:
-    """Adds to `_seconds_waited` the duration of each `Work.wait`, in which all gloo calls wait."""
+    """Adds the duration of each `Work.wait`, through which all gloo calls wait, to `_seconds_waited`."""
     wait: Any = torch.distributed.Work.wait
 
     def measured(*args: Any, **kwargs: Any) -> Any:
@@ -326,8 +326,8 @@ class RankTimes:
     """This rank's own seconds in each of RANK_PHASES, exchanged every SLOW_RANK_EVERY iterations.
 
     Own time excludes waits for other ranks. On a GPU (not measured yet), the host does not wait: events
-    around the phases are read an iteration later, and include collectives within a phase (of tensor and
-    expert parallelism, and of the optimizer). A CUDA graph counts as one phase, forward.
+    around the phases are read one iteration later, and their times include collectives within a phase (tensor
+    and expert parallel ones, and the optimizer's). A CUDA graph counts as one phase, forward.
     """
 
     def __init__(self, config: Config, runtime: Runtime, model: Sequence[Any]):
@@ -351,7 +351,7 @@ class RankTimes:
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; when due, exchanges mean COLUMNS and PROCESSORS; the next call returns them."""
+        """Ends an iteration; when due, exchanges mean COLUMNS and PROCESSORS for the next call to return."""
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
         self._rows.append([*self.timers.take(is_late=True).values(), waited])
@@ -373,7 +373,7 @@ class RankTimes:
 
 @contextmanager
 def timed(timers: PhaseTimers | None, phase: str) -> Iterator[None]:
-    """Times the block as `phase`; does nothing without timers."""
+    """Times the block as `phase`; does nothing if timers are off."""
     if timers is None:
         yield
         return

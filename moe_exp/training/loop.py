@@ -100,7 +100,7 @@ def checked_config(flags: Mapping[str, Any]) -> Config:
 
 
 def run(config: Config, stop: faults.StopSignal) -> int:
-    """Builds the job, resumes or starts training, and records the end; returns this process's exit code."""
+    """Builds the job, resumes or starts training, and records how it ends; returns the exit code."""
     heartbeat.start()
     job, progress = build(config, runtime.start(config))
     # If rank 0 cannot open the metrics, every rank exits; otherwise the others would hang in a collective.
@@ -123,7 +123,7 @@ def run(config: Config, stop: faults.StopSignal) -> int:
 
 
 def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
-    """Logs run folder, data, model and backends, and writes events for problems found during the start."""
+    """Logs the run folder, data, model and backends, and writes events for problems found at startup."""
     config = job.config
     embedded = "embedded corpus, the source code of Python (PSF-2.0) and PyTorch (BSD-3-Clause)"
     backends = backends_of(config, job.runtime.device.type, job.kernel_failures, job.graph_failure)
@@ -271,7 +271,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
 
 def is_due(config: Config, iteration: int) -> bool:
-    """Whether the host needs results right after this iteration, to log, save, validate, check or exit."""
+    """Whether the host needs this iteration's results at once, to log, save, validate, check or exit."""
     intervals = (
         config.log_interval, config.eval_interval, config.check_interval, config.save_interval,
         config.exit_interval,
@@ -318,7 +318,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records losses (nats per token) of weights and averaged weights; returns the former and duration."""
+    """Records losses (nats per token) of raw and averaged weights; returns the raw loss and the seconds."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()
@@ -336,7 +336,7 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
 
 
 def mean_valid_loss(job: Job) -> float:
-    """Mean loss over the first EVAL_ITERS global batches of validation data; NaN if no token is counted."""
+    """Mean loss over the first EVAL_ITERS global batches of validation data; NaN if all tokens are masked."""
     assert job.valid_stream is not None
     config, total = job.config, torch.zeros(2, dtype=torch.float64, device=job.runtime.device)
     for index in range(config.eval_iters):

@@ -1,5 +1,5 @@
-"""Reactions to a bad loss or computation: consecutive bad steps end the run; a spike is logged or rolled
-back; silent corruption is rolled back.
+"""Reacts to bad losses or computations: consecutive bad steps end the run; a spike is logged or rolled back;
+silent corruption is rolled back.
 
 Every rank calls the guard with the same numbers after every iteration, so ranks agree without a collective.
 """
@@ -164,7 +164,7 @@ class LossGuard:
 
     @heartbeat.during("checkpoint")
     def _save_apart(self, progress: Progress) -> str:
-        """Saves a checkpoint in bad_steps/, which no resume uses; returns text for the error line."""
+        """Saves a checkpoint in bad_steps/, from which no run resumes; returns text for the error line."""
         place = free_place(self._folder.bad_steps, progress.iteration)
         # A writer for this checkpoint alone: retention must not touch the run's own checkpoints.
         config = self._config.model_copy(update={"keep_last": 0, "async_save": False})
@@ -227,7 +227,7 @@ class LossGuard:
         raise GuardEnd(f"{line}; the same command resumes from that iteration", code)
 
     def _stream(self, iterations: Sequence[Step]) -> tuple[Range, ...]:
-        """Samples of the iterations, as ranges of sample numbers in the stream."""
+        """The samples of these iterations, as ranges of sample numbers in the stream."""
         ends = [(done.first_sample, done.first_sample + done.batch_size) for done in iterations]
         return merged(pair for first, end in ends for pair in stream_ranges(first, end, self._skipped))
 
@@ -280,7 +280,7 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """`samples` minus the samples that rollbacks skip after a resume from `source`. Called by every rank.
+    """`samples` without the samples that rollbacks skip when resuming from `source`. Called by every rank.
 
     `sample_order` is `SampleOrder.facts` of this start. ConfigError if the rollbacks cannot be read.
     """
@@ -306,12 +306,12 @@ def go_back(
     Args:
         progress: current progress.
         iteration: first iteration to undo.
-        samples: ranges of sample numbers in the stream to skip; None: skip nothing.
+        samples: samples to skip, as ranges of sample numbers in the stream; None: skip nothing.
 
     Returns:
         Fields of an event, the same on every rank: `back_to` (iteration of the checkpoint that the next start
-        resumes from) and `set_aside` (newer checkpoints, which are moved to RUN/set_aside). If the rollback
-        failed, the reason: no usable earlier checkpoint, or a full disk.
+        resumes from) and `set_aside` (newer checkpoints, which are moved to RUN/set_aside). Why the rollback
+        failed, if it did: no usable earlier checkpoint, or a full disk.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint, newest=iteration - 1)

@@ -32,7 +32,7 @@ _NOT_A_CURVE = (
 
 
 class Metrics:
-    """Writes a run's records on rank 0; must be closed. ConfigError if wandb cannot start."""
+    """Writes a run's records on rank 0; the caller must close it. ConfigError if wandb cannot start."""
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config
@@ -136,8 +136,8 @@ class Metrics:
 
 @dataclass
 class TrainingTime:
-    """Wall time of training: iterations times their mean time, summed over train records. Iterations repeated
-    after a crash count once, at the speed of the repetition.
+    """Wall time of training: number of iterations times mean iteration time, summed over train records.
+    Iterations repeated after a crash count once, at the speed of the repetition.
     """
 
     iteration: int  # of the last record
@@ -160,7 +160,7 @@ class TrainingTime:
         return time
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Adds the time of the iterations up to a train record."""
+        """Adds the time of the iterations that a train record covers."""
         self.per_iteration = (record.get("elapsed_time_per_iteration_ms") or 0.0) / 1e3
         self.seconds += (record["iteration"] - self.iteration) * self.per_iteration
         self.iteration = record["iteration"]
@@ -173,7 +173,7 @@ class TrainingTime:
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers of a train or valid record under their names in TensorBoard and wandb, e.g. `train/lm_loss`."""
+    """Values of a train or valid record, by their names in TensorBoard and wandb, e.g. `train/lm_loss`."""
     values = {}
     for key, value in record.items():
         if key not in _NOT_A_CURVE and value is not None:

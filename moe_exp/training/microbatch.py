@@ -34,14 +34,14 @@ def read_microbatch(
     config: Config, runtime: Runtime, stream: Samples, first_sample: int, index: int, *,
     eod_id: int | None = None, forward_only: bool = False, dp_rank: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Micro-batch `index` of a data-parallel rank, by default this one, in the iteration that starts at
-    `first_sample`.
+    """Reads micro-batch `index` of the iteration that starts at `first_sample`, for data-parallel rank
+    `dp_rank` (default: this rank).
 
     Returns:
-        This context parallel rank's part [B, S/C] of the tensors of `split_batch` and of `padding_mask` (True
-        for filler); `num_counted`, the micro-batch's number of counted tokens; `documents`. In training
-        with MTP_NUM_LAYERS=K also the tensors of `future_batch`; `num_future` [K], like `num_counted`; and
-        `future_weight`, MTP_LOSS_COEFF / K, as a tensor, since a CUDA graph would freeze a number.
+        This context parallel rank's slice [B, S/C] of the `split_batch` tensors and of `padding_mask` (True
+        for filler); `num_counted`, the micro-batch's number of counted tokens; `documents`. In training with
+        MTP_NUM_LAYERS=K, also the tensors of `future_batch`; `num_future` [K], the counted tokens per layer;
+        and `future_weight`, MTP_LOSS_COEFF / K, as a tensor, since a CUDA graph would freeze a number.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
@@ -78,7 +78,7 @@ def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule; with `graphs`, each micro-batch of training replays its CUDA graph. Returns
+    """Runs Megatron's schedule; with `graphs`, each training micro-batch replays its CUDA graph. Returns
     the `lm_loss` of each micro-batch for logging ([2 * (1+K)] with K=MTP_NUM_LAYERS in training); [] on all
     pipeline stages but the last.
     """
@@ -165,7 +165,7 @@ def build_graphs(model: Sequence[Any], graph: Callable[[], CudaGraph]) -> Microb
 def graphs_step(
     graphs: MicrobatchGraphs, num_microbatches: int, data_iterator: Any, model: Any
 ) -> tuple[Tensor, Any]:
-    """Forward step of Megatron's schedule that also runs the backward pass: its loss has no gradient."""
+    """Forward step for Megatron's schedule that also runs the backward pass, so its loss has no gradient."""
     logged = graphs.run(next(data_iterator), num_microbatches)
     return logged, lambda logged: (torch.zeros_like(logged[0]), {"lm_loss": logged})
 
@@ -195,7 +195,7 @@ def lm_loss(
 
     Returns:
         The share times `weight`, with gradient; and `lm_loss` for the log, [2]: the cross entropy summed over
-        this rank's counted tokens, and the number of these tokens.
+        this rank's counted tokens, and how many there are.
     """
     total = (losses.float() * loss_mask).sum()
     # An infinite loss may have finite gradients, and the other ranks see only the gradient norm. This makes
@@ -210,7 +210,7 @@ def loss_with_future(batch: Mapping[str, Any], losses: Tensor) -> tuple[Tensor, 
     """`lm_loss` plus MTP_LOSS_COEFF times the mean loss of the K multi-token prediction layers.
 
     `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The log, [2 * (1+K)], has the
-    loss sum and token count of each.
+    loss sum and token count of the main model and each layer.
     """
     masks = batch["loss_mask"], *batch["future_mask"].unbind(dim=2)
     counts, weight = (batch["num_counted"], *batch["num_future"]), batch.get("weight", 1.0)

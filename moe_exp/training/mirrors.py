@@ -1,4 +1,4 @@
-"""Mirrors, which copy the records of metrics.jsonl to TensorBoard, wandb and a file for Prometheus."""
+"""Mirrors that copy the records of metrics.jsonl to TensorBoard, wandb and a Prometheus file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Axes = Mapping[str, float]
 
 
 def axes_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Position of a train or valid record on AXES; omits axes for which the record has no value."""
+    """Coordinates of a train or valid record on AXES; axes without a value in the record are omitted."""
     found = {axis: record.get(key) for axis, key in AXES.items()}
     return {axis: value for axis, value in found.items() if value is not None}
 
@@ -86,7 +86,7 @@ class _TensorBoard:
 
 
 def tensorboard_name(name: str) -> str:
-    """Name of a curve in TensorBoard. The prefix sorts `moe/` and `perf/` after `train/`."""
+    """Name of a curve in TensorBoard. The prefix makes `moe/` and `perf/` sort after `train/`."""
     return f"train_{name}" if name.startswith(("moe/", "perf/")) else name
 
 
@@ -159,7 +159,7 @@ class Prometheus:
             self._failed = True
 
     def close(self, failed: bool) -> None:
-        """Keeps the file: its timestamp shows when the run ended."""
+        """Does not delete the file: its timestamp shows when the run ended."""
 
 
 class _Wandb:

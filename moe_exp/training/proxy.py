@@ -61,9 +61,9 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
     """Coordinate check: sizes of a model's activations during its first steps on one micro-batch.
 
     Returns:
-        For each step from 0 and each model part, by name: mean absolute output and mean absolute change
-        of the output since step 0, averaged over layers. For router and output layer, whose initial weights
-        are smaller in a wider model, the change includes only the contribution of their own weight changes.
+        For each step from 0, by module name: mean absolute output and mean absolute change of the output
+        since step 0, averaged over layers. The router and output layer start with smaller weights in wider
+        models, so their change includes only the contribution of their own weight changes.
     """
     proxy = Proxy(config)
     # always the same micro-batch, so that only the weights change between two recordings
@@ -82,7 +82,7 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
 
 
 class _Recorder:
-    """Records the outputs of a model's parts with forward hooks."""
+    """Records the outputs of a model's modules with forward hooks."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -102,7 +102,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs [number of parts, ...] by name, and the contribution of weight changes to each, by name."""
+        """Outputs [number of modules, ...] by name, and the contributions of weight changes, by name."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

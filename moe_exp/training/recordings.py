@@ -1,18 +1,18 @@
 """Profiler traces, GPU memory snapshots and tensor dumps of chosen iterations and ranks. No cost when off.
 
     RUN/profile/trace_rank_R_iter_A-B.json.gz    PROFILE_ITERS, for https://ui.perfetto.dev or chrome://tracing:
-        operators with shapes, CPU memory, and on a GPU its kernels and memory
+        operators with shapes and CPU memory; on a GPU, also kernels and GPU memory
     RUN/profile/memory_rank_R_iter_A-B.pickle    MEMORY_SNAPSHOT, for https://pytorch.org/memory_viz: every
         allocation of the caching allocator with its Python stack
     RUN/dumps/iter_0000010/rank_00003.safetensors    DUMP_ITERS, after the optimizer step of iteration 10:
-        NAME                     this rank's part of a parameter; layers are numbered over all stages
+        NAME                     this rank's shard of a parameter; layers are numbered across stages
         gradient of NAME         as used by the optimizer: reduced over the replicas, clipped
         main weights of NAME     fp32, only with DTYPE=bf16 and fp16
         exp_avg of NAME, ...     moments, and with EMA_DECAY the average of the weights (ema), fp32
 
-With the distributed optimizer, tensors other than parameters cover only this rank's range of the parameter's
-elements in memory order, such as `exp_avg of NAME[128:256]`. These ranges differ between data parallel ranks,
-but match between two runs with the same layout.
+With the distributed optimizer, tensors other than NAME itself cover only the parameter elements that this
+rank owns, a range in memory order such as `exp_avg of NAME[128:256]`. These ranges differ between data
+parallel ranks, but match between two runs with the same layout.
 """
 
 import logging
@@ -59,7 +59,7 @@ class Recorder:
         self._profiler: profile | None = None
 
     def begin(self, iteration: int) -> None:
-        """Starts recordings before an iteration. A run resumed within a range records the rest of it."""
+        """Starts recordings before an iteration. A run resumed mid-range records the rest of the range."""
         for what, ranges in self._ranges.items():
             lasts = [min(last, self._last) for first, last in ranges if first <= iteration <= last]
             if what in self._begun or not lasts or iteration > lasts[0]:
@@ -175,7 +175,7 @@ class DumpedTensor:
 
 
 def compare_dumps(a: Path, b: Path) -> Comparison:
-    """Compares two dump files, or same-named files in two folders; ValueError if the two do not match."""
+    """Compares two dump files, or same-named files in two folders; ValueError if nothing is comparable."""
     if a.is_dir() != b.is_dir():
         kind = "folder" if a.is_dir() else "file"
         raise ValueError(f"A={a}: is a {kind}, but B={b} is not. Fix: give two files or two folders.")

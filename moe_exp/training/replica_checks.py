@@ -1,12 +1,12 @@
 """Checks that replicated weights are bitwise equal, that the optimizer's parameter groups are correct, and
-that gradients match those of another computation.
+that gradients match when they are computed again.
 
-These tensors must be equal on these ranks:
+The following tensors must be equal on the ranks listed next to them:
 
     data      all parameters except experts; router biases          data and context parallel ranks
     experts   expert parameters                                     expert data parallel ranks
-    tensor    part of `data` that tensor parallelism does not       also tensor parallel ranks
-              split: routers, norms, gates, latent projections
+    tensor    parameters in `data` that tensor parallelism does     also tensor parallel ranks
+              not split: routers, norms, gates, latent projections
     tied      shared embedding and output layer                     first and last pipeline stage
 
 Training itself never compares weights, because only gradients are reduced. After a bit flip, a wrong load on
@@ -65,9 +65,9 @@ _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Differences between replicas or computations, or wrong parameter groups; one line each.
+    """Replicas or computations differ, or parameter groups are wrong; one line per problem.
 
-    `hosts`: host of each rank that has computed or kept wrong values, as far as it is known.
+    `hosts`: host of each rank known to have computed or stored wrong values.
     """
 
     def __init__(self, text: str, hosts: Mapping[int, str]):
@@ -93,8 +93,8 @@ def check_replicas(
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[int, str]]:
-    """Problems, one line each, with the hosts of ranks whose copy is known to be wrong; the result is equal
-    on all ranks. Without problems, this takes a single collective.
+    """Problems, one line each, with the hosts of ranks whose copy is known to be wrong; all ranks get the
+    same result. If there are no problems, this takes a single collective.
     """
     # Sums detect a problem; only then do the ranks exchange fingerprints by name.
     mine = _held(config, runtime, trained)
@@ -239,7 +239,7 @@ def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str
 def group_problems(
     config: Config, model: list[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> list[str]:
-    """One line for each parameter with wrong weight decay or learning rate, or not in exactly one group."""
+    """One line per parameter with a wrong weight decay or learning rate, or not in exactly one group."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     in_checkpoints = names if are_alike(config) else parameter_names(model)
     problems = set()
@@ -293,7 +293,7 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str,
 
 
 class GradientCheck:
-    """Compares gradients with a repeated computation and with neighbors; raises ReplicaError on all ranks."""
+    """Compares gradients with recomputed and neighbors' gradients; raises ReplicaError on all ranks."""
 
     def __init__(self, config: Config, runtime: Runtime, trained: Trained, progress: Progress):
         self._config, self._runtime, self._trained, self._progress = config, runtime, trained, progress
@@ -347,7 +347,7 @@ class GradientCheck:
         return seconds
 
     def compared(self) -> AbstractContextManager[None]:
-        """Context for running the iteration; compares its gradients before they are summed over ranks."""
+        """Context manager for the iteration; compares its gradients before they are summed over ranks."""
         finalize = get_model_config(self._trained.model[0]).finalize_model_grads_func
 
         def compare_and_sum(*args: Any, **kwargs: Any) -> None:
@@ -430,7 +430,7 @@ _LEAST_BOUND, _MOST_BOUND = 1e-3, 0.1
 
 
 def _gaps(own: Tensor, other: Tensor) -> Tensor:
-    """Difference per parameter: relative between norms; 0 or 1 between sums of bits."""
+    """Difference per parameter: relative difference of norms; for bit sums, 1 if they differ, else 0."""
     if own.dtype == torch.int64:
         return (own != other).double()
     # small norms against the root mean square of all
@@ -442,10 +442,10 @@ def _gaps(own: Tensor, other: Tensor) -> Tensor:
 def suspects(
     replicas: Sequence[int], repeated: Sequence[float], by_neighbour: Sequence[float], *, bound: float
 ) -> tuple[list[int], str]:
-    """Ranks suspected of wrong results, and what their gradients differ from.
+    """Ranks suspected of wrong results, each with what its gradients differ from.
 
-    Arguments, by rank: its model replica, the difference of its gradient from that of a repeated computation,
-    and the difference from that of its neighbour in the preceding replica.
+    Each argument has one value per rank: its model replica; how much its gradient differs when computed
+    again; and how much it differs from that of its neighbor in the preceding replica.
     """
     if found := [rank for rank, gap in enumerate(repeated) if gap > bound]:
         return found, "that of the same computation, repeated"

@@ -1,4 +1,4 @@
-"""Samples of a run: their files and order, and a comparison with the data of the checkpoint."""
+"""Samples of a run: their files and order, compared with the data of the checkpoint."""
 
 import logging
 import os
@@ -62,7 +62,7 @@ def _blends(config: Config) -> tuple[str, str]:
 
 
 def describe_documents(config: Config) -> tuple[int | None, float]:
-    """End-of-document token of all files (None if no setting needs the token), and DOCUMENT_TOKENS."""
+    """The end-of-document token of all files (None if no setting needs it), and DOCUMENT_TOKENS."""
     if not (config.document_mask or config.eod_mask_loss):
         return None, config.document_tokens
     train_data, valid_data = _blends(config)
@@ -111,7 +111,7 @@ def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """Returns `samples.batch`. A token outside the vocabulary raises ValueError with sample and documents."""
+    """Returns `samples.batch`. ValueError with sample and documents if a token is not in the vocabulary."""
     # On a GPU the embedding would abort with a device-side assert that names neither.
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())

@@ -50,7 +50,7 @@ class CheckpointManager:
     def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
         """Saves a checkpoint; with ASYNC_SAVE only starts the save. Returns the seconds that training waited.
 
-        SaveError on every rank if the last checkpoint of the run (`is_last`) cannot be written.
+        Raises SaveError on every rank if the run's last checkpoint (`is_last`) cannot be written.
         """
         start = time.monotonic()
         self.finish()
@@ -117,8 +117,8 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """Newest checkpoint of the run or in REMOTE_DIR; if there is none, the newest in LOAD_DIR (ConfigError
-    if LOAD_DIR has none). None if there is no checkpoint and LOAD_DIR is not set.
+    """Newest checkpoint in the run folder or REMOTE_DIR; otherwise the newest in LOAD_DIR (ConfigError if
+    LOAD_DIR has none). None if there is no checkpoint and LOAD_DIR is not set.
     """
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run
@@ -155,7 +155,7 @@ def _from_store(fetch: Callable[[], T]) -> T:
 def resume(
     config: Config, runtime: Runtime, folder: RunFolder, source: Source | None, trained: Trained
 ) -> Progress:
-    """Loads `source`. If `source` is None, starts at iteration 0, with weights from UPCYCLE_FROM if set.
+    """Loads `source`. Without `source`, training starts at iteration 0, with weights of UPCYCLE_FROM if set.
     Raises RestoreError on every rank if loaded tensors differ from the saved ones.
     """
     if source is None:

@@ -1,4 +1,4 @@
-"""Detects spikes in the loss and gradient norm, without torch and without files.
+"""Detects spikes in the loss and gradient norm; uses neither torch nor files.
 
 The measure is a robust z-score of the loss and of the logarithm of the gradient norm:
 
@@ -9,15 +9,15 @@ The measure is a robust z-score of the loss and of the logarithm of the gradient
     z          (value - level) / spread
 
 Medians tolerate outliers in up to half of a window. The spread is measured on differences from the level, so
-that the fall of the loss early in training does not count as noise. The window of the level is short, so that
-the level follows batch ramp-up and learning rate. Only rises count. An iteration is not accepted
+that the early decrease of the loss does not count as noise. The level uses a short window, so that it
+follows changes of the batch size and learning rate. Only rises count. An iteration is not accepted
 during a spike, or if its loss has z >= LOSS_LASTING.
 
 A spike is in
-    the loss      if z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES consecutive ones:
-                  two hard batches in a row happen by chance
+    the loss      if z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES consecutive
+                  iterations, since two hard batches in a row happen by chance
     the gradient  if z >= NORM_LASTING, and the norm is NORM_FACTOR times the level, in NORM_TIMES consecutive
-                  iterations: clipping handles a single large gradient
+                  iterations, since clipping handles a single large gradient
 
 A spike starts with the unusual iterations (z >= LOSS_EARLY or NORM_EARLY) directly before the alarm, because
 the gradient often rises one or two iterations before the loss. It ends after CALM_ITERATIONS consecutive
@@ -76,7 +76,7 @@ class Baseline:
         return max(_MAD_TO_SIGMA * mad, self.floor, self.relative_floor * abs(self.level or 0.0))
 
     def z(self, value: float) -> float:
-        """Distance of `value` above the level in units of the spread; 0 with fewer than FEWEST departures."""
+        """How far `value` is above the level, in units of the spread; 0 with fewer than FEWEST departures."""
         level = self.level
         return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
 
@@ -124,7 +124,7 @@ class _Reading:
 
 
 class SpikeDetector:
-    """Detects starts and ends of spikes; begins empty or with the `state` of an earlier detector."""
+    """Detects where spikes start and end; starts empty or from the `state` of an earlier detector."""
 
     def __init__(self, state: Mapping[str, Any] | None = None):
         self._recent: deque[_Reading] = deque(maxlen=LEVEL_WINDOW)
@@ -147,7 +147,7 @@ class SpikeDetector:
         return {**windows, "spike_since": self._since}
 
     def add(self, iteration: int, loss: float, grad_norm: float | None) -> Spike | SpikeEnd | None:
-        """Checks the finite loss (nats per token) and unclipped norm of the next iteration."""
+        """Checks the next iteration's loss (finite, nats per token) and unclipped gradient norm."""
         log_norm = math.log(grad_norm) if grad_norm else None
         norm_z = 0.0 if log_norm is None else self._norm.z(log_norm)
         reading = _Reading(iteration, loss, log_norm, self._loss.z(loss), norm_z)

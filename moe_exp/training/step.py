@@ -84,7 +84,7 @@ def train_step(
 ) -> Step:  # fmt: skip
     """One iteration: forward and backward over all micro-batches, optimizer, schedule.
 
-    `last`: the previous iteration, which is settled before the optimizer uses the learning rate. `check`:
+    `last`: the previous iteration, settled before the optimizer reads the learning rate. `check`:
     compares the gradients of this iteration when due.
     """
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
@@ -135,7 +135,7 @@ def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None
 def complete(
     job: Job, progress: Progress, interval: Interval, step: Step, *, updated: bool, norm: float | None
 ) -> None:
-    """Advances the schedule and the weight average after a step, or counts it as skipped."""
+    """Advances the schedule and the weight average after a step, or counts a skipped step."""
     step.updated, step.grad_norm = updated, norm
     progress.skipped_iterations += not updated
     interval.num_skipped += not updated
@@ -145,7 +145,7 @@ def complete(
 
 
 def end_iteration(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
-    """Exchanges the reason to stop, pending writes and the mean loss by one all-reduce.
+    """Shares the stop reason, pending writes and mean loss among ranks, in one all-reduce.
 
     The returned function waits for the all-reduce; settle `step` before calling the returned function.
     """
@@ -171,7 +171,7 @@ def forward_backward(
     job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
     interval: Interval | None = None, dp_rank: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Reads the micro-batches (of `dp_rank`; None: of this rank) and returns the losses of `run_schedule`."""
+    """Reads the micro-batches of `dp_rank` (None: this rank) and returns the losses from `run_schedule`."""
     config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
     timers, own_timers = (interval.timers, interval.own_timers) if interval else (None, None)
     heartbeat.enter("data")

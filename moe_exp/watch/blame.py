@@ -111,7 +111,7 @@ _WORDS = re.compile(
 
 
 def origin_of_file(path: Path) -> Origin:
-    """Origin by a file's name: SLURM's `%N` (`123_4.node17.out`), `rank3`, or torchrun's rank folders."""
+    """Origin given by a file name: SLURM's `%N` (`123_4.node17.out`), `rank3`, or torchrun's rank folders."""
     rank = re.search(r"rank[-_]?(\d+)", path.name)
     if not rank and path.stem in ("stdout", "stderr") and path.parent.name.isdigit():
         return Origin(rank=path.parent.name)
@@ -130,7 +130,7 @@ _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 @dataclass(frozen=True)
 class Blame:
-    """Equal faults on one host, rank and device. `where` has the first time; `last`: latest time or ''."""
+    """Equal faults on one host, rank and device. `where` has the first time, `last` the latest time or ''."""
 
     fault: Fault
     where: Origin
@@ -140,8 +140,8 @@ class Blame:
 
 
 def log_files(paths: Iterable[Path]) -> list[Path]:
-    """Replaces folders, such as run folders, by the log files in them. Raises ValueError if a path does not
-    exist, or if a folder has no logs or far more files than a run folder.
+    """Replaces each folder, such as a run folder, with the log files in it. Raises ValueError if a path does
+    not exist, or if a folder has no logs or far more files than a run folder.
     """
     found: list[Path] = []
     for path in paths:
@@ -195,7 +195,7 @@ def blame(files: Iterable[Path]) -> list[Blame]:
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
-    """Yields a log's recognized lines; lines without a time (tracebacks) get the last time before them."""
+    """Yields a log's recognized lines; lines without a time (tracebacks) get the last time seen."""
     time = ""
     for line in lines:
         fault, here = recognised(line), origin(line)
@@ -205,7 +205,7 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """Groups equal faults by place. `logs`: per file, the origin in its name, and its recognized lines."""
+    """Groups equal faults by place. `logs`: for each file, the origin from its name and recognized lines."""
     hosts = defaultdict[str, set[str]](set)
     for _, where, _ in (one for _, seen in logs for one in seen):
         if where.host and where.rank:
@@ -248,7 +248,7 @@ def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
 
 
 def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:
-    """Maps hosts with hardware, driver or link faults to the first reason."""
+    """Maps each host with a hardware, driver or link fault to its first fault."""
     hosts: dict[str, str] = {}
     for one in found:
         if one.fault.excludes and one.where.host:

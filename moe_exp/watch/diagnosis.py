@@ -1,6 +1,6 @@
-"""Decides from the logs of a failed job whether it should restart. No torch.
+"""Decides from a failed job's logs whether the job should restart. No torch.
 
-Used by the agent after each failed round (errors of all ranks), and by `moe-exp watch diagnose` (logs).
+Used by the agent on all ranks' errors after each failed round, and by `moe-exp watch diagnose` on logs.
 """
 
 import re
@@ -79,7 +79,7 @@ class Diagnosis:
 
 
 def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
-    """Decides by the faults of all logs, as `blame.gathered` returns them."""
+    """Decides from the faults in all logs, as returned by `blame.gathered`."""
     found = found or [_UNKNOWN]
     kinds = {one: _kind(one, found, situation) for one in found}
     order = list(DECISIONS)
@@ -98,7 +98,7 @@ def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
 
 
 def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
-    """Key of DECISIONS: the fault's cause, or `node` if it points to a single host."""
+    """Key of DECISIONS: the fault's cause, or `node` if the fault points to a single host."""
     fault, is_new = one.fault, situation.is_new
     hosts = {other.where.host for other in found}
     affected = {other.where.host for other in found if other.fault == fault}
@@ -114,7 +114,7 @@ def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
 def diagnose_logs(
     files: Iterable[Path], *, iterations: int | None = None, trained_before: bool = False, repeats: int = 0
 ) -> Diagnosis:
-    """Decides from log files; for other arguments see Situation (`iterations=None`: read from the logs)."""
+    """Decides from log files; other arguments: see Situation (`iterations=None`: read from the logs)."""
     logs, seen = [], [0]
     for path in files:
         faults: list[Seen] = []
@@ -139,7 +139,7 @@ def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str,
 
 
 def situation_of(records: Sequence[Record], failures: Sequence[Mapping[str, Any]] = ()) -> Situation:
-    """Situation of the start that `failures` ended, read from the records of a run."""
+    """Situation of the start that ended with `failures`, read from the run's records."""
     marks = [(index, one.get("event")) for index, one in enumerate(records) if one.get("event") in _MARKS]
     start, mark = marks[-1] if marks else (0, "start")
     # without the event of a start, the failed one did not get as far as training
@@ -157,7 +157,7 @@ def situation_of(records: Sequence[Record], failures: Sequence[Mapping[str, Any]
 
 
 def situation_of_run(records: Sequence[Record]) -> Situation:
-    """Situation of a run's last failure, read from its records."""
+    """Situation at a run's last failure, read from the run's records."""
     failed = [number for number, one in enumerate(records) if one.get("event") == "rank_failed"]
     end = failed[-1] + 1 if failed else len(records)
     begin = next((at for at in reversed(range(end)) if records[at].get("event") != "rank_failed"), -1) + 1

@@ -28,14 +28,14 @@ _LONGEST_SHOWN = 100  # characters
 
 
 def exclude_list(run_dir: str) -> Path:
-    """Path of a job's list: the one passed by its launcher, else the user's, else the one in RUN_DIR."""
+    """Path of a job's list: as passed by its launcher, else the user's list, else the list in RUN_DIR."""
     given = os.environ.get(EXCLUDE_FILE) or os.environ.get("EXCLUDE_FILE")
     return expanded(given or Path(run_dir) / EXCLUDE_NODES).absolute()
 
 
 def read_excluded(path: Path) -> dict[str, str]:
-    """Maps host names in file order to date and reason; the first line of a host counts. Empty if there is no
-    file. Raises ValueError on an invalid line.
+    """Maps host names, in file order, to date and reason; if a host has several lines, the first one counts.
+    Empty if there is no file. Raises ValueError on an invalid line.
     """
     reasons: dict[str, str] = {}
     for number, line in enumerate(_text(path).splitlines(), start=1):
@@ -89,7 +89,7 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
 
 
 def slurm_option(hosts: Collection[str]) -> str:
-    """The option `--exclude=a,b` for sbatch and srun, from names of `read_excluded`; empty without hosts."""
+    """The sbatch/srun option `--exclude=a,b` for names from `read_excluded`; empty if there are no hosts."""
     return f"--exclude={','.join(hosts)}" if hosts else ""
 
 

@@ -1,7 +1,7 @@
-"""Messages of driver, CUDA, NCCL, network cards, kernel, SLURM, file systems and Python, and their causes.
+"""Error messages of drivers, CUDA, NCCL, NICs, the kernel, SLURM, file systems and Python, with their causes.
 
 Xid numbers are from NVIDIA's catalog (docs.nvidia.com/deploy/xid-errors, for Ampere and newer, read in 2026).
-An Xid alone proves nothing: a broken GPU can cause any Xid, and so can a program that writes to invalid
+An Xid alone proves nothing: any Xid can come from a broken GPU, or from a program that writes to invalid
 addresses.
 """
 

@@ -28,7 +28,7 @@ _FEW_FAILURES, _FEW_HOURS = 2, 10.0  # minimum for an estimate of the time betwe
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a run; None if not known yet."""
+    """Measurements of a run; each is None until it is known."""
 
     iteration_seconds: float | None = None  # median of the latest train records
     save_seconds: float | None = None  # median over the saves
@@ -94,8 +94,8 @@ def save_advice(
     """Computes the optimal SAVE_INTERVAL; None before the run has measured an iteration and a save.
 
     Args:
-        save_interval: current SAVE_INTERVAL in iterations; 0: a save only at the end.
-        mtbf_hours: mean time between failures of one of `num_nodes` nodes; None: measured for the job.
+        save_interval: current SAVE_INTERVAL in iterations; 0: save only at the end.
+        mtbf_hours: mean time between failures of one node (of `num_nodes`); None: measured for the job.
         restart_seconds: replaces the measured value.
     """
     if not found.iteration_seconds or not found.save_seconds:
@@ -156,7 +156,7 @@ def storage_of(path: Path) -> Storage:
 
 
 def rows_of(storage: Storage, advice: Advice | None, free_bytes: int) -> dict[str, Any]:
-    """Maps the names of the rows to print to their values, in order."""
+    """The rows to print, in order: a dict from row name to value."""
     config, use, found = storage.config, storage.use, storage.measured
     kept = "KEEP_LAST=0 keeps all"
     if config.keep_last:

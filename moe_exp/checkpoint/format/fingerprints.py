@@ -6,11 +6,11 @@ A tensor's fingerprint is a sum over all its values, modulo 2^64,
 
 where bits() interprets a value's bits as an integer, and each w is an odd number derived from an axis and a
 position on it (SplitMix64; Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators). The
-sum is a multilinear hash (Lemire and Kaser 2014, Strongly universal string hashing is fast). The weight of a
-value is a product over the axes:
+sum is a multilinear hash (Lemire and Kaser 2014, Strongly universal string hashing is fast). A value's weight
+is the product of one w per axis, so:
 
 - The sum can be computed in any order and split in any way: the shards of every parallel layout add up to the
-  same number, and combining the ranks' shares takes only additions.
+  same number, and the ranks' partial sums only have to be added.
 - Changing one value always changes the sum, because odd weights are invertible modulo 2^64. Swapped values,
   permuted rows and exchanged shards go unnoticed with a probability of about 2^-40 (not 2^-64, because the
   low bits of round values are zero).
@@ -44,7 +44,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Fingerprint of a tensor, or one rank's share of its sum."""
+    """Fingerprint of a tensor, or one rank's partial sum of it."""
 
     dtype: str  # such as `float32`
     num_values: int  # number of values in the sum
@@ -61,7 +61,7 @@ TensorPiece = tuple[str, Tensor, Sequence[int]]
 
 @torch.no_grad()
 def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Fingerprint sum of `values`, the box at `offsets` of a tensor; an int64 scalar, modulo 2^64."""
+    """Fingerprint sum (an int64 scalar, modulo 2^64) of `values`, the box at `offsets` of a tensor."""
     values = values.detach().view(_BITS.get(values.element_size(), torch.uint8))
     while values.dim() < 2:
         values, offsets = values[None], (0, *offsets)
@@ -95,7 +95,7 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
 
 
 def axis_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
-    """Odd weights for the `size` positions on `axis` that begin at `start`; axis 1 is the last axis."""
+    """Odd weights for positions `start` to `start + size - 1` on `axis`; axis 1 is the last axis."""
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     # SplitMix64 with its constants as signed numbers, as PyTorch has no arithmetic for unsigned ones
     z = (z + (axis << 40)) * (0x9E3779B97F4A7C15 - 2**64)
@@ -109,7 +109,7 @@ _kept_weights = lru_cache(128)(axis_weights)
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Moves the stacked layer axis's offset into the name as layer number; also returns the other offsets."""
+    """Moves the offset on the stacked layer axis into the name; also returns the other offsets."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)
@@ -150,7 +150,7 @@ def write(folder: Path, fingerprints: Mapping[str, Fingerprint]) -> None:
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """Reads a checkpoint's fingerprints; None if missing or of another version. ValueError if damaged."""
+    """Reads a checkpoint's fingerprints; None if missing or in another format. ValueError if damaged."""
     path = folder / FILE
     try:
         content = read_json(path)
@@ -168,7 +168,7 @@ def read(folder: Path) -> Fingerprints | None:
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
     """Fingerprints that remain valid for a rewritten checkpoint. `weights_only` drops optimizer fingerprints.
-    With `dtype` (such as `float32`), weights of other dtypes get the fingerprints of their main weights.
+    If `dtype` (such as `float32`) is set, weights of other dtypes get the fingerprints of their main weights.
     """
     found: Fingerprints = {}
     for name, one in fingerprints.items():

@@ -35,12 +35,12 @@ FORMAT_VERSION = 1
 
 
 def iteration_folder(checkpoints: Path, iteration: int) -> Path:
-    """Folder of one checkpoint, with Megatron's name."""
+    """Folder of one checkpoint, named as in Megatron."""
     return checkpoints / f"iter_{iteration:07d}"
 
 
 def iteration_of(folder: Path) -> int:
-    """Iteration in a checkpoint folder's name; 0 if the name is not `iter_` and a number."""
+    """Iteration in a checkpoint folder's name; 0 if the name is not `iter_` followed by a number."""
     number = folder.name.removeprefix("iter_")
     return int(number) if number.isdecimal() else 0
 
@@ -74,8 +74,8 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 
 def usable(path: Path) -> list[Path]:
     """Folders of the checkpoints, intact or damaged, that a run may resume from, newest first. `path` is a
-    checkpoints, run or iter_ folder. Skips checkpoints newer than the iteration in the `LATEST` file: users
-    write an older iteration into this file to go back. Raises ValueError if the file contains no number.
+    checkpoints, run or iter_ folder. Skips checkpoints newer than the iteration in the `LATEST` file: to go
+    back, users write an older iteration into it. Raises ValueError if the file contains no number.
     """
     for checkpoints in (path, path / "checkpoints"):
         newest, found = latest_iteration(checkpoints), iterations(checkpoints)
@@ -127,7 +127,7 @@ def existing(folder: Path) -> Path:
 
 
 class NewerFormatError(ValueError):
-    """A newer moe_exp wrote this intact checkpoint, so a run must not fall back to an older checkpoint."""
+    """This checkpoint is intact but written by a newer moe_exp: a run must not fall back to an older one."""
 
 
 @dataclass(frozen=True)
@@ -331,15 +331,15 @@ def check_target(target: Path) -> None:
 
 
 def checkpoints_folder(path: Path) -> Path | None:
-    """Checkpoints folder: `path` itself, or the checkpoints folder in the run folder `path`; else None."""
+    """Checkpoints folder: `path` itself, or the one in the run folder `path`; None if there is neither."""
     both = (path, path / "checkpoints")
     return next((one for one in both if (one / LATEST).exists() or iterations(one)), None)
 
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
-    """Checkpoints that no rule of `which_to_remove` keeps, with their sizes (bytes); `path` is a checkpoints
-    or run folder. Always keeps the latest checkpoint, from which `last` counts back. ValueError if the folder
-    has no checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a validation loss.
+    """Maps each checkpoint that no rule of `which_to_remove` keeps to its size (bytes); `path` is a
+    checkpoints or run folder. Always keeps the latest checkpoint; `last` counts back from it. ValueError if
+    the folder has no checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a validation loss.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:

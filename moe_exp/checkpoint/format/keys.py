@@ -1,9 +1,9 @@
-"""The keys of a Megatron checkpoint (`torch_dist`), and a model's weights under a given checkpoint's keys.
+"""Keys of Megatron checkpoints (`torch_dist`): maps a model's weights to the keys of a given checkpoint.
 
-Megatron has several styles of keys for one model. This package reads all styles:
+Megatron has several key styles for the same model. This package reads all of them:
 
-- Layers: `decoder.layers.X` with a prepended layer axis if all layers are alike. `decoder.layers.<layer>.X`
-  if there are dense and MoE layers, and always with `singleton_local_shards` (set by Megatron-LM's script).
+- Layers: if all layers are alike, `decoder.layers.X` with a prepended layer axis. If there are dense and MoE
+  layers, or with `singleton_local_shards` (set by Megatron-LM's script), `decoder.layers.<layer>.X`.
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
   `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Dense MLPs use the second key in all specs.
@@ -39,8 +39,8 @@ _OPTIONAL = (_ROUTER_BIAS, *LOSS_STATE)
 def model_state(
     model: GPTModel, metadata: Mapping[str, Any], reader: CheckpointReader | None = None
 ) -> dict[str, Any]:
-    """Sharded state of an unwrapped model, with Megatron's keys or, to read a checkpoint, with the keys
-    of `reader`. `metadata` must contain `dp_cp_group`.
+    """Sharded state of an unwrapped model, under Megatron's keys or, when reading a checkpoint, the keys of
+    `reader`. `metadata` must contain `dp_cp_group`.
     """
     if reader is None:
         return model.sharded_state_dict(metadata=dict(metadata))
@@ -70,8 +70,8 @@ def model_state(
 def check_tensors(
     state: Mapping[str, Any], reader: CheckpointReader, *, unused: tuple[str, ...] = ()
 ) -> None:
-    """Checks that a checkpoint has exactly the tensors of all ranks' states, with the same shapes, except
-    for tensors whose keys start with one of `unused`. All ranks must call this function. Raises ValueError
+    """Checks that a checkpoint's tensors and their shapes match the states of all ranks exactly, except for
+    tensors whose keys start with one of `unused`. All ranks must call this function. Raises ValueError
     on every rank, with the first keys that differ.
     """
     shards = sharded_tensors(state)
@@ -94,7 +94,7 @@ def check_tensors(
 
 
 def differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
-    """Whether the shapes [V, D] of two embeddings are equal except for padding of the vocabulary."""
+    """Whether the shapes [V, D] of two embeddings differ only in vocabulary padding."""
     # Megatron-LM pads V to a multiple of 128 * TP (TP at most 64), this package to a multiple of 128.
     return shape[1:] == in_model[1:] and -128 < shape[0] - in_model[0] < 128 * 64
 

@@ -1,13 +1,13 @@
-"""A checkpoint's tensors by layer and expert, regardless of the style of Megatron's keys (see keys.py).
+"""Accesses a checkpoint's tensors by layer and expert, whatever Megatron key style it uses (see keys.py).
 
 A logical tensor has the same name in every style: `decoder.layers.3.self_attention.linear_qkv.weight`,
 `decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W, and
 `decoder.layers.3.pre_mlp_layernorm.weight` for the norm before every MLP, dense or MoE. Tensors outside
-layers keep their keys. A logical tensor is a box of one stored tensor, or two boxes joined (the gate and the
-up projection), and can be read without any other tensor.
+layers keep their keys. A logical tensor is a box of one stored tensor, or two joined boxes (gate and up
+projection). It can be read without reading other tensors.
 
 The optimizer states `param` (fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema` (moving average of the
-weights) have the names of their weights.
+weights) have the same names as their weights.
 """
 
 import itertools
@@ -96,7 +96,7 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """Splits an optimizer key into prefix, state (`param`: main weights) and parameter; else None."""
+    """Splits an optimizer key into prefix, state (`param`: main weights), parameter; None for other keys."""
     if (match := _STATE.fullmatch(key)) is None:
         return None
     return match[1] + match[2] + ".", "param" if match[2] == "fp32_param" else match[2], match[3]
@@ -112,7 +112,7 @@ def weight_keys(keys: Iterable[str]) -> list[str]:
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Whether each layer has its own keys, and whether each expert or half of a gated projection does."""
+    """Whether each layer has its own keys, and whether each expert or each half of a gated projection has."""
     keys = list(weights)
     return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
@@ -123,8 +123,8 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """Returns the logical tensors of an optimizer state, or of the weights if `state` is None, by name. They
-    are ordered so that a reader with `keep_bytes=KEEP_BYTES` reads most chunks only once.
+    """Returns the logical tensors of an optimizer state, or of the weights if `state` is None, by name. The
+    order lets a reader with `keep_bytes=KEEP_BYTES` read most chunks only once.
     """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
@@ -156,7 +156,7 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Logical name of tensor `place` (leading indices) of a key, and its half: `w` (gate), `v` (up) or ''."""
+    """Logical name of the tensor at `place` (leading indices) of a key; half: `w` (gate), `v` (up) or ''."""
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
         key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"

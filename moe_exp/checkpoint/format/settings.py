@@ -55,14 +55,14 @@ def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, A
 
 
 def saved_start(common: Mapping[str, Any]) -> Start:
-    """Iteration and consumed samples from the result of `read_common`, which must contain progress."""
+    """Iteration and consumed samples in the result of `read_common`, which must contain `progress`."""
     progress = common["progress"]
     consumed = progress["consumed_samples"]
     return Start(progress["iteration"], consumed, consumed - common["scheduler"]["num_steps"])
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """Settings in an iter_ folder, with one-rank layout and `changes`; ValueError if missing or damaged."""
+    """Settings in an iter_ folder, for one rank and with `changes`; ValueError if missing or damaged."""
     name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):

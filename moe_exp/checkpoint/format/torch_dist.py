@@ -1,12 +1,12 @@
-"""Reads the files of a `torch_dist` checkpoint piece by piece, in one process and without process groups.
+"""Reads the files of a `torch_dist` checkpoint chunk by chunk, in one process and without process groups.
 
 torch.distributed.checkpoint defines the format. A tensor has a key, a shape and a dtype, and is divided into
-chunks, which are boxes that do not overlap. A chunk is the output of `torch.save` at an offset in a `.distcp`
+chunks (non-overlapping boxes). A chunk is the output of `torch.save` at an offset in a `.distcp`
 file. The pickle `.metadata` stores shapes and offsets. Objects are one-item lists, also written
 by `torch.save`, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds metadata.json (the name of the
 format) and common.pt (unsharded state); since 0.19, the object `common_state` replaces common.pt.
 
-No code from files is executed: `.metadata` may name only the format's classes, and other files only tensors
+No code from files is executed: `.metadata` may use only the format's classes, and other files only tensors
 and plain values. Reading a chunk checks its CRC-32, which `torch.save` stores and `torch.load` ignores.
 """
 
@@ -154,7 +154,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class Inert:
-    """Code-free copy of an object: only its attributes, or the arguments of its constructor."""
+    """Copy of an object without its code: only its attributes, or its constructor arguments."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -245,8 +245,8 @@ class StoredTensor:
 
 class CheckpointReader:
     """Reads an iter_ folder; values are read on request. With `keep_bytes` > 0, the last chunk and up to
-    `keep_bytes` of recent chunks stay in memory, for callers that read a chunk slice by slice. Without
-    `checksums`, reads are faster and ignore CRC-32s. Raises ValueError if the metadata is damaged.
+    `keep_bytes` of recent chunks stay in memory, for callers that read a chunk slice by slice. If `checksums`
+    is false, reads are faster but do not check CRC-32s. Raises ValueError if the metadata is damaged.
     """
 
     def __init__(self, folder: Path, *, keep_bytes: int = 0, checksums: bool = True):
@@ -348,7 +348,7 @@ class CheckpointReader:
 
 
 class _Window(io.RawIOBase):
-    """File object for a part of a file, so that PyTorch can read a chunk without copying its bytes."""
+    """File object for a byte range of a file, so that PyTorch can read a chunk without copying its bytes."""
 
     def __init__(self, file: IO[bytes], start: int, num_bytes: int):
         super().__init__()

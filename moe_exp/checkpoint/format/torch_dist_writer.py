@@ -61,8 +61,8 @@ class TorchDistWriter:
     """Writes a checkpoint in chunks: call `add_chunk` and `add_object` in any order, then `finish`.
     Starts a new file after `file_bytes`. A `with` block closes the open file if there is an error.
 
-    With `rank`, this is one of several writers: each writes one file to an existing folder and ends with
-    `next_file`; `write_metadata` then needs `written` from all ranks.
+    If `rank` is given, this is one of several writers: each writes one file to an existing folder and finally
+    calls `next_file`; `write_metadata` then needs `written` from all ranks.
     """
 
     def __init__(self, folder: Path, *, rank: int | None = None, file_bytes: int = 4 << 30):
@@ -117,7 +117,7 @@ class TorchDistWriter:
         self.written.entries[COMMON] = file.entry()
 
     def finish(self, common: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Writes `common` and the metadata; has the result and errors of `write_metadata`."""
+        """Writes `common` and the metadata; returns and raises the same as `write_metadata`."""
         self.next_file()
         self.add_common(common)
         return write_metadata(self.folder, [self.written])

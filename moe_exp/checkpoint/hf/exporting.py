@@ -61,7 +61,7 @@ def to_hf(
         tokenizer: tokenizer folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
         like: Hugging Face folder that provides generation_config.json, token ids, max_position_embeddings
             and, if several classes are equivalent, the class;
-            None: the folder from which the checkpoint, or the LOAD_DIR of its run, was converted.
+            None: the folder that the checkpoint, or its run's LOAD_DIR, was converted from.
 
     Raises:
         ValueError: if the checkpoint has no settings, no architecture is equivalent to the model, tensors are
@@ -370,8 +370,8 @@ TRAITS: Mapping[str, Trait] = {
 
 
 def choose_architecture(config: Config, preferred: Collection[str] = ()) -> Architecture:
-    """Architecture equivalent to a model, one of the names in `preferred` if possible. If none exists,
-    UnsupportedModel names the responsible settings.
+    """Architecture that is equivalent to the model, preferably one named in `preferred`. If there is none,
+    UnsupportedModel names the settings that prevent it.
     """
     against: dict[str, list[str]] = {}  # settings that each architecture cannot express
     for architecture in sorted(ARCHITECTURES.values(), key=lambda one: one.name not in preferred):

@@ -56,7 +56,7 @@ _SIZES = (
 def common(
     *, theta: float = 10000.0, fraction: float | None = None, rotary: FieldRule | None = None
 ) -> tuple[FieldRule, ...]:
-    """Rules for fields that all classes share. `rotary`: special rule for the rotary embedding, if any."""
+    """Rules for fields that all classes share. `rotary` replaces the usual rule for the rotary embedding."""
     epsilon, tied = same("rms_norm_eps", "norm_epsilon"), same("tie_word_embeddings", "tie_embeddings")
     return (*_SIZES, rotary or rope(theta, fraction=fraction), epsilon, tied)
 
@@ -84,7 +84,7 @@ DEFAULTS = _DEFAULTS_OF_ERNIE | NO_DROPOUT
 
 
 def sized(length: int, groups: int | None = None, epsilon: float = 1e-6, **others: Any) -> dict[str, Any]:
-    """Defaults of a class, given its maximum length, key/value heads (None: all heads) and norm epsilon."""
+    """Default fields of a class, given maximum length, key/value heads (None: all heads) and norm epsilon."""
     sizes = {"max_position_embeddings": length, "num_key_value_heads": groups, "rms_norm_eps": epsilon}
     return DEFAULTS | sizes | others
 

@@ -33,7 +33,7 @@ def refuse(name: str, value: object, rule: str, fix: str = "convert another mode
 
 @dataclass(frozen=True)
 class FieldRule:
-    """Fields of a config.json and the equivalent settings."""
+    """Converts fields of a config.json to settings and back."""
 
     names: tuple[str, ...]  # field names
     read: Callable[[Fields], Settings]  # fields -> settings; raises UnsupportedModel
@@ -49,7 +49,7 @@ def field_rule(
 
 
 def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
-    """Value of a field; if it is missing or null, `default`, or UnsupportedModel if there is no default."""
+    """Value of a field, or `default` if it is missing or null; UnsupportedModel if there is no default."""
     value = fields.get(name)
     if value is not None:
         return value
@@ -61,8 +61,8 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
 
 def same(names: str, setting: str) -> FieldRule:
     """Rule for a field that means the same as a setting. If there are several names
-    (`num_experts|num_local_experts`), the first is written. A setting such as `head_dim.kv_channels` means:
-    read into head_dim, write from kv_channels.
+    (`num_experts|num_local_experts`), the first is written. With a setting such as `head_dim.kv_channels`,
+    the field is read into head_dim and written from kv_channels.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")
@@ -78,7 +78,7 @@ def same(names: str, setting: str) -> FieldRule:
 
 
 def must_be(name: str, *allowed: Any, because: str) -> FieldRule:
-    """Rule for a field that must have one of the `allowed` values; `write` uses the first value."""
+    """Rule for a field that must have one of the `allowed` values; exports write the first one."""
 
     def read(fields: Fields) -> Settings:
         value = fields.get(name)
@@ -129,13 +129,14 @@ def windows(
     """Rule for sliding windows.
 
     Args:
-        has_window: whether a layer (index) has a window, if `sliding_window` is not null and `layer_types` is
-            missing. None: the class does not read `layer_types`; either all layers or none have a window.
+        has_window: tells whether the layer at an index has a window, if `sliding_window` is not null and
+            `layer_types` is missing. None: the class ignores `layer_types`, and all layers or none have a
+            window.
         names: further fields that `has_window` reads.
-        switched: `use_sliding_window=false` switches windows off.
-        rotated: if `sliding_window` is not null, only layers that have a window, or for which `also_rotated`
-            is true, have a rotary embedding.
-        unused: value of `sliding_window` in a model without windows, if it must not be null.
+        switched: whether `use_sliding_window=false` disables windows.
+        rotated: if `sliding_window` is not null, a layer has a rotary embedding only if it has a window or
+            `also_rotated` is true for it.
+        unused: value of `sliding_window` for a model without windows, if null is not allowed.
     """
 
     def read(fields: Fields) -> Settings:
@@ -256,8 +257,9 @@ def last_layer_is_moe(fields: Fields) -> Settings:
 
 
 def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> FieldRule:
-    """Rule for a list with the kind of each layer. Without the list, the first `num_dense(fields)` layers are
-    dense. None: only the first is; transformers ignores first_k_dense_replace, unlike other software.
+    """Rule for a field that lists the kind of each layer. Without it, the first `num_dense(fields)` layers
+    are dense. None: only the first layer is (transformers, unlike other software, ignores
+    first_k_dense_replace).
     """
 
     def read(fields: Fields) -> Settings:
@@ -319,8 +321,8 @@ def hunyuan_experts(fields: Fields) -> Settings:
 
 
 def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> FieldRule:
-    """Rule for group-limited top-k, if transformers ranks a group by its `best` experts. `methods`: values
-    of `topk_method` without and with groups.
+    """Rule for group-limited top-k in classes that rank a group by its `best` top experts. `methods`: values
+    of `topk_method` without groups and with groups.
     """
 
     def read(fields: Fields) -> Settings:
@@ -346,7 +348,7 @@ def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> Fiel
 
 
 def group_ranking(topk: int, groups: int, used: int, best: int = 0) -> int:
-    """Number of top experts per group whose scores rank the group; 0 if tokens may use all groups."""
+    """Number of top experts whose scores determine a group's rank; 0 if tokens may use all groups."""
     return 0 if groups <= 1 or groups == used else best or max(1, topk // used)
 
 

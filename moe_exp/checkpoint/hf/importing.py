@@ -1,4 +1,4 @@
-"""Converts Hugging Face folders to checkpoints, in one process that keeps only one tensor in memory."""
+"""Converts Hugging Face folders to checkpoints, in one process, with only one tensor in memory at a time."""
 
 import json
 import logging
@@ -101,11 +101,11 @@ def from_hf(
         dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
         drop_mtp: omit the layers for multi-token prediction (MTP_NUM_LAYERS=0).
         ignore_fields: fields of config.json to ignore even though they are unsupported.
-        origin: source of the folder, `hf://OWNER/NAME@COMMIT`; recorded for the export.
+        origin: where the folder was downloaded from, `hf://OWNER/NAME@COMMIT`; recorded for the export.
 
     Raises:
-        ValueError: if files, tensors or fields are missing, unused, misshapen or unsupported. An error leaves
-            no files.
+        ValueError: if files, tensors or fields are missing, unused or unsupported, or shapes are wrong. An
+            error leaves no files.
     """
     folders.check_target(target)
     folder = ModelFolder(source)
@@ -220,7 +220,7 @@ def settings_of(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Before names are generated, refuses layer and expert counts above the number of tensors or rows."""
+    """Refuses layer and expert counts above the number of tensors or rows, before generating tensor names."""
     rows = (weight.shape[0] for weight in folder.weights.values() if weight.shape)
     most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:
@@ -237,7 +237,7 @@ def _match(
 ) -> tuple[_Sources, int]:
     """Finds the tensors of each piece, and the total size (bytes); checks shapes, refuses unused tensors.
 
-    `predicting`: the layers for multi-token prediction, which the caller omits if MTP_NUM_LAYERS=0.
+    `predicting`: the multi-token prediction layers, which are skipped if MTP_NUM_LAYERS=0.
     """
     planned: _Sources = []
     needed: dict[str, tuple[int, ...]] = {}

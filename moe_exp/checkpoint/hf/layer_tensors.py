@@ -1,4 +1,4 @@
-"""Tables that map a layer's tensors in transformers to checkpoint tensors; used by the families."""
+"""Tables, used in families*.py, that map a layer's transformers tensors to checkpoint tensors."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Reads and writes Hugging Face folders: safetensors files (with only one tensor in memory at a time), and
-tokenizer, generation settings and model card.
+"""Reads and writes Hugging Face folders: safetensors files (with only one tensor in memory at a time),
+tokenizer, generation config and model card.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class StoredWeight:
 
 
 class ModelFolder:
-    """Config and weights of a folder; values are read on request. ValueError if incomplete or damaged. Reads
+    """Config and weights of a folder; tensors are read on request. ValueError if incomplete or damaged. Reads
     the same files as `from_pretrained` in transformers: model.safetensors, or else the files in the index.
     """
 
@@ -178,11 +178,11 @@ def is_mxfp4(fields: Mapping[str, Any]) -> bool:
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Decodes an expert's MXFP4 weight to bf16 [I, O], which represents every value exactly.
+    """Decodes an expert's MXFP4 weight to bf16 [I, O]; bf16 represents every value exactly.
 
     Args:
-        blocks: [O, I / 32, 16], with two values of four bits per byte, the lower bits first.
-        scales: [O, I / 32], exponents of 2 plus 127.
+        blocks: [O, I / 32, 16], with two 4-bit values per byte, low bits first.
+        scales: [O, I / 32], exponents of 2, biased by 127.
     """
     values = torch.tensor([*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)])
     of_byte = torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)  # [256, 2]
@@ -288,7 +288,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """In a copied tokenizer, sets the training's begin (if any) and end tokens; returns their ids."""
+    """Gives a copied tokenizer the begin (if any) and end tokens used in training; returns their ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
@@ -368,7 +368,7 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
 
 
 def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Token ids used in training, by field, except ids already listed in the same field of `old`."""
+    """Token ids used in training, by field, without ids that the same field of `old` already lists."""
     lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
     return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
 
@@ -376,7 +376,7 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies `like`'s generation_config.json with ids of `trained`; without this file, uses `fields`' ids."""
+    """Copies `like`'s generation_config.json with ids of `trained`; if missing, writes ids of `fields`."""
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)
         write_json(folder / GENERATION, old | as_trained(trained, old))
@@ -387,8 +387,8 @@ def write_generation_config(
 def write_model_card(
     folder: Path, title: str, facts: str, *, source: Path, iteration: int, original: Path | None
 ) -> None:  # fmt: skip
-    """Writes a README.md that names the model and its origin. For imported weights, license and base model
-    come from `original`, the folder with the DESCRIPTION files of their source.
+    """Writes a README.md that names the model and its origin. For imported weights, the license and base
+    model come from `original`, a folder with the source's DESCRIPTION files.
     """
     fields, missing = [], "license, training data and evaluation"
     if original is not None:

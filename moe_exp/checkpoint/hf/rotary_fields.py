@@ -19,9 +19,9 @@ _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn":
 def rope(
     theta: float, *, fraction: float | None = None, stretches: bool = False, default: Fields | None = None
 ) -> FieldRule:
-    """Rule for the rotary embedding. Defaults: `theta` (base), `fraction` (rotated part; None: must be 1),
-    `default` (fields without `rope_scaling` and `rope_parameters`). `stretches`: with type `dynamic`, `alpha`
-    scales the base (Hunyuan).
+    """Rule for the rotary embedding. Defaults: `theta` (base), `fraction` (rotated fraction of a head; None:
+    must be 1), `default` (used if `rope_scaling` and `rope_parameters` are missing). `stretches`: with type
+    `dynamic`, `alpha` scales the base (Hunyuan).
     """
     whole = fraction is None
 
@@ -130,9 +130,9 @@ def rope_by_kind(
 
     Args:
         windows: the class's rule for windows.
-        full, windowed: default bases without and with a window.
+        full, windowed: default bases for layers without and with a window.
         fraction: see `rope`; must be the same in all layers.
-        legacy: `rope_theta` and `rope_scaling` apply to layers without a window (OLMo 3). If false,
+        legacy: whether `rope_theta` and `rope_scaling` apply to layers without a window (OLMo 3). If false,
             transformers ignores these fields, and they are refused as unknown.
     """
     flat, name = rope(full, fraction=fraction), "rope_parameters"
@@ -180,7 +180,7 @@ def rope_by_kind(
 
 
 def rope_by_layer(windows: FieldRule, theta: float) -> FieldRule:
-    """Rule for `layer_rope_theta`, the rotary base of each layer; 0: no rotary embedding (GraniteMoeSWA)."""
+    """Rule for `layer_rope_theta`, each layer's rotary base, or 0 for no rotary embedding (GraniteMoeSWA)."""
     flat, name = rope(theta), "layer_rope_theta"
 
     def read(fields: Fields) -> Settings:

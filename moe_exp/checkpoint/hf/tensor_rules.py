@@ -1,9 +1,9 @@
-"""Rules that map a Hugging Face folder's tensors to a checkpoint's, and functions that join and split them.
+"""Rules that map Hugging Face tensors to checkpoint tensors, and functions that join and split tensors.
 
 Letters are sizes: D hidden, V vocabulary, Q all query heads, K all key heads, W all value heads, O all
 results of value heads (one per query head), H one head, h number of query heads, F dense MLP, f one expert, S
-the shared expert, E experts; G is 2f and T is 2S, gate and up together. With multi-head latent attention: A
-is the rank of the compressed queries; B is the rank of the compressed keys; R is B plus the rotary part of a
+the shared expert, E experts; G is 2f and T is 2S, gate and up together. With multi-head latent attention, the
+rank of compressed queries is A and that of compressed keys is B; R is B plus the rotary part of a
 key; N is all queries; M is all values plus all keys without the rotary part; O is all values.
 
 Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
@@ -14,13 +14,13 @@ Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours")
 - rows    concatenated rows, for example of the gate and the up projection, gate first.
 - heads   Megatron's order: for each query group, the query heads, their gates if any, the key head and the
           value head. Zero rows pad value heads to the size of key heads (VALUE_HEAD_DIM).
-- outputs   zero columns of the output projection, for such value heads.
-- adjacent heads   like heads; rotated channels of queries and keys are adjacent in theirs, H/2 apart in ours.
+- outputs   zero columns pad the output projection for such value heads.
+- adjacent heads   like heads, but rotary pairs of channels are adjacent in theirs, H/2 apart in ours.
 - flat    theirs has an additional first axis of size 1.
-- columns, pairs, pairs of columns   all experts of a layer (gpt-oss): the last two axes are swapped in
-          theirs; rows of gate and up projection alternate in theirs; both.
+- columns, pairs, pairs of columns   all experts of a layer (gpt-oss): in theirs, respectively, the last two
+          axes are swapped; gate and up rows alternate; both.
 - halved  ours is half of theirs.
-- zeros   exists only in the Hugging Face folder: all zeros, without effect, but other software requires it.
+- zeros   exists only in the Hugging Face folder: all zeros, without effect, but needed by other software.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ class TensorRule:
 
 
 def averages(config: Config) -> bool:
-    """Whether an MoE layer computes the mean of routed and shared experts, as Cohere2Moe."""
+    """Whether MoE layers average the routed and shared expert outputs, as in Cohere2Moe."""
     return config.shared_expert_size > 0 and config.router_scaling_factor == 0.5
 
 
@@ -83,7 +83,7 @@ ZERO_EXPERT_SIZE = 64
 
 
 def sizes_of(config: Config, *, has_window: bool = False) -> dict[str, int]:
-    """Sizes by letter, as listed at the top of this file, in layers with or without SLIDING_WINDOW."""
+    """Sizes by letter (see the top of this file) for layers with or without SLIDING_WINDOW."""
     groups = (has_window and config.window_query_groups) or config.num_query_groups
     value_head = config.value_head_dim or config.kv_channels
     value_head = config.v_head_dim if config.multi_latent_attention else value_head
@@ -197,7 +197,7 @@ def _reordered(part: Tensor, sizes: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Theirs:
-    """A tensor of a Hugging Face folder, or one expert's part of it."""
+    """A tensor of a Hugging Face folder, or one expert's slice of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -220,7 +220,7 @@ class MappedPiece:
 
 
 def pieces(rules: Sequence[TensorRule], config: Config, *, scales: bool) -> Iterator[MappedPiece]:
-    """Yields all pieces, the embedding first. `scales`: config.json has routed_scaling_factor."""
+    """Yields all pieces, the embedding first. `scales`: whether config.json has routed_scaling_factor."""
     rules = [rule for rule in rules if CONDITIONS[rule.when](config)]
     of_layers = [sizes_of(config, has_window=has_window) for has_window in (False, True)]
     has_windows = [*config.window_layers, *[False] * config.mtp_num_layers]
@@ -267,8 +267,8 @@ def _pieces_of(
 
 
 def by_expert(piece: MappedPiece) -> Iterator[tuple[MappedPiece, int | None]]:
-    """For joins that reorder each expert's values (which takes a copy), yields a box per expert and the
-    expert's index; otherwise the piece and None.
+    """If the join reorders each expert's values (which takes a copy), yields each expert's box and index;
+    otherwise yields the piece and None.
     """
     if piece.join not in _OF_EXPERTS:
         yield piece, None

@@ -21,7 +21,7 @@ _MEMORIES = ("spike_windows",)  # recent losses, which differ whenever anything 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Difference of one tensor between A and B; `relative` is ||a - b|| / ||b||."""
+    """Difference of one tensor between two checkpoints; `relative` is ||a - b|| / ||b||."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """Result of `compare`; `settings` and `progress`: entries that differ, as (value in A, value in B)."""
+    """Result of `compare`; `settings` and `progress` map differing entries to (value in A, value in B)."""
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Comparison:
         return sorted(differing, key=lambda tensor: -tensor.relative)[:count]
 
     def is_within(self, rtol: float) -> bool:
-        """Whether A and B have the same tensors, with relative differences of at most `rtol`."""
+        """Whether both checkpoints have the same tensors, with relative differences of at most `rtol`."""
         same = not (self.only_in_a or self.only_in_b or self.shapes)
         return same and all(tensor.is_equal or tensor.relative <= rtol for tensor in self.tensors)
 

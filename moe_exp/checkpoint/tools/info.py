@@ -21,7 +21,7 @@ _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 
 
 def chosen(path: Path, iteration: int | None = None) -> Path:
-    """Returns the iter_ folder of `iteration` or of the newest checkpoint in `path`, or raises ValueError."""
+    """Returns the iter_ folder of `iteration`, or the newest one in `path`; ValueError if there is none."""
     if iteration is None:
         return folders.one_checkpoint(path)
     name, folder = f"iteration={iteration}", folders.checkpoints_folder(path)
@@ -35,7 +35,7 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
 
 
 def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
-    """Iteration in the checkpoint's state, otherwise in the folder's name, otherwise 0."""
+    """Iteration in the checkpoint's state, else in the folder's name; 0 if neither has one."""
     own = common.get("progress", {}).get("iteration", common.get("iteration"))
     return int(own) if own is not None else folders.iteration_of(folder)
 
@@ -97,7 +97,7 @@ def count_parameters(weights: Mapping[str, naming.LogicalTensor]) -> dict[str, i
 
 
 def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str, Any]) -> str:
-    """One-line description of a model, from weight shapes and from the settings, which may be empty."""
+    """One-line description of a model, from its weight shapes and its settings (may be empty)."""
     layers = {layer for name in weights if (layer := naming.layer_of(name)[0]) is not None}
     routers = [tensor.shape for name, tensor in weights.items() if name.endswith(".router.weight")]
     words = [f"{len(layers)} layers"]
@@ -131,7 +131,7 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
 
 
 def describe_all(checkpoints: Path) -> list[dict[str, Any]]:
-    """For each checkpoint: iteration, size, state (from its file sizes), and whether it is the latest."""
+    """For each checkpoint: iteration, size, state (judged by file sizes), and whether it is the latest."""
     latest, found = folders.latest_iteration(checkpoints), []
     for iteration in iterations(checkpoints):
         folder = folders.iteration_folder(checkpoints, iteration)

@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint in one process: changes keys (see keys.py) or dtype, or keeps only the weights.
+"""Rewrites a checkpoint in one process: changes key style (see keys.py) or dtype, or keeps only weights.
 Also writes the weighted average of several checkpoints.
 
 The new checkpoint has one chunk per layer and expert. Memory holds one new chunk and recent source chunks.
@@ -78,8 +78,8 @@ def reshape(
     source: Path, target: Path, changes: Reshaping, *, keep_bytes: int = naming.KEEP_BYTES,
     values: Tensors | None = None, facts: Mapping[str, Any] | None = None,
 ) -> Written:  # fmt: skip
-    """Rewrites an iter_ folder into a new checkpoints folder, created atomically. Keeps up to `keep_bytes` of
-    recent source chunks in memory. `values` replace the weights; `facts` are added to the manifest.
+    """Atomically writes a changed copy of an iter_ folder to a checkpoints folder. Keeps up to `keep_bytes`
+    of recent source chunks in memory. `values` replace the weights; `facts` are added to the manifest.
     ValueError if the source is damaged, the changes do not apply, `target` exists, or the disk lacks space.
     """
     folders.check_target(target)
@@ -189,7 +189,7 @@ class _Work:
             yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
 
     def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
-        """A logical tensor's key in the new style, and (index, size) of each leading axis the style adds."""
+        """A logical tensor's key in the new style; (index, size) of each leading axis that it adds."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
         (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []
@@ -235,16 +235,16 @@ class _Work:
 
 
 def _expert_of(name: str) -> int:
-    """Expert index in a logical tensor's name; -1 if the tensor is not an expert's."""
+    """Expert index in a logical tensor's name; -1 if the tensor does not belong to an expert."""
     match = _EXPERT.fullmatch(name)
     return int(match[1]) if match else -1
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """Weights of `number` checkpoints, oldest first; they sum to 1. `name`: the learning rate decay that the
-    average replaces (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight is
-    `ema_decay` times the next weight), or comma-separated numbers. ValueError for an unknown name or
-    unsuitable numbers.
+    """Weights of `number` checkpoints, oldest first; they sum to 1. `name` is the learning rate decay that
+    the average replaces (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight
+    is `ema_decay` times the next), or comma-separated numbers. ValueError if the name is unknown or the
+    numbers are invalid.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]
@@ -285,8 +285,8 @@ def average(
 ) -> Written:
     """Writes the weighted average of `sources` (iter_ folders of any layout, oldest first) as a weights-only
     checkpoint with the last source's iteration. `of_ema` averages the stored moving averages (EMA_DECAY)
-    instead; the expert bias has no moving average, so its values are averaged. Raises ValueError if models
-    differ or lack moving averages, and in the cases that `reshape` lists.
+    instead; the expert bias has no moving average, so its own values are averaged. Raises ValueError if
+    models differ or lack moving averages, and in the same cases as `reshape`.
     """
     readers = [CheckpointReader(source, keep_bytes=naming.KEEP_BYTES // len(sources)) for source in sources]
     stored = [naming.logical_tensors(reader) for reader in readers]

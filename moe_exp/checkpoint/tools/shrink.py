@@ -1,8 +1,8 @@
-"""`moe-exp ckpt shrink`: rewrites `torch.save` files without the storage bytes that no tensor uses.
+"""`moe-exp ckpt shrink`: rewrites `torch.save` files without unused storage bytes.
 
-`torch.save` writes a tensor's whole storage, even for one row of a matrix or one layer of a flat buffer.
+`torch.save` writes a tensor's whole storage, even if the tensor is only one row of a matrix.
 `shrink` gives every tensor a storage of its own size. Identical views (tied weights) stay shared; overlapping
-views share one storage for the range that they cover. Only tensors and plain containers are supported.
+views share one storage that covers their range. Only tensors and plain containers are supported.
 """
 
 import math
@@ -57,7 +57,7 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
 
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
-    """Rewrites a torch.save file if this makes the file smaller, after comparing the new file with the old.
+    """Rewrites a torch.save file if this makes it smaller and the new file loads the same values.
     `target` must not exist; None replaces the old file. The new file keeps permissions and times.
     """
     before = path.stat().st_size
@@ -185,7 +185,7 @@ class _Island:
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
     def parted(self) -> "list[_Island]":
-        """Splits the island by view if the views (such as columns of a matrix) share no elements."""
+        """Gives each view its own storage if the views (such as columns of a matrix) share no elements."""
         views: dict[View, list[Tensor]] = {}
         for tensor in self.members:
             views.setdefault(_view(tensor), []).append(tensor)

@@ -144,7 +144,7 @@ class ReliabilitySettings(OutputSettings):
         rolls_back = self.spike_action == "rollback"
         yield from self.broken(
             (0 < self.slow_rank_every < 5, "slow_rank_every",
-             "compares too few iterations", "set SLOW_RANK_EVERY=5 or more, or 0"),
+             "compares too few iterations", "set SLOW_RANK_EVERY=5 or more, or 0 to turn it off"),
             (self.exclude_slow and not self.slow_rank_every, "exclude_slow",
              "has no effect with SLOW_RANK_EVERY=0", "set SLOW_RANK_EVERY=5"),
             (self.dump_ranks and not self.dump_iters, "dump_ranks",

@@ -1,4 +1,4 @@
-"""Settings of one router (`RouterConfig`, an argument of layers) and of a run's routers, with their rules."""
+"""Settings of a single router (`RouterConfig`, passed to layers) and of all routers of a run, with checks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -30,7 +30,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class RouterRules:
-    """Settings of a router, which `problems` checks.
+    """Settings of a router; `problems` lists the invalid ones.
 
     Args:
         hidden_size: D.
@@ -40,31 +40,34 @@ class RouterRules:
             arXiv:2412.14711). With `relu`, a token uses the experts with positive logits, with the logits
             as weights; the loss `l1` adjusts the mean number of these experts to K.
         top_p: a token uses the fewest of its K experts whose scores add up to this fraction; 1: all K.
-        num_null_experts: experts that compute nothing, in addition to E: a token that chooses one uses
-            one expert fewer. Null experts are balanced like other experts.
-        pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral).
-        normalize: divide the chosen weights by their sum. None: as in the literature, True for sigmoid and
-            sqrtsoftplus with K > 1, False for softmax. True with softmax is Qwen3's `norm_topk_prob`.
-        scaling_factor: factor on the weights, after normalization.
+        num_null_experts: experts that compute nothing, in addition to E: a token that is routed to a null
+            expert uses one real expert fewer. Null experts are balanced like other experts.
+        pre_softmax: apply the softmax to all experts before top-k (Switch, OLMoE); False: only to the chosen
+            K (Mixtral).
+        normalize: divide the chosen weights by their sum. None: follow the literature, that is, True for
+            sigmoid and sqrtsoftplus if K > 1, and False for softmax. True with softmax is Qwen3's
+            `norm_topk_prob`.
+        scaling_factor: the weights are multiplied by this factor after normalization.
         num_groups: number of expert groups for group-limited top-k; 0: none.
         group_topk: number of groups that a token may use.
-        group_best: number of best experts by which a group is ranked; 0: K / group_topk.
+        group_best: number of a group's best experts that determine its rank; 0: K / group_topk.
         bias: learn a bias per expert, added to the logits (`add_bias_linear` of a TransformerConfig,
             ADD_BIAS_LINEAR).
-        expert_bias: keep a bias per expert, added to the scores to choose experts, but not to the weights
-            (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
-        bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` by a step towards the
-            mean load, `quantile` to the value that would have balanced the batch (router/balance.py).
-        bias_update_rate: size of the step of `sign` (ROUTER_BIAS_UPDATE_RATE).
-        global_fractions: store the token fractions of the last global batch, for the loss `global_aux_loss`.
+        expert_bias: keep a bias per expert that is added to the scores when experts are chosen, but not to
+            the weights (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
+        bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` moves it one step
+            towards the mean load, `quantile` sets it to the value that would have balanced the batch
+            (router/balance.py).
+        bias_update_rate: step size of the rule `sign` (ROUTER_BIAS_UPDATE_RATE).
+        global_fractions: store each expert's share of the last global batch, for the loss `global_aux_loss`.
         dtype: `fp32` or `fp64`, for logits, scores and weights regardless of the input dtype.
         jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
-        assignment: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or for benchmarks `balanced` and `zipf`
+        assignment: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or, for benchmarks, `balanced` or `zipf`
             (FORCE_ROUTING), which ignore the scores.
         zipf_exponent: with `zipf`, expert e is chosen in proportion to (e + 1)^-exponent.
-        use_kernels: use Triton kernels to route, drop and order rows; False: plain PyTorch; None:
-            kernels on CUDA devices that support them. True on a CPU is for tests: it runs Triton's
-            interpreter with TRITON_INTERPRET=1, else equivalent plain PyTorch.
+        use_kernels: True: use Triton kernels to route, drop and order rows; False: use plain PyTorch; None:
+            use the kernels on CUDA devices that support them. On a CPU, True is only for tests: with
+            TRITON_INTERPRET=1 Triton's interpreter runs the kernels, otherwise equivalent PyTorch code runs.
     """
 
     hidden_size: int
@@ -94,7 +97,7 @@ class RouterRules:
         """Yields a line for each invalid value or combination.
 
         Args:
-            names: setting name of each field, for messages about settings; None: messages use field names.
+            names: maps each field to the setting name shown in messages; None: messages show field names.
         """
         name = {field.name: (names or {}).get(field.name, field.name) for field in fields(self)}
         write = as_given if names else str
@@ -147,7 +150,7 @@ class RouterRules:
     def _number_problems(
         self, name: Mapping[str, str], given: Mapping[str, str], line: Callable[[str, str, str], str]
     ) -> Iterator[str]:
-        """Checks combinations in which the number of experts per token varies."""
+        """Checks combinations of settings that let the number of experts per token vary."""
         is_relu = self._uses_positive
         free = {"score": is_relu, "top_p": self.top_p < 1, "num_null_experts": self.num_null_experts > 0}
         number = [field for field, is_set in free.items() if is_set]
@@ -207,7 +210,7 @@ class RouterRules:
 
     @property
     def has_free_number(self) -> bool:
-        """Whether the number of experts per token depends on scores; K is then a mean (ReLU) or a limit."""
+        """Whether the scores determine how many experts a token uses; K is then a mean (ReLU) or a limit."""
         return self._uses_positive or self.top_p < 1
 
     @property
@@ -239,7 +242,7 @@ _ROUTER = {
 
 
 class RouterSettings(AttentionSettings):
-    """USE_MOE, and the router and loss settings of the section Mixture of experts."""
+    """Settings of the section Mixture of experts: USE_MOE, the router and its losses."""
 
     use_moe: bool = model(True, "train a mixture of experts; false: a dense model")
     num_experts: NumExperts = experts(8, "routed experts per MoE layer")
@@ -316,7 +319,7 @@ class RouterSettings(AttentionSettings):
 
     @property
     def experts_per_token(self) -> float:
-        """Mean number of experts per token with balanced loads; an upper bound with ROUTER_TOP_P."""
+        """Mean number of experts per token with balanced loads (with ROUTER_TOP_P, an upper bound of it)."""
         if self.null_experts:
             return self.topk * self.num_experts / self.num_router_outputs
         return self.topk
@@ -340,7 +343,7 @@ class RouterSettings(AttentionSettings):
 
     @property
     def balancing_losses(self) -> dict[str, float]:
-        """Weight of each load-balancing loss. The last weight applies to all further losses."""
+        """Weight of each load-balancing loss; if there are too few weights, the last one is repeated."""
         kinds = [kind for kind in self.aux_loss_type.split(",") if kind not in NO_LOSS]
         coeffs = [float(coeff) for coeff in self.aux_loss_coeff.split(",")]
         return dict(zip(kinds, coeffs + coeffs[-1:] * len(kinds), strict=False))

@@ -17,7 +17,7 @@ NGRAM_WORDS = 12  # datatrove's default, after GPT-3's 13 (Brown et al., 2020, a
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A JSONL file of benchmark texts, or `lm-eval:TASK` with a task, group or YAML file of lm-eval."""
+    """A JSONL file of benchmark texts, or `lm-eval:TASK`: a task, task group or YAML file of lm-eval."""
 
     given: str
 
@@ -80,7 +80,7 @@ def _questions_with_answers(task: Any, document: Any) -> list[str]:
 
 
 def contamination_block(index_folder: Path) -> Any:
-    """NGramsDecontFilter that drops contaminated documents, with the benchmark's name as the reason."""
+    """NGramsDecontFilter that drops contaminated documents and gives the benchmark's name as the reason."""
     from datatrove.pipeline.decont import NGramsDecontFilter
     from datatrove.pipeline.decont.n_grams import NGramsDecontConfig
     from datatrove.utils.hashing import HashConfig
@@ -99,12 +99,12 @@ def contamination_block(index_folder: Path) -> Any:
 
 
 def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> dict[str, Any]:
-    """Writes the n-grams of benchmarks, one file per task, like NGramsDecontIndexer but without lighteval.
-    An existing index is kept: tasks may be reading it, and a node may have no network.
+    """Writes the benchmarks' n-grams, one file per task, as NGramsDecontIndexer does, but without lighteval.
+    Keeps an existing index, because running tasks may be reading it and a node may have no network.
 
     Returns:
-        `num_texts`, `num_ngrams`, and `num_short` (texts shorter than NGRAM_WORDS, which cannot be found), in
-        total and for each task in `tasks`.
+        `num_texts`, `num_ngrams` and `num_short` (texts of fewer than NGRAM_WORDS words, which cannot be
+        found): totals, and the same counts for each task in `tasks`.
 
     Raises:
         ValueError: a benchmark has no text that is long enough; see also `Benchmark.texts`.

@@ -2,7 +2,7 @@
 
 Task 3 of the datatrove pipeline, for example, reads every num_tasks-th input file and writes
 `OUTPUT/NAME.chunk.00003.jsonl`. `OUTPUT/datatrove/` contains datatrove's completions, logs, stats and
-executor.json, and each task's counts/. Resuming requires the same files and number of tasks.
+executor.json, and counts/ with a file for each task. Resuming requires the same files and number of tasks.
 """
 
 import glob
@@ -36,7 +36,7 @@ _MOST_FINDERS = 64  # each opens a file of every task
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Settings of a conversion. It is an error if a document lacks a metadata field that a filter needs.
+    """Settings of a conversion. A document that lacks a metadata field needed by a filter is an error.
 
     `dedup` keeps one copy of each text; its metadata field `duplicate_count` counts the removed copies.
     `decontaminate` drops documents that share 12 consecutive words with a text of the given benchmarks.
@@ -76,7 +76,7 @@ class ConvertSettings:
     def of(
         cls, given: Any, languages: Sequence[str], filters: Sequence[Any], tasks: int | None
     ) -> "ConvertSettings":
-        """Creates settings from command-line options or mixture.yaml; ValueError if one is invalid."""
+        """Creates settings from command-line options or mixture.yaml; ValueError if any option is invalid."""
         same = ("min_language_score", "min_score", "min_chars", "max_chars", "limit", "skip_bad", "dedup")
         return cls(
             tasks,
@@ -104,13 +104,13 @@ def convert(
         start_over: discard the results of earlier calls.
 
     Returns:
-        The manifest; None while SLURM jobs are active. Call again to check their progress and to publish
-        their output, unless their last job has published it.
+        The manifest; None while SLURM jobs are active. Call again to check the jobs' progress and to publish
+        the output, unless the last job has published it.
 
     Raises:
-        ValueError: invalid settings, or settings that differ from those of an existing output; an input or
-            benchmark in the output folder; counts that do not agree.
-        BadDocument: invalid line, without `skip_bad`.
+        ValueError: settings are invalid or differ from those of an existing output; an input or benchmark is
+            in the output folder; the counts do not agree.
+        BadDocument: a line is invalid and `skip_bad` is not set.
         ChildProcessError: a task's process died.
     """
     execution = execution or Execution()
@@ -156,7 +156,7 @@ def convert(
 
 
 def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
-    """Sorts files in the order of the tasks; ValueError for duplicates and unsupported files."""
+    """Sorts files in task order; ValueError if a file is given twice or has an unsupported type."""
     if not inputs:
         raise input_error("inputs=", "no files to convert", "give at least one file")
     paths = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
@@ -172,7 +172,7 @@ def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
 def _passes(
     stage: CorpusStage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
 ) -> tuple[list[Pass], list[Path]]:
-    """Returns the passes, and the counts/ folder of each pass that writes documents."""
+    """Returns all passes, and the counts/ folders of those passes that write documents."""
     logs, temporary = stage.folder / "datatrove", stage.folder / _TEMPORARY
     files, filters, passes, counted = list(inputs), filters_of(settings), list[Pass](), list[Path]()
 
@@ -220,7 +220,7 @@ def _passes(
 
 
 def _names_below(inputs: Sequence[Path]) -> tuple[str, list[str]]:
-    """Returns the common folder of the files and their relative paths."""
+    """Returns the files' common parent folder and their paths relative to it."""
     root = os.path.commonpath([path.parent for path in inputs])
     return root, [path.relative_to(root).as_posix() for path in inputs]
 
@@ -228,7 +228,7 @@ def _names_below(inputs: Sequence[Path]) -> tuple[str, list[str]]:
 def _publish(
     stage: CorpusStage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Checks the tasks' results against each other, the inputs and the disk, then publishes the folder."""
+    """Compares the tasks' results with each other, the inputs and the files on disk; publishes the folder."""
     # a lost or repeated document would go unnoticed in a corpus: every count must agree
     names = [f"{task:05d}.json" for task in range(main.num_tasks)]
     of_tasks = [[read_json(folder / name, fix=MAKE_AGAIN) for folder in counted] for name in names]

@@ -1,11 +1,11 @@
-"""Removes duplicates with datatrove: passes that find them, and filters that keep one of each.
+"""Removes duplicates with datatrove: passes find them, and filters keep one document of each set.
 
-Exact duplicates are found by a hash of the text, near-duplicates by MinHash: signatures, pairs, clusters.
-Two texts whose sets of word n-grams have the Jaccard similarity s become a pair with probability
-1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4). Each
-cluster keeps its longest text; if several are equally long, the one with the smallest hash. The result thus
-depends only on the documents, not on tasks or the order of files. datatrove's own cluster step would keep a
-document that has many pairs, and would need a Python object per document.
+Exact duplicates are found by a hash of the text, near-duplicates by MinHash in three passes: signatures,
+pairs, clusters. If the word n-grams of two texts have the Jaccard similarity s, the texts become a pair with
+probability 1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets,
+3.4). Each cluster keeps its longest text; if several are equally long, the one with the smallest hash. The
+result thus depends only on the documents, not on the number of tasks or the order of files. datatrove's own
+cluster step instead prefers documents with many pairs, and needs a Python object per document.
 """
 
 import re
@@ -132,7 +132,7 @@ def sign_near_duplicates(how: NearDuplicates, folder: str, data: Any, rank: int,
 
 
 def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[Any], Any]:
-    """Computes a signature in chunks to save memory: datatrove stores all hashes of every shingle."""
+    """Computes a signature in chunks to save memory; datatrove stores all hashes of every shingle at once."""
 
     def in_parts(shingles: Any) -> Any:
         starts = range(0, len(shingles), _SHINGLES_AT_ONCE)
@@ -149,7 +149,7 @@ def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[An
 
 
 def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
-    """Second pass, with a task for each bucket: MinhashDedupBuckets."""
+    """Second pass, with one task per bucket: runs MinhashDedupBuckets."""
     from datatrove.pipeline.dedup import MinhashDedupBuckets
 
     folders = f"{folder}/signatures", f"{folder}/pairs"
@@ -157,7 +157,7 @@ def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
 
 
 def cluster_near_duplicates(folder: str, num_tasks: int, *_: Any) -> Any:
-    """Third pass, with one task: writes lists of documents to remove, which MinhashDedupFilter reads."""
+    """Third pass, with one task: writes the lists of documents that MinhashDedupFilter will remove."""
     files = sorted(Path(folder, "pairs").iterdir())
     pairs = np.concatenate([np.fromfile(path, "<u4") for path in files]).reshape(-1, 2).astype(np.uint64)
     # np.unique is much faster for numbers than for rows: join (task, position) in one number
@@ -188,7 +188,7 @@ def cluster_near_duplicates(folder: str, num_tasks: int, *_: Any) -> Any:
 
 
 def _by_preference(folder: str, nodes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Order of the nodes: the longest text first, then the smallest hash."""
+    """Order of the nodes: longest text first; among equally long texts, smallest hash first."""
     ranks = np.empty(len(nodes), dtype=_RANK)
     tasks = (nodes >> np.uint64(32)).astype(np.int64)
     for task in np.unique(tasks).tolist():
@@ -201,7 +201,7 @@ def _by_preference(folder: str, nodes: NDArray[np.uint64]) -> NDArray[np.int64]:
 def smallest_labels(
     num_nodes: int, firsts: NDArray[np.int64], seconds: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """For each node, the smallest node connected to it. `firsts` and `seconds` are the ends of the edges."""
+    """For each node, the smallest node connected to it. Edge i connects `firsts[i]` and `seconds[i]`."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 

@@ -1,7 +1,7 @@
 """Filters that count and hash the documents they drop and change, with reasons and samples.
 
 Each filter runs a datatrove block. The counts of reader, filters and writer must add up (`Counts.check`).
-Users name a block with its arguments, or a function in a file:
+Users name a filter and its options, or a function in a file:
 
 gopher-quality    'gopher-quality: {min_doc_words: 20}'    my_filters.py:keep
 """
@@ -156,7 +156,7 @@ def filter_by(keeps: Callable[[Any], Any]) -> Any:
 def has_field(
     document: Any, field: str, *, allowed: Sequence[str] | None = None, minimum: float | None = None
 ) -> bool:
-    """Whether a metadata field is in `allowed`, or is a number of at least `minimum`."""
+    """Whether a metadata field has one of the `allowed` values, or is a number of at least `minimum`."""
     value, fix = document.metadata.get(field), "omit this filter"
     if value is None:
         raise input_error(field, f"document {document.id} has no field {field!r}", fix)
@@ -173,7 +173,7 @@ def has_length(document: Any, min_chars: int, max_chars: int | None) -> bool:
 
 
 def filters_of(settings: Any) -> list[Filter]:
-    """The filters of `ConvertSettings`: first those on fields and length, then the named filters."""
+    """The filters for `ConvertSettings`: filters on fields and length come first, then the named filters."""
     rules: dict[str, Callable[[Any], Any]] = {}
     if settings.languages:
         rules["language"] = partial(has_field, field="language", allowed=list(settings.languages))
@@ -256,7 +256,7 @@ class NamedFilter:
         return chosen
 
     def facts(self) -> dict[str, Any]:
-        """Returns everything that the filter's decisions depend on, for a manifest."""
+        """Returns everything that the filter's decisions depend on, to be stored in a manifest."""
         facts = {"name": self.name, "options": self.options}
         files = [self.name.rpartition(":")[0]] if ".py:" in self.name else []
         files += [str(self.options["model"])] if "model" in self.options else []
@@ -266,7 +266,7 @@ class NamedFilter:
         return input_error(f"filter={self.name}", rule, fix)
 
     def build(self) -> Any:
-        """Creates the block; raises like `parse`."""
+        """Creates the block; raises the same errors as `parse`."""
         if ".py:" in self.name:
             self._check_options(())
             return filter_by(self._function())
@@ -347,7 +347,7 @@ class NamedFilter:
 
 @cache
 def language_identifier() -> Any:
-    """py3langid's identifier with scores from 0 to 1. Cached, because loading its model takes 0.6 s."""
+    """py3langid's identifier with scores from 0 to 1. Cached, because loading the model takes 0.6 s."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

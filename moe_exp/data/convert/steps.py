@@ -1,7 +1,8 @@
 """First and last steps of a datatrove pipeline: a reader and a writer whose counts reveal lost documents.
 
-A datatrove step is any callable of (documents, rank, world size). These steps, and the filters between them,
-are plain classes that can be pickled; they create datatrove's own objects in the process that runs them.
+A datatrove step is any callable that takes documents, rank and world size. These steps, and the filters
+between them, are plain classes that can be pickled; they create datatrove's own objects in the process that
+runs them.
 """
 
 import base64
@@ -23,7 +24,7 @@ from moe_exp.host.files import ending, file_hash, write_json
 
 @dataclass
 class ReadFiles:
-    """First step: reads every `num_tasks`-th file, with the rules of `moe_exp.data.documents`.
+    """First step: reads every `num_tasks`-th file and applies the rules of `moe_exp.data.documents`.
 
     Columns or fields other than text and id become metadata, as in datatrove's readers. A document without an
     id gets `FILE/NUMBER`.
@@ -91,7 +92,7 @@ def read_rows(
     advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Like `read_objects`, for the rows of a Parquet or Arrow file. Also raises the errors of `read_table`.
-    `advance` is called after every batch with its approximate size in the file.
+    After every batch, `advance` is called with the batch's approximate size in the file.
     """
     odd: list[str] | None = None
     for before, batch in read_table(path, text_field=text_field):
@@ -113,7 +114,7 @@ def read_rows(
 
 
 def _rows_of(batch: Any) -> Iterator[dict[str, Any] | None]:
-    """Rows of a batch; None for a row that is not UTF-8."""
+    """Rows of a batch, with None in place of each row that is not UTF-8."""
     try:
         yield from batch.to_pylist()
     # raised before the first row is yielded: pyarrow does not validate strings when it reads them
@@ -126,7 +127,7 @@ def _rows_of(batch: Any) -> Iterator[dict[str, Any] | None]:
 
 
 def _is_odd(kind: Any) -> bool:
-    """Whether values of an Arrow type, or of a type nested in it, cannot be represented in JSON."""
+    """Whether an Arrow type, or a type nested in it, has values that JSON cannot represent."""
     from pyarrow import types
 
     if types.is_nested(kind):
@@ -136,7 +137,7 @@ def _is_odd(kind: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value to JSON: bytes to base64, decimals and times to strings, durations to seconds."""
+    """Converts a value for JSON: bytes to base64, decimals and times to strings, durations to seconds."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, decimal.Decimal | datetime.time):
@@ -153,7 +154,7 @@ class WriteChunk:
 
     Args:
         stem: prefix of each task's file, such as `STEM.00003.jsonl`.
-        reader, filters: the previous steps.
+        reader, filters: the preceding steps of the pipeline.
         counts_folder: folder for each task's counts, such as `00003.json`.
     """
 

@@ -1,8 +1,8 @@
 """Downloads of datasets and models from the Hugging Face Hub.
 
 huggingface_hub transfers the files, resumes partial ones and retries a request a few times; this module
-retries longer. A final pass compares each file with the SHA-256 (git's SHA-1 for small files) that the Hub
-lists.
+retries longer. A final pass compares the hash of each file with the one that the Hub lists: SHA-256, or git's
+SHA-1 for small files.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def download(
 
     Args:
         source: source to download; the embedded standard library has no files to download.
-        folder: destination of the files, under their names in the repository, and of manifest.json.
+        folder: destination of manifest.json and of the files, which keep their names in the repository.
         dry_run: print the remaining work, write nothing and return the expected paths.
         start_over: download everything again, at the commit that the revision now refers to.
         max_failures: give up after this many consecutive failures without a newly completed file.
@@ -61,8 +61,8 @@ def download(
 
     Raises:
         ValueError: if a pattern matches nothing, access is denied, the dataset or revision is missing, free
-            space is too small, a file differs from the listing, the folder has other settings, or files are
-            missing and HF_HUB_OFFLINE is set.
+            space is too small, a file differs from the listing, the folder was created with other settings,
+            or files are missing and HF_HUB_OFFLINE is set.
         ConnectionError: if the server keeps failing.
     """
     if source.path is not None:
@@ -111,8 +111,8 @@ def download(
 def download_model(source: Source, parent: Path, check: Callable[[Path], object]) -> tuple[Path, str]:
     """Downloads a model to `parent/OWNER--NAME@REVISION`; repeat the call to resume it at the same commit.
 
-    Calls `check` with a folder that has only config.json before it downloads anything else. Returns the
-    folder and `hf://OWNER/NAME@COMMIT`. Raises the errors of `download` and `check`.
+    First downloads only config.json and calls `check` with its folder, then downloads all other files.
+    Returns the folder and `hf://OWNER/NAME@COMMIT`. Raises the errors of `download` and `check`.
     """
     folder = parent / f"{source.repository}@{source.revision}".replace("/", "--")
     if not folder.exists():
@@ -160,7 +160,7 @@ def _plan(
     source: Source, folder: Path, settings: dict[str, Any] | None, list_now: Callable[[], Listing],
     bytes_per_second: float,
 ) -> list[Path]:  # fmt: skip
-    """Prints the remaining download and returns its paths. `settings`: identify the download to resume."""
+    """Prints what remains to download; returns all paths. `settings` identify a download to be resumed."""
     listing, place, server = None, folder, source.url or endpoint()
     if settings is not None:  # a finished or interrupted download has stored its listing
         begun_folder = folder.with_name(folder.name + ".partial")
@@ -202,7 +202,7 @@ class _Fetcher:
     max_failures: int
 
     def fetch(self, wanted: Listing) -> dict[str, _Hashes]:
-        """Downloads the missing files, compares all with the listing and returns their hashes."""
+        """Downloads the missing files, compares all files with the listing and returns the files' hashes."""
         # Try twice: a proxy or the disk may have damaged a file that is intact on the Hub.
         for attempt in (1, 2):
             if (missing := wanted.missing(self.folder)).files:
@@ -362,6 +362,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _response(error: BaseException) -> Any:
-    """The server's response, or None."""
+    """The server's response that an error or its causes contain, or None."""
     responses = (getattr(cause, "response", None) for cause in _causes(error))
     return next((one for one in responses if one is not None), None)

@@ -1,7 +1,8 @@
 """Sources of documents: registered datasets on the Hub, local files, object stores and the embedded corpus.
 
-The embedded corpus, the source code of Python and PyTorch, needs no network: every host has both. Sizes and
-commits of datasets are from their pages on the Hub; sizes not exact to the byte are shown as "about".
+The embedded corpus, the source code of Python and PyTorch, needs no network because every host has both
+installed. Dataset sizes and commits are taken from the Hub's dataset pages; rounded sizes are shown with
+"about".
 """
 
 import difflib
@@ -78,10 +79,11 @@ def resolve_source(
     name_or_path: str, *, patterns: Sequence[str] = (), text_field: str | None = None,
     revision: str | None = None,
 ) -> Source:  # fmt: skip
-    """Returns the source for a registered name, a URL, a local path or a Hub dataset, tried in this order.
+    """Returns the source for a name, tried in this order as registered name, URL, local path and Hub dataset.
 
     Args:
-        name_or_path: name as given by the user. Write `./name` for a folder named like a registered source.
+        name_or_path: name as given by the user. A folder with the same name as a registered source must be
+            given as `./name`.
         patterns, text_field, revision: replace the registered values.
 
     Raises:
@@ -146,11 +148,12 @@ def local_files(source: Source) -> list[Path]:
 
 
 def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -> list[str]:
-    """Sorted names that match a pattern; without patterns, the data files that `data_among` finds.
+    """Sorted names that match any pattern; if there are no patterns, the data files that `data_among` finds.
 
     Args:
-        sizes: size in bytes of each file, by name.
-        patterns: name patterns. If a pattern matches record files, its matching text files are ignored.
+        sizes: maps each file's name to its size in bytes.
+        patterns: name patterns. If a pattern matches both record files and text files, its text files are
+            ignored.
         where: folder or URL, for messages.
     """
     # Only a few for error messages: a folder may have a million files.
@@ -176,7 +179,8 @@ def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) 
 
 def model_source(name: str) -> Source | None:
     """Source of the model `hf://OWNER/NAME[@REVISION]` on the Hub; `hf://` may be omitted if no local path
-    has this name. None if `name` is a local path; ValueError if the name after `hf://` is invalid.
+    has this name. Returns None if `name` is a local path; raises ValueError if the name after `hf://` is
+    invalid.
     """
     found, is_explicit = _MODEL.fullmatch(name), name.startswith("hf://")
     if found is None and is_explicit:
@@ -188,7 +192,7 @@ def model_source(name: str) -> Source | None:
 
 
 def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -> list[str]:
-    """Sorted names of a model's files, at the top level only; ValueError without config or safetensors."""
+    """Sorted names of a model's top-level files; ValueError if config.json or safetensors are missing."""
     names = [name for name in sizes if "/" not in name]
     if missing := [one for one in ("config.json", "model*.safetensors") if not fnmatch.filter(names, one)]:
         fix = "choose another model, or load it with transformers and convert what save_pretrained writes"
@@ -197,8 +201,8 @@ def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:
-    """Raises ValueError if a listed path is outside the download folder, is also a folder, or is `reserved`
-    for the files of the download itself.
+    """Raises ValueError if a listed path is outside the download folder, is the parent folder of another, or
+    is `reserved` for files that the download itself writes.
     """
     known, fix = set(names), "exclude it with --pattern, or choose another dataset"
     for name in names:

@@ -1,7 +1,7 @@
 """Transfers to and from object stores: downloads of sources, and `moe-exp data push` and `pull` of outputs.
 
-The manifest of an output is transferred last: without it the other files count as incomplete. A pull verifies
-all hashes.
+The manifest of an output is transferred last; until it is there, the output counts as incomplete. `pull`
+verifies all hashes.
 """
 
 import json
@@ -31,8 +31,8 @@ RESERVED = frozenset({MANIFEST, RUNNING, LISTING, ".cache", ".huggingface"})
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source by name, sorted and checked with `check_names`. In a Hub commit, a file's version
-    is its SHA-256 if it is in large-file storage, else its git SHA-1.
+    """The files of a source, sorted by name and checked with `check_names`. In a Hub commit, a file's version
+    is its SHA-256 if it is stored with LFS, else its git SHA-1.
     """
 
     server: str  # for errors
@@ -59,7 +59,7 @@ class Listing:
         return sum(file.bytes for file in self.files.values())
 
     def missing(self, folder: Path) -> "Listing":
-        """Files that are missing from `folder` or have a different size."""
+        """Listing of the files that are missing from `folder` or have a different size there."""
         there = {name for name in self.files if (folder / name).is_file()}
         sizes = {name: (folder / name).stat().st_size for name in there}
         left = {name: one for name, one in self.files.items() if sizes.get(name) != one.bytes}
@@ -67,7 +67,7 @@ class Listing:
 
 
 def kept_listing(stage: CorpusStage, name: str, server: str, list_now: Callable[[], Listing]) -> Listing:
-    """Returns the listing of a finished or interrupted download, or creates and stores one for resuming."""
+    """Returns the stored listing of a finished or interrupted download, or creates and stores a new one."""
     if stage.manifest is not None:
         return Listing.of_manifest(stage.manifest, server)
     if listed := read_json(stage.folder / LISTING):
@@ -160,7 +160,7 @@ def pull(url: str, folder: Path) -> list[Path]:
 
     Raises:
         ValueError: if the output is missing or incomplete, access is denied, free space is too small, or
-            `folder` has different files with these names.
+            `folder` already has different files with the same names.
         ConnectionError: if the store keeps failing, or a file differs from the manifest.
     """
     url = prefix_of(url.rstrip("/"))
@@ -182,7 +182,7 @@ def pull(url: str, folder: Path) -> list[Path]:
 
 
 def _pulled(store: Store, name: str, folder: Path) -> list[Path]:
-    """Downloads the files of one manifest, and writes the manifest when they are complete."""
+    """Downloads the files listed in one manifest, then writes the manifest itself."""
     content, where = store.read(name), f"{store.url}/{name}"
     try:
         outputs = {str(one["name"]): one for one in json.loads(content)["outputs"]}

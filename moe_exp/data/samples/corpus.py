@@ -40,8 +40,9 @@ class Epoch:
 
 
 class Corpus:
-    """Windows of one prefix: in each epoch, its documents are concatenated and cut. Arguments and errors as
-    in `SampleStream`; `key` is the shuffle key. Memory per document: 8 bytes, plus 16 per cached epoch.
+    """Windows of the token files at one prefix: in each epoch, the documents are concatenated and cut.
+    Arguments and errors are those of `SampleStream`; `key` is the shuffle key. Memory use per document is 8
+    bytes, plus 16 bytes per cached epoch.
     """
 
     def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
@@ -60,7 +61,7 @@ class Corpus:
         self._epochs: dict[int, Epoch] = {}
 
     def window(self, index: int) -> Int64Array:
-        """Token ids [seq_len + 1] of window `index`, numbered across all epochs."""
+        """Token ids [seq_len + 1] of window `index`; windows are numbered across all epochs."""
         tokens = np.full(self.seq_len + 1, self._filler, dtype=np.int64)
         filled = 0
         for _, begin, end in self._place(index):
@@ -138,8 +139,9 @@ def shuffled(size: int, key: int) -> Int64Array:
 def permuted(index: int, size: int, key: int) -> int:
     """Image of `index` under a keyed permutation of range(size), computed without a table.
 
-    Applies a Feistel network over the next power of four, fewer than four times on average, until the result
-    is below `size` (cycle-walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    Applies a Feistel network on the range up to the next power of four until the result is below `size`,
+    which takes fewer than four steps on average (cycle-walking; Black and Rogaway 2002, "Ciphers with
+    arbitrary finite domains").
     """
     half_bits = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1
@@ -163,8 +165,8 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Item(NamedTuple):
-    """Pieces of one length in a group. `each`: number of these pieces in each sample; `first`: index of the
-    group's first piece among all pieces of this length.
+    """The pieces of a group that have the same length. `each`: number of these pieces in each sample;
+    `first`: index of the first one among all pieces of this length.
     """
 
     length: int
@@ -174,7 +176,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Samples filled with pieces of the same lengths."""
+    """Samples that are all filled with pieces of the same lengths."""
 
     count: int
     items: tuple[Item, ...] = ()
@@ -186,7 +188,7 @@ class Group:
 
 
 def best_fit(counts: Int64Array, room: int) -> list[Group]:
-    """Packs pieces into samples of `room` tokens. `counts`: number of pieces of each length, [room + 1]."""
+    """Packs pieces into samples of `room` tokens. `counts` [room + 1]: number of pieces of each length."""
     # At first all samples are empty; no more are needed than there are pieces.
     by_room = {room: [Group(int(counts.sum()) + 1)]}
     rooms = [room]  # sorted keys of `by_room`
@@ -216,11 +218,11 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
 
 
 class PackedCorpus(Corpus):
-    """Windows of whole documents, padded with end-of-document tokens. Memory: as for `Corpus`, plus 16 bytes
-    per document and cached epoch.
+    """Windows of whole documents, padded with end-of-document tokens. Uses the memory of `Corpus`, plus 16
+    bytes per document and cached epoch.
 
-    In each epoch, every token of a piece except the last is an input once. A piece's last token is also the
-    first token of the document's next piece, if any. Documents of one token are omitted.
+    In each epoch, each token of a piece except its last one is used as an input exactly once. A piece's last
+    token is also the first token of the document's next piece, if any. Documents of one token are omitted.
     """
 
     def _count_windows(self, files: TokenFiles) -> int:
@@ -263,7 +265,7 @@ class PackedCorpus(Corpus):
 
 
 def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
-    """Number of pieces of each length in tokens, [seq_len + 2], for documents of the given lengths."""
+    """Number of pieces of each length in tokens, [seq_len + 2], when documents of these lengths are cut."""
     num_full, rest = _cut(lengths, seq_len)
     counts = np.bincount(rest, minlength=seq_len + 2)
     counts[0], counts[-1] = 0, num_full.sum()
@@ -277,10 +279,10 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Fraction of documents split across samples of `seq_len` tokens, and fraction of padding (`filler`).
+    """Fraction of documents that samples of `seq_len` tokens cut, and fraction of padding (`filler`).
 
     `concatenated`: a document of n tokens is cut with probability (n - 1) / seq_len. `best_fit`: only
-    documents longer than a sample are cut. `filler` refers to best fit.
+    documents longer than a sample are cut. `filler` is given for best fit.
     """
     counts = piece_counts(lengths, seq_len)
     num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))
@@ -296,8 +298,8 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
 def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate") -> float:
     """Mean fraction (0 to 1) of a sample's query-key pairs whose tokens are in the same document.
 
-    Computed for samples cut in file order; for very large files, from only a subset of the documents.
-    Shuffled samples have nearly the same value.
+    It is computed for samples cut in file order and, for very large files, from a subset of the documents.
+    For shuffled samples the value is nearly the same.
     """
     bounds = files.document_bounds
     firsts, block = np.array([0]), len(bounds) - 1

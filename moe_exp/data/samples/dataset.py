@@ -1,8 +1,8 @@
 """Token files -> endless sequence of training samples -> batches.
 
-Megatron's GPTDataset shuffles all samples of the run, so extending a run changes the data order;
-`megatron_dataset.py` reproduces Megatron's order. In this module, sample i depends only on the files, the
-sequence length, the seed and i; no index is stored on disk.
+Here, sample i depends only on the files, the sequence length, the seed and i; no index is stored on disk.
+Megatron's GPTDataset instead shuffles all samples of a run, so extending a run changes the data order;
+`megatron_dataset.py` reproduces that order.
 
 Shape suffixes: B samples, S = seq_len input tokens, S1 = S + 1 (with the last label).
 """
@@ -70,19 +70,19 @@ class SampleStream:
     """Endless shuffled sequence of training samples from one token file or a weighted blend of files.
 
     In each epoch of a file, the documents are shuffled and concatenated, then cut into windows of `seq_len`
-    tokens, which are shuffled again. A sample is a window and the token after it, the last label. Except for
-    a remainder shorter than a window, every token is the input of exactly one sample per epoch. Each file of
-    a blend has its own epochs (see `blend_position`).
+    tokens, which are shuffled again. A sample is a window plus the next token, which is the last label.
+    Except for a remainder shorter than a window, every token is the input of exactly one sample per epoch.
+    Each file of a blend has its own epochs (see `blend_position`).
 
-    Sample numbers always count samples of the first stage's length: in a stage with F times longer samples,
-    one sample covers F numbers.
+    Sample numbers always count samples of the first stage's length: in a stage whose samples are F times
+    longer, each sample covers F numbers.
 
     Args:
         blend: (weight, prefix) pairs from `parse_blend`; weights are relative.
         seq_len: tokens per sample.
         seed: key of the shuffles of documents and windows.
-        shuffle: False keeps the file order, as for validation.
-        share: part of each file's documents to use (begin and end, 0 to 1; see `parse_split`).
+        shuffle: if False, keep the file order, as is done for validation.
+        share: range of each file's documents to use, as fractions from 0 to 1 (see `parse_split`).
         packing: DOCUMENT_PACKING; "best_fit" uses `PackedCorpus`.
 
     Raises:
@@ -102,10 +102,11 @@ class SampleStream:
         self._append(blend, seq_len, first_sample=0, key=self._key)
 
     def add_stage(self, blend: Sequence[tuple[float, str]], *, seq_len: int, first_sample: int) -> None:
-        """Switches to another blend at `first_sample`; files continue at their current windows.
+        """Switches to another blend at `first_sample`; files of the old blend continue where they are.
 
-        If `seq_len` changes (to a multiple of the first stage's), each file drops the rest of its epoch and
-        starts a new one. `first_sample` must be on a sample boundary of the previous stage.
+        If `seq_len` changes, each file drops the rest of its epoch and starts a new one; the new `seq_len`
+        must be a multiple of the first stage's. `first_sample` must be on a sample boundary of the previous
+        stage.
         """
         last = self._stages[-1]
         num_samples = (first_sample - last.first_sample) * self.seq_len // last.seq_len
@@ -146,7 +147,7 @@ class SampleStream:
         return Origin(corpus.prefix, corpus.documents(window))
 
     def _place(self, index: int) -> tuple[Corpus, int]:
-        """Corpus of a sample, and the number of the sample's window in this corpus."""
+        """Corpus that contains a sample, and the number of the sample's window in it."""
         stage = self._stages[self.stage_at(index).number]
         local = (index - stage.first_sample) * self.seq_len // stage.seq_len
         position, window = blend_position(local, stage.weights)
@@ -184,7 +185,7 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
 
 
 def content_of(prefixes: Sequence[str]) -> str:
-    """Hash (16 hex digits) of the tokens: of all tokens up to 64 MiB, else of evenly spaced blocks of 16 KiB.
+    """Hash (16 hex digits) of all tokens if they take at most 64 MiB, else of evenly spaced 16 KiB blocks.
 
     Detects every changed range longer than 1/4096 of the total size; `moe-exp data verify` reads all data.
     Takes about 0.1 s for 64 MiB on a local disk.
@@ -204,12 +205,12 @@ def content_of(prefixes: Sequence[str]) -> str:
 
 
 def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
-    """Dataset that provides sample `index` of a blend, and the number of earlier samples from this dataset.
+    """Dataset from which sample `index` of a blend comes, and how many earlier samples come from it.
 
     The datasets are the leaves of a binary tree. Of the n samples that reach a node, round(n * p) go to the
-    left subtree, where p is that subtree's share of the node's weight; this closed form needs no history.
-    Rounding adds at most 1/2 per level, so each of K datasets is always within ceil(log2 K) / 2 samples of
-    its share. Integer weights make the computation exact.
+    left subtree, where p is that subtree's share of the node's weight; this closed form does not depend on
+    earlier calls. Rounding adds at most 1/2 per level, so each of K datasets is always within ceil(log2 K) /
+    2 samples of its share. Integer weights make the computation exact.
     """
     low, high = 0, len(cumulative_weights) - 1
     while high - low > 1:
@@ -249,7 +250,8 @@ def split_batch(
 
     Args:
         positions_BS: positions of the tokens in their documents, int64. Default: positions in the sample.
-        masked_id: end-of-document token; the prediction made from it does not count. Default: all count.
+        masked_id: end-of-document token; predictions at its positions do not count in the loss. Default: all
+            count.
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
     if positions_BS is None:
@@ -269,7 +271,7 @@ def future_batch(
     """Inputs and labels of K = `depth` layers for multi-token prediction (arXiv:2412.19437, section 2.2).
 
     Args:
-        batch: `tokens_BS1` as split by `split_batch`.
+        batch: result of `split_batch` for `tokens_BS1`.
 
     Returns:
         `future_tokens`, int64 [B, S, K+1]: the tokens 1 to K+1 positions ahead, 0 beyond the sample. Layer k
@@ -298,7 +300,7 @@ def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
 def context_part(
     batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
 ) -> dict[str, torch.Tensor]:
-    """Part of a batch [B, S] for a context-parallel rank: the tokens in the rank's `ranges`, [B, S/C]."""
+    """The tokens [B, S/C] of a batch [B, S] that are in a context-parallel rank's `ranges`."""
     if len(ranges) == 1:
         return dict(batch)
     return {
@@ -315,7 +317,7 @@ def context_part(
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
-    """Sorted, disjoint, non-adjacent and non-empty ranges that cover the same numbers as `ranges`."""
+    """Sorted, non-empty ranges that cover the same numbers as `ranges` but do not overlap or touch."""
     found: list[Range] = []
     for first, end in sorted((int(first), int(end)) for first, end in ranges):
         if found and first <= found[-1][1]:
@@ -326,7 +328,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
-    """Stream index of consumed sample number `consumed` (from 0). `skipped`: as returned by `merged`."""
+    """Stream index of the consumed sample with number `consumed` (from 0). `skipped`: result of `merged`."""
     for first, end in skipped:
         if consumed < first:
             break
@@ -335,7 +337,7 @@ def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
 
 
 def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
-    """Ranges of stream indices of the consumed samples [first, end). `skipped`: as returned by `merged`."""
+    """Ranges of the stream indices of the consumed samples [first, end). `skipped`: result of `merged`."""
     numbers = (stream_number(consumed, skipped) for consumed in range(first, end))
     return merged((number, number + 1) for number in numbers)
 
@@ -343,8 +345,9 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
 def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
-    """Ranges to skip after resuming: the checkpoint's (`saved`), plus the run's (`wanted`) beyond the
-    checkpoint's position. Only the checkpoint records which earlier samples were skipped.
+    """Ranges to skip after resuming: those in the checkpoint (`saved`), and those requested by the run
+    (`wanted`) that are after the checkpoint's position. Earlier samples were skipped only if the checkpoint
+    says so.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.
@@ -355,8 +358,8 @@ def skipped_from(
 class SkippingSamples:
     """`samples` without the `skipped` ranges, numbered in order of consumption.
 
-    `length`: number of samples of a finite stream (Megatron's order), None for an endless stream. At the end
-    of a finite stream, its first samples are repeated to replace the skipped ones.
+    `length`: number of samples of a finite stream (Megatron's order); None for an endless stream. A finite
+    stream repeats its first samples at the end to make up for the skipped ones.
     """
 
     def __init__(self, samples: Samples, skipped: Iterable[Sequence[int]], length: int | None = None):

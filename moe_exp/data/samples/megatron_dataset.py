@@ -2,9 +2,10 @@
 
 The same files, SEED, SEQ_LEN, TRAIN_ITERS and GBSZ give the same samples as in Megatron-LM.
 
-Megatron stores the order in index files that it identifies by path and settings. If other text were tokenized
-to the same path, Megatron would read the new tokens with the old document lengths. Here, each index folder
-belongs to one fingerprint (`dataset.fingerprint_of`), and is renamed into place when complete.
+Megatron stores the order in index files, which it finds by the data's path and settings. If different text is
+tokenized to the same path, Megatron reads the new tokens with the old document lengths. To avoid this, each
+index folder here belongs to one fingerprint of the data (`dataset.fingerprint_of`); the folder is renamed
+into place when complete.
 """
 
 import hashlib
@@ -50,8 +51,8 @@ class MegatronSamples:
         return DataStage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
-        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError beyond the end, because in a
-        longer run all samples would be in a different order.
+        """Sample `index`: int64 token ids of shape [S1]. Raises ValueError after the last sample, because a
+        longer run has a different order of all samples.
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
@@ -94,14 +95,15 @@ class MegatronOrder:
 
 
 def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSamples, MegatronSamples | None]:
-    """Training and validation samples. All ranks must call this; several ranks need torch.distributed.
+    """Training and validation samples. All ranks must call this; with several ranks, torch.distributed must
+    be initialized.
 
-    On the first call for an order, rank 0 writes about 12 bytes per sample, plus 4 bytes per document and
-    epoch, to `cache_dir`, which all nodes must share.
+    On the first call for an order, rank 0 writes index files to `cache_dir`, which all nodes must share:
+    about 12 bytes per sample, plus 4 bytes per document and epoch.
 
     Raises:
-        ValueError: if a file is missing or damaged, the training or validation part is smaller than one
-            sample, or prefixes without weights have too few samples.
+        ValueError: if a file is missing or damaged, the training or validation data are smaller than one
+            sample, or prefixes without weights provide too few samples.
     """
     shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
     if order.split and order.num_valid_samples and shares[1] is None:
@@ -190,7 +192,7 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
 
 
 def _blend(text: str) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights as parsed by Megatron; the weights are None if the text has no weights."""
+    """Prefixes and weights as Megatron parses them; the weights are None if `text` contains none."""
     blend = parse_blend(text)
     is_one_path = text.strip().startswith(blend[0][1])  # a path may contain spaces
     _, weights = get_blend_from_list([blend[0][1]] if is_one_path and len(blend) == 1 else text.split())

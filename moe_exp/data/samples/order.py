@@ -45,8 +45,8 @@ class SampleOrder:
     def of(
         cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = ()
     ) -> "SampleOrder":
-        """Order for `config` and files with this fingerprint and content. `stage_prints`: for each later
-        stage, a hash of fingerprint and content.
+        """Order for `config` and token files with this fingerprint and content hash. `stage_prints`: for each
+        later stage, a hash of its fingerprint and content.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -95,7 +95,7 @@ def order_of_files(config: Config) -> SampleOrder | None:
 
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether two `SampleOrder.facts` agree in all facts that both have; older versions wrote fewer facts."""
+    """Whether two `SampleOrder.facts` agree in the facts that both contain; older versions saved fewer."""
     return not _differing(facts, saved)
 
 
@@ -111,7 +111,7 @@ def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that changes the samples or their order compared to the checkpoint."""
+    """A setting that differs from the checkpoint and changes the samples or their order."""
 
     name: str
     value: object
@@ -132,10 +132,11 @@ class Change:
 def order_changes(
     config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str, next_sample: int
 ) -> list[Change]:
-    """Differences between `order` (of `config`) and the checkpoint's order; empty if training can resume.
+    """Differences between `order`, which belongs to `config`, and the checkpoint's; empty if training can
+    resume.
 
-    Ignores facts that are missing in `saved` (`SampleOrder.facts` of the checkpoint), and stages that begin
-    at or after `next_sample`, the first sample after the checkpoint.
+    Ignores facts that are missing in the checkpoint's `SampleOrder.facts` (`saved`), and stages that begin at
+    or after `next_sample`, the first sample after the checkpoint.
     """
     differing = _differing(order.facts(), saved)
     changes: list[Change] = []
@@ -189,8 +190,9 @@ def order_changes(
 def place_stages(
     config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
 ) -> tuple[Config, list[str], tuple[dataset.Range, ...]]:
-    """Moves stage starts (set in tokens) to batch boundaries. Returns the config, a message per moved stage,
-    and the skipped ranges of the stream. `progress`: facts of the checkpoint (empty: from iteration 0).
+    """Moves the starts of stages, which are set in tokens, to batch boundaries. Returns the config, one
+    message per moved stage, and the stream ranges to skip. `progress`: facts in the checkpoint; empty if
+    training starts at iteration 0.
     """
     consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
     skipped = dataset.skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
@@ -246,7 +248,7 @@ def _manifest(train_data: str) -> str | None:
 
 
 def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:
-    """Weights divided by their sum, so that 7 and 3 equal 0.7 and 0.3."""
+    """Weights divided by their sum, so that the weights 7 and 3 are the same as 0.7 and 0.3."""
     if not train_data:
         return ["1"]
     blend = parse_blend(train_data)

@@ -2,8 +2,8 @@
 
 The processes are forked DataLoader workers, which share the sample order with the rank and start in
 milliseconds; `spawn` and `forkserver` would import the training loop and Megatron in each process. A forked
-process inherits the memory of its parent but not the threads, so it must not use CUDA, gloo or NCCL. These
-workers are safe: they only read files and copy integers.
+process inherits the memory of its parent but not the threads, so it must not use CUDA, gloo or NCCL. Forking
+is safe for these workers because they only read files and copy integers.
 """
 
 import atexit
@@ -28,9 +28,10 @@ _PLACED = 64  # samples located before the fork, enough to touch the files of a 
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
-    """First sample of micro-batch `index` of a data-parallel rank in the iteration after `consumed_samples`.
+    """First sample of a data-parallel rank's micro-batch `index` in the iteration after `consumed_samples`.
 
-    Micro-batches are consecutive samples, so an iteration has the same micro-batches for any number of ranks.
+    Each micro-batch has consecutive samples, so the micro-batches of an iteration do not depend on the number
+    of ranks.
     """
     return consumed_samples + (index * dp_size + dp_rank) * mbsz
 
@@ -40,8 +41,8 @@ def microbatch_starts(
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
     """Yields (first sample, number of samples) of each micro-batch of a data-parallel rank, endlessly.
 
-    `schedule`: maps the number of consumed samples to the next iteration's number of micro-batches per rank,
-    micro-batch size and global batch size.
+    `schedule`: maps the number of consumed samples to three values for the next iteration: micro-batches per
+    rank, micro-batch size and global batch size.
     """
     while True:
         num_microbatches, mbsz, batch_size = schedule(consumed_samples)
@@ -51,11 +52,11 @@ def microbatch_starts(
 
 
 class ReadAhead:
-    """`Samples` that prefetches the next batches of the schedule. Other batches are also correct, but restart
-    the workers or are read by the rank itself.
+    """`Samples` that prefetches the next batches of the schedule. Batches outside the schedule can be read
+    too, but the rank reads them itself or restarts the workers.
 
     Args:
-        starts: maps a batch's first sample to (first sample, number of samples) of this and later batches.
+        starts: given a batch's first sample, yields (first sample, number of samples) from this batch on.
         num_workers: number of processes (at least 1), started at the first batch.
         pin_memory: copy batches to page-locked memory for asynchronous copies to the GPU.
     """
@@ -77,7 +78,7 @@ class ReadAhead:
         return self.samples.origin(index)
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """See `Samples.batch`; raises RuntimeError if a worker has died."""
+        """Like `Samples.batch`, but raises RuntimeError if a worker has died."""
         if self._batches is None or (first, count) != self._next:
             # Read batches outside the schedule in the rank itself.
             if next(self._starts(first)) != (first, count):

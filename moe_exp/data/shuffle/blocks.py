@@ -1,7 +1,8 @@
-"""Block-wise reader with the checks and counts of `documents.read_documents` at a fraction of the CPU time.
+"""Block-wise reader that checks and counts like `documents.read_documents`, in a fraction of the CPU time.
 
-All blocks are read into one reused buffer, so that its pages stay in cache and no line is copied. Per line,
-the reader only finds its end, parses it once and hashes it twice; everything else is vectorized over a block.
+All blocks are read into one reused buffer, so that its pages stay in cache and no line is copied. For each
+line, the reader only finds its end, parses it once and hashes it twice; all other work is vectorized over a
+block.
 """
 
 import os
@@ -36,8 +37,8 @@ _LF, _CR = 10, 13
 
 
 class LineBlocks:
-    """Reads files in blocks of whole lines into `buffer`; each block overwrites the previous block. The
-    buffer grows up to `longest_bytes` for lines that do not fit.
+    """Reads files into `buffer` in blocks of whole lines; each block overwrites the previous one. If a line
+    does not fit, the buffer grows to at most `longest_bytes`.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class LineBlocks:
         self.view = memoryview(self.buffer)
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yields (begin, end) of each block's lines in `buffer`, including the last LF, without BOM.
-        `start`, `end`: byte range to read, at line boundaries; only for files that are not streams.
+        """Yields each block's lines in `buffer` as (begin, end), with the last LF but without a BOM.
+        `start`, `end`: byte range to read, which must begin and end at line boundaries; not for streams.
 
         Raises:
             ValueError: if a line is longer than `longest_bytes`.
@@ -93,7 +94,7 @@ class LineBlocks:
 
 @contextmanager
 def _open(path: Path, start: int, text_field: str, rule: TextRule) -> Iterator[Callable[[memoryview], int]]:
-    """Yields a function like `io.RawIOBase.readinto`."""
+    """Yields a function that reads like `io.RawIOBase.readinto`."""
     if not is_stream(path):
         with path.open("rb", buffering=0) as file:
             file.seek(start)
@@ -229,7 +230,7 @@ def write_all(descriptor: int, buffers: Sequence[bytes] | Sequence[memoryview], 
 
 @dataclass(frozen=True)
 class Slice:
-    """The lines of a file that start in the bytes [start, end); `end` is None for a whole stream."""
+    """The lines of a file that start in the bytes [start, end); for a whole stream, `end` is None."""
 
     path: Path
     start: int
@@ -237,11 +238,11 @@ class Slice:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the slice in the (possibly compressed) file."""
+        """Size of the slice in bytes, as stored in the file (compressed if the file is)."""
         return self.path.stat().st_size if self.end is None else self.end - self.start
 
     def bounds(self) -> tuple[int, int | None]:
-        """Byte offsets where the first line starts and the last line ends (None: end of file)."""
+        """Byte offsets of the start of the first line and the end of the last (None: the end of the file)."""
         if self.end is None:
             return 0, None
         return _line_start(self.path, self.start), _line_start(self.path, self.end)
@@ -260,7 +261,7 @@ class Slice:
 
 
 def cut_inputs(paths: Sequence[Path], num_tasks: int) -> list[list[Slice]]:
-    """The input slices that each task reads, in order. Only plain JSONL is cut; tasks may have no slice."""
+    """The input slices of each task, in order. Only plain JSONL files are cut; a task may get no slice."""
     sizes = [path.stat().st_size for path in paths]
     bounds = [task * sum(sizes) // num_tasks for task in range(num_tasks + 1)]
     # A cut may be inside a line, which belongs to the task where it starts (`_line_start`).
@@ -287,7 +288,7 @@ def read_slice(one: Slice, reader: DocumentBlocks) -> Iterator[Documents]:
 
 
 def _line_start(path: Path, place: int) -> int:
-    """Byte offset of the first line that starts at `place` or later."""
+    """Byte offset where the first line at or after `place` starts."""
     if not place:
         return 0
     with path.open("rb") as file:

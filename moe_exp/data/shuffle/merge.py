@@ -1,7 +1,7 @@
 """Merges the shards of a folder, except its validation file, into one JSONL file.
 
-Shards written by `shuffle` are copied and must match their manifest. Documents from other folders are checked
-one by one and written without BOM and CR, each ending with LF.
+Shards written by `shuffle` are copied, and must match the shuffle's manifest. In folders without such a
+manifest, documents are checked one by one and written without BOM and CR, each followed by LF.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,8 +34,8 @@ def merge(
         input_dir: folder of document files, which are merged in the order of their names.
         output: path of the merged file, with or without .jsonl; must be outside `input_dir`.
         valid_file_name: file in `input_dir` to exclude, with or without its suffix.
-        text_field, skip_bad: name of the field with the text, and whether to skip and count invalid lines;
-            only used without a manifest.
+        text_field, skip_bad: name of the text field, and whether to skip and count invalid lines; both are
+            ignored if there is a manifest.
         start_over: see `run_stage`.
 
     Raises:
@@ -60,7 +60,7 @@ def merge(
 def estimate_merge(
     input_dir: Path, output: Path, *, valid_file_name: str, text_field: str = "text"
 ) -> dict[str, int]:
-    """Estimate of a merge: num_shards, disk_bytes and seconds."""
+    """Estimates what a merge needs: num_shards, disk_bytes and seconds."""
     shards, manifest = find_shards(input_dir, output, valid_file_name, text_field)
     num_bytes = estimate_line_bytes(shards)
     seconds = 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None])
@@ -70,7 +70,7 @@ def estimate_merge(
 def find_shards(
     input_dir: Path, output: Path, valid_file_name: str, text_field: str
 ) -> tuple[list[Path], dict[str, Any] | None]:
-    """Files to merge, in order, and the shuffle's manifest (None: the files are not from a shuffle)."""
+    """Files to merge, in order, and the manifest of the shuffle (None if no shuffle wrote the files)."""
     if not input_dir.is_dir():
         raise ValueError(f"input_dir={input_dir}: folder not found. Fix: set the folder with the shards.")
     if input_dir.resolve() == output.parent.resolve():

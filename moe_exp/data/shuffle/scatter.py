@@ -1,13 +1,14 @@
 """First two passes of a shuffle: index the documents, and sort them into buckets.
 
-Every document gets a 64-bit key from the seed and its number among all input documents; the shuffled order is
-the order of the keys, independent of buckets and memory. Keys are distinct: splitmix64 (Steele, Lea, Flood,
-"Fast splittable pseudorandom number generators", OOPSLA 2014) is a bijection of its counter.
+Every document gets a 64-bit key, computed from the seed and the document's number among all input documents.
+The shuffled order is the order of the keys, so it does not depend on buckets or memory. Keys are distinct:
+splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) is a bijection
+of its counter.
 
-A key depends on the number of preceding documents, so `index` first finds, checks and hashes all documents.
-`scatter` then reads the inputs in blocks and appends the lines of each block, sorted by bucket, to one file
-and the records of the lines to another file. A bucket is a range of keys of training or validation documents.
-If there is only one task, it does both passes at once (`index_and_scatter`).
+A document's key depends on how many documents precede it, so `index` first finds, checks and hashes all
+documents. `scatter` then reads the inputs in blocks, sorts the lines of each block by bucket, and appends
+them to one file and their records to another. A bucket holds either training or validation documents, with
+keys in one range. A single task does both passes at once (`index_and_scatter`).
 
     indexed/      00003.documents   00003.json
     scattered/    00003.lines       00003.records   00003.index   00003.json
@@ -68,21 +69,21 @@ def mix(values: Keys) -> Keys:
 
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
-    """Keys of `count` documents starting at `first`: splitmix64 outputs, seeded by a hash of the seed."""
+    """Keys of `count` documents from number `first`: outputs of splitmix64, seeded with a hash of `seed`."""
     # A counter with increment _GAMMA, so that any key can be computed without the preceding ones.
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
 
 
 def text_choices(seed: int, text_digests: bytes) -> Keys:
-    """A number for each text, determined by text and seed; the smallest numbers mark validation texts."""
+    """A number for each text, computed from text and seed; validation texts have the smallest numbers."""
     start = xxhash.xxh3_64_intdigest(f"validation {seed}".encode())
     return mix(np.frombuffer(text_digests, dtype=">u8")[::2].astype(np.uint64) ^ np.uint64(start))
 
 
 @dataclass
 class ValidTally(Counted):
-    """Counts of validation documents: `text_choices` below `threshold`, or the smallest if none is below."""
+    """Counts of validation documents: those with `text_choices` below `threshold`, else the smallest."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -239,7 +240,7 @@ class _Found:
 
 
 def index(job: TaskShuffle, rank: int) -> int:
-    """First pass: records place and `text_choices` of each document of a task; returns the document count."""
+    """First pass: records the position and `text_choices` of a task's documents; returns their number."""
     found = _Found(job, rank)
     with complete_files([job.place("indexed", rank, ".documents")]) as (path,), path.open("wb") as file:
         for documents, _, _ in found.blocks(_BLOCK_BYTES):
@@ -276,7 +277,7 @@ def scatter(job: TaskShuffle, rank: int) -> int:
 
 
 def index_and_scatter(job: TaskShuffle) -> int:
-    """Both passes of a shuffle with only one task; parses and copies each line while the line is in cache."""
+    """Both passes of a shuffle with only one task; parses and copies each line while it is in cache."""
     assert job.num_buckets is not None
     limit, is_known = max(1, job.threshold), False
     while not is_known:
@@ -290,7 +291,7 @@ def index_and_scatter(job: TaskShuffle) -> int:
 
 
 def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: Iterator[_Block]) -> int:
-    """Copies the lines of blocks. `first`: index of the first document of the blocks among all documents."""
+    """Copies the lines of blocks. `first`: index of their first document among all documents."""
     num_documents, written = 0, np.zeros(2, dtype=np.int64)
     paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
     total = np.zeros((buckets.number, 2), dtype=np.int64)

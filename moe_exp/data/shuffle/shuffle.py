@@ -2,13 +2,14 @@
 
 The output bytes depend only on the seed, the inputs and their order, not on memory, number of tasks, machine
 or interruptions. Shards are ranges of the shuffled order and differ in size by at most one document. A
-document is held out for validation if a hash of seed and text is below the requested fraction (if none is,
-the smallest), so duplicates stay together. Lines are written without BOM and CR, each ending with LF.
+document is held out for validation if a hash of its text and the seed is below the requested fraction, so
+duplicates stay together; if no hash is, the smallest is chosen. Lines are written with LF line endings and
+without a BOM.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
-Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and write (write.py). If there is
-only one task, it does the first two passes at once. Peak disk use: inputs, scattered lines and outputs.
+Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and write (write.py). A single
+task runs the first two passes as one. Peak disk use: inputs, scattered lines and outputs.
 """
 
 import math
@@ -43,8 +44,9 @@ _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 
 class Memory(NamedTuple):
-    """Division of a memory budget: `longest_bytes` for the read buffer and longest line (parsing takes six
-    times that size), `piece_bytes` for documents sorted at once. Excludes the interpreter (about 45 MB).
+    """How a memory budget is divided: `longest_bytes` for the read buffer and the longest line (parsing takes
+    six times as much), `piece_bytes` for the documents sorted at once. The interpreter (about 45 MB) is not
+    included.
     """
 
     budget_bytes: int
@@ -53,7 +55,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, budget_bytes: int) -> "Memory":
-        """Default division of a budget; raises ValueError if the budget is too small."""
+        """Divides a budget in the default way; raises ValueError if it is too small."""
         if budget_bytes < SMALLEST_MEMORY_BYTES:
             given = f"memory={budget_bytes / 2**20:g}MB"
             raise input_error(given, "must be at least 16 MB", "set 256MB or more")
@@ -68,19 +70,19 @@ def shuffle_documents(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Shuffles documents into shards and a validation file, and returns the manifest.
 
-    Repeat an interrupted call to resume with the unfinished tasks; the memory budget may change.
+    To resume an interrupted shuffle with its unfinished tasks, repeat the call; the memory budget may change.
 
     Args:
-        inputs: files of the kinds in `moe_exp.data.kinds`, or folders of them. The order matters.
+        inputs: files of a kind listed in `moe_exp.data.kinds`, or folders of such files. The order matters.
         name: prefix of the output file names.
-        tasks: number of reading tasks, and of writing tasks (at most one per output file). Must not
-            change when resuming. Default: the local workers of `execution`, else 1 (in this process).
+        tasks: number of tasks in each pass; the last pass has at most one per output file. Must not
+            change when resuming. Default: the number of local workers of `execution`, or 1 (in this process).
         execution: where the tasks run (default: this machine).
-        seed: seed of the order and of the choice of validation documents.
+        seed: random seed that determines the order and the validation documents.
         num_shards: number of training files; some are empty if there are fewer documents.
         valid_fraction: fraction of distinct texts held out for validation (at least one text).
-        memory_bytes: memory budget of each task. Default: the tasks share a quarter of this machine's (or
-            container's) free memory, or, on a cluster, each task uses most of its job's memory.
+        memory_bytes: memory budget of each task. Default: a quarter of the free memory of this machine or
+            container, shared by the tasks; on a cluster, most of the memory of the task's job.
         skip_bad: skip and count invalid lines instead of stopping at the first.
         start_over: see `run_stage`.
 
@@ -88,8 +90,8 @@ def shuffle_documents(
         The manifest, or None while SLURM jobs are running. After the jobs end, repeat the call to publish.
 
     Raises:
-        ValueError: if a setting or an input is invalid, free space is too small, no document is left for
-            training, or the number of tasks has changed; see also `run_stage` and `LineBlocks`.
+        ValueError: if a setting or an input is invalid, there is too little free space, no document is left
+            for training, or the number of tasks has changed; see also `run_stage` and `LineBlocks`.
         BadDocument: if a line is invalid, or a compressed file is damaged.
         ChildProcessError: if a task's process died.
     """
@@ -218,7 +220,7 @@ def _clean(output: Path) -> None:
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
-    """Estimate of a shuffle: sizes (`line_bytes`: decompressed, approximate), buckets and seconds."""
+    """Estimates a shuffle's sizes (`line_bytes`: approximate decompressed size), buckets and seconds."""
     memory = Memory.of(memory_bytes or _default_memory(Execution(), 1))
     line_bytes = estimate_line_bytes(inputs)
     return {
@@ -245,7 +247,7 @@ def check_settings(
     *, name: str, num_shards: int = 32, valid_fraction: float = DEFAULT_VALID_FRACTION,
     memory_bytes: int | None = None,
 ) -> None:  # fmt: skip
-    """Checks the arguments of `shuffle_documents` that are independent of the inputs."""
+    """Checks the arguments of `shuffle_documents` that do not depend on the inputs."""
     if memory_bytes is not None:
         Memory.of(memory_bytes)
     if not name or Path(name).name != name:

@@ -99,7 +99,7 @@ def _read_back(output: _Output) -> dict[str, Any]:
 
 
 class Placed(NamedTuple):
-    """Records of documents; for each document, its task and the offset of its line in the task's file."""
+    """Records of documents, with each document's task and the offset of its line in that task's file."""
 
     records: NDArray[Any]
     tasks: NDArray[np.int32]
@@ -145,7 +145,7 @@ class Scattered:
                 yield placed
 
     def _documents(self, bucket: int, low: int, end: int) -> Placed:
-        """Documents of a bucket with a key in [low, end)."""
+        """Documents of a bucket whose keys are in [low, end)."""
         parts = [Placed(np.empty(0, RECORD), np.empty(0, np.int32), np.empty(0, np.int64))]
         for task in range(self.job.num_tasks):
             path = self.job.place("scattered", task, ".index")
@@ -219,7 +219,7 @@ class _Writer:
 
 
 class LineBuffer:
-    """Memory for the lines of a piece, reused by the next piece."""
+    """Reusable buffer for the lines of documents sorted at once."""
 
     view = memoryview(b"")
 

@@ -1,5 +1,5 @@
-"""Tokenization in tasks of datatrove's executors, on one or many machines, with the same output bytes as one
-process. Until the files are published, the tokens are on disk twice.
+"""Tokenization with datatrove's executors, on one or many machines; the output bytes are the same as with one
+process. Until the files are published, the tokens are stored on disk twice.
 
     part.000012.bin  .lengths  .json        made/00003.json        joined/00003.json
 """
@@ -62,7 +62,7 @@ class TaskTokens:
 
 
 def make_parts(job: TaskTokens, rank: int) -> int:
-    """First pass: makes the missing parts of a task; returns the number of these parts."""
+    """First pass: makes a task's missing parts and returns their number."""
     encoder, num_made = PartEncoder(job.settings, job.backend), 0
     through = Through(job.folder / "made" / "through", rank)  # in input bytes
     # In a subfolder, because a call that checks the SLURM jobs removes *.json.*.tmp from the stage's folder.

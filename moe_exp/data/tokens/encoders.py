@@ -1,10 +1,10 @@
-"""Encoders from texts to token ids: the tokenizer's own package, or gigatoken, checked to give equal ids.
+"""Encoders from texts to token ids: the tokenizer's own package, or gigatoken if it gives the same ids.
 
 gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
-and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether a
-different split changes the ids depends on the merges, so a sample of texts cannot rule it out. Therefore each
-non-ASCII character is encoded once with a vocabulary that reveals the splits. Documents with characters that
-the packages split differently are encoded by the tokenizer's own package.
+and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether this
+changes the ids depends on the merges, so testing a sample of texts is not enough. Therefore each
+non-ASCII character is encoded once with a vocabulary that reveals the splits. The tokenizer's own package
+encodes all documents with characters that the two packages split differently.
 """
 
 import os
@@ -134,7 +134,7 @@ def choose_backend(
 
 
 def probe_texts(tokenizer: TextTokenizer) -> list[str]:
-    """Short random texts made of strings on which tokenizers disagree, including special tokens."""
+    """Short random texts of strings that tokenizers often encode differently, including special tokens."""
     pieces = [*_PLAIN, *_ODD]
     if tokenizer.kind == "huggingface":
         added = orjson.loads(tokenizer.content).get("added_tokens") or []
@@ -202,7 +202,7 @@ def _gigatoken(tokenizer: TextTokenizer) -> Encoder:
 
 
 def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
-    """Copy of the tokenizer, with a vocabulary that reveals splits; None unless it is a byte-level BPE."""
+    """Copy of the tokenizer with a vocabulary that reveals splits; None if it is not a byte-level BPE."""
     content = orjson.loads(tokenizer.content) if tokenizer.kind == "huggingface" else {}
     if b'"ByteLevel"' not in orjson.dumps(content.get("pre_tokenizer")) or content["model"]["type"] != "BPE":
         return None

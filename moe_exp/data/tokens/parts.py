@@ -75,7 +75,7 @@ def default_part_bytes(paths: Sequence[Path]) -> int:
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Splits plain JSONL files into parts of `part_bytes`; other files are one part, empty files none."""
+    """Splits plain JSONL files into parts of `part_bytes`; others are one part; empty files have none."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
@@ -102,7 +102,7 @@ class PartSettings:
             raise setting_error("append_eod", True, rule, "set one with --eod-token")
 
     def facts(self) -> dict[str, Any]:
-        """Facts for a manifest: everything that determines the tokens."""
+        """Manifest entries: everything that determines the tokens."""
         given = {"json_key": self.json_key, "append_eod": self.append_eod, "skip_bad": self.skip_bad}
         return {"tokenizer": self.tokenizer.facts()} | given | self.rule.facts()
 
@@ -125,7 +125,7 @@ class PartEncoder:
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
         """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` to `folder`. `advance` receives the
-        number of bytes read. Raises BadDocument for an invalid line, ValueError for wrong ids.
+        number of bytes read. Raises BadDocument for an invalid line, and ValueError for wrong token ids.
         """
         counts, lengths = PartCounts(), [np.empty(0, np.int32)]
         digest, blocks = xxhash.xxh3_128(), BlockHash(CHECKED_BYTES)
@@ -149,7 +149,7 @@ class PartEncoder:
     def _batches(
         self, part: Part, tally: Tally, sample: "_Sample", advance: Callable[[int], None]
     ) -> Iterator[list[tuple[int, str]]]:
-        """Yields batches of (line number, text) with up to BATCH_BYTES of text or one longer document."""
+        """Yields batches of (line number, text): up to BATCH_BYTES of text, or a single longer document."""
         batch: list[tuple[int, str]] = []
         batch_bytes = line_bytes = 0
         how: dict[str, Any] = {"text_field": self.settings.json_key, "rule": self.settings.rule}
@@ -236,7 +236,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Excerpts to compare: first document, random documents, first documents with unusual characters."""
+    """Excerpts to compare: of the first document, random ones, and the first with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)
@@ -261,7 +261,7 @@ class _Sample:
 
 
 def is_complete(part: Part, folder: Path) -> bool:
-    """Whether a part is complete; its .bin may already be in the joined file."""
+    """Whether a part is complete, even if its .bin has already been appended to the joined file."""
     return (folder / f"{part.stem}.json").is_file()
 
 
@@ -269,7 +269,7 @@ class JoinedParts:
     """The file to which the parts in a folder are appended in order. Resumes earlier calls.
 
     Parts are joined while later parts are still being made. A joined part's own .bin is removed, so that the
-    tokens are on disk once. After a crash, the file is verified with the parts' hashes.
+    tokens are stored only once. After a crash, the file is checked against the hashes of the parts.
     """
 
     def __init__(self, folder: Path, output: Path, parts: Sequence[Part], settings: PartSettings):
@@ -281,12 +281,12 @@ class JoinedParts:
         self._num_bytes = 0
 
     def take_back(self) -> None:
-        """Moves a complete .bin back if an earlier call was killed between publishing it and its manifest."""
+        """Moves a complete .bin back if an earlier call was killed before publishing the manifest."""
         if not self.bin_path.exists() and self._published.exists():
             self._published.replace(self.bin_path)
 
     def resume(self) -> None:
-        """Keeps the intact joined parts of an earlier call."""
+        """Keeps the joined parts of an earlier call up to the first damaged one."""
         joined_path, num_joined = self.folder / JOINED, 0
         if joined_path.exists():
             self.take_back()
@@ -309,7 +309,7 @@ class JoinedParts:
                 (self.folder / f"{part.stem}.json").unlink(missing_ok=True)
 
     def append_complete(self) -> None:
-        """Appends the next parts while they are complete; raises ValueError if a part was damaged."""
+        """Appends the next parts up to the first incomplete one; raises ValueError if a part was damaged."""
         for part in self.parts[self.num_parts :]:
             if not is_complete(part, self.folder):
                 break

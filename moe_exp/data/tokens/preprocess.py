@@ -1,7 +1,7 @@
 """Tokenization of document files into .bin/.idx, reproducible and resumable after any crash.
 
-The inputs are cut into parts (parts.py). Worker processes tokenize them in any order while this process joins
-them in input order; alternatively, tasks on many machines make and join the parts (by_tasks.py).
+The inputs are cut into parts (parts.py). Worker processes tokenize the parts in any order while this process
+joins them in input order; alternatively, tasks on many machines do both (by_tasks.py).
 """
 
 import logging
@@ -70,23 +70,23 @@ def tokenize_documents(
     The files do not depend on `tasks` or `execution`.
 
     Args:
-        inputs: files of the kinds in `moe_exp.data.kinds`.
+        inputs: files of a kind listed in `moe_exp.data.kinds`.
         output: path without suffix, see `tokenized_prefix`.
-        tasks: number of tasks that make and join parts (the tokens are on disk twice until the files are
-            published); may change when resuming. Default: no tasks, only processes on this machine.
+        tasks: number of tasks that make and join parts; may change when resuming. Until the files are
+            published, the tokens are stored on disk twice. Default: local processes, no tasks.
         execution: where the tasks run (default: this machine).
         backend: auto, gigatoken or tokenizers (the package that defines the tokenizer).
         start_over: replace existing files.
         part_bytes: input size per part (default: `default_part_bytes`).
-        block_bytes: size of the .bin's blocks, each copied and hashed by one task. With several blocks, the
-            manifest has a hash of the block hashes.
+        block_bytes: size of the blocks of the .bin; each block is copied and hashed by one task. If there are
+            several blocks, the hash in the manifest is a hash of the block hashes.
 
     Returns:
         The manifest, or None while SLURM jobs are running. After the jobs end, repeat the call to publish.
 
     Raises:
-        ValueError: if a setting or a line is invalid, free space is too small, a part is damaged (the next
-            call makes it again), or a worker process died.
+        ValueError: if a setting or a line is invalid, there is too little free space, a part is damaged (the
+            next call makes it again), or a worker process died.
         ChildProcessError: if a task's process died.
     """
     execution = execution or Execution()
@@ -137,7 +137,7 @@ def tokenize_documents(
 
 
 def stage_settings(settings: PartSettings, part_bytes: int) -> dict[str, Any]:
-    """Settings that, together with the inputs, determine the files."""
+    """Settings that, together with the inputs, determine the output files."""
     return settings.facts() | {"part_bytes": part_bytes}
 
 
@@ -191,7 +191,7 @@ def _pinned_backend(
 
 
 class _PartMaker:
-    """Makes parts in this process or in a worker."""
+    """Tokenizes parts, in this process or in a worker."""
 
     def __init__(self, settings: PartSettings, backend: str, folder: Path):
         self._settings, self._backend, self._folder = settings, backend, folder
@@ -270,7 +270,8 @@ def dry_run(
     by_tasks: bool = False,
 ) -> None:  # fmt: skip
     """Prints an estimate of tokens, disk space and time, and writes nothing. Raises ValueError if a setting
-    is invalid or free space is too small. `by_tasks`: all parts are made before any part is joined.
+    is invalid or there is too little free space. `by_tasks`: whether all parts are made before the first is
+    joined.
     """
     _check_backend(backend)
     num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers
@@ -336,7 +337,7 @@ def _ranges(prefix: Path, index: token_files.Index) -> Iterator[tuple[int, int]]
 
 
 def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
-    """Joins token files (also from other programs) in order, and returns the manifest.
+    """Joins token files in order, including those of other programs, and returns the manifest.
 
     Raises:
         ValueError: if a file is missing or damaged, dtypes differ, or `output` is one of the shards.

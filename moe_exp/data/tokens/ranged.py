@@ -6,8 +6,8 @@
         NAME.blocks                    sparse copy of NAME.bin with the blocks read so far
         NAME.hashes                    XXH3-64 of each block; 0: not read yet
 
-All ranks and workers of a host share the folder; no lock is needed: all writers of a block write equal bytes.
-A block is used only if its hash matches, so blocks truncated by a crash or a full disk are read again.
+All ranks and workers of a host share the folder. No lock is needed: all writers of a block write the same
+bytes. A block is used only if its hash matches, so blocks truncated by a crash or a full disk are read again.
 """
 
 import errno
@@ -113,7 +113,7 @@ def ensure_index(url: str, data_dir: Path) -> str:
 
 
 def _remote_of(prefix: str | Path) -> _Remote | None:
-    """The file in a store that has the tokens of a prefix; None if they are local or missing."""
+    """The file in a store that contains a prefix's tokens; None if the tokens are local or missing."""
     path = Path(f"{prefix}.remote.json")
     is_remote = path.is_file() and not Path(f"{prefix}.bin").is_file()
     return _Remote(**read_json(path, fix="remove its folder")) if is_remote else None
@@ -132,7 +132,7 @@ def bin_bytes(prefix: str | Path) -> int | None:
 
 
 class RemoteTokens:
-    """Tokens of a .bin in a store, sliced like an array. Blocks are cached locally."""
+    """Tokens of a .bin in a store, which can be sliced like an array. Blocks are cached locally."""
 
     def __init__(self, prefix: str | Path, remote: _Remote, dtype: np.dtype[Any]):
         self.num_bytes, self._version, self._dtype = remote.bytes, remote.version, dtype
@@ -202,12 +202,12 @@ def _hash(data: bytes) -> bytes:
 
 
 def open_remote(prefix: str, dtype: np.dtype[Any]) -> RemoteTokens | None:
-    """Tokens of a prefix in a store; None if they are local or missing."""
+    """Tokens of a prefix in a store; None if the prefix is local or missing."""
     return RemoteTokens(prefix, remote, dtype) if (remote := _remote_of(prefix)) else None
 
 
 def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RemoteTokens:
-    """Tokens of a prefix: memory-mapped if local, else in a store."""
+    """Tokens of a prefix: memory-mapped if local, otherwise read from a store."""
     remote = open_remote(prefix, dtype)
     return np.memmap(f"{prefix}.bin", dtype, mode="r") if remote is None else remote
 

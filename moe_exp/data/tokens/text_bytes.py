@@ -1,8 +1,8 @@
 """Number of UTF-8 text bytes per token, which makes losses of different tokenizers comparable.
 
-Bytes are looked up in a table with two numbers per token, not decoded, so text cut within a character is
-counted exactly. If the tokenizer is lossless, the numbers of a document's tokens sum to the length of its
-text (else see `TokenBytes.note`). Special tokens and the unknown token have no bytes.
+Tokens are not decoded but looked up in a table with two byte counts per token, so text cut within a character
+is counted exactly. If the tokenizer is lossless, the byte counts of a document's tokens add up to the length
+of its text (otherwise, see `TokenBytes.note`). Special tokens and the unknown token count as 0 bytes.
 """
 
 import re
@@ -35,7 +35,7 @@ class TokenBytes:
     """Bytes per token of one tokenizer.
 
     Attributes:
-        inside_V: bytes of each token after another token, int64 [V].
+        inside_V: bytes of each token when it follows another token, int64 [V].
         first_V: bytes of each token at the start of a document, where some decoders remove a space.
         eod_id, bos_id: ids of the tokens that end and begin a document, or None.
         note: kinds of text that the tokenizer does not preserve; "" if it is lossless.
@@ -79,8 +79,8 @@ class TokenBytes:
         return ", ".join(dict.fromkeys(lost))
 
     def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
-        """Bytes of each of the consecutive tokens [N]; `is_first` [N]: whether the token begins a
-        document. Ids outside the vocabulary have no bytes.
+        """Byte counts of consecutive tokens [N]; `is_first` [N]: whether a token begins a document. Ids
+        outside the vocabulary count as 0 bytes.
         """
         known = ids < len(self.inside_V)
         ids = np.where(known, ids, 0)

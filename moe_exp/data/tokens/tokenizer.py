@@ -1,9 +1,10 @@
 """Tokenizers for the corpus tools: files, vocabulary size and end-of-document token.
 
 The tokenizers encode only the text: truncation, padding, dropout and post-processors (which add BOS) are
-removed, because Megatron encodes with `add_special_tokens=False`. Special tokens in a text are read as text
-unless `allow_special`. Unigram and WordLevel models have `</s>` in their own vocabulary and cannot read it as
-text; documents whose ids include a special token (`special_tokens`) are treated like invalid lines.
+removed, because Megatron encodes with `add_special_tokens=False`. Special tokens in a text are treated as
+plain text unless `allow_special` is set. Unigram and WordLevel models have `</s>` in their own vocabulary and
+cannot read it as text; documents whose ids include a special token (`special_tokens`) are treated like
+invalid lines.
 """
 
 import logging
@@ -51,7 +52,7 @@ class TextTokenizer:
     bos_token: str | None = None  # token that the tokenizer's own post-processor adds before a text
 
     def special_tokens(self) -> dict[int, str]:
-        """Special tokens, by id, that texts must not produce; excludes the unknown token."""
+        """Special tokens, by id, that must not result from a text; the unknown token is not included."""
         if self.allow_special:
             return {}
         tokens = {}
@@ -67,7 +68,7 @@ class TextTokenizer:
         return tokens if self.eod_id is None else tokens | {self.eod_id: str(self.eod_token)}
 
     def facts(self) -> dict[str, Any]:
-        """Facts for a manifest: everything that determines the tokens."""
+        """Manifest entries: everything that determines the tokens."""
         names = ("kind", "vocab_size", "eod_id", "eod_token", "allow_special")
         facts = {"hash": xxhash.xxh3_128_hexdigest(self.content)}
         facts |= {name: getattr(self, name) for name in names}
@@ -86,7 +87,7 @@ class TextTokenizer:
         return sentencepiece.SentencePieceProcessor(model_proto=self.content)
 
     def token(self, index: int) -> str | None:
-        """Token with this id; None for a byte or an unknown id."""
+        """Token with this id; None for tokenizer `bytes` or an unknown id."""
         if self.kind == "sentencepiece" and 0 <= index < self.vocab_size:
             return str(self.processor().id_to_piece(index))
         return token_text(orjson.loads(self.content), index) if self.kind == "huggingface" else None
@@ -174,7 +175,7 @@ def load_named_tokenizer(
 
 
 def is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
-    """Whether token files with these `TextTokenizer.recorded` facts were made with the tokenizer `name`."""
+    """Whether `facts` (`TextTokenizer.recorded`) of token files are those of the tokenizer `name`."""
     try:
         return same_tokenizer(load_named_tokenizer(name, eod_token=facts.get("eod_token")).recorded(), facts)
     except (ValueError, OSError):  # for example, it lacks the end-of-document token
@@ -188,8 +189,9 @@ def tokenizer_vocab_size(path: str | Path) -> int:
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: 16 digits as in older checkpoints,
-    then 16 for everything that determines the ids of a text. Raises the errors of `tokenizer_vocab_size`.
+    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: first the 16 digits of older
+    checkpoints, then 16 that depend on everything that determines the ids of a text. Raises the errors of
+    `tokenizer_vocab_size`.
     """
     content = _read_tokenizer_json(Path(path), "tokenizer")
     names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
@@ -331,7 +333,7 @@ def _from_json(
 
 
 def _named(files: Mapping[str, dict[str, Any]], field: str) -> Iterator[str]:
-    """Tokens that the tokenizer's files define as `field`."""
+    """Special tokens in the entry `field` of the tokenizer's files."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = files[name].get(field)
         if token := token.get("content") if isinstance(token, dict) else token:

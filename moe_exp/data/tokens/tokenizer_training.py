@@ -55,7 +55,7 @@ def train_tokenizer(
     from the start of every file, up to `max_bytes` in total.
 
     Args:
-        inputs: files of the kinds in `moe_exp.data.kinds`.
+        inputs: files of a kind listed in `moe_exp.data.kinds`.
         vocab_size: see `train_bpe`.
         eos_token, bos_token, pad_token: special tokens (ids 0, 1, ...); `eos_token` ends a document.
         max_bytes: maximum amount of text (UTF-8 bytes).

@@ -3,7 +3,7 @@
 Layout of the .idx file (little-endian), as in `megatron.core.datasets.indexed_dataset`: magic, version, dtype
 code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and
 int64 document indices. The .bin file has the tokens. We write one sequence per document, in order; only
-`moe-exp data tokenize --merge` accepts files in another order, and rewrites them.
+`moe-exp data tokenize --merge` accepts files in another order, and puts them in order.
 """
 
 import math
@@ -92,7 +92,7 @@ def write_index(
 
 
 def _pointers_in_order(sizes: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> Iterator[npt.NDArray[np.int64]]:
-    """Yields the byte offsets of contiguous sequences, piece by piece."""
+    """Yields the byte offsets of contiguous sequences, chunk by chunk."""
     first_token = 0
     for start in range(0, len(sizes), _LENGTHS_PER_WRITE):
         ends = first_token + np.cumsum(sizes[start : start + _LENGTHS_PER_WRITE], dtype=np.int64)
@@ -135,7 +135,7 @@ def order_problem(prefix: str | Path) -> str | None:
 
 
 def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
-    """One-line problem with `prefix`.bin and `prefix`.idx, or None. Reads no tokens.
+    """One-line description of a problem with `prefix`.bin or `prefix`.idx, or None. Reads no tokens.
 
     `in_order`: require contiguous sequences in the .bin.
     """
@@ -351,7 +351,7 @@ def manifest_of(prefix: str) -> dict[str, Any]:
 def parse_split(text: str) -> list[Share | None]:
     """Parses SPLIT into shares (begin and end, 0 to 1) for training, validation and test; None: empty share.
 
-    If `text` is empty, all documents are for training. Sums the numbers in Megatron's order, so that a
+    If `text` is empty, all documents are used for training. Sums the numbers in Megatron's order, so that a
     document at a boundary falls into the same share as in Megatron.
 
     Raises:
@@ -368,13 +368,13 @@ def parse_split(text: str) -> list[Share | None]:
 
 
 def share_range(count: int, share: Share) -> tuple[int, int]:
-    """Range [first, end) of the documents that `share` selects from `count`, rounded as in Megatron."""
+    """Range [first, end) that `share` selects from `count` documents, rounded as in Megatron."""
     begin, end = share
     return round(begin * count), round(end * count)
 
 
 def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -> int:
-    """Tokens of the documents in a share; `by_sequence`: the share refers to sequences, as in GPTDataset."""
+    """Number of tokens in a share of the documents, or of the sequences (`by_sequence`, as in GPTDataset)."""
     bounds = files.sequence_bounds if by_sequence else files.document_bounds
     begin, end = share_range(len(bounds) - 1, share)
     return int(bounds[end] - bounds[begin])

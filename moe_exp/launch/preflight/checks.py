@@ -91,7 +91,8 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
     """Fills at most `num_bytes` of memory with patterns before reading any byte back.
 
-    Returns `wrong` (8-byte words), `bytes` (filled), and `gigabytes_per_second` of the fastest write + read.
+    Returns `wrong` (number of wrong 8-byte words), `bytes` (number of bytes filled), and
+    `gigabytes_per_second` of the fastest write + read.
     """
     chunk_bytes = _CUDA_CHUNK_BYTES if device.type == "cuda" else _CPU_CHUNK_BYTES
     chunks: list[Tensor] = []
@@ -118,7 +119,7 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """Bytes to check per rank: 90% of free GPU memory; on a CPU, all ranks share 20% (at most 1 GiB)."""
+    """Bytes to check per rank: 90% of free GPU memory; on a CPU, 20% (at most 1 GiB) in total."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     # files in /dev/shm are in memory
@@ -145,7 +146,7 @@ class LinkError(RuntimeError):
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Inside the block, the default process group has the global `ranks`; no other group may use `store`."""
+    """Inside the block, the default process group consists of the global `ranks`; only it may use `store`."""
     # Not subgroups: they need a group of all ranks first, which one bad link prevents, and torch numbers them
     # per process, so names would differ between ranks that were in different numbers of them.
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
@@ -160,7 +161,7 @@ def process_group(
 
 
 def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None = None) -> dict[str, float]:
-    """Measures the default process group, which consists of two or more global `ranks`; a collective call.
+    """Measures the default process group of two or more global `ranks`; all these ranks must call this.
 
     Returns the best of several measurements: `latency_us` of an 8-byte all-reduce, and GB/s of `all_reduce`,
     `all_to_all` and, if the global rank `twin` is given, `point_to_point` with that rank. Raises LinkError if
@@ -221,7 +222,7 @@ def _affordable(device: torch.device, size: int) -> tuple[int, int]:
 
 
 def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
-    """Duration (seconds) of the fastest all-reduce of integers, which are exact in any summation order."""
+    """Duration (seconds) of the fastest all-reduce of integers, whose sum is exact in any order."""
     size, rank = dist.get_world_size(), dist.get_rank()
     factor = size * (size + 1) // 2
     most = max(2, min(1021, 2**24 // factor))  # integers are exact in fp32 up to 2^24
@@ -236,7 +237,7 @@ def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> flo
 
 
 def _best(action: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Minimum duration of `repeats` calls, in seconds."""
+    """Duration of the fastest of `repeats` calls, in seconds."""
     seconds = []
     for _ in range(repeats):
         synchronize(device)

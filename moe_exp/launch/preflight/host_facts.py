@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
 
 
 def kernel_faults() -> list[str]:
-    """Hardware faults in kernel messages since boot; empty if this user may not read them."""
+    """Hardware faults in kernel messages since boot; empty if the user may not read kernel messages."""
     try:
         command = ["dmesg", "--time-format", "iso"]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
@@ -144,7 +144,7 @@ def query_gpus() -> tuple[list[dict[str, str]], str]:
 
 
 def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yields a grade (see verdicts.py) and a line for each problem of the GPUs from `query_gpus`."""
+    """For each problem of the GPUs from `query_gpus`, yields a grade (see verdicts.py) and a line of text."""
     for gpu in gpus:
         where = f"GPU {gpu.get('index', '?')} ({gpu.get('pci.bus_id', 'unknown bus')})"
         if (errors := _number(gpu.get("ecc.errors.uncorrected.volatile.total"))) > 0:

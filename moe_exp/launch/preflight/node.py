@@ -41,7 +41,7 @@ _MOST_MISSING = 8
 def preflight(config: Config, *, hosts: str = "") -> Verdict:
     """Checks the nodes of a job. Every node calls this function and gets the same verdict.
 
-    `hosts`: node names in SLURM's form and NODE_RANK order, used to name missing nodes (default:
+    `hosts`: SLURM host list in NODE_RANK order, used to name missing nodes (default:
     $SLURM_JOB_NODELIST). Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, NNODES differs
     between nodes, or two nodes have the same NODE_RANK.
     """

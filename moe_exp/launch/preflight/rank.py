@@ -65,7 +65,7 @@ class _Rank:
             self.values["host_memory"] = checks.check_memory(host, checks.bytes_to_fill(host, num_ranks))
 
     def check_links(self) -> None:
-        """Measures links within nodes, between pairs of nodes (one node: of ranks), and among all ranks."""
+        """Measures links within nodes, between pairs of nodes (of ranks if one node), and among all ranks."""
         config = self.config
         if config.world_size == 1:
             return
@@ -102,7 +102,7 @@ class _Rank:
         self._store.wait([f"{step}/all"], _STEP_TIMEOUT)
 
     def _measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
-        """Result of `measure_group`, or its error, so that later steps can measure other links."""
+        """Returns the result of `measure_group`, or an error, so that later steps still run."""
         self._meet(step)
         store = PrefixStore(name, self._store)
         try:

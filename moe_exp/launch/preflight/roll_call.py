@@ -40,7 +40,7 @@ class _Meeting:
 
 
 class Server:
-    """The server of node 0, or a node's door, where other nodes test their connection to that node.
+    """Node 0's server, or a node's door: a server to which other nodes connect as a test.
     Raises OSError if the port is not available.
     """
 
@@ -136,7 +136,7 @@ class Server:
 
 class RollCall:
     """A node's connection to node 0's server at `host`:`port`. Raises ValueError if node 0 does not answer in
-    `seconds` or has another NNODES, or if another node has the same NODE_RANK.
+    `seconds` or has a different NNODES, or if another node has the same NODE_RANK.
     """
 
     def __init__(self, host: str, port: int, *, node: int, num_nodes: int, seconds: float):
@@ -213,7 +213,7 @@ _MOST_PEERS = 64  # in larger jobs, only peers at power-of-two distances
 
 
 def knock(address: str, port: int) -> str:
-    """Asks a node's server for the time; returns the reason for a failure, or ''."""
+    """Asks a node's server for the time; returns '' or, if this fails, the reason."""
     try:
         with socket.create_connection((address, port), timeout=_KNOCK_SECONDS) as connection:
             connection.sendall(b'{"ask": "time"}\n')
@@ -223,7 +223,7 @@ def knock(address: str, port: int) -> str:
 
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Reasons why other nodes are unreachable, by node; `doors`: address and port of every node's door."""
+    """Unreachable nodes, each with the reason; `doors`: address and port of every node's door."""
     peers = peers_of(node, len(doors))
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)
@@ -231,7 +231,7 @@ def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]
 
 
 def peers_of(node: int, count: int) -> list[int]:
-    """Nodes to connect to: all or, in a large job, those at distances 1, 2, 4, ... in both directions."""
+    """Nodes to connect to: all or, in a large job, nodes at distance 1, 2, 4, ... in both directions."""
     if count <= _MOST_PEERS + 1:
         return [peer for peer in range(count) if peer != node]
     # about 2 log2(n) peers per node, through which all nodes are connected

@@ -42,7 +42,7 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """Worst grade of the findings; `ok` without findings."""
+    """Worst grade of the findings; `ok` if there are none."""
     return max((finding.grade for finding in findings), key=GRADES.index, default="ok")
 
 
@@ -66,7 +66,7 @@ class NodeVerdict:
 
     @property
     def reason(self) -> str:
-        """The node's own faults that have its worst grade, in one line."""
+        """One line with the node's own faults of the worst grade."""
         own, grade = (finding for finding in self.findings if finding.is_its_fault), self.own_grade
         return "; ".join(finding.text for finding in own if finding.grade == grade)
 
@@ -181,7 +181,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
-    """Blames nodes for failed pairs of nodes or, in a single-node job, the node for failed pairs of ranks."""
+    """Blames nodes for failed node pairs; in a single-node job, blames the node for failed rank pairs."""
     failed: dict[tuple[int, int], str] = {}
     for node, report in reports.items():
         for rank in report["ranks"]:
@@ -200,7 +200,7 @@ def _links(verdict: Verdict, reports: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def blame_pairs(verdict: Verdict, failed: Mapping[tuple[int, int], str], what: str) -> None:
-    """Blames nodes that several failed pairs have in common, or else the link between the two nodes."""
+    """Blames a node that several failed pairs share, or else the link between the two nodes of a pair."""
     hosts = {named.node: named.host for named in verdict.nodes}
     # a broken node fails with every partner; in the remaining pairs, either end may be at fault
     blamed, left = culprits(failed)
@@ -292,8 +292,8 @@ Pair = tuple[int, int]
 
 
 def rounds_of_pairs(count: int) -> list[dict[int, int]]:
-    """At most 6 rounds of disjoint pairs of numbers below `count`, as a dict from each number to its partner;
-    if count > 2, each number is in 2+ pairs.
+    """At most 6 rounds of disjoint pairs of numbers below `count`; each round is a dict from number to
+    partner. If count > 2, each number is in at least 2 pairs.
     """
     strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
     edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
@@ -307,7 +307,7 @@ def rounds_of_pairs(count: int) -> list[dict[int, int]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Nodes that explain failed pairs (repeatedly the one in most remaining pairs), and unexplained pairs."""
+    """Nodes that explain failed pairs (greedily: the node in most remaining pairs), and unexplained pairs."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:

@@ -93,7 +93,7 @@ class SlurmSettings(BaseModel):
         return self.pass_env.replace(",", " ").split()
 
     def passed_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Variables that jobs get from the submitting shell, with values to print; secrets are hidden."""
+        """Variables that jobs get from the submitting shell, with printable values (secrets are hidden)."""
         names = [name for name in sorted(environ) if re.fullmatch(r"\w+", name, re.ASCII)]
         names = [name for name in names if name.startswith(PASSED_PREFIXES) and name not in self.passed]
         passed = {name: "(not shown)" if _SECRET.search(name) else shown(environ[name]) for name in names}
@@ -105,7 +105,7 @@ class SlurmSettings(BaseModel):
 
     @property
     def runtime(self) -> Literal["", "pyxis", "apptainer"]:
-        """Container runtime; empty without CONTAINER."""
+        """Container runtime; empty if CONTAINER is not set."""
         if not self.container:
             return ""
         if self.container_runtime != "auto":
@@ -114,7 +114,7 @@ class SlurmSettings(BaseModel):
 
 
 def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> SlurmSettings:
-    """Settings from `flags`, else `environ`, else defaults; raises ConfigError with all invalid values."""
+    """Settings from `flags`, else `environ`, else defaults; a ConfigError lists all invalid values."""
     given = given_values(flags, environ, SlurmSettings)
     try:
         settings = SlurmSettings(**given)

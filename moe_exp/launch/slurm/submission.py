@@ -1,6 +1,6 @@
 """A run's jobs in SLURM: checks, the sbatch file in the run folder, submission and job ids. No torch.
 
-The sbatch file consists of options, settings and paths, and then the constant batch_body.sh.
+The sbatch file consists of options, settings and paths, followed by the constant batch_body.sh.
 """
 
 import os
@@ -65,7 +65,7 @@ class RunJob:
 
 
 def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space: bool = True) -> RunJob:
-    """Returns the job to submit or raises ConfigError with all problems; `with_space`: check disk space."""
+    """Returns the job to submit; a ConfigError lists all problems. `with_space`: also check disk space."""
     if not is_one_line(str(Path.cwd())):  # part of every relative path
         raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "use another folder")])
     flags = with_file(flags, environ)
@@ -254,7 +254,7 @@ def _shell(text: object) -> str:
 
 
 def directives(options: Iterable[str]) -> list[str]:
-    """`#SBATCH` lines for options --name=value, quoted for sbatch. If an option repeats, the last applies."""
+    """`#SBATCH` lines for options --name=value, quoted for sbatch. The last of repeated options applies."""
     lines = []
     for option in map(checked_line, options):
         plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)

@@ -30,7 +30,7 @@ class Exchange(Protocol):
     """An exchange of rows between ranks."""
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
-        """Starts moving `tensors` (None stays None), and keeps them alive until the `Arrival` is called."""
+        """Starts moving `tensors` (None stays None); keeps `tensors` alive until the `Arrival` is called."""
 
     @property
     def reverse(self) -> "Exchange":
@@ -172,7 +172,7 @@ class _Exchanged(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Flight:
-    """State of `_Depart` and `_Arrive` outside the autograd graph: collectives in flight, both directions."""
+    """State that `_Depart` and `_Arrive` keep outside the autograd graph: collectives in flight."""
 
     exchange: Exchange
     outward: Arrival | None = None
@@ -224,7 +224,7 @@ Departed = tuple[Tensor, _Flight]  # edge in the graph and tensors in flight; pa
 
 
 def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
-    """Launches the exchange of `tensors` (the first must be floating-point). Backward waits for it."""
+    """Launches the exchange of `tensors` (the first must be floating-point). Backward waits for `reverse`."""
     flight = _Flight(exchange)
     return _Depart.apply(flight, *tensors), flight
 
@@ -242,7 +242,7 @@ def exchange_rows(exchange: Exchange, x_RD: Tensor) -> Tensor:
 
 
 def gather_rows(x_RD: Tensor, group: ProcessGroup) -> Tensor:
-    """Concatenates the rows of all ranks, which have equally many. Gradients are summed over ranks."""
+    """Concatenates the rows of all ranks (the same number each). Gradients are summed over ranks."""
     return exchange_rows(GatherRows(group=group, sizes=[x_RD.size(0)] * group.size()), x_RD)
 
 

@@ -62,7 +62,7 @@ class Dispatched:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens and their routing, for experts that are all on this rank and gather the rows themselves."""
+    """Tokens and their routing. All experts are on this rank and gather their rows themselves."""
 
     x_TD: Tensor
     decision: RoutingDecision
@@ -99,8 +99,8 @@ class Dispatcher(ABC):
             x_TD: tokens, any float dtype.
             decision: routing decision for the tokens.
             rows_per_expert: zero-pad each rank's rows for each expert to this number, so that shapes do not
-                depend on the data. The number must be equal on all ranks, and no rank may
-                keep more slots than this for an expert. None: no padding.
+                depend on the data. The number must be equal on all ranks, and no rank may keep more slots
+                than this for any expert. None: no padding.
 
         Returns:
             The argument of `finish`, which must be called on the same CUDA stream as `start`. Work between

@@ -1,6 +1,6 @@
 """Moves slots to rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
-Both directions are gathers without atomics, so results are bitwise reproducible. On a CUDA device Triton
+Both directions are gathers without atomics, so results are bitwise reproducible. On a CUDA device, Triton
 kernels compute the same order and sums, with int32 indices. RouterConfig explains the argument `use_kernels`.
 """
 
@@ -115,11 +115,11 @@ def order_by_expert(
     splits: tuple[int, ...] | None = None, rows_per_expert: int | None = None,
     use_kernels: bool | None = None,
 ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:  # fmt: skip
-    """Row order by expert; rows per expert on the device, and on the host (None if unknown).
+    """Row order by expert, and the rows per expert on the device and on the host (None if unknown).
 
     Args:
         expert_TK, kept_TK, counts_E: as for `sort_by_expert`.
-        splits: `counts_E` on the host, if known; else read from the device if slots may be dropped.
+        splits: `counts_E` on the host; None: read from the device if slots may be dropped.
         rows_per_expert: as for `pad_by_expert`; None: no padding.
     """
     options: dict[str, Any] = {"num_experts": num_experts, "use_kernels": use_kernels}

@@ -35,7 +35,7 @@ def _check_activation(name: str) -> None:
 class Experts(nn.Module):
     """y_r = (act(x_r W1^T + b1) * w_r) W2^T + w_r b2 for each row r with router weight w_r.
 
-    The router weight is applied before W2, so its gradient does not need the outputs. The code paths are:
+    The router weight is applied before W2, so the router gradient needs no outputs. The code paths are:
 
         backend              input                        function
         triton               Dispatched or RoutedTokens   fused.py: Triton kernels that gather the rows
@@ -212,9 +212,9 @@ class Experts(nn.Module):
 class SharedExpert(nn.Module):
     """y = (act(x W1) W2) * g, where g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1.
 
-    The shared expert of DeepSeekMoE (arXiv:2401.06066), for use outside Megatron. Inside Megatron, use its
-    SharedExpertMLP, which supports tensor parallelism. Weights are in PyTorch's (out, in) order: `weight1`
-    [2F or F, D], gate half first; `weight2` [D, F]; `gate_weight` [1, D].
+    The shared expert of DeepSeekMoE (arXiv:2401.06066), for use outside Megatron. Inside Megatron, use
+    Megatron's SharedExpertMLP, which supports tensor parallelism. Weights are in PyTorch's (out, in) order:
+    `weight1` [2F or F, D], gate half first; `weight2` [D, F]; `gate_weight` [1, D].
     """
 
     def __init__(

@@ -23,7 +23,7 @@ def fused_experts(
     slot_R: Tensor | None = None, row_TK: Tensor | None = None, adds_to_main_grad: bool = False,
     recompute_hidden: bool = False, fp8: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert; of tokens, the sum of their rows, [T, D].
+    """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert; for tokens, sums of their rows, [T, D].
 
     The host never waits for the device.
 
@@ -35,7 +35,7 @@ def fused_experts(
         slot_R, row_TK: slot of each row and row of each slot, from `slot_sort`.
         adds_to_main_grad: if a weight has Megatron's `main_grad`, the kernels add its gradient to
             `main_grad`, or overwrite `main_grad` if `grad_added_to_main_grad` is False; the weight's `grad`
-            then contains no valid values. Ignored under torch.compile.
+            is then not valid. Ignored under torch.compile.
         recompute_hidden: compute the first projection again in backward instead of keeping its result.
         fp8: compute the matrix products in e4m3, see kernels/fp8.
     """

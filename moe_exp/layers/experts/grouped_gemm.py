@@ -24,7 +24,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class _Loop(torch.autograd.Function):
-    """Computes one matrix product per expert, directly into the result."""
+    """Computes one matrix product per expert and writes it directly into the result."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, w_LDF: Tensor, splits: Sequence[int]) -> Tensor:
@@ -107,7 +107,7 @@ def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
 
 
 def check_installed(name: str) -> None:
-    """Raises a ValueError if a package of the backend is missing."""
+    """Raises a ValueError if a package that the backend needs is missing."""
     if missing := PACKAGES[name].missing():
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         raise ValueError(f"expert_backend={name}: {rule}. Fix: {PACKAGES[name].install}, or use auto.")
@@ -178,7 +178,7 @@ FUSED = ("triton",)
 
 
 def fused_problem(*, dtype: torch.dtype, device_type: str = "cpu", failure: str = "") -> str:
-    """Why the `triton` backend cannot run; empty if it can run."""
+    """Reason why the `triton` backend cannot run; empty if it can."""
     if dtype == torch.float64:
         return "its kernels do not support float64"
     return failure or ("" if device_type == "cpu" else launch.missing())
@@ -258,7 +258,7 @@ RECIPES: dict[str, tuple[tuple[int, int], int]] = {
 
 
 def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
-    """Raises a ValueError if the experts cannot compute in FP8 as TransformerConfig requests."""
+    """Raises a ValueError if the experts cannot use FP8 in the way that TransformerConfig requests."""
     if not fp8:
         return
     # Megatron itself silently ignores FP8 without Transformer Engine.

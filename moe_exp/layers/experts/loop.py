@@ -39,7 +39,7 @@ def expert_loop(
         x: rows sorted by expert [R, D]; with `order`, tokens [T, D].
         weight1_LFD: [L, 2F or F, D]; `bias1_LF` is [L, 2F or F].
         bias2_LD: with expert tensor parallelism, this rank's columns, starting at column `bias2_start`.
-        rows_per_expert_L: rows of each expert, int64.
+        rows_per_expert_L: number of rows per expert, int64.
         order: mapping from tokens to rows.
 
     Returns:
@@ -133,7 +133,7 @@ def _forward(
 
 
 def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list[int]]:
-    """Groups of adjacent experts that are computed together, and the rows of each group."""
+    """Groups of adjacent experts that are computed together, and the number of rows per group."""
     # Experts with few rows share all calls except the matrix products, because call overhead would dominate.
     num_threads = torch.get_num_threads()
     most_rows = _GROUP_BYTES // max(1, hidden_RF.size(1) * hidden_RF.element_size())
@@ -225,7 +225,7 @@ def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[
 def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
     """Calls `task(group)` for every group, without autograd; tasks must not write to the same memory.
 
-    While several threads run tasks, torch.set_num_threads is 1 (for the whole process if the BLAS is MKL).
+    While several threads run tasks, torch's thread count is 1 (for the whole process if the BLAS is MKL).
 
     Args:
         rows: number of rows of each group.

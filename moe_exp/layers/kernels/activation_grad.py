@@ -167,7 +167,7 @@ def activation_grad_torch(
 def activation_backward_torch(
     dactive_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the results of `activation_grad` from the product, in fp32 like the kernel."""
+    """Computes the results of `activation_grad` from dy W2, in fp32 like the kernel."""
     wide = torch.promote_types(hidden_RW.dtype, torch.float32)
     weights_R1 = weights_R.to(wide).unsqueeze(1)
     dhidden_RW, dweights_R, product_RF = weighted_activation_backward(
@@ -197,12 +197,12 @@ def activation_grad(
         dy: gradient of the outputs in the dtype of the weights: rows [R, D], or tokens [T, D] with `token_R`.
         weight2_LDF: second projection of the experts, in PyTorch's (out, in) order.
         hidden_RW: pre-activation, gate half first.
-        token_R: int32, token of each row; T for a padding row, whose gradient is zero.
+        token_R: int32, token index of each row; T for a padding row, whose gradient is zero.
         weights_R: fp32 router weights.
 
     Returns:
         The gradient of hidden_RW; a * w [R, F], from which the gradient of W2 is computed (both in the dtype
-        of hidden_RW); and the gradient of the weights [R], in fp32. Rows from offsets[L] on are undefined.
+        of hidden_RW); and the gradient of the weights [R], in fp32. Rows >= offsets[L] are undefined.
     """
     num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
     dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)

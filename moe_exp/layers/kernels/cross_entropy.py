@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that may be split over ranks; forward and backward each read logits once.
+"""Cross entropy over a vocabulary that may be split over ranks; forward and backward read logits once each.
 
 loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Shapes: N tokens, V vocabulary entries of this rank,
 D hidden, C tokens of a chunk.
@@ -74,9 +74,9 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
     """Computes the loss statistics of this rank's part of the vocabulary.
 
     Args:
-        logits_NV: logits of this rank's words.
-        target_N: int64, target word of each token in the whole vocabulary.
-        first: index of this rank's first word.
+        logits_NV: logits of this rank's vocabulary entries.
+        target_N: int64, target id of each token in the whole vocabulary.
+        first: index of this rank's first vocabulary entry.
 
     Returns:
         Log-sum-exp of the logits, and the logit of the target (0 if it is on another rank), both fp32 [N].
@@ -114,7 +114,7 @@ def cross_entropy_gradient(
 
     Args:
         logits_NV, target_N, first: as for `cross_entropy_statistics`.
-        log_sum_N: log-sum-exp over the words of all ranks.
+        log_sum_N: log-sum-exp over the whole vocabulary (all ranks).
         grad_N: gradient of each loss, fp32.
     """
     logits_NV = launch.last_contiguous(logits_NV)
@@ -138,10 +138,10 @@ def _write_gradient(
 
 
 def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> tuple[str, str]:
-    """Chooses the cross entropy, `megatron`, `triton` or `linear`; returns the choice and the reason.
+    """Chooses the cross entropy (`megatron`, `triton` or `linear`); returns the choice and the reason.
 
     Args:
-        name: the choice, or `auto` (triton on a GPU that can run the Triton kernels, else megatron).
+        name: one of the three, or `auto` (triton on a GPU that can run the Triton kernels, else megatron).
         failure: why `auto` must not choose the kernels, see `launch.failure_of`.
     """
     if name == "megatron":
@@ -165,8 +165,9 @@ def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = No
     """log(sum_v exp(z_v)) - z_target of each token, fp32 [...], equal on all ranks of the group.
 
     Args:
-        logits: logits of this rank's words, [..., V]. On a GPU, backward overwrites them with the gradient.
-        target: target words in the whole vocabulary, [...].
+        logits: logits of this rank's vocabulary entries, [..., V]. On a GPU, backward overwrites them with
+            the gradient.
+        target: target ids in the whole vocabulary, [...].
         group: ranks that share the vocabulary, split evenly in rank order; None: this rank alone.
     """
     flat_NV = logits.reshape(-1, logits.size(-1))
@@ -205,7 +206,7 @@ def _statistics_of_all_words(
 
 
 def _gradient(logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int) -> Tensor:
-    """`cross_entropy_gradient`, written over the logits if the kernel can run."""
+    """`cross_entropy_gradient`; overwrites the logits with the result if the kernel can run."""
     is_fp64 = logits_NV.dtype == torch.float64
     is_eager = not torch.compiler.is_compiling()
     if is_eager and launch.runs_kernel(logits_NV) and logits_NV.is_contiguous() and not is_fp64:
@@ -223,13 +224,14 @@ def linear_losses(
     """`token_losses` of the logits `hidden @ weight_VD.t()`, computed one chunk of tokens at a time.
 
     Computes the gradients together with the losses, before the gradient of the losses is known. The gradient
-    of the losses must therefore be c * mask for a number c, by which backward multiplies; otherwise the
-    results are NaN.
+    of the losses must therefore be c * mask for a scalar c (otherwise the results are NaN), and backward
+    multiplies by c.
 
     Args:
         hidden: input of the output layer, [..., D], the same on all ranks of the group. Its gradient is this
             rank's share; the shares of all ranks add up to the full gradient.
-        weight_VD: weight of this rank's words. If it has Megatron's `main_grad`, its gradient is added there.
+        weight_VD: output weight for this rank's vocabulary entries. Its gradient is added to Megatron's
+            `main_grad`, if it has one.
         target, group: see `token_losses`.
         mask: 1 for tokens that count, else 0, fp32 [...].
     """

@@ -1,4 +1,4 @@
-"""Kernels for expert capacity: they select the kept slots and pad each expert's rows, without synchronizing.
+"""Kernels for expert capacity: they select the slots to keep and pad experts' rows, without device syncs.
 
 The kernels start from the result of `slot_sort`. Shape suffixes: see `moe_exp.layers`.
 """
@@ -18,7 +18,7 @@ _BLOCK_ROWS = 4096  # rows of one expert per step; one expert may have all rows
 
 @jit
 def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
-    """Keeps the slots of one expert with the largest weights, by radix selection with 8-bit digits."""
+    """Keeps one expert's slots with the largest weights, by radix selection with 8-bit digits."""
     expert = tl.program_id(0)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     limit = tl.load(limits + expert).to(tl.int32)
@@ -108,12 +108,12 @@ def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Te
     twin=keep_within_torch,
 )
 def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
-    """Selects the slots that remain when every expert keeps at most its limit, bool [T, K].
+    """Mask of the slots that are kept if each expert has a limit on its slots, bool [T, K].
 
     Args:
         expert_TK: chosen experts, int32 or int64; E for a padding slot, which is never kept.
-        weights_TK: fp32 router weights; the highest are kept (ties: by position). None: the first slots are
-            kept.
+        weights_TK: fp32 router weights; slots of highest weight are kept (ties: by position). None: each
+            expert keeps its first slots.
         limits_E: maximum number of kept slots of each expert, int32, on the device.
     """
     if weights_TK is not None and weights_TK.dtype != torch.float32:
@@ -163,11 +163,11 @@ def padded_order_torch(
 def padded_order(
     expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Row order with the same number of rows for every expert.
+    """Row order in which every expert has the same number of rows.
 
     Args:
         expert_TK, kept_TK: as for `slot_sort`.
-        rows_per_expert: number of rows of each expert; further slots of an expert are dropped.
+        rows_per_expert: number of rows of each expert; slots that do not fit are dropped.
 
     Returns:
         slot_R: slot of each row, int32; N for a padding row.

@@ -1,6 +1,6 @@
 """Grouped GEMM: multiplies each row by its expert's matrix, and optionally adds a bias.
 
-Used for the down-projection and the gradients of rows; up_projection.py has its own kernel.
+Used for the down-projection and the rows' gradients; up_projection.py contains the up-projection's kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CONFIGS = configs(
 
 
 def _by_library(at: dict[str, Any]) -> None:
-    """Replaces `_kernel` by torch._grouped_mm, which also leaves rows past the last expert uninitialized.
-    `y` takes over the memory of the result.
+    """Calls torch._grouped_mm in place of `_kernel`; both leave rows past the last expert uninitialized. `y`
+    takes over the memory of the result.
     """
     memory = at["y"].untyped_storage()
     size = memory.nbytes()
@@ -126,9 +126,9 @@ def grouped_matmul(
 
     Args:
         x_RI: rows sorted by expert.
-        w_LIO: matrices of the experts with any strides (also a transposed view).
-        bias_LO: bias of each expert; a row gets its expert's bias times its weight. None: no bias.
-        weights_R: fp32, weight of each row, which multiplies only the bias.
+        w_LIO: the experts' matrices, with any strides (for example a transposed view).
+        bias_LO: bias of each expert; multiplied by the row's weight, then added to the row. None: no bias.
+        weights_R: fp32, factor on the bias for each row.
     """
     (num_rows, depth), (num_experts, _, width) = x_RI.shape, w_LIO.shape
     y_RO = x_RI.new_empty(num_rows, width)

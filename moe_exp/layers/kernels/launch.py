@@ -1,8 +1,8 @@
 """Functions shared by all kernels: selection, launch sizes and torch.compile support.
 
 A kernel's module contains the kernel, a plain-torch reference for CPUs and tests (`..._torch`, also called
-the twin), and the public function that calls the kernel; where no kernel runs, `compilable` replaces this
-function by the reference. If TRITON_INTERPRET=1 is set before the first import, Triton interprets the kernels
+the twin), and the public function that calls the kernel; where no kernel can run, `compilable` calls the
+reference instead. If TRITON_INTERPRET=1 is set before the first import, Triton interprets the kernels
 (slowly) on CPU tensors, in place of the references.
 """
 
@@ -55,7 +55,7 @@ def runs_kernel(x: Tensor) -> bool:
 
 
 def multiplies_16_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether torch.mm multiplies these tensors with fp32 sums and results; products are exact in fp32."""
+    """Whether torch.mm on these tensors accumulates and returns fp32; products are exact in fp32."""
     # on NVIDIA GPUs in PyTorch 2.8 and newer; torch.compile supports it only in later versions
     is_known = a.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
     is_16_bit = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
@@ -64,7 +64,7 @@ def multiplies_16_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class KernelFailure:
-    """A part of the model whose kernels failed their self-test and are not used."""
+    """A part of the model whose kernels are not used because they failed their self-test."""
 
     part: str  # `experts`, `routing`, `cross entropy`, `optimizer`, `rotary embedding` or `norm`
     problems: list[str]  # one line per kernel, with the first rank and host that found it
@@ -85,7 +85,7 @@ def and_more(problems: Sequence[str]) -> str:
 def choose_routing(
     name: str, *, device_type: str, router_problem: str = "", failure: str = ""
 ) -> tuple[str, str]:
-    """Chooses `triton` or `torch` for router, drops and row order; returns the choice and the reason.
+    """Chooses `triton` or `torch` for routing, drops and row order; returns the choice and the reason.
 
     Args:
         name: `auto`: kernels on a GPU that can run them; `off`: always plain torch.
@@ -120,7 +120,7 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit, but not specialized on arguments whose names start as in VARYING; no-op without Triton."""
+    """triton.jit without specialization on arguments with a prefix in VARYING; no-op without Triton."""
     if triton is None:
         return function
     # The name in profilers consists of module and function, such as `up_projection_kernel`.
@@ -152,7 +152,7 @@ def is_of_device(error: Exception) -> bool:
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """`x`, or a contiguous copy if the last dimension of `x` is strided, which kernels do not support."""
+    """`x`, or a contiguous copy if its last dimension is strided, because kernels do not support this."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -185,7 +185,7 @@ def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def has_tma(x: Tensor) -> bool:
-    """Whether the device has TMA and the address of `x` is aligned for TMA."""
+    """Whether the device has TMA and `x` is aligned as TMA requires."""
     return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
@@ -220,7 +220,7 @@ def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1, takes_all
     Args:
         num_tiles: upper limit on the number of programs.
         per_processor: number of programs that a streaming multiprocessor runs at once.
-        takes_all: ignore `leave_free`, for kernels whose sums depend on the number of programs.
+        takes_all: ignore `leave_free`; set for kernels whose sums depend on the number of programs.
     """
     num_processors = max(1, processors(x.device) - (0 if takes_all else _num_free_processors))
     return min(num_tiles, num_processors * (per_processor if x.is_cuda else 1))
@@ -263,13 +263,13 @@ def compilable(
     name: str, fake: Callable[..., Any], *, twin: Callable[..., Any] | None = None, takes_fp64: bool = True,
     mutates: Sequence[str] = (),
 ) -> Callable[[Function], Function]:  # fmt: skip
-    """Decorator: runs a function on its first tensor's device; torch.compile sees an opaque operator.
+    """Decorator: runs a function on its first tensor's device, as an opaque operator for torch.compile.
 
     Args:
-        fake: function of the same arguments that returns uninitialized results.
-        twin: plain-torch reference with the same arguments, which runs where no kernel can; None: the
-            function has no kernel, or makes this choice itself.
-        takes_fp64: False: the kernel computes in fp32, so fp64 tensors also use the twin.
+        fake: function with the same arguments that returns uninitialized results.
+        twin: plain-torch reference with the same arguments, used where no kernel can run; None: the function
+            has no kernel, or chooses by itself.
+        takes_fp64: if False, fp64 tensors use the twin because the kernel computes in fp32.
         mutates: names of the arguments that the function writes to.
     """
 
@@ -302,7 +302,7 @@ _by_twins = False
 
 
 def by_twins(function: Function) -> Function:
-    """The function, with every kernel that it calls replaced by the kernel's twin."""
+    """The function, in which every kernel call is replaced by a call of the kernel's twin."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -317,7 +317,7 @@ def by_twins(function: Function) -> Function:
 
 
 def _positional(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """Makes all arguments positional, because PyTorch operators do not accept keyword-only tensors."""
+    """Makes all arguments positional, because PyTorch operators reject keyword-only tensor arguments."""
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     by_keyword = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     first = len(kinds) - len(by_keyword)

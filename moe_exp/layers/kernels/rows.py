@@ -38,7 +38,7 @@ def _chunk_kernel(
     ends_by_expert, ends_by_source, slot, row, num_rows, num_sources, num_experts, BLOCK_R: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Every row finds its chunk by bisection in STEPS steps."""
+    """The chunk of each row is found by bisection in STEPS steps."""
     mine = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_mine, num_chunks = mine < num_rows, num_sources * num_experts
     chunk = tl.zeros((BLOCK_R,), dtype=tl.int32)  # chunks that end at or before the row
@@ -66,7 +66,7 @@ def gather_rows_torch(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     twin=gather_rows_torch,
 )  # fmt: skip
 def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
-    """x[index // divisor], [R, D] or [R]; zero for an index past the last row of x.
+    """x[index // divisor], [R, D] or [R]; zero where the index is past the last row of x.
 
     Args:
         x: [T, D] or [T], any dtype.

@@ -74,7 +74,7 @@ def key_of(x):
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """TOPK best experts and their values [BLOCK_T, BLOCK_K], and `key` with these experts set to LEAST."""
+    """The TOPK best experts and their values, [BLOCK_T, BLOCK_K], and `key` with LEAST at these experts."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -91,8 +91,8 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
     """Router weights of the chosen experts.
 
-    `value` is logits if softmax follows the choice, log scores if per-expert scores are normalized, and raw
-    scores otherwise.
+    `value` contains logits if softmax follows the choice, log scores if per-expert scores are normalized, and
+    raw scores otherwise.
     """
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
         value = tl.where(is_place, value, -float("inf"))
@@ -144,10 +144,10 @@ def router_losses(
 
     Args:
         counts_E: int64, slots per expert in the whole micro-batch.
-        total: number of tokens of the micro-batch; None: `num_tokens`, at least 1.
+        total: number of tokens of the micro-batch; None: max(`num_tokens`, 1).
 
     Returns:
-        The three losses aux_coeff * balance + z_coeff * z, balance, and z; and the gradient of the first with
+        Three losses: aux_coeff * balance + z_coeff * z, balance, and z; and the gradient of the first with
         respect to `score_sums_E` and `lse_squares`, [E + 1].
     """
     num_experts = score_sums_E.size(0)

@@ -1,7 +1,7 @@
 """Compares kernels with plain-torch references before training. Shape suffixes: see `moe_exp.layers`.
 
-Kernels run as in training, with the model's widths but few rows, in all configs that may be chosen. To choose
-configs, the same calls are timed with as many rows as in training. PyTorch's global random state is
+Kernels run with the model's widths, as in training, but with few rows, in all configs that may be chosen. To
+choose configs, the same calls are timed with the number of rows in training. PyTorch's global random state is
 unchanged.
 """
 
@@ -69,7 +69,7 @@ class KernelCheck:
     problem: str = ""  # the failure, with the config; empty if the kernel passed
 
     def line(self, device: torch.device) -> str:
-        """Complete description of the failure, for a bug report."""
+        """Describes the failure completely, for a bug report."""
         on = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreted on a CPU"
         where = f"{self.dtype}, {self.shape}; {on}; {versions()}"
         return f"kernel {self.kernel} ({where}): {self.problem}"
@@ -91,7 +91,7 @@ class Case:
 
 
 def can_check(device: torch.device) -> bool:
-    """Whether kernels run on the device and so can be compared with their plain-torch references."""
+    """Whether kernels run on the device, so that they can be compared with plain-torch references."""
     return launch.runs_kernel(torch.empty(0, device=device)) and not launch.missing()
 
 
@@ -165,7 +165,7 @@ def compare(case: Case, device: torch.device) -> KernelCheck:
 
 
 def error_of(results: Outputs, expected: Outputs) -> float:
-    """Largest row error relative to the row's norm or, if larger, the mean norm; inf if integers differ."""
+    """Largest error of a row, relative to its norm or, if larger, the mean norm; inf if integers differ."""
     errors = []
     for one, other in zip(results, expected, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -206,7 +206,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """For each `rows_class`, calls at the run's sizes of all kernels with several configs."""
+    """For each `rows_class`, calls with the run's sizes for all kernels that have several configs."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts
@@ -286,7 +286,7 @@ def _expert_cases(
 
 
 def case_of(run: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> Case:
-    """Case for a public function and its plain-torch reference, which is in the same module."""
+    """Test case for a public function and its plain-torch reference in the same module."""
     module = sys.modules[run.__module__]
     twin, kernel = getattr(module, f"{run.__name__}_torch"), getattr(module, "_kernel", None)
     if run is topk.router_topk:
@@ -338,7 +338,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def _with_gradient(function: Any) -> Any:
-    """Returns a function that also computes the logits' gradient, from random gradients of the results."""
+    """Returns a function that also computes the logits' gradient from random output gradients."""
 
     @functools.wraps(function)
     def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:

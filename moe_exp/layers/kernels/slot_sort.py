@@ -1,4 +1,4 @@
-"""Counting sort of slots by expert, without synchronizing. Shape suffixes: see `moe_exp.layers`."""
+"""Counting sort of slots by expert, without a device sync. Shape suffixes: see `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def slot_sort_torch(
 def slot_sort(
     expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the N = T*K slots by expert, and within an expert by position; dropped slots come last.
+    """Sorts the N = T*K slots by expert, then by position; dropped slots come last.
 
     Args:
         expert_TK: expert of every slot, int32 or int64; dropped if outside [0, E). N is below 2^31.

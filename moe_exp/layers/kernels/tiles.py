@@ -25,7 +25,7 @@ def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.const
 
 @jit
 def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
-    """Expert and first row of the row tile with index `tile`, and end of the expert's rows."""
+    """Expert and first row of row tile `tile`, and the end of the expert's rows."""
     is_before = tile_ends <= tile
     expert = tl.sum(is_before.to(tl.int32), 0)
     tiles_before = tl.max(tl.where(is_before, tile_ends, 0), 0)
@@ -47,7 +47,7 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def tile_place(
     tile, num_m, num_n, tile_ends, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """Results of `row_tile` and the column index, for the tile with index `tile` of num_m x num_n tiles."""
+    """Results of `row_tile`, and the column index, of tile `tile` in a grid of num_m x num_n tiles."""
     tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
     expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
     return expert, row, row_end, tile_n
@@ -55,7 +55,7 @@ def tile_place(
 
 @jit
 def row_sources(tokens, rows, row_end, num_tokens):
-    """For each row of a tile, the operand row to read, and whether that row is a token (not padding).
+    """For each row of a tile: the row of the operand to read, and whether it is a token (not padding).
 
     If `tokens` is None, the operand contains the rows themselves.
     """
@@ -84,7 +84,7 @@ def load_where(block, mask, IS_WHOLE: tl.constexpr):
 
 @jit
 def column_chunks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Chunks of columns from left to right, for epilogues whose registers cannot hold all columns at once."""
+    """Column chunks from left to right, for epilogues that cannot hold all columns in registers at once."""
     # Triton cannot slice a block, but it can split an axis of size 2: halve the columns repeatedly.
     tl.static_assert(COLUMNS // CHUNK <= 8)
     chunks = (x,)

@@ -1,6 +1,6 @@
 """One kernel for all router steps after the logits: scores, top-k, weights, sums for losses and statistics.
 
-The kernel never writes the scores of all experts, or their gradient, to memory. Shape suffixes: see
+The kernel writes neither the scores of all experts nor their gradient to memory. Shape suffixes: see
 `moe_exp.layers`.
 """
 
@@ -49,7 +49,7 @@ class TopK(NamedTuple):
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
-    """Logits (-inf past the last expert), and masks of the existing tokens and of the non-padding tokens."""
+    """Logits (-inf past the last expert), and masks of the rows with a token and with a non-padding token."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -186,7 +186,7 @@ def _backward_kernel(
 
 
 def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores in the dtype of the logits, three tensors [T, E]:
+    """Three tensors of scores, [T, E], in the dtype of the logits:
 
     raw:    the score function of each expert, such as the sigmoid of its logit
     log:    log of raw, up to a constant per token (unused with ReLU)

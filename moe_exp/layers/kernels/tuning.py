@@ -1,4 +1,4 @@
-"""Chooses among the configs of a kernel: by timing, from a file, or as chosen by rank 0."""
+"""Chooses a kernel's config: by timing, from a file, or from rank 0's choice."""
 
 import functools
 import hashlib
@@ -35,7 +35,7 @@ Key = tuple[Any, ...]
 class KernelConfig:
     """Constants, `num_warps` and `num_stages` of a kernel launch; TMA=1 requires tensor descriptors.
 
-    A config with only LIBRARY=1 stands for a PyTorch function in place of the kernel, see `tuned`.
+    A config that contains only LIBRARY=1 selects a PyTorch function instead of the kernel, see `tuned`.
     """
 
     constants: dict[str, int]
@@ -72,9 +72,9 @@ class _Launcher:
 class Tuned:
     """A kernel with several configs: `kernel[grid](...)` launches the fastest. Arguments: see `tuned`.
 
-    The configs are timed at the first launch with a new key. The key consists of the values of some arguments
-    and the dtypes of all tensors. A config that fails is dropped with one warning, and another config is
-    used. After `take_choices` nothing is timed, and a new key uses the config of the most similar key.
+    The configs are timed at the first launch with a new key. The values of the arguments in `key` and the
+    dtypes of all tensors form the key. A config that fails is dropped with one warning, and another config is
+    used. After `take_choices`, no config is timed, and a new key uses the config of the most similar key.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Tuned:
                 self.drop(config, error)
 
     def _signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
-        """Key of a launcher: everything that determines the config and the code that Triton compiles."""
+        """Key of a launcher: all inputs that determine the config and the code that Triton compiles."""
         found: list[Any] = [args[0].device.index]
         for x, varies in zip(args, self._varies, strict=False):
             if isinstance(x, Tensor):
@@ -276,7 +276,7 @@ class Tuned:
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """File that shares the choice with other processes; its name hashes all inputs of the choice."""
+        """File that shares the choice with other processes; its name is a hash of all the inputs."""
         on = device_facts()
         if not on:
             return None
@@ -299,7 +299,7 @@ TUNED: dict[str, Tuned] = {}  # all tuned kernels, by name
 
 
 def choices() -> dict[str, dict[Key, int]]:
-    """Index of the chosen config, by kernel name and key."""
+    """Maps kernel name and key to the index of the chosen config."""
     return {
         name: {key: kernel.configs.index(config) for key, config in kernel.choices.items()}
         for name, kernel in TUNED.items()
@@ -307,20 +307,20 @@ def choices() -> dict[str, dict[Key, int]]:
 
 
 def take_choices(found: dict[str, dict[Key, int]]) -> None:
-    """Replaces this process's choices with the choices of another process; nothing is timed afterwards."""
+    """Replaces this process's choices with those of another process; no config is timed afterwards."""
     for name, kernel in TUNED.items():
         kernel.take({key: kernel.configs[number] for key, number in found.get(name, {}).items()})
 
 
 def device_facts() -> tuple[str, ...]:
-    """Name of the current device and version of its driver; empty without a device."""
+    """Name and driver version of the current device; empty if there is no device."""
     if not torch.cuda.is_available():
         return ()
     return torch.cuda.get_device_name(), driver_version()
 
 
 class UnsuitedError(ValueError):
-    """The config does not support the operands, for example because the operands lack tensor descriptors."""
+    """The config does not support the operands, for example because there are no tensor descriptors."""
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
@@ -350,9 +350,9 @@ def tuned(
     Args:
         configs: see KernelConfig. The keyword argument HAS_TMA says whether there are tensor descriptors.
             With deterministic algorithms, and in the interpreter, only the first config is used.
-        key: names of kernel arguments; configs are timed for each new combination of their values.
-        blocks: function of all arguments that returns the block shape of each descriptor, by argument name;
-            called before each launch with TMA=1, which requires 2-byte values.
+        key: names of kernel arguments; configs are timed again for each new combination of argument values.
+        blocks: function of all arguments that maps each descriptor's argument name to its block shape; called
+            before each launch with TMA=1, which requires 2-byte values.
         library: PyTorch function that computes the same result from a dict of the positional arguments;
             becomes the last config. The keyword argument HAS_LIBRARY says whether `library` supports the
             operands.

@@ -160,18 +160,18 @@ def up_projection(
     x: Tensor, weight1_LWD: Tensor, offsets_L1: Tensor, *, activation: str, weights_R: Tensor,
     token_R: Tensor | None = None, bias1_LW: Tensor | None = None, keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """hidden = x[token] W1^T + b1, and its activation times the router weight; sums are in fp32.
+    """Computes hidden = x[token] W1^T + b1, and its activation times the router weight; sums are in fp32.
 
     Args:
-        x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D].
+        x: tokens [T, D] or, if `token_R` is None, rows sorted by expert [R, D].
         weight1_LWD: in PyTorch's (out, in) order, gate half first.
-        token_R: int32, token of each row; T for a padding row, which is zero.
+        token_R: int32, token of each row; T for a padding row, whose result is zero.
         weights_R: fp32, router weight of each row.
         bias1_LW: b1 in the dtype of x; None: 0.
         keeps_hidden: write hidden for backward.
 
     Returns:
-        hidden [R, W] ([0, W] without `keeps_hidden`) and the weighted activation [R, F], in the dtype of x.
+        hidden [R, W] ([0, W] if not `keeps_hidden`) and the weighted activation [R, F], in the dtype of x.
         Rows from offsets[L] on are undefined.
     """
     hidden_RW, active_RF = _outputs(

@@ -1,7 +1,7 @@
 """Gradients of the experts' matrices: sums of products over rows. Both operands may be gathered.
 
-One program computes one tile of one expert's matrix from all of its rows, without atomics, so results are
-bitwise reproducible. Shape suffixes: see `moe_exp.layers`.
+Each program computes one tile of an expert's matrix from all rows of the expert, without atomics, so results
+are bitwise reproducible. Shape suffixes: see `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _rows_of(index, rows, is_row):
 
 @jit
 def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.constexpr, EVEN: tl.constexpr):
-    """A block of an operand, zero where `is_row` is False; dimensions are in the order of the indices."""
+    """A block of an operand, zero where `is_row` is False; its dimensions follow the order of the indices."""
     block = x + rows.to(tl.int64) * STRIDE + columns
     if is_row is None:
         values = load_where(block, columns < num_columns, EVEN)
@@ -175,9 +175,9 @@ def weight_grad(
     Args:
         a: rows [R, M] sorted by expert, or the tensor that `a_index_R` indexes.
         b: rows [R, N] sorted by expert, or the tensor that `b_index_R` indexes.
-        a_index_R: int32, row of `a` for each row; None: `a` is already sorted.
-        b_index_R: int32, row of `b` for each row; None: `b` is already sorted.
-        order_L: from `expert_order`, for several calls with the same offsets; None: computed. Affects only
+        a_index_R: int32, index into `a` for each sorted row; None: `a` is already sorted.
+        b_index_R: int32, index into `b` for each sorted row; None: `b` is already sorted.
+        order_L: from `expert_order`, can be reused for the same offsets; None: computed here. Affects only
             the run time.
         out: fp32 or bf16 [L, M, N] to add to in place, such as Megatron's main_grad; the last dimension must
             be contiguous.
@@ -252,7 +252,7 @@ def _launch(
 
 
 def main_grad_of(parameter: Any) -> Tensor | None:
-    """Megatron's `main_grad`, if backward may add to it, as in Megatron's tensor_parallel/layers.py."""
+    """Megatron's `main_grad` if backward may add to it (the rule in Megatron's tensor_parallel/layers.py)."""
     # Megatron-FSDP creates `main_grad` on access, without valid old values.
     return None if hasattr(parameter, "__fsdp_param__") else getattr(parameter, "main_grad", None)
 

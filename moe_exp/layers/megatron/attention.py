@@ -58,12 +58,12 @@ class KeyValueCache:
         return self._keys[:, :, :end].permute(2, 0, 1, 3), self._values[:, :, :end].permute(2, 0, 1, 3)
 
     def advance(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` tokens of the last `extend`; later tokens were padding."""
+        """Keeps the first `num_tokens` tokens of the last `extend`; the tokens after them were padding."""
         self.length += num_tokens
 
 
 class _SplitModule(nn.Module):
-    """Module of whose parameters (not of those of its submodules) each rank of `tp_group` has a part."""
+    """Module whose own parameters (not those of its submodules) are split over the ranks of `tp_group`."""
 
     tp_group: ProcessGroup
 
@@ -82,10 +82,10 @@ class _SplitModule(nn.Module):
 class CausalAttention(_SplitModule):
     """Causal softmax(q k^T / sqrt(d)) v, with the signature of Megatron's core attention.
 
-    Follows `window_size`, `window_attn_skip_freq` and `softmax_type=learnable` of the TransformerConfig. With
+    Supports `window_size`, `window_attn_skip_freq` and `softmax_type=learnable` of TransformerConfig. With
     context parallelism, rank i holds blocks i and 2C-1-i of the 2C blocks of the sequence. Keys and values
-    are gathered over the ranks (with a window, only the ends of the blocks), and each query block attends to
-    the keys up to its own end.
+    are gathered over the ranks (only the ends of the blocks if there is a window), and each query block
+    attends to all keys up to its end.
 
     Args:
         normalizes: normalize queries and keys after the rotary embedding (Megatron's own norms: before it).
@@ -93,7 +93,7 @@ class CausalAttention(_SplitModule):
         value_scale: factor on values.
         sinks_in_windows: only layers with a window have the sinks of `softmax_type=learnable`.
         backend: see `choose_attention`.
-        by_document: micro-batches may be split into documents.
+        by_document: whether micro-batches may be split into documents.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class CausalAttention(_SplitModule):
         return in_sequence_order(rows, sequence_blocks(self.cp_group.size(), num_stripes))
 
     def _with_neighbors(self, x: Tensor, num_before: int) -> list[Tensor]:
-        """This rank's two blocks of keys or values, each with the preceding `num_before` rows prepended."""
+        """This rank's two blocks of keys or values, each preceded by the `num_before` rows before it."""
         if not num_before:
             return list(x.chunk(2))
         size, rank = self.cp_group.size(), self.cp_group.rank()
@@ -287,8 +287,8 @@ class ProjectionNorm(_SplitModule):
     """RMSNorm of a query or key projection over all heads: OLMo 2 (arXiv:2501.00656, sec. 3.1), OLMoE.
 
     y = weight * x / sqrt(mean(x^2) + eps), with the mean over all H*d channels, in at least fp32. Heads and
-    weights are split over tensor parallel ranks, which exchange sums of squares (S*B numbers per rank) and
-    the gradients of the sums.
+    weights are split over tensor parallel ranks. The ranks exchange sums of squares (S*B numbers per rank)
+    and their gradients.
 
     Args:
         num_channels: H*d, where H counts the heads of all ranks.

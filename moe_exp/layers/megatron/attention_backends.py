@@ -1,4 +1,4 @@
-"""Backends of causal attention: softmax(cap(q k^T * scale)) v over the keys that a query sees.
+"""Backends of causal attention: softmax(cap(q k^T * scale)) v over the keys visible to a query.
 
 In every function the last query sees the last key. Shapes: Q queries, K keys, B batch, H query heads, G
 key/value heads, d head size of queries and keys, v head size of values.
@@ -25,7 +25,7 @@ class AttentionRule:
         scale: factor on q k^T.
         window: number of keys that a query sees, including its own; 0: its own and all earlier keys.
         softcap: c in logit = c * tanh(scale * q k^T / c); 0: no cap.
-        has_sinks: a learned logit per head takes part in softmax, without a value.
+        has_sinks: softmax includes one learned logit per head, which has no value vector.
     """
 
     scale: float
@@ -51,7 +51,7 @@ def choose_attention(
         other_value_size: v differs from d.
 
     Raises:
-        ValueError: if `requested` cannot compute the layer on this device.
+        ValueError: if the `requested` backend cannot compute the layer on this device.
     """
     reason = "flash-attn is not installed"
     if device_type == "cpu":
@@ -110,9 +110,9 @@ def takes_groups(query: Tensor) -> bool:
 def attend_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None = None
 ) -> Tensor:
-    """Result [Q, B, H, v] of attention by blocks of queries, each with the keys that the block sees.
+    """Result [Q, B, H, v] of attention, computed in blocks of queries with the keys that each block sees.
 
-    Per query, time and memory depend on the window, not on the sequence; backward recomputes the logits.
+    Time and memory per query depend on the window, not on the sequence; backward recomputes the logits.
 
     Args:
         query, key, value: [Q, B, H, d], [K, B, G, d] and [K, B, G, v].
@@ -247,7 +247,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 def _gradients(
     of_rows: list[Tensor], k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. `of_rows`: gradient, queries, results, log sums of the rows."""
+    """Gradients of queries, keys and values. `of_rows`: gradient, query, result and log sum of each row."""
     grad, q, out, log_sum = of_rows
     if _has_fused(q, v, rule):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -277,7 +277,7 @@ def attend_by_flex(
 ) -> Tensor:  # fmt: skip
     """Result [Q, B, H, v] of torch's FlexAttention, compiled on a GPU; arguments as in `attend_by_blocks`.
 
-    With `documents`, `key` and `value` cover whole samples, and `query` this rank's part of them.
+    If `documents` is given, `key` and `value` cover whole samples, and `query` this rank's part of them.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
@@ -334,7 +334,7 @@ def largest_logits(
         key: [K, B, G, d].
         scale: factor on the logits.
         window: see AttentionRule.
-        max_values: limit on the number of logits in memory; may be exceeded by the logits of one query.
+        max_values: limit on the number of logits in memory; the logits of a single query may exceed it.
     """
     (num_queries, batch, heads, size), groups = query.shape, key.size(2)
     keys, before = key.permute(1, 2, 3, 0), key.size(0) - num_queries

@@ -1,7 +1,8 @@
 """Document boundaries in a micro-batch, for attention and positions. Does not import megatron.
 
 Megatron passes a `Documents` to every layer as `packed_seq_params`, in place of PackedSeqParams, which
-describes one long sequence. Tokens stay [S, B], so capacity and losses apply per micro-batch or sequence.
+describes one long sequence. Tokens keep their shape [S, B], so capacity and losses still apply per
+micro-batch or sequence.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ def document_lengths(tokens_BS: Tensor, eod_id: int) -> Lengths:
         eod_id: end-of-document token.
 
     Returns:
-        For each sample, lengths that add up to S; a document that crosses a sample boundary is cut.
+        For each sample, lengths that add up to S; a document is cut where it crosses a sample boundary.
     """
     num_tokens = tokens_BS.size(1)
     found = []
@@ -42,7 +43,7 @@ def document_positions(lengths: Lengths) -> Tensor:
 
 
 class Segment(NamedTuple):
-    """Consecutive queries of one document on a rank."""
+    """A rank's consecutive queries of one document."""
 
     sample: int
     document: int  # index in the sample
@@ -70,7 +71,7 @@ class Documents:
 
     @cached_property
     def ids(self) -> Tensor:
-        """Document index of each token, for samples that are not split by CP; int64 [B, S], on the CPU."""
+        """The index of each token's document, if CP does not split samples; int64 [B, S], on the CPU."""
         rows = [torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in self.lengths]
         return torch.stack(rows)
 
@@ -88,7 +89,7 @@ class Documents:
         return tuple(found)
 
     def queries_of(self, x: Tensor) -> list[Tensor]:
-        """Splits queries [S/C, B, H, d] into [num_queries, H, d] for each segment."""
+        """Splits queries [S/C, B, H, d] into segments of [num_queries, H, d]."""
         # The segments of a sample cover this rank's part of the sample, so the split is complete.
         found: list[Tensor] = []
         for sample, row in enumerate(x.unbind(1)):
@@ -96,18 +97,18 @@ class Documents:
         return found
 
     def keys_of(self, x: Tensor) -> list[Tensor]:
-        """Selects keys [num_keys, G, d] for each segment from whole samples [S, B, G, d]."""
+        """Selects each segment's keys [num_keys, G, d] from whole samples [S, B, G, d]."""
         # The backward pass of split writes every gradient once, unlike the backward pass of separate slices.
         documents = [row.split(lengths) for row, lengths in zip(x.unbind(1), self.lengths, strict=True)]
         return [documents[one.sample][one.document][: one.num_keys] for one in self.segments]
 
     def joined(self, parts: list[Tensor], batch_size: int) -> Tensor:
-        """Joins the segments' parts to [S/C, B, H, d]; the inverse of `queries_of`."""
+        """Concatenates the segments to [S/C, B, H, d]; the inverse of `queries_of`."""
         return torch.cat(parts).unflatten(0, (batch_size, -1)).transpose(0, 1)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Cumulative numbers of queries and keys over segments, starting at 0, int32 [segments + 1] each."""
+        """Cumulative query and key counts over segments, starting at 0, each int32 [segments + 1]."""
         counts = [[one.num_queries for one in self.segments], [one.num_keys for one in self.segments]]
         sums = torch.tensor([list(accumulate(count, initial=0)) for count in counts], dtype=torch.int32)
         queries, keys = sums.to(self.positions_BS.device, non_blocking=True)
@@ -115,7 +116,7 @@ class Documents:
 
 
 class RestartingPositions(nn.Module):
-    """Wraps Megatron's rotary embedding (also YaRN's) so that positions restart in every document."""
+    """Wraps Megatron's rotary embedding (also YaRN's) so that positions restart at every document."""
 
     def __init__(self, rotary: Any):
         super().__init__()

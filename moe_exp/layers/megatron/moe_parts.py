@@ -70,7 +70,7 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
 
 
 def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
-    """Balancing losses of a TransformerConfig, where types and coefficients are scalars or lists."""
+    """Balancing losses of a TransformerConfig, whose types and coefficients are scalars or lists."""
     kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coeffs = list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs] * len(kinds)
@@ -102,7 +102,7 @@ class MegatronRouter(Router):
         self.end_of_batch(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
-        """Updates balance rules that Megatron lacks; call after Megatron's finalize_model_grads."""
+        """Updates balance rules that Megatron lacks; to be called after Megatron's finalize_model_grads."""
         self.end_of_batch(self.batch_group, QuantileBias, L1Factor)
 
 
@@ -270,7 +270,7 @@ class MegatronMoELayer(MegatronMoE):
         return self._token_layer[0].statistics
 
     def set_timers(self, timers: PhaseTimers) -> None:
-        """Reports the phases of this layer to `timers`."""
+        """Measures the phases of this layer with `timers`."""
         self._token_layer[0].timers = timers
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -280,7 +280,7 @@ class MegatronMoELayer(MegatronMoE):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """Maps hidden states [S, B, D] to the output [S, B, D], and returns None for Megatron's bias."""
+        """Maps hidden states [S, B, D] to (output [S, B, D], None); None stands for Megatron's bias."""
         if self.training and (tp := self.tp_group.size()) > 1 and not self.config.sequence_parallel:
             # Every rank would route the same tokens: the output is right, but gradients are multiplied by TP.
             rule = f"training with TP={tp} requires sequence parallelism"
@@ -311,7 +311,7 @@ class MegatronMoELayer(MegatronMoE):
         return output
 
     def backward_dw(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: Megatron calls this for delayed weight gradients, but ours are already computed."""
+        """No-op: Megatron calls this to compute delayed weight gradients, but ours are already computed."""
 
 
 def recomputed_modules(config: TransformerConfig) -> set[str]:

@@ -1,6 +1,6 @@
 """Layer features that Megatron lacks: norms after attention and MLP (OLMo 2, arXiv:2501.00656, section 3.2),
-attention and MLP in parallel (GPT-J, Cohere2), constant factors (Granite 3.0), and on a GPU one kernel for
-the sum after attention and the norm of this sum.
+attention and MLP in parallel (GPT-J, Cohere2), constant factors (Granite 3.0), and, on a GPU, one kernel for
+the residual sum after attention and its norm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class ResidualAdd(nn.Module):
-    """residual + multiplier * Norm(result) after attention or MLP, in place of Megatron's `*_bda` function.
+    """residual + multiplier * Norm(result) after attention or MLP; replaces Megatron's `*_bda` function.
 
     Args:
         norm: class of the norm; IdentityOp: none.
@@ -70,7 +70,7 @@ class ParallelLayer(TransformerLayer):  # type: ignore[misc]
 def change_residuals(spec: ModuleSpec, config: Any, *, placement: str, multiplier: float) -> None:
     """Changes the spec of a transformer layer for NORM_PLACEMENT and RESIDUAL_MULTIPLIER.
 
-    The norms have the names `post_self_attn_layernorm` and `post_mlp_layernorm` in checkpoints.
+    In checkpoints, the norms are named `post_self_attn_layernorm` and `post_mlp_layernorm`.
     """
     parts = spec.submodules
     both = ("self_attn", "mlp")
@@ -95,8 +95,8 @@ def scale_ends(chunk: Any, *, embedding: float, logits: float) -> None:
 
 
 def change_norms(chunk: Any, *, qk_epsilon: float, has_bias: bool) -> None:
-    """Sets the epsilon of the query and key norms, or of the norms of their compressed vectors (0:
-    unchanged), and removes the biases of all LayerNorms unless `has_bias`.
+    """Sets the epsilon of the query and key norms, or of the norms of their compressed vectors (0: no
+    change), and removes the biases of all LayerNorms unless `has_bias` is True.
     """
     of_qk = ("q_layernorm", "k_layernorm", "kv_layernorm")
     for name, module in chunk.named_modules():
@@ -107,10 +107,10 @@ def change_norms(chunk: Any, *, qk_epsilon: float, has_bias: bool) -> None:
 
 
 def choose_norm(device_type: str, *, problem: str = "", failure: str = "") -> tuple[str, str]:
-    """Chooses the norms; returns their name and the reason.
+    """Chooses the norm implementation; returns its name and the reason.
 
     Args:
-        problem: why the model has no sum whose norm is taken, see `sum_problem`.
+        problem: why the model has no residual sum followed by a norm, see `sum_problem`.
         failure: why the kernel must not run, see `launch.failure_of`.
     """
     reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"
@@ -124,7 +124,7 @@ def choose_norm(device_type: str, *, problem: str = "", failure: str = "") -> tu
 
 
 class SumAndNorm:
-    """Computes the sum after a layer's attention together with its norm, which is the MLP's input."""
+    """Computes the residual sum after a layer's attention together with its norm, the MLP's input."""
 
     def __init__(self, layer: TransformerLayer):
         self._norm = layer.pre_mlp_layernorm
@@ -187,7 +187,7 @@ def _gradient_kernel(
     dtotal, dnormalized, total, scale, weight, dx, partial_sums, num_rows, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Processes every num_programs-th row and its part of the weight's gradient."""
+    """Processes every num_programs-th row, and sums these rows' contributions to the weight's gradient."""
     first, columns = tl.program_id(0), tl.arange(0, BLOCK)
     is_column = columns < WIDTH
     w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
@@ -220,8 +220,8 @@ def sum_norm_torch(
     twin=sum_norm_torch, takes_fp64=False,
 )  # fmt: skip
 def sum_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of two tensors [..., D], and the RMSNorm of the sum with `weight` [D], both in the inputs' dtype;
-    and the normalization factor of each row (without the weight), fp32 [...].
+    """Returns the sum of two tensors [..., D] and the sum's RMSNorm with `weight` [D], both in the inputs'
+    dtype, and each row's normalization factor (without the weight), fp32 [...].
     """
     x, residual, weight = launch.contiguous(x, residual, weight)
     total, normalized = torch.empty_like(x), torch.empty_like(x)
@@ -250,7 +250,7 @@ def sum_norm_gradient_torch(
 def sum_norm_gradient(
     dtotal: Tensor, dnormalized: Tensor, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of both inputs (equal) and of the weight, given the gradients of `sum_norm`'s results."""
+    """Gradients of both inputs (identical) and the weight, from the gradients of `sum_norm`'s results."""
     dtotal, dnormalized, total, weight = launch.contiguous(dtotal, dnormalized, total, weight)
     dx, num_rows, width = torch.empty_like(total), scale.numel(), weight.numel()
     if num_rows == 0:

@@ -28,7 +28,7 @@ _TILE = 1024  # pairs that a program rotates
 
 
 def install_rotary() -> bool:
-    """Makes Megatron use `rotate` for `apply_rope_fusion`; returns False if Transformer Engine's is used."""
+    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's kernel is used."""
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate
@@ -38,7 +38,7 @@ class TwoRotaries(nn.Module):
     """Megatron's rotary embedding, plus a plain one with a different base for sliding-window layers.
 
     Megatron passes the same angles to every layer: [positions, 1, 1, 2 * P], P for each embedding. Each layer
-    uses one half, see `rotate_windows`.
+    uses one half of the angles, see `rotate_windows`.
     """
 
     def __init__(self, rotary: Any, base: float):
@@ -66,7 +66,7 @@ class TwoRotaries(nn.Module):
 
 
 def rotate_windows(chunk: Any, config: Any, base: float, has_window: Sequence[bool]) -> None:
-    """Gives layers with a window (`has_window`, of the whole model) a plain rotary embedding with `base`."""
+    """Gives layers with a window (`has_window`: one value per layer) a plain rotary embedding with `base`."""
     chunk.rotary_pos_emb = TwoRotaries(chunk.rotary_pos_emb, base)
     without_yarn = copy.copy(config)  # Megatron's attention multiplies queries and keys by YaRN's factor
     without_yarn.yarn_rotary_scaling_factor = 1.0
@@ -99,7 +99,7 @@ def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False, use_kernel: 
     Args:
         x: [S, B, H, D].
         angles: [S, 1 or B, 1, P], equal for both values of a pair; `x[..., P:]` is unchanged.
-        interleaved: a pair is two adjacent values; otherwise, two values at distance P / 2.
+        interleaved: pairs are adjacent values; if False, values P / 2 apart.
         use_kernel: None: use the kernel on a GPU that runs Triton kernels.
     """
     # Cosine [..., P] and sine of every pair [..., P / 2], cached on the angles, which all layers share.
@@ -159,7 +159,7 @@ def _kernel(
 
 @launch.compilable("rotated", lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """Rotates x by the angle or, with sign -1, by the negative angle, in fp32 with one rounding."""
+    """Rotates x by the angle or, if the sign is -1, by its negative, in fp32 with one rounding."""
     x, y = launch.last_contiguous(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     cos, sin = launch.contiguous(cos, sin)
     num_positions, num_samples, num_heads, dim = x.shape
@@ -175,7 +175,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -
 
 
 def rotated_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """Plain-torch reference of `rotated`, with two roundings."""
+    """Plain-torch reference of `rotated`, which rounds twice."""
     width, out = cos.size(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
     source, turned = x[..., :width], out[..., :width]
     torch.mul(source, cos, out=turned)
@@ -188,7 +188,7 @@ def rotated_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: 
 
 
 def check_rotated(dtype: torch.dtype, device: torch.device) -> Iterator[KernelCheck]:
-    """Compares the kernel with its plain-torch reference, rotating only part of the channels."""
+    """Compares the kernel with its plain-torch reference when only part of the channels is rotated."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(9, 2, 3, 96, generator=generator, device=device).to(dtype)
     half = torch.rand(9, 2, 1, 32, generator=generator, device=device) * 50

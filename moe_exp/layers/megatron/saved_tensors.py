@@ -1,6 +1,6 @@
 """Saved-tensor hooks that recompute norms (RECOMPUTE_MODULES=norm) or offload activations (OFFLOAD_MODULES).
 
-They replace what the modules of a model chunk save for backward.
+The hooks replace the tensors that a model chunk's modules save for backward.
 """
 
 import weakref
@@ -24,8 +24,8 @@ def _as_is(x: Any) -> Any:
 class ChunkHooks(ABC):
     """Saved-tensor hooks during the forward pass of a model chunk.
 
-    torch calls only the innermost hooks, so `_pack` and `_unpack` pass unhandled tensors on to the outer
-    hooks, `_pack_others` and `_unpack_others`.
+    torch calls only the innermost hooks. Therefore `_pack` and `_unpack` pass tensors that they do not handle
+    to the outer hooks, `_pack_others` and `_unpack_others`.
     """
 
     def __init__(self, chunk: Any):  # of GPTModel
@@ -77,9 +77,9 @@ class NormRecompute(ChunkHooks):
     """Makes the norms in a model chunk's transformer layers recompute their results in backward.
 
     The layers after a norm save its result, which is as large as the hidden state that the norm itself saves.
-    A handle replaces the result; the first layer that needs it in backward computes it again for all of them.
-    Unlike Megatron's recomputation of norms, this reads no random state, so it works in CUDA graphs, and it
-    does not depend on which layer runs first.
+    A handle replaces the saved result; the first layer that needs it in backward recomputes it for all
+    layers. Unlike Megatron's recomputation of norms, this class reads no random state, so it works in CUDA
+    graphs, and it does not depend on the order of the layers in backward.
     """
 
     def __init__(self, chunk: Any):  # of GPTModel
@@ -137,7 +137,7 @@ class _View(NamedTuple):
 class _Group:
     """The storages that a module saves in a forward pass. Storages and group are freed after backward.
 
-    `copies`: stream for the copies. `previous`: group of the module that ran before.
+    `copies`: stream for the copies. `previous`: group of the previous module.
     """
 
     def __init__(self, device: torch.device, copies: Any, previous: "_Group | None"):
@@ -195,7 +195,7 @@ class _Group:
         self._state = "returning"
 
     def arrive(self) -> None:
-        """Makes the device wait for the fetched copies, and starts fetching the previous group."""
+        """Makes the device wait for the copies to the device, and starts those of the previous group."""
         self.fetch()
         if self._state == "returning":
             self._streams.current_stream().wait_event(self._copied)
@@ -216,19 +216,19 @@ class _Group:
 class ActivationOffload(ChunkHooks):
     """Offloads the saved tensors of modules in a model chunk's transformer layers to host memory.
 
-    The copies run on a stream of their own: while a module computes, the tensors of the module before it
-    leave, and in backward those of the module that comes next return:
+    The copies run on a separate stream. While a module computes, the previous module's tensors are copied to
+    the host or, in backward, the next module's tensors are copied back:
 
         forward      attention 1   experts 1     attention 2   experts 2
         to host                    attention 1   experts 1     attention 2
         backward     experts 2     attention 2   experts 1     attention 1
         to device    attention 2   experts 1     attention 1
 
-    The device thus holds the tensors of two modules. Those of the last module are freed when the model chunk
-    starts its next forward pass; a backward pass that follows at once finds them on the device.
+    The device thus holds the tensors of two modules. The last module's tensors stay on the device until the
+    model chunk starts its next forward pass, so a backward pass before that need not fetch them.
 
-    `modules`: names of OFFLOAD_MODULES. A storage is offloaded if one of these modules is the first to save
-    it; a storage already saved by another module would stay on the device anyway.
+    `modules`: names of OFFLOAD_MODULES. A storage is offloaded only if one of these modules is the first to
+    save it; otherwise, the module that saved it first keeps it on the device anyway.
     """
 
     def __init__(self, chunk: Any, modules: Collection[str]):  # of GPTModel

@@ -4,8 +4,8 @@ Megatron's SequentialMLP and TEGroupedMLP write the same tensors in one of two f
 `linear_fc1.weight` [W, D], `linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
 
 - `experts.X`, with an expert axis before the axes of X. The gate is the first half of W.
-- with `singleton_local_shards`, which Megatron-LM's training script sets: `experts.<expert index>.X` for each
-  expert; a gated linear_fc1 is split into `X_w` (gate half) and `X_v`.
+- `experts.<expert index>.X` for each expert, if `singleton_local_shards` is set (as in Megatron-LM's training
+  script); a gated linear_fc1 is split into `X_w` (gate half) and `X_v`.
 """
 
 from collections.abc import Mapping
@@ -49,13 +49,13 @@ def shard_experts(
         tensors: `weight1` [L, W, D], `weight2` [L, D, F], optionally `bias1` [L, W] and `bias2` [L, D]. With
             expert tensor parallelism, W, F and (for `bias2`) D are sizes on this rank.
         prefix: prefix of the module, with a dot: `decoder.layers.0.mlp.experts.`.
-        gated: W consists of a gate half and an up half.
+        gated: whether W consists of a gate half and an up half.
         sharded_offsets: axes that Megatron puts before a tensor's axes (the layer, if layers share a key).
         singleton_local_shards: use the format `experts.<expert index>.X`.
 
     Returns:
-        Maps `prefix` + our name to a ShardedTensor (ShardedTensorFactory if a tensor consists of several
-        shards); includes Megatron's empty `_extra_state` objects.
+        Dict from `prefix` + our name to a ShardedTensor (a ShardedTensorFactory if there are several shards);
+        includes Megatron's empty `_extra_state` objects.
     """
     state: dict[str, Any] = {}
     num_local_experts, singleton = tensors["weight1"].size(0), singleton_local_shards

@@ -6,9 +6,9 @@ With hidden states h^0 of the main model after its final norm, layer k computes 
     h^k_i = Norm(Layer_k(M_k [Norm(Emb(t_{i+k})); Norm(h^{k-1}_i)]))
 
 and predicts t_{i+k+1}. All depths share the embedding and the output layer. Parameters are named as in
-Megatron-Core 0.16's MultiTokenPredictionBlock, but this file uses only its list of layers. Megatron's layers
-change names and arguments between 0.16 and 0.19, do not pass on `padding_mask`, and average over each rank's
-own tokens with context parallelism.
+Megatron-Core 0.16's MultiTokenPredictionBlock, but only the block's list of layers is used. Names and
+arguments of Megatron's layers change between 0.16 and 0.19; these layers do not pass on `padding_mask`, and
+with context parallelism they average over each rank's own tokens.
 """
 
 from contextlib import nullcontext
@@ -31,13 +31,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 def prediction_spec(layer: ModuleSpec, num_layers: int) -> MultiTokenPredictionBlockSubmodules:
-    """Spec of Megatron's block of `num_layers` PredictionLayers, each around a transformer layer `layer`."""
+    """Spec of Megatron's block of `num_layers` PredictionLayers, each of which wraps the layer `layer`."""
     one = ModuleSpec(module=PredictionLayer, params={"layer_spec": layer})
     return MultiTokenPredictionBlockSubmodules(layer_specs=[one] * num_layers)
 
 
 class PredictionLayer(MegatronModule):  # type: ignore[misc]
-    """Prediction layer k (`layer_number`, from 1) of the formula above: transformer layer NUM_LAYERS + k."""
+    """Prediction layer k (`layer_number`, from 1) in the formula above; transformer layer NUM_LAYERS + k."""
 
     def __init__(
         self, config: TransformerConfig, layer_spec: ModuleSpec, layer_number: int,
@@ -58,7 +58,7 @@ class PredictionLayer(MegatronModule):  # type: ignore[misc]
         self.final_layernorm = Norm(config, width, eps)
 
     def forward(self, hidden: Tensor, embedded: Tensor, **options: Any) -> Tensor:
-        """Returns h^k from h^{k-1} and Emb(t_{i+k}), all [S, B, D]; this rank's shard if sequence parallel.
+        """Computes h^k from h^{k-1} and Emb(t_{i+k}), all [S, B, D] (this rank's shard if sequence parallel).
 
         `options` are arguments of the transformer layer.
         """
@@ -86,8 +86,8 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
     ) -> Tensor:  # fmt: skip
         """Like GPTModel, but returns losses [1+K, B, S] given the `future_...` tensors of `read_microbatch`.
 
-        If the loss weight is 0, the balancing losses of these layers have no gradient either: these layers do
-        not train, and the main model trains as if they were absent.
+        If the loss weight is 0, the prediction layers' balancing losses have no gradient either, so these
+        layers do not train, and the main model trains as if they did not exist.
         """
         self._future = None
         if future_tokens is not None:
@@ -97,7 +97,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
         return super().forward(*args, padding_mask=padding_mask, **options)
 
     def _postprocess(self, **given: Any) -> Tensor:
-        """Returns the stage's output, given the `hidden_states` of its last layer."""
+        """Returns the pipeline stage's output from the `hidden_states` of its last layer."""
         if not self.mtp_process:
             return super()._postprocess(**given)
         hidden, weight = given["hidden_states"], None
@@ -116,6 +116,6 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
         return torch.stack(losses)
 
     def losses(self, hidden: Tensor, weight: Tensor | None, labels: Tensor, mask: Tensor | None) -> Tensor:
-        """Cross entropy of each token [B, S]; `weight`: shared weight of the output layer, `mask`: [B, S]."""
+        """Each token's cross entropy [B, S]; `weight`: shared weight of the output layer, `mask`: [B, S]."""
         logits, _ = self.output_layer(hidden, weight=weight)
         return self.compute_language_model_loss(labels, logits)

@@ -12,7 +12,7 @@ def best_experts(
 ) -> Tensor:
     """The K experts of highest value, [T, K]; with groups, only from the `group_topk` best groups.
 
-    A group's value is the sum over its `group_best` best experts (0: K/group_topk, as in DeepSeek-V3,
+    The value of a group is the sum of its `group_best` highest values (0: K/group_topk, as in DeepSeek-V3,
     arXiv:2412.19437, sec. 2.1.2).
     """
     if num_groups:
@@ -26,10 +26,10 @@ def best_experts(
 
 
 def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
-    """Bool mask [T, K] of each token's best slots: the fewest whose scores add up to at least `top_p`.
+    """Bool mask [T, K] of each token's best slots, as few as are needed for a score sum of at least `top_p`.
 
-    Selects at least one slot, and all K slots if their scores add up to less. Huang et al. 2024, Harder Tasks
-    Need More Experts (arXiv:2403.07652), equation 5, with at most K experts.
+    At least one slot is selected; all K slots if their scores add up to less than `top_p`. Huang et al. 2024,
+    Harder Tasks Need More Experts (arXiv:2403.07652), equation 5, with at most K experts.
 
     Args:
         scores_TK: scores of the chosen experts, best first; the scores of all experts sum to 1.
@@ -46,7 +46,7 @@ def sinkhorn(
     logits_TE: Tensor, valid_T: Tensor | None = None, *, group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:  # fmt: skip
-    """exp(logits), with rows and columns scaled so that all tokens have equal mass, and so do all experts.
+    """exp(logits) with rows and columns scaled so that all tokens have the same mass, as do all experts.
 
     Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified
     Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like Megatron-Core, when
@@ -82,9 +82,9 @@ def sinkhorn(
 def zipf_experts(
     num_tokens: int, *, num_experts: int, topk: int, exponent: float, device: torch.device
 ) -> Tensor:
-    """K distinct experts per token, drawn in proportion to (e + 1)^-exponent, to benchmark imbalance.
+    """Draws K distinct experts per token in proportion to (e + 1)^-exponent, to benchmark imbalance.
 
-    Takes the top-k of log weights plus Gumbel noise. A fixed seed makes all calls return the same draw.
+    The draw is the top-k of log weights plus Gumbel noise. A fixed seed makes all calls return the same draw.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     uniform_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device, dtype=torch.float64)

@@ -39,7 +39,7 @@ class BalanceRule:
         """Counts the selection values (score plus expert bias) of a forward pass."""
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert for a choice by score alone, as in the losses."""
+        """Counts a micro-batch's slots per expert as the losses do: experts are chosen by score alone."""
 
     def end_of_batch(self, router: Any, group: ProcessGroup | None) -> None:
         """Updates the state after a global batch; `group`: all ranks that routed its tokens."""
@@ -65,7 +65,7 @@ class SignBias(BalanceRule):
 
 
 class QuantileBias(BalanceRule):
-    """Quantile balancing: sets the biases that would have given each expert its share of the last batch.
+    """Quantile balancing: sets the biases that would have given each expert an equal share of the last batch.
 
     It has no step size or coefficient. Kimi K3's report, section 2.3.3; Megatron-LM#5349.
     """
@@ -104,7 +104,7 @@ class GlobalFractions(BalanceRule):
 
 
 class L1Factor(BalanceRule):
-    """Scales the loss `l1` up by 20% if tokens used more than K experts on average, down if they used fewer.
+    """Multiplies the loss `l1` by 1.2 if tokens used more than K experts on average, divides it if fewer.
 
     ReMoE (arXiv:2412.14711), equation 8.
     """
@@ -132,7 +132,7 @@ class L1Factor(BalanceRule):
 
 
 def rules_of(config: RouterConfig) -> tuple[BalanceRule, ...]:
-    """Rules of a router with these settings."""
+    """Balance rules that a router with these settings uses."""
     rules: list[BalanceRule] = []
     if config.expert_bias:
         rules.append(QuantileBias() if config.finds_quantiles else SignBias())
@@ -166,7 +166,7 @@ def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = Non
 
 
 def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
-    """The bias plus the K/E quantile of each expert's gaps, shifted to mean 0; unchanged if counts are 0."""
+    """The bias plus each expert's K/E quantile of gaps, shifted to mean 0; unchanged if all counts are 0."""
     cumulative_EB = counts_EB.cumsum(dim=1).double()
     total_E1 = cumulative_EB[:, -1:]
     target_E1 = total_E1 * topk / bias_E.numel()

@@ -1,4 +1,4 @@
-"""A router's decision and counts of its slots. Shape suffixes: see `moe_exp.layers`."""
+"""A router's decision, with slot counts. Shape suffixes: see `moe_exp.layers`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +64,7 @@ class RoutingDecision:
     def for_losses(self) -> tuple[Tensor, Tensor]:
         """Scores (zero for padding) and logits, both [T, E].
 
-        If a kernel routed: `score_sums_E` and `lse_squares` of `sums`.
+        If a kernel did the routing: `score_sums_E` and `lse_squares` of `sums`.
         """
         if self.sums is not None:
             return self.sums.score_sums_E, self.sums.lse_squares
@@ -90,7 +90,7 @@ def without_dropped(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int)
 
 
 def kept_slots(used_TK: Tensor | None, valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
-    """Used slots of tokens that are not padding; None: all."""
+    """Mask of the used slots of non-padding tokens; None: all."""
     if valid_T is None:
         return used_TK
     valid_TK = valid_T.unsqueeze(1).expand_as(expert_TK)

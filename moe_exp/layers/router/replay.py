@@ -1,4 +1,4 @@
-"""Recording and replay of routing decisions, to train or score with the experts that another run chose."""
+"""Records and replays routing decisions, to train or score with the experts that another run chose."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 
 def in_backward() -> bool:
-    """Whether autograd is running backward on this thread, which makes any forward pass a recomputation."""
+    """Whether autograd runs backward on this thread; a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_counted_forward() -> bool:
     """Whether this forward pass counts: True exactly once per micro-batch, with or without recompute.
 
-    Under torch.compile every pass with gradients counts, because a compiled layer cannot detect recompute.
+    Under torch.compile, every pass with gradients counts, because compiled layers cannot detect recompute.
     """
     # Reentrant checkpointing (Megatron's) runs the first pass without gradients and the second, in backward,
     # with gradients: the second counts. Non-reentrant checkpointing runs both with gradients, the second
@@ -30,8 +30,8 @@ def is_counted_forward() -> bool:
 class RoutingReplay:
     """Decisions of one router: one [T, K] tensor per forward pass, in order.
 
-    In a replay, the weights are still computed from the scores of the current pass, so that gradients reach
-    the router.
+    A replay still computes the weights from the scores of the current pass, so that gradients reach the
+    router.
 
     Args:
         recorded: decisions to replay; None: record new decisions.
@@ -44,7 +44,7 @@ class RoutingReplay:
         self._to_recompute: deque[Tensor] = deque()
 
     def apply(self, expert_TK: Tensor, *, training: bool) -> Tensor:
-        """The experts to use, given the router's own choice."""
+        """The experts to use: the router's own choice or, in a replay, the recorded one."""
         # A recomputation reuses the decision of its forward pass. In Megatron's schedules, backward passes
         # have the order of the forward passes.
         if in_backward() and self._to_recompute:

@@ -30,11 +30,11 @@ class Router(nn.Module):
             (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16)
         sqrtsoftplus:  like sigmoid with s = sqrt(softplus(z))
         relu:          w = s = max(z, 0), for all experts with positive z
-    Weights are multiplied by the scaling factor. With null experts or `top_p` a token uses only some of its K
-    slots, and weights are normalized over the used slots.
+    Weights are multiplied by the scaling factor. With null experts or `top_p`, a token uses only some of its
+    K slots, and the weights of these slots are normalized.
 
-    The ratios s / sum(s) (scores of the losses, normalized weights) are computed as softmax(log s), exact to
-    1e-6 in fp32 for any logits. Where s underflows, unnormalized weights are 0 and the choice depends only on
+    The ratios s / sum(s), used in losses and as normalized weights, are computed as softmax(log s), exact to
+    1e-6 in fp32 for any logits. If s underflows, unnormalized weights are 0, and the choice depends only on
     the bias.
 
     Args:
@@ -114,8 +114,8 @@ class Router(nn.Module):
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         """Routes tokens by their logits; `valid_T` (bool): True for tokens that are not padding; None: all.
 
-        A subclass may override this method and return `RoutingDecision.of(...)`. `forward` counts the slots
-        of the decision for the expert bias (rule `sign`) and the losses.
+        A subclass may override this method and return `RoutingDecision.of(...)`. `forward` counts the
+        decision's slots for the expert bias (rule `sign`) and the losses.
         """
         problem = kernel_problem(self.config, needs_scores=self.needs_scores)
         if problem == "" and self.replay is None and takes_kernels(logits_TE, self.config.use_kernels):
@@ -156,11 +156,11 @@ class Router(nn.Module):
 
     @property
     def _counting_rules(self) -> tuple[BalanceRule, ...]:
-        """Rules to call in this forward pass; empty if the pass does not count."""
+        """The balance rules to update in this forward pass; empty if the pass does not count."""
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert [E] for a choice by score alone, as in the losses."""
+        """Counts a micro-batch's slots per expert [E] as the losses do: experts are chosen by score alone."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
@@ -270,7 +270,7 @@ class _LinearIn(torch.autograd.Function):
 def bf16_grads(
     dlogits_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, *, mm: Callable[..., Tensor] = torch.mm
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of bf16 `x_TD` and `weight_ED` for fp32 `dlogits_TE`, as bf16 products summed in fp32."""
+    """Gradients of bf16 `x_TD` and `weight_ED` from fp32 `dlogits_TE`, as bf16 products summed in fp32."""
     # The sum of two bf16 values has 16 bits of an fp32 value's mantissa, twice as many as the results have.
     high_TE = dlogits_TE.bfloat16()
     halves_T2E = torch.cat([high_TE, (dlogits_TE - high_TE).bfloat16()], dim=1)

@@ -2,7 +2,7 @@
 
 Bytes per token, with hidden size h, channels q, k and v of all query, key and value heads, MLP width f, a
 heads, sequence length s, w bytes per number in the compute type (2 or 4), and tensor-parallel size t. Each
-tensor is counted once, at its last reader:
+tensor is counted once, at the last operation that reads it:
 
     norm             w*h input, 4 of statistics; on CPUs 8*h: PyTorch's RMSNorm keeps fp32 input and output
     QKV projection   w*h input
@@ -20,12 +20,12 @@ tensor is counted once, at its last reader:
 
 With FP8, the input of a product is kept in FP8, one byte per number. The experts' grouped GEMM has no weights
 of its own (`grouped_gemm._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
-columns, for each micro-batch: 2 bytes per weight. This size has not been compared with measurements on a GPU.
+columns, for each micro-batch: 2 bytes per weight. This size has not been validated against GPU measurements.
 
 The unfused case without dropout, sequence parallelism or gates is from Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout). With sequence parallelism (section 4.2.2),
-terms above without t are also divided by t. We add gates, grouped queries, experts and kernels. Checked on a
-CPU against the tensors that autograd saves, and on GPUs against four runs' peaks.
+terms above without t are also divided by t. We add gates, grouped queries, experts and kernels. Checked
+against the tensors that autograd saves on a CPU, and the peak memory of four GPU runs.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class Activations:
     def in_transit(self, num_dense: int, num_moe: int) -> tuple[float, float]:
         """Returns the offloaded bytes on the device: during backward of a chunk's last layers (minus the
         bytes these layers have freed), and at the start of backward. During backward, the device holds the
-        tensors of two successive modules. Layers with dense MLPs come first.
+        offloaded tensors of two consecutive modules. Layers with dense MLPs come first.
         """
         kinds = ((num_dense, self.moved_dense, self.dense_parts), (num_moe, self.moved_moe, self.moe_parts))
         stack = [kind for number, *kind in kinds for _ in range(min(2, number)) if kind[0]]
@@ -84,7 +84,7 @@ def width_of(job: PlannedJob) -> int:
 
 
 class _Account:
-    """Sums up the tensors. A rank has `_all_tokens` in a layer's matrix products and `_tokens` elsewhere."""
+    """Sums up the tensors. Layers use `_all_tokens` in their matrix products and `_tokens` elsewhere."""
 
     def __init__(self, job: PlannedJob, hardware: Hardware, imbalance: float):
         config, on_cpu = job.config, hardware.is_cpu
@@ -175,7 +175,7 @@ class _Account:
         }
 
     def _saved(self) -> dict[str, float]:
-        """Bytes that a layer need not keep because of `Engine.recompute`, by module."""
+        """Bytes that a layer does not keep because of `Engine.recompute`, by module."""
         modules, config = self._job.engine.recompute, self._config
         if not modules or config.recompute == "full":
             return {}
@@ -202,7 +202,7 @@ class _Account:
         return {name: size for name, size in sizes.items() if name in modules}
 
     def _saved_in_moe(self, experts: Parts) -> dict[str, float]:
-        """Like `_saved`, for the modules of an MoE layer, whose bytes `_experts` returns."""
+        """Like `_saved`, but for the modules of an MoE layer. `experts`: result of `_experts`."""
         modules, config = self._job.engine.recompute, self._config
         if not (experts and modules) or config.recompute != "none":
             return {}
@@ -217,20 +217,20 @@ class _Account:
         return {name: size for name, size in sizes.items() if name in modules}
 
     def _norm(self, size: float, heads: int = 1) -> float:
-        """Bytes per token that a norm of `size` channels keeps: the input, and statistics for each head."""
+        """Bytes per token kept by a norm over `size` channels: the input, and statistics per head."""
         if self._config.normalization != "RMSNorm":
             return self._width * size + 2 * heads * (self._width if self._on_cpu else 4)
         return (8 if self._norms_in_fp32 else self._width) * size + 4 * heads
 
     @property
     def _norms_in_fp32(self) -> bool:
-        """Whether norms are PyTorch's RMSNorm on a CPU, which keeps input and normalized input in fp32."""
+        """Whether PyTorch's CPU RMSNorm is used, which keeps its input and the normalized input in fp32."""
         return self._on_cpu and self._config.normalization == "RMSNorm"
 
     # Attention
 
     def _attention(self) -> float:
-        """Bytes of attention's projections and core, without the preceding norm."""
+        """Bytes kept by the attention projections and core, excluding the preceding norm."""
         config = self._config
         is_latent, per_token = config.multi_latent_attention, float(self._input * self._hidden)
         if is_latent:  # inputs of latent attention's norms and projections (arXiv:2405.04434)
@@ -273,7 +273,7 @@ class _Account:
         return query, key, key, query
 
     def _core(self) -> float:
-        """Bytes per token that the attention core and the following projection keep, over all heads."""
+        """Bytes per token kept by the attention core and the output projection, over all heads."""
         config, width = self._config, self._width
         query, key, value, result = self._channels
         if self._writes_scores:  # after softmax; with dropout also a mask and the dropped-out scores
@@ -319,7 +319,7 @@ class _Account:
     # MLP and experts
 
     def _mlp(self, ffn: float) -> float:
-        """Bytes per token that the activation and the second projection of an MLP keep."""
+        """Bytes per token kept by an MLP's activation function and second projection."""
         # Unfused SwiGLU: both halves, the activated one, the other with Megatron's offset, and their product.
         # Fused: three of these. Clamped: also the clamped gate and its sigmoid.
         swiglu = 5 if self._on_cpu else 3
@@ -328,7 +328,7 @@ class _Account:
         return priced(self._config, "activation", kept) * self._width * ffn - inputs
 
     def _experts(self) -> Parts:
-        """Bytes of router, dispatch, routed experts and shared expert, without the preceding norm."""
+        """Bytes kept by router, dispatch, routed experts and shared expert, excluding the preceding norm."""
         config, width = self._config, self._width
         ffn = config.expert_ffn_size / config.etp
         # One function may compute all experts of a rank and recompute their activation in the backward pass.
@@ -372,7 +372,7 @@ class _Account:
 
     @cached_property
     def _rows(self) -> float:
-        """Number of rows that a rank's experts compute: their share of the slots of all sending ranks."""
+        """Number of rows that a rank's experts compute, out of the slots sent by all ranks."""
         config, factor = self._config, self._config.expert_capacity_factor
         if factor is not None and config.pad_to_capacity:
             return padded_slots(config, self._tokens)

@@ -17,7 +17,7 @@ def free(prior: float, spread: float, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class TimeConstants:
-    """Constants that no formula gives. `calibration.py` fits them to measured runs."""
+    """Constants that cannot be derived from a formula. `calibration.py` fits them to measured runs."""
 
     matrix_efficiency: float = free(0.85, 0.2, "share of peak FLOP/s at large inner dimension and full waves")
     half_depth: float = free(400.0, 0.7, "inner dimension at which a product reaches half of its top speed")

@@ -28,7 +28,7 @@ RECIPIENTS: dict[str, Literal["experts", "ranks", "all"] | None] = {
 
 @cache
 def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
-    """Returns the number of output elements, counting a tile for each idle SM of the last wave."""
+    """Returns the number of output elements, counting a full tile for each idle SM in the last wave."""
     least = math.inf
     # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
     for height, width in ((128, 256), (256, 128)):
@@ -105,12 +105,12 @@ class Device:
         return seconds if is_aligned else seconds * self.unaligned
 
     def linear(self, m: float, n: float, k: float, count: float = 1) -> Pass:
-        """Returns the time of a product and of its gradients: [m, n] x [n, k] and [k, m] x [m, n]."""
+        """Returns the time of a product and its gradients ([m, n] x [n, k] and [k, m] x [m, n])."""
         by_weight = self.product(k, n, m, count, sums_over_rows=True)
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Time to move `num_bytes` (given for 2-byte types) per element in forward and in backward."""
+        """Memory traffic time for `num_bytes` per element (of a 2-byte dtype) in forward and backward."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
@@ -145,14 +145,14 @@ class Group:
         return self.hardware.node_latency_seconds if self.in_node else self.hardware.network_latency_seconds
 
     def reduce_scatter(self, num_bytes: float, share: float) -> float:
-        """Returns the seconds of a reduce-scatter or all-gather at `share` of the bandwidth."""
+        """Returns the seconds of a reduce-scatter or all-gather that reaches `share` of the bandwidth."""
         if self.size == 1:
             return 0.0
         sent = (self.size - 1) / self.size * num_bytes
         return sent / (self.bytes_per_second * share) + self.latency_seconds
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach (`older`: up to Ampere)."""
+        """Returns the share of `bytes_per_second` that rings reach (`older`: value up to Ampere)."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share
@@ -163,7 +163,7 @@ class Group:
 
     def all_to_all(self, num_bytes: float, share: float, *, to_nodes: float | None = None) -> float:
         """Returns the seconds of an all-to-all in which each rank splits `num_bytes` equally among all ranks.
-        `to_nodes`: total bytes sent to all nodes, if data for several ranks of a node are sent only once.
+        `to_nodes`: total bytes sent to all nodes, if data needed by several ranks of a node are sent once.
         """
         if self.size == 1:
             return 0.0
@@ -215,7 +215,7 @@ def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstan
 
 
 def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Returns the time of experts and exchange, relative to their time with a balanced load."""
+    """Returns the time of the experts and the token exchange relative to a balanced load."""
     config = job.config
     is_padded = config.expert_capacity_factor is not None and config.pad_to_capacity
     is_even = job.engine.balanced or config.ep == 1 or is_padded or config.force_routing == "balanced"

@@ -20,13 +20,13 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     that a token uses. Of the S^2 scores, only the half below the causal mask counts; until late 2024,
     Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in the bracket is
     DOCUMENT_TOKENS; with SLIDING_WINDOW, `attended_tokens`. With MOE_LATENT_SIZE=l, topk*ffn is multiplied by
-    l/h, and the two projections of an MoE layer add 4*h*l in forward. ATTENTION_GATE adds 2*h*n*d. A layer of
-    MTP_NUM_LAYERS counts as a layer, an output layer, and 4*h^2 in forward for its projection. Norms,
+    l/h, and the two projections of an MoE layer add 4*h*l in forward. ATTENTION_GATE adds 2*h*n*d. Each of
+    the MTP_NUM_LAYERS counts as a layer, an output layer, and a projection (4*h^2 in forward). Norms,
     softmax, router and recompute are not counted; Megatron-LM counts the norms of latent attention.
 
     Args:
         batch_size: samples of SEQ_LEN in the iteration (default: GBSZ).
-        seq_len: length of the actual samples (DATA_STAGES), each counted as several samples of SEQ_LEN.
+        seq_len: actual sample length (DATA_STAGES); a sample counts as several samples of SEQ_LEN.
     """
     tokens = (config.gbsz if batch_size is None else batch_size) * config.seq_len
     if seq_len not in (None, config.seq_len):
@@ -57,7 +57,7 @@ def attended_tokens(config: Config, tile: int = 0) -> float:
     the document length with DOCUMENT_MASK; averaged over layers with and without SLIDING_WINDOW.
 
     Args:
-        tile: queries that a kernel processes at once; each reads the keys in the windows of all of them.
+        tile: queries that a kernel processes at once; each reads all keys in any of their windows.
     """
     in_document = config.document_mask and config.document_tokens
     length = min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len

@@ -93,7 +93,7 @@ class PlannedJob:
 
     @property
     def all_stage_layers(self) -> list[int]:
-        """`stage_layers`, plus the MTP_NUM_LAYERS layers on the last stage."""
+        """`stage_layers`, with the MTP_NUM_LAYERS layers added to the last stage."""
         return [*self.stage_layers[:-1], self.stage_layers[-1] + self.config.mtp_num_layers]
 
     @cached_property
@@ -102,7 +102,7 @@ class PlannedJob:
 
     @cached_property
     def products(self) -> dict[str, list[Shape]]:
-        """Matrix products of the job's layers, see `products.products`."""
+        """Matrix products of the job's layers (see `products.products`)."""
         return products(self.config, sequence_parallel=self.sequence_parallel)
 
     @cached_property

@@ -49,7 +49,7 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Seconds of forward that backward repeats, for each value of RECOMPUTE and of `Engine.recompute`."""
+        """Forward seconds that backward recomputes, for each value of RECOMPUTE and `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts[True] - self.starts[False]
         norms = forward["norms"] * 0.4  # their share of the residual bytes
@@ -76,7 +76,7 @@ MOE = ("router", "latent_projections", "rows", "experts", "activation", "shared_
 
 
 def layer_times(job: PlannedJob, device: Device) -> LayerTimes:
-    """Returns the seconds of a layer's parts; ValueError if the device does not support the precision."""
+    """Returns the seconds per component of a layer; ValueError if the device lacks the precision."""
     config, constants, tokens, nothing = job.config, device.constants, num_tokens(job.config), Pass(0, 0)
     rule = "the device has no {} peak (dense_flops in its profile)"
     if any(fp8_parts(config)) and not device.fp8_speedup:
@@ -178,7 +178,7 @@ def _linears(job: PlannedJob, device: Device, shapes: Sequence[Shape]) -> Pass:
 
 
 def _core(job: PlannedJob, device: Device) -> Pass:
-    """Returns the time of attention scores and weighted values for all queries of a rank."""
+    """Returns the time of the products Q K^T and P V of attention for all queries of a rank."""
     config, engine, constants = job.config, job.engine, device.constants
     batch, queries = config.mbsz * config.num_heads / config.tp, config.seq_len / config.cp
     keys, channels = attended_tokens(config, tile=_WINDOW_TILE), float(config.kv_channels)
@@ -217,7 +217,7 @@ class Part:
 
 
 def roofline(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[Part]:
-    """Returns the parts of a layer (an MoE layer if the model has any) and of the output layer."""
+    """Returns the components of a layer (an MoE layer if the model has one) and of the output layer."""
     config = job.config
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
     times = layer_times(job, device)

@@ -47,18 +47,18 @@ class StageMemory:
 
     @property
     def needed(self) -> float:
-        """Bytes that must fit: everything except the allocator's cache."""
+        """Bytes that must fit on the device: everything except the allocator's cache."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.activations + self.buffers + self.overhead
 
     @property
     def total(self) -> float:
-        """Bytes that a measurement would show."""
+        """Bytes that a memory measurement would report."""
         return self.needed + self.cached
 
 
 def memory_of(job: PlannedJob, hardware: Hardware, constants: MemoryConstants) -> list[StageMemory]:
-    """Returns the memory of a rank in each pipeline stage."""
+    """Returns, for each pipeline stage, the memory of one of its ranks."""
     config, on_cpu = job.config, hardware.is_cpu
     imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, hardware, imbalance)
@@ -145,7 +145,7 @@ def _activation_parts(
 
 
 def expected_imbalance(config: Config, spread: float) -> float:
-    """Returns the rows that a dropless layer needs memory for, relative to a rank's fair share: 1 + spread *
+    """Returns the rows for which a dropless layer needs memory, relative to a rank's fair share: 1 + spread *
     sqrt((EP - 1) / E).
 
     The loads of all experts have a fixed sum and a standard deviation of `spread` times their mean. The
@@ -176,8 +176,8 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
 def _bytes_per_parameter(
     job: PlannedJob, constants: MemoryConstants, hardware: Hardware
 ) -> tuple[float, float, float, float, float]:
-    """Returns five sizes in bytes per parameter of a rank: weights, gradients, optimizer state of dense and
-    of expert parameters (both sharded), and additional state of embedding and output layer.
+    """Returns the bytes per parameter of a rank: weights, gradients, (sharded) optimizer state of dense and
+    of expert parameters, and extra state of the embedding and output layer.
     """
     config, engine = job.config, job.engine
     if job.of_deepspeed:

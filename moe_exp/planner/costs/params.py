@@ -1,7 +1,7 @@
 """Exact parameter counts of a model and of each rank, and the bytes of weights and optimizer state.
 
-Buffers such as the expert bias and rotary frequencies are not counted. All functions expect a config without
-`problems`; sizes that do not divide evenly are rounded down.
+Buffers such as the expert bias and rotary frequencies are not counted. All functions expect a valid config
+(no `problems`); sizes that do not divide evenly are rounded down.
 """
 
 import re
@@ -34,7 +34,7 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Dense and expert parameters of a rank, which are replicated over different process groups."""
+    """Dense and expert parameters of a rank; the two are replicated over different process groups."""
 
     dense: int  # all except routed experts, replicated over the data-parallel and context-parallel ranks
     expert: int  # routed experts, replicated over the expert-data-parallel ranks
@@ -44,13 +44,13 @@ class RankParameters:
         return self.dense + self.expert
 
     def sharded(self, config: Config) -> float:
-        """Returns the parameters per rank if ranks with the same parameters shard them."""
+        """Returns the parameters per rank when they are sharded over all their replicas."""
         dense, expert = num_replicas(config)
         return self.dense / dense + self.expert / expert
 
 
 def num_replicas(config: Config) -> tuple[int, int]:
-    """Returns how many ranks hold the same dense parameters, and how many the same expert parameters."""
+    """Returns the number of replicas of a rank's dense parameters and of its expert parameters."""
     ranks = config.world_size // config.pp
     return max(1, ranks // config.tp), max(1, ranks // (config.etp * config.ep))
 
@@ -67,14 +67,14 @@ def count_parameters(config: Config) -> ParameterCount:
 
 
 def rank_parameters(config: Config, pp_rank: int = 0) -> RankParameters:
-    """Counts the parameters of a rank in a pipeline stage; all ranks of a stage have the same number."""
+    """Counts the parameters of each rank in a pipeline stage; they are the same for all its ranks."""
     return parameters_of_stages(config, config.stage_layers)[pp_rank]
 
 
 def parameters_of_stages(
     config: Config, stage_layers: Sequence[int], *, learned_positions: bool = False
 ) -> list[RankParameters]:
-    """Counts the parameters of a rank in each pipeline stage.
+    """Counts the parameters per rank for each pipeline stage.
 
     PP is the length of `stage_layers` (a stage may have no layers); TP, EP, ETP and VPP come from the
     config. `learned_positions`: the embedding has a row per position, replicated over tensor-parallel ranks.
@@ -130,7 +130,7 @@ def most_loaded_rank(config: Config) -> int:
 
 def optimizer_state_bytes(config: Config, hardware: Hardware | None = None) -> float:
     """Returns the bytes per parameter for main weight, moments and weight average, before sharding. With
-    OFFLOAD_OPTIMIZER the bytes are 0, except on a CPU. Default of `hardware`: a GPU without AdamW kernel.
+    OFFLOAD_OPTIMIZER the bytes are 0, except on a CPU. `hardware` defaults to a GPU without the AdamW kernel.
 
         OPTIMIZER                            main weight   moments               together, bf16 or fp16 / fp32
         adam                                 4             4 + 4                 12      / 8
@@ -142,9 +142,9 @@ def optimizer_state_bytes(config: Config, hardware: Hardware | None = None) -> f
 
     fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto means remainder if the
     AdamW kernel runs. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al. 2022,
-    arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices;
-    embedding and output layer, which use Adam, need `embedding_moment_bytes` more per parameter. Norms and
-    routers are small and counted as matrices. EMA_DECAY adds 4 for the average of the weights.
+    arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices; the
+    embedding and output layer use Adam and need `embedding_moment_bytes` more per parameter. Norms and
+    routers are small, so they are counted as matrices. EMA_DECAY adds 4 for the average of the weights.
     """
     if config.offload_optimizer and not (hardware and hardware.is_cpu):
         return 0.0
@@ -170,7 +170,7 @@ def num_moments(config: Config) -> int:
 
 
 def embedding_moment_bytes(config: Config) -> int:
-    """Returns the additional bytes per parameter of embedding and output layer, for which Muon uses Adam."""
+    """Returns the extra bytes per parameter of the embedding and output layer, where Muon uses Adam."""
     return 4 if config.optimizer == "muon" else 0
 
 
@@ -260,6 +260,6 @@ def split_layers(num_layers: int, num_stages: int, *, count_ends: bool = False) 
 
 
 def stages_text(stage_layers: Sequence[int]) -> str:
-    """Formats the layers of the stages like PIPELINE_LAYERS: [8, 9, 9, 8] is 8,9*2,8."""
+    """Formats the layers per stage like PIPELINE_LAYERS: [8, 9, 9, 8] is 8,9*2,8."""
     runs = [(layers, len(list(same))) for layers, same in groupby(stage_layers)]
     return ",".join(f"{layers}*{times}" if times > 1 else str(layers) for layers, times in runs)

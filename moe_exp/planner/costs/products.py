@@ -24,9 +24,9 @@ def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
 
 
 def fp8_parts(config: Config) -> tuple[bool, bool]:
-    """Returns whether routed experts' linear layers compute in FP8, and whether all other linear layers do.
+    """Returns whether the routed experts compute in FP8, and whether all other linear layers do.
 
-    With EXPERT_BACKEND=triton, only the experts use FP8. Otherwise FP8 requires Transformer Engine, so
+    With EXPERT_BACKEND=triton, only the experts use FP8. Other backends need Transformer Engine for FP8, so
     IMPL=auto counts as te. Output layer, router and embedding remain in bf16.
     """
     if config.fp8 == "none":
@@ -37,13 +37,13 @@ def fp8_parts(config: Config) -> tuple[bool, bool]:
 
 
 def fp8_kept(config: Config) -> tuple[bool, bool]:
-    """Returns whether experts and other layers keep FP8 tensors for backward; our kernels keep bf16."""
+    """Returns whether experts and whether other layers keep FP8 tensors (our kernels keep bf16)."""
     return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
 def planned_backend(config: Config, hardware: Hardware) -> str:
     """Returns EXPERT_BACKEND or, for `auto`, the choice of `grouped_gemm.choose_backend`. The result `auto`
-    stands for any GPU backend except triton; all of these need the same memory.
+    means any GPU backend except triton, as all others need the same memory.
     """
     backend = priced(config, "expert_backend", {name: name for name in PRICED_BACKENDS})
     if backend != "auto":
@@ -62,7 +62,7 @@ def planned_loss(config: Config, hardware: Hardware) -> str:
 
 
 def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
-    """Returns notes on the implementations that a plan assumes, by part."""
+    """Returns notes on the implementations that a plan assumes for the experts and the loss."""
     words = {}
     if config.use_moe:
         backend = planned_backend(config, hardware)
@@ -169,7 +169,7 @@ def projections(config: Config, query: float, heads: float, *, tp: int) -> list[
 def padded_slots(config: Config, tokens: float) -> float:
     """Returns the rows that a rank's experts compute with PAD_TO_CAPACITY, if each rank has `tokens` tokens.
 
-    Each rank pads its rows for every expert to the capacity for its tokens (layers/moe_layer.py). With TP or
+    Each rank pads the rows of each expert to the capacity of its tokens (layers/moe_layer.py). With TP or
     CP, a rank that keeps more than its share sends more rows; these are not counted here.
     """
     share = tokens * config.topk / config.num_experts

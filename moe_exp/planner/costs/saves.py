@@ -9,7 +9,7 @@ With a random failure every M seconds on average and d seconds per save, a save 
     equation 37):
         t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    for d < 2M, else t = M
 
-The cost of t follows from Daly's model of the total time (equation 20), in which saves and restarts can fail:
+The cost of an interval t follows from Daly's model (equation 20), in which saves and restarts can fail:
 
     T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: from a failure to the
                                                    next iteration
@@ -27,7 +27,7 @@ DISK_BYTES_PER_SECOND = 1e9  # assumed per node if the seconds of a save are not
 
 
 def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Returns the best interval between saves in seconds, to first order (Young 1974)."""
+    """Returns a first-order estimate of the best interval between saves in seconds (Young 1974)."""
     return math.sqrt(2 * save_seconds * mtbf_seconds)
 
 
@@ -129,9 +129,9 @@ def disk_use(
     the run resumed is also kept.
 
     Args:
-        iteration: the iteration that the run resumes from; 0: none.
-        there: iterations of the existing checkpoints.
-        one_bytes: measured bytes per checkpoint.
+        iteration: the iteration that the run resumes from; 0 if it starts from scratch.
+        there: iterations whose checkpoints already exist.
+        one_bytes: measured size of one checkpoint in bytes.
     """
     one_bytes = one_bytes or math.ceil(checkpoint_bytes(config) * _FILES_OVER_TENSORS) + _FILES_BYTES
     num_saves = _num_saves(config, iteration)

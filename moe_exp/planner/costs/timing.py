@@ -2,8 +2,8 @@
 
 If a micro-batch takes time t_i on stage i, an iteration of m micro-batches takes sum(t) + (m - 1) * max(t)
 with the 1F1B schedule. V model chunks per rank reduce the pipeline's fill and drain time to 1/V
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Data-parallel communication adds time, except for the
-part that the backward pass of the last micro-batch hides.
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Data-parallel communication adds time unless it
+overlaps with the backward pass of the last micro-batch.
 """
 
 from dataclasses import dataclass, fields
@@ -30,7 +30,7 @@ _LINK_SPEED, _RECENT_LINK_SPEED, _HOST_SPEED = 25e9, 50e9, 60e9
 
 @dataclass(frozen=True)
 class IterationTime:
-    """Seconds of an iteration by part, averaged over the pipeline stages."""
+    """Seconds of an iteration by component, averaged over the pipeline stages."""
 
     compute: float  # products and memory-bound operations, forward, recompute and backward
     # waiting for kernel launches, part of `compute` on devices older than Hopper, and for moved activations
@@ -52,7 +52,7 @@ class IterationTime:
 
     @property
     def bound(self) -> str:
-        """The largest part except compute, if it exceeds a tenth of the total time; else compute."""
+        """Largest component other than compute if it exceeds a tenth of the total time, else compute."""
         others = {name: seconds for name, seconds in self.parts().items() if name != "compute"}
         name = max(others, key=others.__getitem__)
         return name if others[name] > self.total / 10 else "compute"
@@ -103,7 +103,7 @@ class StagePass:
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
-    """Returns each stage's passes. Forward has half of the collectives, or a third with recompute."""
+    """Returns each stage's passes. Half of the collectives are in forward; a third with recompute."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, parts = layer_times(job, device), _parts_of_stages(job, device)
     found = []
@@ -122,7 +122,7 @@ def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) 
 
 
 def _parts_of_stages(job: PlannedJob, device: Device) -> dict[str, list[float]]:
-    """Returns the seconds of a micro-batch on each stage, by part."""
+    """Returns the seconds of a micro-batch on each stage, by component."""
     config, hardware, constants = job.config, device.hardware, device.constants
     times, counts = layer_times(job, device), _counts(job)
     moved = [0.0, 0.0]
@@ -150,7 +150,7 @@ def _parts_of_stages(job: PlannedJob, device: Device) -> dict[str, list[float]]:
 
 
 def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int = 1) -> float:
-    """Returns the idle seconds per iteration, averaged over the stages; see the top of this file."""
+    """Returns the pipeline bubble in seconds per iteration (mean over stages); see the top of this file."""
     slowest = max(stages)
     return num_microbatches * (slowest - sum(stages) / len(stages)) + (sum(stages) - slowest) / num_chunks
 
@@ -177,7 +177,7 @@ def _layer(
     job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool, moved: float
 ) -> dict[str, float]:
     """Returns the seconds of a layer's forward, recompute and backward for one micro-batch, by part. `moved`:
-    bytes that go to host memory in forward and return in backward.
+    bytes offloaded to host memory in forward and reloaded in backward.
     """
     config, hardware, constants = job.config, device.hardware, device.constants
     one, repeated = times.layer(is_moe), times.repeated(is_moe)
@@ -236,7 +236,7 @@ def _layer(
 def _data_parallel(
     job: PlannedJob, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
 ) -> float:
-    """Returns the seconds to reduce gradients and gather parameters, minus the `hidden` seconds."""
+    """Returns the seconds to reduce gradients and gather parameters, minus `hidden` (overlapped) seconds."""
     config, engine = job.config, job.engine
     gradient = 4 if job.precision in ("bf16_fp32grad", "fp32") else 2
     weight = 4 if job.precision == "fp32" else 2
@@ -265,7 +265,7 @@ def _muon_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants)
 
     Muon orthogonalizes each [r, c] matrix x, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`):
     s = x x^T, s^2, and (b s + c s^2) x. The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole
-    matrix, even with TP. Ranks with the same matrices share work.
+    matrix, even with TP. Ranks that hold the same matrices divide the work.
     """
     config = job.config
     if config.optimizer != "muon":

@@ -1,6 +1,6 @@
 """Layouts that a search tries, and the rules that exclude layouts. No torch.
 
-A layout is a Config with its layout settings filled in, so the rules of training apply. `Config.problems` is
+A layout is a Config whose layout settings are set, so the rules of training apply. `Config.problems` is
 checked level by level (tensor and context parallelism, pipeline, experts, micro-batch), with sizes of later
 levels set to 1. A rejection excludes all layouts below it, so hundreds of checks cover millions of layouts.
 """
@@ -61,7 +61,7 @@ class Space:
 
     @classmethod
     def of(cls, config: Config, fixed: Mapping[str, Sequence[Any]] | None = None) -> Space:
-        """Returns the values to try for a model: those in `fixed`, and defaults for the other settings."""
+        """Returns the values to try for a model: values from `fixed`, and defaults for other settings."""
         fixed = fixed or {}
         world, per_node, num_experts = config.world_size, config.gpus_per_node, config.num_experts
         powers = [2**power for power in range(max(world, config.gbsz).bit_length())]
@@ -136,7 +136,7 @@ def _divisors(number: int, largest: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Family:
-    """Layouts that differ only in expert parallelism, micro-batch size, model chunks and recompute."""
+    """Set of layouts that differ only in expert parallelism, micro-batch size, model chunks and recompute."""
 
     config: Config  # with these settings at 1, none or unset
     experts: list[tuple[int, int]]  # pairs of EP and ETP
@@ -144,7 +144,7 @@ class Family:
 
 
 def with_layout(config: Config, **layout: Any) -> Config:
-    """Returns the settings with this layout; layout settings that are not given become 1, none or 0."""
+    """Returns the settings with this layout; omitted layout settings become 1, none or 0."""
     return config.model_copy(update=_ONE | layout)
 
 
@@ -172,7 +172,7 @@ def _over_nodes(config: Config) -> Iterator[str]:
 
 
 def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Yields valid layouts in `space`, counts others in `rejected`; `config` has no `model_problems`."""
+    """Yields valid layouts in `space`; counts invalid ones in `rejected`. Requires no `model_problems`."""
     for tp, cp in product(space.tp, space.cp):
         leaves = len(space.ep) * len(space.etps(tp)) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
         splits = {pp: space.stages or stage_splits(config, pp) for pp in space.pp}
@@ -195,12 +195,12 @@ def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[F
 
 
 def _any_batch(config: Config) -> dict[str, Any]:
-    """Returns batch settings that are valid for any layout, to check layouts without a micro-batch size."""
+    """Returns batch settings that suit any layout, to check layouts before a micro-batch size is set."""
     return {"gbsz": config.world_size, "rampup_batch_size": "", "data_stages": ""}
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns the reason for the first layout problem, `fallback` if there are only other problems, or ''."""
+    """Returns the reason for the first layout problem; `fallback` for other problems; '' if none."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 
@@ -240,9 +240,9 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
 
 
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
-    """Returns the layer splits to try, each as a dict of settings (empty: even split). With a large
-    vocabulary, further splits count the embedding and the output layer as one layer each, or the output layer
-    as several layers.
+    """Returns the layer splits to try as dicts of settings (an empty dict: even split). With a large
+    vocabulary, there are additional splits in which the embedding and the output layer count as one layer
+    each, or the output layer as several.
     """
     if num_stages == 1:
         return ({},)

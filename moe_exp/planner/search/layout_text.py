@@ -1,4 +1,4 @@
-"""Parses layouts and budgets such as `1,2,4`, `TP=4,PP=12` and `300B`, and exports layouts. No torch."""
+"""Parses texts such as `1,2,4`, `TP=4,PP=12` and `300B`, and exports layouts as settings. No torch."""
 
 import os
 import re
@@ -122,11 +122,11 @@ _ALWAYS = {*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz"}
 def exported_settings(
     config: Config, defaults: Config, *, overrides: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """Yields the settings with which `moe-exp train` runs a layout: the layout settings, and all others that
-    differ from the preset's `defaults`. Settings of node and host, such as NODE_RANK, are left out.
+    """Yields the settings with which `moe-exp train` runs a layout: the layout settings, and other settings
+    that differ from the preset's `defaults`. Node and host settings such as NODE_RANK are omitted.
 
-    With `overrides` (for environment variables), unused layout settings are included as empty values, to
-    override an earlier layout. ValueError if the preset sets one of them: an empty value cannot override it.
+    With `overrides` (for environment variables), unused layout settings are included as empty values to
+    override an earlier layout. ValueError if the preset sets one, as empty values cannot override it.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.

@@ -1,7 +1,7 @@
 """Finds the fastest layout of a model on given GPUs, and explains why others are slower or invalid. No torch.
 
-Memory grows with the micro-batch size and model chunks, and shrinks with recompute. So for each choice of
-parallel sizes, the search tries micro-batch sizes in ascending order, with the least recompute that fits.
+Memory grows with the micro-batch size and model chunks, and shrinks with recompute. For each choice of
+parallel sizes, the search therefore tries increasing micro-batch sizes with as little recompute as fits.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ class Candidate:
 
     @property
     def filling_batch(self) -> int:
-        """Smallest global batch size with a micro-batch for each stage: PP*MBSZ*DP samples."""
+        """Smallest global batch size that gives each stage a micro-batch: PP*MBSZ*DP samples."""
         return self.config.pp * self.config.mbsz * self.config.data_parallel_size
 
     @property
@@ -95,8 +95,8 @@ _SPARE = 0.08
 
 
 def search_smaller(config: Config, hardware: Hardware, **options: Any) -> tuple[Search, dict[str, Any]]:
-    """Repeats the search with settings that need less memory until a layout fits with 8% to spare; also
-    returns these settings. The arguments are those of `search`.
+    """Repeats the search with settings that need less and less memory until a layout fits with 8% to spare;
+    also returns the changed settings. The arguments are those of `search`.
     """
     changes: dict[str, Any] = {}
     found = search(config, hardware, **options)
@@ -125,7 +125,7 @@ class _Evaluation:
         self.smallest: Candidate | None = None
 
     def add(self, family: rules.Family) -> None:
-        """Tries all expert-parallel sizes and VPP values, VPP=none first, as it needs the least memory."""
+        """Tries all expert-parallel sizes and VPP values, starting with VPP=none (least memory)."""
         for ep, etp in family.experts:
             levels: dict[int, int] = {}
             for vpp, sizes in family.batches.items():
@@ -143,7 +143,7 @@ class _Evaluation:
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
         """Returns, for each micro-batch size, the index of the first recompute setting that fits. `least`:
-        index at which to start, by micro-batch size.
+        lowest index to try for each micro-batch size.
         """
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
         # If the previous layout did not fit, this one probably won't either: try the smallest case first.
@@ -186,13 +186,13 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """Returns the settings that determine a lower bound of the layer time: the time without recompute."""
+    """Returns the settings that determine the layer time without recompute, a lower bound."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Comparison of requested settings with the best layout, or the reasons why they are rejected."""
+    """Comparison of the requested settings with the best layout, or why the settings are rejected."""
 
     wanted: Mapping[str, Any]  # requested layout settings
     candidate: Candidate | None  # fastest valid layout with them, if any
@@ -203,7 +203,7 @@ class Explanation:
 
 
 def explain(found: Search, wanted: Mapping[str, Any]) -> Explanation:
-    """Explains why the settings `wanted` are rejected, or how the fastest layout with them ranks."""
+    """Explains why the settings `wanted` are rejected, or how the fastest layout that uses them ranks."""
     config, fixed = found.config, found.fixed
     narrowed = {**fixed, **{name: (value,) for name, value in wanted.items()}}
     # Searching again with the settings fixed finds the best layout that has them, not just any.

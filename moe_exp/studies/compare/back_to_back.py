@@ -42,7 +42,7 @@ def dry_run(comparison: Comparison) -> str:
 
 
 def check_planned_files(comparison: Comparison) -> None:
-    """Checks files and folders of the remaining runs, except for free space; ConfigError if a check fails."""
+    """Checks the files and folders of the remaining runs, but not disk space; ConfigError on failure."""
     left = [run for run in comparison.runs() if not is_finished(run)]
     check_runs(left, lambda config: check_files(config, with_space=False))
 
@@ -141,7 +141,7 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
-    """Returns `known` plus seconds per iteration measured for other variants; ValueError if a run fails."""
+    """Measures seconds per iteration of variants not in `known`; returns all. ValueError if a run fails."""
     left = [variant for variant in comparison.variants if variant.name not in known]
     pace, folder = dict(known), comparison.folder / "pace"
     if not left:
@@ -176,7 +176,7 @@ def check_runs(
     runs: Sequence[Case],
     problems_of: Callable[[Config], Iterable[str]] = lambda one: [*one.problems(), *check_environment(one)],
 ) -> None:
-    """Raises ConfigError if runs cannot start: a line per problem, naming the affected runs if not all."""
+    """Raises ConfigError if runs cannot start: one line per problem, with its runs unless it affects all."""
     named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:

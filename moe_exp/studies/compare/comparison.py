@@ -72,7 +72,7 @@ class Comparison:
 
     @classmethod
     def of(cls, options: Options, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Comparison:
-        """Reads all settings and chooses the sizes without touching the disk; ConfigError with all problems.
+        """Reads all settings and chooses the model sizes without disk access; ConfigError lists all problems.
         `flags` are settings of the runs by field name; None means not given.
         """
         raise_for(options.problems())
@@ -88,7 +88,7 @@ class Comparison:
 
     @property
     def reference(self) -> Variant:
-        """The variant that the other variants match in size."""
+        """Reference variant, whose size the other variants match."""
         return reference_of(self.variants)
 
     @property
@@ -108,7 +108,7 @@ class Comparison:
         return runs
 
     def paced(self, seconds: Mapping[str, float]) -> Comparison:
-        """Returns the comparison with equal training times, given seconds per iteration by variant."""
+        """Returns the comparison adjusted to equal training times, given seconds per iteration by variant."""
         budget = self.options.seconds or self.reference.config.train_iters * seconds[self.reference.name]
         counts = [max(1, round(budget / seconds[one.name])) for one in self.variants]
         chosen = [with_iterations(*pair) for pair in zip(self.variants, counts, strict=True)]
@@ -121,7 +121,7 @@ class Comparison:
         return {name: seconds for name, seconds in paces.items() if seconds}
 
     def keep(self, pace: Mapping[str, float]) -> None:
-        """Writes compare.json; keeps the variants of earlier calls in the file."""
+        """Writes compare.json; variants from earlier calls stay in the file."""
         entries = self._kept().get("variants", {})
         for variant in self.variants:
             seconds = pace.get(variant.name)
@@ -130,7 +130,7 @@ class Comparison:
         write_json(self.folder / "compare.json", {**options, "variants": entries})
 
     def compare_with_before(self) -> None:
-        """Raises ConfigError if the folder's runs had other settings. Must be called before `paced`."""
+        """Raises ConfigError if the settings of earlier runs differ. Must be called before `paced`."""
         if not (kept := self._kept()):
             return
         fix = "restore the old value, or use another RUN_NAME"
@@ -175,12 +175,12 @@ class Ended:
 
     @property
     def final_loss(self) -> float | None:
-        """Mean training loss over the last 5% of the run's tokens, nats per token; None if not finite."""
+        """Mean training loss over the last 5% of the run's tokens, in nats per token; None if not finite."""
         return self.numbers.final_loss if math.isfinite(self.numbers.final_loss) else None
 
     @property
     def validated_loss(self) -> float | None:
-        """Validation loss after the last iteration (nats per token); None if not measured then."""
+        """Validation loss after the last iteration (nats per token); None if it was not measured there."""
         table = self.recorded.valid
         if not len(table["iteration"]) or table["iteration"][-1] < self.run.config.train_iters:
             return None
@@ -208,8 +208,8 @@ def _summary(run: Case) -> dict[str, Any]:
 
 
 def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, list[float | None]] | None:
-    """Returns the position on `axis` at which the shortest run ends, and each run's smoothed loss there, by
-    linear interpolation (None: unknown). Returns None if fewer than two runs can be compared.
+    """Returns the position on `axis` where the shortest run ends, and each run's smoothed loss at this
+    position, interpolated linearly (None: unknown). Returns None if fewer than two runs can be compared.
     """
     # All runs use the same window in tokens: a shorter one would only cover later, lower losses.
     window = window_of([one.recorded for one in ended])

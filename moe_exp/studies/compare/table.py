@@ -115,7 +115,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
-    """Compares pairs of variants seed by seed; with many variants, only pairs with the reference or dense."""
+    """Compares pairs of variants per seed; if there are many, only pairs with the reference or dense."""
     for (name, earlier), (other, later) in combinations(by_name.items(), 2):
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
@@ -167,7 +167,7 @@ def _mean_text(
 
 
 def half_interval(deviation: float, count: int, degrees: int) -> float:
-    """Half the width of Student's 90% interval for a mean of `count` values with this standard deviation."""
+    """Half-width of Student's 90% interval for a mean of `count` values with this standard deviation."""
     from scipy.stats import t
 
     return float(t.ppf(0.95, degrees)) * deviation / math.sqrt(count)

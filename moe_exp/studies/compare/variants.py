@@ -45,7 +45,7 @@ class Variant:
 
     @classmethod
     def of(cls, name: str, own: Mapping[str, str], given: Mapping[str, Any]) -> Variant:
-        """Creates the variant whose settings are `given`, overridden by `own`."""
+        """Creates the variant with the settings in `given`, where `own` takes precedence."""
         flags = {**given, **own}
         return cls(name, dict(own), flags, load_config(flags, {}))
 
@@ -63,8 +63,8 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
     """Parses the variants of a comparison; ConfigError with all problems.
 
     Args:
-        runs: comma-separated names from KINDS. If `runs` is empty and `written` has fewer than two
-            variants, MOE_TYPE from the settings and dense are added.
+        runs: comma-separated names from KINDS. If `runs` is empty and `written` has fewer than two variants,
+            the MOE_TYPE of the settings and `dense` are added.
         written: further variants, each `NAME:SETTING=VALUE,SETTING=VALUE`.
         given: shared settings, see `child_runs.given_settings`.
     """
@@ -126,7 +126,7 @@ def reference_of(variants: Sequence[Variant]) -> Variant:
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Returns the settings that differ, with each variant's value; None for a dense model's MoE settings."""
+    """Returns the settings that differ, with the value per variant (None: MoE setting of a dense model)."""
     found = {}
     for name in (name for name in Config.model_fields if name != "run_name"):
         is_of_experts = TRAITS[name].part == "experts"
@@ -160,7 +160,7 @@ MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", 
 
 
 def apart(config: Config, reference: Config, match: Match) -> float:
-    """Returns the relative difference of the matched quantity from that of the reference."""
+    """Returns the relative difference from the reference in the matched quantity."""
     return MEASURES[match](config) / MEASURES[match](reference) - 1
 
 
@@ -170,7 +170,7 @@ def width_setting(config: Config) -> str:
 
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
-    """Returns the MLP width whose `measure` is nearest to `target`; 0 if no width is small enough."""
+    """Returns the MLP width whose `measure` is closest to `target`; 0 if every width is too large."""
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
     def measured(width: int) -> float:
@@ -190,7 +190,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Matches sizes to the reference by MLP width, unless a variant sets it; ConfigError if impossible."""
+    """Adapts MLP widths to match the reference, unless a variant sets its own; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:

@@ -1,4 +1,4 @@
-"""Runs a ladder locally or as SLURM jobs; predicts the last rung's losses before this rung runs. No torch."""
+"""Runs a ladder locally or as SLURM jobs; predicts the last rung's losses before running it. No torch."""
 
 import math
 import re
@@ -48,7 +48,7 @@ def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = 
 
     Args:
         executor: one of EXECUTORS.
-        sbatch: sbatch options of the SLURM jobs.
+        sbatch: options passed to sbatch.
     """
     check(ladder)
     left = [run for comparison in ladder.rungs for run in comparison.runs() if not is_finished(run)]
@@ -118,7 +118,7 @@ def _ended(
 
 
 def ended_job(run: Case, code: int | None) -> Ended:
-    """Returns the state of a run whose SLURM job has ended. `code`: exit code of its launcher, if known."""
+    """Returns a run's state after its SLURM job has ended. `code`: the launcher's exit code, if known."""
     text = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
     if is_finished(run):
         return read_ended(run)

@@ -55,7 +55,7 @@ class Definition:
 
     @classmethod
     def read(cls, name: str) -> Definition:
-        """Reads the package's definition of this name, or a YAML file; ConfigError if invalid."""
+        """Reads a definition shipped with the package, by name, or a YAML file; ConfigError if invalid."""
         own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
         path = own.get(name, Path(name))
         if not path.is_file():
@@ -108,11 +108,11 @@ class Ladder:
         cls, definition: Definition, flags: Mapping[str, Any], environ: Mapping[str, str],
         timeout: float = 0.0, *, executor: str = "local",
     ) -> Ladder:  # fmt: skip
-        """Reads all settings and chooses the sizes without touching the disk; ConfigError with all problems.
+        """Reads all settings and chooses the sizes without touching the disk; ConfigError lists all problems.
 
         Args:
-            flags: settings of the runs by field name; None: not given.
-            timeout: time limit of a run (seconds); 0: none.
+            flags: run settings by field name; None if not given.
+            timeout: time limit of a run in seconds; 0: no limit.
             executor: local or slurm. With slurm, PRESET=cpu (the default without TRAIN_DATA) uses CPU nodes.
         """
         raise_for(definition.problems())
@@ -146,7 +146,7 @@ class Ladder:
         return ladder
 
     def problems(self) -> Iterator[str]:
-        """Checks that the baseline exists, that FLOPs increase with each rung and match between variants."""
+        """Checks that the baseline exists and that FLOPs rise with each rung and match across variants."""
         if self.baseline not in self.names:
             yield problem("baseline", self.baseline, "unknown variant", f"use one of {', '.join(self.names)}")
         if ramp := self.rungs[0].reference.config.rampup_batch_size:
@@ -216,6 +216,6 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
 
 
 def _body(config: Config) -> float:
-    """Counts the active parameters without embeddings and output layer."""
+    """Counts the active parameters, excluding the embeddings and the output layer."""
     tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     return count_parameters(config).active_per_token - tables

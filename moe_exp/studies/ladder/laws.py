@@ -1,7 +1,7 @@
 """Scaling laws L(C) = E + A C^-alpha of several variants, and effective speedups, with intervals. No torch.
 
 E is the irreducible loss. Models that grow with compute C share E, because they are trained on the same data;
-a model of constant size has a higher E of its own. The form, with C as its only variable, is from Hoffmann
+models of constant size have their own, higher E. The form, with C as its only variable, is from Hoffmann
 et al. 2022 (arXiv:2203.15556, section 3.3). The effective speedup of a variant is the compute that the
 baseline needs to reach the variant's loss, divided by the variant's compute. scipy is imported in functions.
 """
@@ -33,7 +33,7 @@ class Points:
 
     @property
     def means(self) -> Floats:
-        """Mean loss of each rung, shape (rungs,); NaN without runs."""
+        """Mean loss of each rung, shape (rungs,); NaN for a rung without runs."""
         known = np.isfinite(self.losses)
         with np.errstate(invalid="ignore"):
             return np.asarray(np.where(known, self.losses, 0.0).sum(axis=1) / known.sum(axis=1))
@@ -87,7 +87,7 @@ class Fit:
         return found
 
     def loss(self, name: str, compute: float) -> Estimate:
-        """Returns a variant's loss at `compute` by its law, with a confidence interval of the law."""
+        """Returns the loss that a variant's law gives at `compute`, with the law's confidence interval."""
         return estimate(self.laws[name].loss(compute), [one[name].loss(compute) for one in self.draws])
 
     def prediction(self, name: str, compute: float, noise: Noise, num_seeds: int, seed: int = 2) -> Estimate:
@@ -98,7 +98,7 @@ class Fit:
 
 
 def fit_problem(variants: Mapping[str, Points], asymptote: float | None) -> str:
-    """Returns why the points cannot be fitted and what to add, or "" if a fit is possible."""
+    """Returns why the points cannot be fitted and which data to add, or "" if a fit is possible."""
     fewest = 2 if asymptote is not None else 3
     for name, points in variants.items():
         rungs = int(np.isfinite(points.means).sum())
@@ -116,10 +116,10 @@ def fit_laws(
     variants: Mapping[str, Points], *, asymptote: float | None = None, is_shared: bool = True,
     num_draws: int = 400, seed: int = 0,
 ) -> Fit:  # fmt: skip
-    """Fits the laws by least squares, jointly if the laws share the asymptote; ValueError if `fit_problem`.
+    """Fits the laws by least squares, jointly if they share E; ValueError if `fit_problem` finds a problem.
 
-    Each bootstrap draw adds noise to the mean of each rung (see `Noise`); without repeated seeds there are no
-    draws. `asymptote`: E in nats per token; None: E is fitted.
+    Each bootstrap draw adds noise to the mean of each rung (see `Noise`); there are no draws if each has a
+    single seed. `asymptote`: E in nats per token; None: E is fitted.
     """
     if problem := fit_problem(variants, asymptote):
         raise ValueError(problem)

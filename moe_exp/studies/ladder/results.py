@@ -57,7 +57,7 @@ class Results:
 
 
 def results_of(ladder: Ladder, reasons: Mapping[str, str] | None = None) -> Results:
-    """Reads all runs. `reasons`: why runs failed, by `run_name` (default: their status)."""
+    """Reads all runs. `reasons`: why runs failed, by `run_name`; without a reason, the status is used."""
     reasons = reasons or {}
     ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
     everything = [one for rung in ended for one in rung]
@@ -111,7 +111,7 @@ def prediction_file(ladder: Ladder) -> Path:
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts the last rung's losses unless it has started; returns why there is no prediction, or ""."""
+    """Predicts the last rung's losses unless that rung has started; returns why there is none, or ""."""
     # After a rung has started, its losses could no longer be called predicted.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):
@@ -153,7 +153,7 @@ def read_prediction(ladder: Ladder) -> Predicted | None:
 
 
 def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
-    """Returns definition and results in JSON types, with NaN as None."""
+    """Returns the definition and results as JSON types, with None instead of NaN."""
     fit, predicted, laws = results.fit, results.predicted, None
     if fit:
         laws = {name: {k: asdict(v) for k, v in fit.parameters(name).items()} for name in ladder.names}

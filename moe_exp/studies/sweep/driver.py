@@ -1,4 +1,4 @@
-"""Runs a sweep's cases sequentially or as SLURM jobs, and updates the tables after each. No torch.
+"""Runs a sweep's cases sequentially or as SLURM jobs, and updates the tables after each case. No torch.
 
 $SWEEP_DIR/$SWEEP_NAME/
   sweep.csv sweep.md sweep.png   rewritten after each case
@@ -152,7 +152,7 @@ class Sweep:
         return [first, *others]
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
-        """Returns the rows of all cases in the lists, then those of other cases that earlier calls have run.
+        """Returns the rows of all cases in the lists, then the rows of other cases run by earlier calls.
 
         With `retry_failed`, listed cases that failed, ran out of memory or timed out are treated as not run.
         """
@@ -186,7 +186,7 @@ class Sweep:
 
 
 def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
-    """Describes a sweep with a line per case, without touching files; raises like `run_sweep`."""
+    """Describes a sweep with a line per case, without file access; raises what `run_sweep` raises."""
     _compare(sweep)
     rows = sweep.rows(retry_failed=retry_failed)
     _check_files(rows, with_space=False)

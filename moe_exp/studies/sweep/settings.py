@@ -1,7 +1,7 @@
 """Settings of a sweep: lists of layouts, iterations per case, and output folder. No torch.
 
 Like run settings, sweep settings are resolved in the order default < environment < command line. TPS lists
-values of TP, and so on for other settings; without a list, the value of the run setting applies.
+values of TP, and likewise for other settings; without a list, the run setting (here TP) is used.
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ class SweepSettings(BaseModel):
 
 
 def load_sweep_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> SweepSettings:
-    """Resolves default < environment < `flags`; ConfigError lists all invalid values."""
+    """Resolves settings (default < environment < `flags`); ConfigError lists all invalid values."""
     try:
         settings = SweepSettings(**given_values(flags, environ, SweepSettings))
     except ValidationError as error:

@@ -119,7 +119,7 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Job whose memory is predicted as it is measured: resident (CPU) or allocated by PyTorch (GPU)."""
+    """Job whose predicted memory matches what is measured: resident (CPU) or allocated by PyTorch (GPU)."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
@@ -129,7 +129,7 @@ def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Returns why a layout is predicted to run out of memory, or "". Processes on a CPU share its memory."""
+    """Returns why a layout is predicted to run out of memory, or "". CPU ranks share the host's memory."""
     if not gpu:
         return ""
     # On a GPU, context and NCCL buffers must fit as well, not only PyTorch's allocations.
@@ -203,7 +203,7 @@ def to_markdown(rows: Sequence[Row], title: str) -> str:
 
 
 def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Groups the rejected cases by the first rule that they violate, with numbers removed from the rule."""
+    """Groups rejected cases by the first rule that they violate, ignoring numbers in the rule's text."""
     found: dict[str, list[Row]] = {}
     for row in (row for row in rows if row.status == "rejected"):
         # `PP=3: must divide NUM_LAYERS=4. Fix: ...` becomes `PP: must divide NUM_LAYERS`

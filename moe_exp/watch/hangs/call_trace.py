@@ -27,7 +27,7 @@ _NAME_BYTES = _LINE_BYTES - 12 - 1 - 14 - 1 - 1
 
 
 class CallTrace:
-    """Records all threads' calls in `modules` until `stop`, in a file of at most `size_mb` million bytes."""
+    """Records calls to `modules` in all threads until `stop`, in a file of up to `size_mb` million bytes."""
 
     def __init__(self, path: Path, *, size_mb: int, modules: Sequence[str]):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Dumps stacks of this node's ranks by py-spy, else by faulthandler in the rank, else facts from /proc.
+"""Dumps stacks of this node's ranks with py-spy, else faulthandler in the rank, else facts from /proc.
 
-py-spy reads the memory of a running or stopped process without stopping it. In a hang, a second py-spy run
-reads C frames and stops the process for about a second. faulthandler writes stacks on a signal, even while
-the GIL is held. It reads frames without a lock: safe in a hung process, mostly safe in a running process.
+py-spy reads the memory of a running or stopped process without stopping it. In a hang, py-spy runs again to
+read C frames, which stops the process for about a second. faulthandler writes stacks on a signal, even while
+the GIL is held. It reads frames without a lock; this is safe in a hung process and mostly in a running one.
 """
 
 import errno

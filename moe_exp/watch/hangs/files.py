@@ -8,7 +8,7 @@
         summary.txt
 
 Launchers check `request.json` once a second. All launchers detect a hang at about the same time. Node 0 then
-creates the folder; another node creates a folder only if node 0's folder does not appear.
+creates the folder; another node creates one only if node 0 does not do so in time.
 """
 
 import importlib.util
@@ -68,7 +68,7 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 
 def latest_request(folder: Path) -> Request | None:
-    """The latest request if `folder` is RUN/hang; if it is a folder of answers, the request answered."""
+    """The latest request if `folder` is RUN/hang; in a folder of answers, the request that they answer."""
     return _read(Request, folder / "request.json")
 
 
@@ -92,7 +92,7 @@ def _read(kind: Callable[..., T], path: Path) -> T | None:
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:
-    """Waits up to `first_seconds` for the first answer and `all_seconds` for all; returns the answers."""
+    """Waits up to `first_seconds` for the first and `all_seconds` for all answers; returns the answers."""
     start = time.monotonic()
     while True:
         answers, waited = read_answers(folder), time.monotonic() - start
@@ -147,7 +147,7 @@ class Frame:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Identity of the frame, equal in the output of every tool."""
+        """Key that identifies the frame, the same for every tool."""
         return self.name.rpartition(".")[2], self.file, self.line
 
     @property

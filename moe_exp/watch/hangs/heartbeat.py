@@ -1,9 +1,9 @@
 """A rank's heartbeat: its iteration and phase in a small mapped file for its launcher (monitor.py). No torch.
 
-A rank that is stopped, or stuck in C with the GIL held, cannot report its state. So every rank only records
-each new phase (in a microsecond or two), and the launcher decides whether a rank is overdue. The file
-survives kill -9. In addition, faulthandler writes all stacks into a second file on STACKS_SIGNAL, and a
-sleeping thread writes torch's record of collectives when a pipe receives a byte.
+A rank cannot report its state while it is stopped, or stuck in C code that holds the GIL. So each rank only
+records when it enters a phase (in a microsecond or two), and the launcher decides whether a rank is overdue.
+The file survives kill -9. In addition, faulthandler writes all stacks into a second file on STACKS_SIGNAL,
+and a sleeping thread writes torch's record of collectives when a pipe receives a byte.
 
 Without the launcher's environment variable, for instance under plain torchrun, all functions are no-ops.
 """
@@ -62,7 +62,7 @@ def rank_file(folder: Path, rank: int, ending: str) -> Path:
 
 
 def standby_file(folder: Path, pid: int) -> Path:
-    """Path of the file that exists while process `pid`, which has a rank's environment, is on standby."""
+    """Path of the file that exists while process `pid` is on standby; `pid` has a rank's environment."""
     return folder / f"standby_{pid}"
 
 
@@ -163,7 +163,7 @@ def begin(iteration: int, num_microbatches: int) -> None:
 
 @contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Reports `phase` until the block ends, even if the block enters other phases; also a decorator."""
+    """Reports `phase` until the block ends, even if it enters other phases; also usable as a decorator."""
     global _outer
     if _heart is None:
         yield

@@ -7,7 +7,7 @@ thread. A false alarm costs a restart, which is worse than a late alarm. So a ru
 - no rank on any node is below half of its limit, paused or under a debugger, and
 - no rank of the node has made progress by the time all stacks are written.
 
-Limits use the host's monotonic clock, which stops during suspend, and count only time in which this process
+Limits use the host's monotonic clock, which stops during suspend. They count only time in which this process
 runs, since anything that stops the launcher (a frozen container, a suspended SLURM job) also stops the ranks.
 """
 
@@ -190,7 +190,7 @@ class HangWatch:
         return limit_seconds(beat, self._config.hang_timeout, self._config.hang_timeout_other)
 
     def _waits_for_beats(self, beats: Sequence[Heartbeat], now: float) -> bool:
-        """Whether missing heartbeats may still arrive, for instance if torchrun waits for other nodes."""
+        """Whether missing heartbeats may still arrive, for instance while torchrun waits for other nodes."""
         if len(beats) == self._config.gpus_per_node:
             self._missing_since = None
             return False
@@ -214,7 +214,7 @@ class HangWatch:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes this node's stacks; for a hang, waits for the verdict, applies and returns it (or None)."""
+        """Writes this node's stacks; in a hang, awaits the verdict, applies it and returns it (or None)."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         # the requesting launcher decides for all nodes, since it reads the answers of all
@@ -285,7 +285,7 @@ class HangWatch:
         return True
 
     def _named_by_another(self) -> Request | None:
-        """Another node's request for the same hang, or None; node 0 does not wait for such requests."""
+        """Another node's request for the same hang, or None; node 0 never waits for one."""
         # all nodes detect the hang at about the same time, and their stacks belong in one folder
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:

@@ -7,7 +7,7 @@ suspect a rank, from strong to weak evidence:
 2. The rank is not waiting, while other ranks are.
 3. The rank is in an earlier iteration than other ranks.
 4. The rank has started fewer collectives of a process group than another rank (torch's flight recorder).
-5. The rank's stack differs from the stack of a majority.
+5. The rank's stack differs from the stack that the majority of ranks share.
 
 Rules 1 and 2 apply together. Each of the rules 3 to 5 applies only if no earlier rule suspects a rank.
 """
@@ -51,7 +51,7 @@ _ALL_SECONDS = 120.0
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
-    """Main thread's Python frames, innermost first; in a GPU backward pass, autograd's frames come first."""
+    """Main thread's Python frames, innermost first; in a GPU backward pass, autograd's precede them."""
     frames = next((thread.frames for thread in dump.threads if thread.name == MAIN), ())
     if any(frame.name.endswith("_engine_run_backward") for frame in frames[:2]):
         for thread in dump.threads:
@@ -77,7 +77,7 @@ def is_waiting(dump: RankDump) -> bool:
 
 
 def where(dump: RankDump) -> str:
-    """Describes the function that a rank is in, inside or outside of a collective."""
+    """Describes the function that a rank is executing, and whether it is in a collective."""
     if not (frames := main_stack(dump)):
         return f"has no stack ({dump.facts.get('without', 'no tool returned one')})"
     named = (frame for frame in frames if not frame.key[0].startswith("<"))  # no <listcomp>
@@ -139,7 +139,7 @@ def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
 
 
 def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
-    """Maps ranks whose process is stopped, traced, gone or absent to the finding."""
+    """Maps each rank whose process is stopped, traced, gone or absent to a description of its state."""
     found = {}
     for dump in dumps:
         if state := _STATES.get(dump.facts.get("state", "")):
@@ -202,7 +202,7 @@ def summarize(folder: Path) -> Summary:
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Yields all stacks, latest calls of suspected ranks (else all ranks), and ranks with fallback dumps."""
+    """Yields all stacks, the latest calls of suspected ranks (or of all), and ranks with fallback dumps."""
     # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])

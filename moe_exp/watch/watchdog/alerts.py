@@ -1,4 +1,4 @@
-"""Alerts by e-mail, to a webhook and into a file. No torch.
+"""Sends alerts by e-mail and to a webhook, and appends them to a file. No torch.
 
 Secrets (the password, and the webhook URL with its token) come from files or the environment, never from the
 command line, which every user of the host can read. Error messages never contain secrets.
@@ -34,7 +34,7 @@ Security = Literal["tls", "starttls", "none"]
 
 
 class PartlySent(Exception):
-    """Raised if only some recipients got the message; a retry would not help the other recipients."""
+    """Raised if only some recipients got the message; sending again would not reach the remaining ones."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Mail:
         return (self.password, *(base64.b64encode(text.encode()).decode() for text in sent if self.password))
 
     def send(self, subject: str, text: str) -> None:
-        """Sends a message; raises OSError or SMTPException on failure, PartlySent if some recipients fail."""
+        """Sends a message; raises OSError or SMTPException on failure, PartlySent if it reached only some."""
         message = EmailMessage()
         message["Subject"], message["From"], message["To"] = _line(subject), self.sender, ", ".join(self.to)
         message["Date"] = formatdate(localtime=True)
@@ -148,7 +148,7 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
 
 
 def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[Channel]:
-    """Channels from the options and $SMTP_PASSWORD and $WATCH_WEBHOOK; ConfigError lists all problems."""
+    """Channels set by the options, $SMTP_PASSWORD and $WATCH_WEBHOOK; ConfigError lists all problems."""
     flags = _Flags(options, environ)
     channels = [flags.mail(), flags.webhook(), flags.alert_file()]
     if flags.problems:
@@ -158,7 +158,7 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
 
 @dataclass
 class _Flags:
-    """Reads the channels and collects problems; `options` by name, empty or None if not given."""
+    """Reads the channels and collects problems; `options`: values by name, empty or None if not given."""
 
     options: Mapping[str, Any]
     environ: Mapping[str, str]

@@ -54,7 +54,7 @@ class Sight:
 
 
 def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -> dict[str, str]:
-    """All current problems (text by key); records the run's progress in `memory`."""
+    """Returns all current problems (key to text); records the run's progress in `memory`."""
     view = sight.view
     if view.iteration != memory.iteration:
         memory.iteration, memory.moved = view.iteration, view.moved or view.now
@@ -106,7 +106,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
 def _scheduling(
     queue: Queue, memory: Memory, limits: Limits, now: float, jobs: str, at: str
 ) -> dict[str, str]:
-    """Jobs that are missing, will never start or have been queued too long; `at`: the run's progress."""
+    """Problems of jobs: none queued, one that cannot start, or too long a wait; `at`: the run's progress."""
     found = {}
     if queue.stuck:
         found["never_starts"] = "will not start on its own: " + ", ".join(job.text for job in queue.stuck)
@@ -121,7 +121,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (text by key) of a run without a folder; `jobs` and `missing` describe its jobs and folder."""
+    """Problems (key to text) of a run without a folder; `jobs`, `missing`: texts on its jobs and folder."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -143,7 +143,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """Reports that the latest start failed, unless a job has `begun` later; `since`: text on later jobs."""
+    """Reports a failed latest start, unless a job started later (`begun`); `since`: text on later jobs."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure
@@ -159,7 +159,7 @@ def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[s
 
 
 def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> dict[str, str]:
-    """Reports that a run has stopped writing records, or returns {}; `since`: start of the running job."""
+    """Problem of a run that has stopped writing records, or {}; `since`: start of the running job."""
     begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
     first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)
@@ -193,7 +193,7 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
-    """Unreported events (text by key), except events of the problem `failed`; updates `memory`."""
+    """Events not yet reported (key to text), except events of the problem `failed`; updates `memory`."""
     seen = memory.num_events
     # fewer than before: another run uses the folder now, so all are new
     new = view.events if seen is None or seen > len(view.events) else view.events[seen:]
@@ -278,7 +278,7 @@ def span(seconds: float) -> str:
 
 
 def all_texts(found: Mapping[str, str]) -> list[str]:
-    """Problem texts, worst first: problems that stopped the run precede those that may stop it."""
+    """Problem texts, worst first: problems that stopped the run, then problems that may stop it."""
     order = (
         "unknown", "no_folder", "not_scheduled", "never_starts", "failed", "stopped", "no_squeue", "stuck",
         "circles", "checkpoint_does_not_fit",
@@ -299,7 +299,7 @@ class Reported:
 
 @dataclass
 class Memory:
-    """State that the checks of one run keep in a file between calls."""
+    """What the checks of one run store in a file between calls."""
 
     problems: dict[str, Reported] = field(default_factory=dict)  # by key
     num_events: int | None = None  # of metrics.jsonl that were checked
@@ -321,7 +321,7 @@ class Memory:
     def to_report(
         self, found: Mapping[str, str], now: float, again_seconds: float
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Problems to report now, and reported problems that are over: two dicts from key to text."""
+        """Two dicts from key to text: problems to report now, and reported problems that are over."""
         news = {}
         for key, text in found.items():
             known = self.problems.setdefault(key, Reported())

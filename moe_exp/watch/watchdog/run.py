@@ -103,7 +103,7 @@ class RunView:
 
     @property
     def seconds_per_iteration(self) -> float | None:
-        """Median over the latest train records."""
+        """Median iteration time in the latest train records."""
         times = (record.get("elapsed_time_per_iteration_ms") for record in self.train)
         known = [float(one) / 1e3 for one in times if one]
         return statistics.median(known) if known else None
@@ -154,7 +154,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """Number of consecutive starts at the same iteration, without a save in between."""
+        """Number of latest consecutive starts at the same iteration without a save in between."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -170,7 +170,7 @@ class RunView:
 
 
 def no_folder(path: Path) -> str:
-    """Error, without the `Fix:` part, for a path that is not a run folder."""
+    """Error text for a path that is not a run folder, without `Fix: ...`."""
     return f"RUN_DIR={path}: is not a run folder (config.yaml not found)"
 
 
@@ -214,7 +214,7 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
 
 
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
-    """Reads all events of a metrics.jsonl and its latest train records; both are [] if there is no file."""
+    """Reads all events and the latest train records of a metrics.jsonl; both are [] if there is no file."""
     # long runs have gigabytes of train records: parse only the needed lines
     events: list[Record] = []
     last: deque[bytes] = deque(maxlen=_LAST_RECORDS)
@@ -267,7 +267,7 @@ def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample
 
 
 def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
-    """Measures the fill rate if `samples` span an hour and a few saves, else derives it from save sizes."""
+    """Measures the disk's fill rate if `samples` span an hour and a few saves, else uses checkpoint sizes."""
     settings, free, begin = view.settings, samples[-1][1], 0.0
     if settings["keep_last"]:
         # until the run has as many checkpoints as it keeps, the disk fills faster than afterwards

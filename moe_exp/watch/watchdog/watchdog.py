@@ -124,7 +124,7 @@ class Watchdog:
         check.state = "; ".join([*parts, *(["SLURM does not respond"] if silent else [])])
 
     def _queue(self, check: RunCheck, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str]:
-        """A run's jobs and SLURM's error (or ''); reports missing squeue on this host as a problem."""
+        """A run's jobs, and SLURM's error or ''; if this host lacks squeue, reports that as a problem."""
         name = check.slurm_name
         try:
             return read_queue(name, self.user, job_ids=job_ids) if name or job_ids else None, ""
@@ -135,7 +135,7 @@ class Watchdog:
             return None, str(error)
 
     def _send(self, checks: Sequence[RunCheck], now: float) -> None:
-        """Sends one message for all runs if needed; the next check's message reports failed channels."""
+        """Sends one message for all runs if needed; the next check's message names channels that failed."""
         to_send = [check for check in checks if check.news or check.over]
         if not to_send or not self.channels:
             return
@@ -154,7 +154,7 @@ class Watchdog:
                 check.memory.confirm(check.news, check.over, now)
 
     def unknown_runs(self) -> list[str]:
-        """One line per path that is not the folder of an existing or queued run; sends no alerts."""
+        """Returns a line for each path that belongs to no existing or queued run; sends no alerts."""
         checks = [self._check_run(path, name, time.time()) for path, name in self.runs]
         return [check.found["unknown"] for check in checks if check.is_unknown]
 
@@ -189,7 +189,7 @@ class RunCheck:
         return "unknown" in self.found
 
     def text(self) -> str:
-        """The run's part of a message."""
+        """The section on this run in a message."""
         lines = [f"{self.path}"]
         lines += [f"  PROBLEM: {text}" for text in all_texts(self.news)]
         lines += [f"  over: {text}" for text in all_texts(self.over)]
@@ -206,7 +206,7 @@ def _warn(text: str) -> None:
 
 
 def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> None:
-    """Checks every `every_seconds`, first after one interval, until a signal ends this process."""
+    """Checks every `every_seconds`, starting after one interval, until a signal ends this process."""
     start = time.monotonic()
     while True:
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))

@@ -1,8 +1,8 @@
-"""Grouped GEMMs in e4m3: each row times its expert's matrix, and the gradients of the matrices.
+"""Grouped GEMMs in e4m3: multiply each row by its expert's matrix, and compute the gradients of the matrices.
 
-Tensor cores sum 128 products at a time; each sum is multiplied by its scales and added up in fp32, as in
+Tensor cores sum 128 products at a time; each sum is multiplied by its scales and accumulated in fp32, as in
 DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), because Hopper's tensor cores keep only about 14 bits of FP8
-sums. One program computes one tile from all rows of its expert, without atomics, so results are bitwise
+sums. Each program computes one tile from all rows of an expert, without atomics, so results are bitwise
 reproducible. Shape suffixes: see `moe_exp.layers`; C counts blocks of 128.
 """
 
@@ -87,8 +87,8 @@ def block_matmul(
         x_RI, x_scale_RC: rows sorted by expert, from `quantize_rows`.
         w_LOI, w_scale_LCC: matrices of the experts, from `quantize_blocks`; both contiguous.
         dtype: dtype of the result.
-        bias_LO: bias of each expert; a row gets its expert's bias times its weight. None: no bias.
-        weights_R: fp32, weight of each row, which multiplies only the bias; None: 1.
+        bias_LO: bias of each expert; multiplied by the row's weight, then added to the row. None: no bias.
+        weights_R: fp32, factor on the bias for each row; None: 1.
     """
     (num_rows, depth), (num_experts, width, _) = x_RI.shape, w_LOI.shape
     y_RO = x_RI.new_empty(num_rows, width, dtype=dtype)

@@ -1,7 +1,7 @@
-"""FP8 versions of the matrix products in `experts.fused`, with the arguments and results of the bf16 kernels.
+"""FP8 versions of the matrix products in `experts.fused`; arguments and results as in the bf16 kernels.
 
-Operands are quantized right before each product and not saved for backward, so the saved tensors are the same
-as in bf16. Shape suffixes: see `moe_exp.layers`.
+Operands are quantized right before each product. The quantized operands are not saved, so backward has the
+same saved tensors as in bf16. Shape suffixes: see `moe_exp.layers`.
 """
 
 import torch
@@ -18,7 +18,7 @@ def grouped_matmul(
     x: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None, *, index_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`kernels.grouped_matmul` in FP8. Row r reads row index_R[r] of `x`."""
+    """`kernels.grouped_matmul` in FP8. Row r is read from row index_R[r] of `x`."""
     operands = *quantize_rows(x, index_R), *quantize_blocks(w_LIO.transpose(1, 2))
     return block_matmul(*operands, offsets_L1, x.dtype, bias_LO, weights_R)
 

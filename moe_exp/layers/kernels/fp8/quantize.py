@@ -29,7 +29,7 @@ if tl is not None:
 
 @jit
 def scale_of(values, AXIS: tl.constexpr):
-    """Scales of blocks along an axis; NaN values are ignored."""
+    """Scale of each block along an axis, ignoring NaN values."""
     largest = tl.max(tl.where(values == values, tl.abs(values), 0.0), AXIS)
     return tl.div_rn(tl.maximum(largest, _LEAST), tl.full(largest.shape, _LARGEST, tl.float32))
 
@@ -55,7 +55,7 @@ def _kernel(
     x, index, q, scales, num_rows, num_sources, width, stride_l, stride_r, stride_c,
     ROWS: tl.constexpr, SQUARE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes a block of ROWS rows and 128 columns with a scale per row or, if SQUARE, one scale."""
+    """Quantizes a block of ROWS rows and 128 columns, with one scale per row or, if SQUARE, per block."""
     num_blocks, matrix = tl.cdiv(width, _BLOCK), tl.program_id(2).to(tl.int64)
     rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = column * _BLOCK + tl.arange(0, _BLOCK)
@@ -84,7 +84,7 @@ def _columns_kernel(
     x, index, q, scales, offsets, num_experts, num_sources, width, stride_r, BLOCK_E: tl.constexpr,
     COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes and transposes COLUMNS columns of 128 rows of one expert; zero past the expert's last row."""
+    """Quantizes and transposes COLUMNS columns of 128 rows of one expert; rows past its last row are zero."""
     # FP8 tensor cores require that the summed dimension, here the rows, is contiguous: hence transposed.
     tile = tl.program_id(0)
     tile_ends = row_tile_ends(offsets, num_experts, _BLOCK, BLOCK_E)
@@ -106,12 +106,12 @@ def _columns_kernel(
 
 
 def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
-    """Upper limit on the total number of 128-row blocks of all experts; does not wait for the device."""
+    """Upper limit on the number of 128-row blocks of all experts, computed without a device sync."""
     return num_rows // BLOCK + num_experts
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes blocks along the last dimension: e4m3 values, and scales without the last dimension."""
+    """Quantizes blocks along the last dimension; returns e4m3 values, and scales without that dimension."""
     magnitude = x.abs().nan_to_num(nan=0.0, posinf=torch.inf)  # NaN values stay NaN with any scale
     largest = magnitude.amax(dim=-1).clamp(min=LEAST)
     # Divide by a tensor: on a GPU, PyTorch replaces division by a number with a rounded reciprocal.
@@ -137,7 +137,7 @@ def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Ten
     """Quantizes each row in blocks of 128 columns: e4m3 [R, D] and fp32 scales [R, C].
 
     Args:
-        x: rows [R, D], or with `index_R`, the tensor [T, D] from which rows are gathered.
+        x: rows [R, D] or, if `index_R` is given, the tensor [T, D] to gather rows from.
         index_R: int32, source of each row; T or more for a row of zeros.
     """
     (q_RD, scale_RC), x = _empty_rows(x, index_R), launch.last_contiguous(x)
@@ -209,7 +209,7 @@ def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = Non
     An expert's last block is padded with zeros. Blocks past the last expert are undefined.
 
     Args:
-        x: rows [R, M] sorted by expert, or with `index_R`, the tensor [T, M] from which rows are gathered.
+        x: rows [R, M] sorted by expert or, if `index_R` is given, the tensor [T, M] to gather rows from.
         index_R: int32, source of each row; T or more for a row of zeros.
     """
     (q_BMR, scale_BM), x = _empty_columns(x, offsets_L1, index_R), launch.last_contiguous(x)
