@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST = {
     # At most 66,900: 63,000, and 3,900 that were allowed for seventeen Hugging Face classes and multi-token
     # prediction, attention with windows and sinks, and decisions of long runs.
-    "lines of Python": 66_740,
+    "lines of Python": 66_800,
     "files": 330,
     "files under 60 lines": 30,
     "private module functions per 1,000 lines": 12.0,

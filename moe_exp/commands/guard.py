@@ -1,4 +1,4 @@
-"""Error handling of commands: one-line errors that a user can fix, and closed output pipes."""
+"""Error handling for commands: one-line messages for errors that a user can fix, and closed output pipes."""
 
 import errno
 import os
@@ -21,10 +21,10 @@ def guarded(
     Args:
         prog: name of the command, printed before the error.
         extras: extras of this package that the command requires.
-        full_disk: fix to print if the disk is full.
+        full_disk: suggested fix, printed if the disk is full.
 
     Raises:
-        BrokenPipeError: if standard output is no longer read, see `ended_quietly`.
+        BrokenPipeError: if nothing reads standard output any more; `ended_quietly` handles it.
     """
 
     def fail(message: str) -> int:
@@ -56,7 +56,7 @@ def guarded(
 
 
 def ended_quietly(work: Callable[[], int]) -> int:
-    """Returns the exit code of a program, or 141 if its output is no longer read (`moe-exp ... | head`)."""
+    """Returns the exit code of `work`, or 141 if its output pipe was closed (`moe-exp ... | head`)."""
     try:
         try:
             return work()

@@ -27,10 +27,10 @@ _MODEL = (
     arg("--dtype", "data type for computation (default: as in training)", choices=("fp32", "bf16", "fp16"),
         default=""),
     *(
-        arg(f"--{name}", f"{what}-parallel size, independent of training", positive, default=1)
+        arg(f"--{name}", f"{what}-parallel size; may differ from training", positive, default=1)
         for name, what in _SIZES.items()
     ),
-    arg("--gpus-per-node N", "ranks per node (default: as the parallel sizes require)", positive, default=0),
+    arg("--gpus-per-node N", "ranks per node (default: set by the parallel sizes)", positive, default=0),
     arg("--threads-per-rank N", "PyTorch threads per rank (default: an equal share of the cores)", positive,
         default=0),
     *(
@@ -40,7 +40,7 @@ _MODEL = (
 )  # fmt: skip
 _DOCUMENT_MASK = arg(
     "--document-mask",
-    "restrict attention to within each document, as with DOCUMENT_MASK (default: as in training)",
+    "restrict attention to tokens of the same document, as with DOCUMENT_MASK (default: as in training)",
     action=argparse.BooleanOptionalAction,
     default=None,
 )
@@ -77,10 +77,10 @@ def run_score(arguments: argparse.Namespace) -> int:
     arg("--data PREFIX", "prefixes of .bin/.idx files; each gets a row in the table (default: the run's "
         "VALID_DATA, the validation split of TRAIN_DATA, or the embedded corpus)", nargs="+", default=[]),
     string("--data-of RUN",
-           "run whose validation data and sequence length are used instead of the checkpoint's own"),
+           "use the validation data and sequence length of this run, not of the checkpoint's run"),
     flag("--allow-other-data",
-         "warn instead of failing if the data's manifest names a tokenizer other than the model's"),
-    arg("--samples N", "number of SEQ_LEN-token sequences per prefix, from its start (default: all)", int),
+         "print a warning instead of failing if data and model use different tokenizers"),
+    arg("--samples N", "evaluate only the first N sequences of each --data prefix (default: all)", int),
     flag("--by-document", "evaluate each document separately instead of joining all documents"),
     arg("--experts N", "count the tokens per expert for each --data prefix, and show the N most specialized "
         "experts per layer (if N is omitted: 8)", int, nargs="?", const=8),
@@ -105,13 +105,13 @@ def run_eval(arguments: argparse.Namespace) -> int:
     repeated("--prompt", "text to continue (repeatable)"),
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
     string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes (default: as in training)"),
-    flag("--allow-special", "treat <s> and other special tokens in a prompt as special tokens, not as text"),
+    flag("--allow-special", "parse <s> and other special tokens in prompts instead of treating them as text"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt", default=128),
-    arg("--max-positions", "limit on prompt plus new tokens (default: SEQ_LEN of training)", default=0),
+    arg("--max-positions", "limit on prompt plus new tokens (default: training SEQ_LEN)", default=0),
     arg("--temperature", "sampling temperature; 0: always the most probable token (default: 0)", default=0.0),
     arg("--top-k", "sample from the k most probable tokens; 0: all (default: 0)", default=0),
     arg("--top-p",
-        "sample from the fewest tokens whose probabilities add up to this value; 1: all (default: 1)",
+        "sample from the smallest set of tokens with at least this total probability; 1: all (default: 1)",
         default=1.0),
     arg("--seed", "random seed; results do not depend on the parallel layout", default=1234),
     repeated("--stop TEXT", "text at which generation stops; the text itself is not printed (repeatable)"),
@@ -141,7 +141,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Builds a request of type `kind` from a layout, `others` and the arguments that match its fields."""
+    """Builds a `kind` from the layout, `others`, and the arguments whose names are fields of `kind`."""
     from moe_exp.inference.ranks import Layout
 
     sizes = (*_SIZES, "gpus_per_node", "threads_per_rank")

@@ -1,6 +1,6 @@
 """Declarations of commands and their arguments, and the parsers built from them.
 
-Imports only the standard library, since `doctor` also runs where no packages are installed.
+Imports only the standard library, because `doctor` must also run before any packages are installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class ExactParser(argparse.ArgumentParser):
-    """Parser that refuses abbreviated flags. An error is one line that suggests the nearest valid word."""
+    """Parser that refuses abbreviated flags. Errors are one line and suggest the closest valid word."""
 
     def __init__(self, **options: Any):
         super().__init__(**{"formatter_class": HelpFormatter, **options, "allow_abbrev": False})
@@ -60,9 +60,9 @@ def arg(words: str, about: str | None = None, kind: Kind | None = None, /, **opt
 
     Args:
         words: names and metavar of the argument, such as `--top N` or `source SRC`.
-        about: help text; a nonzero, nonempty default is appended unless the text already names one.
-        kind: type of the value, or a function that parses the value (default: the type of a numeric
-            `default`, else str).
+        about: help text; a default other than 0 or '' is appended unless the text already states it.
+        kind: type of the value, or a function that parses it (default: the type of `default` if it is a
+            number, else str).
         options: options of argparse's `add_argument`.
     """
     names = [word for word in words.split() if word.startswith("-")] or words.split()[:1]
@@ -83,7 +83,7 @@ def flag(words: str, about: str, /) -> Argument:
 
 
 def string(words: str, about: str, /) -> Argument:
-    """Declares an option whose value is text, by default empty."""
+    """Declares a text option; the default is an empty string."""
     return arg(words, about, default="")
 
 
@@ -137,7 +137,7 @@ def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
 
 
 def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handler]:
-    """Declares `moe-exp PATH`, which runs the decorated function or, without one, is a group of commands.
+    """Declares `moe-exp PATH`. It runs the decorated function; without one, it is a group of subcommands.
 
     Args:
         about: description in the list of commands.
@@ -181,7 +181,7 @@ def add_parser(subparsers: Any, path: str) -> ExactParser:
 
 
 def memory_bytes(text: str) -> int:
-    """Returns the number of bytes of a size such as `256MB`, `8GB`, `8GiB` or a plain number."""
+    """Converts a size such as `256MB`, `8GB`, `8GiB` or a plain number to bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
     if not match or match[2] not in _UNITS or len(match[1]) > 20:
         rule = "must be a number with KB, MB, GB, MiB or GiB. Fix: write for example 256MB"
@@ -197,7 +197,7 @@ def positive(text: str) -> int:
 
 
 def positive_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns the options of `names` that the user gave; ValueError unless each is a positive number."""
+    """Returns the options in `names` that the user has set; raises ValueError unless all are positive."""
     from moe_exp.config import setting_error
 
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -209,7 +209,7 @@ def positive_options(arguments: argparse.Namespace, *names: str) -> dict[str, An
 
 
 def print_json(value: object) -> None:
-    """Prints one JSON object, with paths and other unsupported types as text."""
+    """Prints `value` as one JSON object; converts paths and other unsupported types to strings."""
     print(json.dumps(value, ensure_ascii=False, default=str))
 
 
@@ -227,7 +227,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def _path_of(example: str) -> str:
-    """Returns the command of an example: `train`, `ckpt info`."""
+    """Returns the command in an example line, such as `train` or `ckpt info`."""
     first, second = [*example.split(), ""][1:3]
     has_commands = first in ("data", "ckpt", "mup", "convert", "plan", "watch") and second[:1].isalpha()
     return f"{first} {second}" if has_commands else first

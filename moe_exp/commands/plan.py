@@ -36,7 +36,7 @@ _GOODPUT = (
     arg("--restart-minutes M",
         "time from a failure to the next iteration (minutes; with --mtbf-hours; default: 15)", float),
     arg("--save-seconds S",
-        "time of one save (seconds; with --mtbf-hours; default: checkpoint size at 1 GB/s per node)", float),
+        "duration of one save (seconds; with --mtbf-hours; default: assumes 1 GB/s per node)", float),
 )  # fmt: skip
 
 
@@ -75,9 +75,9 @@ def run_plan(arguments: argparse.Namespace) -> None:
 )
 @takes(
     arg("--top N", "number of layouts to show", default=10),
-    string("--explain TP=4,PP=12", "layout to explain: why it is rejected, or its time relative to the best"),
-    string("--export FILE", "file to write the best layout to, as settings for --config (env: stdout)"),
-    arg("--rank N", "rank of the layout to export (default: 1, or the layout of --explain)", default=1),
+    string("--explain TP=4,PP=12", "explain why a layout is rejected, or how its time compares to the best"),
+    string("--export FILE", "write the best layout to this file, as settings for --config (env: to stdout)"),
+    arg("--rank N", "export the N-th best layout (default: 1, or the layout of --explain)", default=1),
     *PLANNED,
 )
 def run_search(arguments: argparse.Namespace) -> int:
@@ -183,8 +183,8 @@ def _doubt(chosen: Candidate, found: Search) -> str:
 @command("plan calibrate", "fit the planner's constants to measured runs")
 @takes(
     arg("--runs CSV", "table of measured runs", Path, required=True),
-    arg("--out FILE", "file to write the fitted constants to, for --profile", Path, required=True),
-    arg("--prior FILE", "profile whose constants are the priors of the fit, for a new device with few runs",
+    arg("--out FILE", "output file for the fitted constants, for use with --profile", Path, required=True),
+    arg("--prior FILE", "profile whose constants serve as priors of the fit, for a new device with few runs",
         Path, default=None),
 )  # fmt: skip
 def run_calibrate(arguments: argparse.Namespace) -> None:
@@ -206,7 +206,7 @@ def run_calibrate(arguments: argparse.Namespace) -> None:
 
 @command("plan predict", "predict memory and time of the runs in a CSV")
 @takes(
-    arg("--runs CSV", "table of runs; columns with results may be missing or empty", Path, required=True),
+    arg("--runs CSV", "table of runs; result columns may be missing or empty", Path, required=True),
     arg("--out CSV", "file for the predictions (row_id,mem_gb,sec_per_it,oom)", Path, required=True),
     _PROFILE,
 )
@@ -227,7 +227,7 @@ def _read(arguments: argparse.Namespace) -> list[dict[str, str]]:
     refuse_settings(arguments)
     out, runs = arguments.out, arguments.runs
     if out.exists() and out.samefile(runs):
-        raise setting_error("out", out, "must not be the file of --runs", "specify another file")
+        raise setting_error("out", out, "must not be the --runs file", "specify another file")
     check_new_file("out", out)
     rows = read_rows(runs)
     for line in contradictions(rows, runs):
@@ -239,7 +239,7 @@ def _read(arguments: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def loaded(arguments: argparse.Namespace) -> tuple[Config, Hardware, Constants]:
-    """Returns settings, device and constants for the plan of one layout."""
+    """Returns the settings, device and planner constants used to plan a single layout."""
     from moe_exp.config import load_config
 
     hardware, constants = hardware_and_constants(arguments)
@@ -254,7 +254,7 @@ def hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Con
 
 
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
-    """Returns the settings from flags and --config by field name; --gpus sets NNODES and GPUS_PER_NODE."""
+    """Returns settings from flags and --config, by field name; --gpus sets NNODES and GPUS_PER_NODE."""
     from moe_exp.config.loading import with_file
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.planner.search.layout_text import settings_for
@@ -265,7 +265,7 @@ def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, An
 
 
 def searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
-    """Returns the settings other than the layout, and the layout settings that flags set."""
+    """Returns the non-layout settings, and the layout settings that are fixed by flags."""
     from moe_exp.config import load_config
     from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 
@@ -287,7 +287,7 @@ def searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config,
 
 
 def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
-    """Returns the settings with VOCAB_SIZE and DOCUMENT_TOKENS from the data, as in training."""
+    """Returns `config` with VOCAB_SIZE and DOCUMENT_TOKENS taken from the data, as in training."""
     if not config.train_data and not config.tokenizer:
         return config  # avoids importing numpy
     from moe_exp.config.loading import given_values
@@ -316,7 +316,7 @@ def refuse(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def check_new_file(name: str, path: Path) -> None:
-    """Raises ValueError for a path at which a new file cannot or must not be created."""
+    """Raises ValueError if `path` exists but is not a regular file, or if its folder does not exist."""
     # a folder, or a device such as /dev/stdout, which a file would replace
     if path.exists() and not path.is_file():
         raise setting_error(name, path, "exists and is not a regular file", "specify a file")

@@ -25,7 +25,7 @@ _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB
 
 
 def _one_layout(arguments: argparse.Namespace) -> Loaded:
-    """Returns settings, device and constants of one layout; ConfigError if it cannot run."""
+    """Returns the settings, device and planner constants of a layout; raises ConfigError if it cannot run."""
     plan.refuse(arguments, *_OF_COST)
     planned = plan.loaded(arguments)
     raise_for(planned[0].problems())
@@ -33,7 +33,7 @@ def _one_layout(arguments: argparse.Namespace) -> Loaded:
 
 
 @command("plan explain", "draw the timeline of an iteration on every pipeline stage")
-@takes(*PLANNED, arg("--svg FILE", "SVG file to draw the timeline to", Path, default=None))
+@takes(*PLANNED, arg("--svg FILE", "draw the timeline in this SVG file", Path, default=None))
 def run_explain(arguments: argparse.Namespace) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.costs.job import PlannedJob

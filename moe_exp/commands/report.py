@@ -21,7 +21,7 @@ _NOT_WITH = {
 @command("report", "compare runs in one HTML page, or in Markdown for a pull request")
 @takes(
     arg("runs RUN", "run folders (RUN_DIR/RUN_NAME), or quoted patterns such as 'runs/*'", nargs="+"),
-    arg("--format", "html: a page; md: a short Markdown table (default: html)", choices=("html", "md")),
+    arg("--format", "format; html: a page; md: a Markdown table (default: html)", choices=("html", "md")),
     arg("--out FILE", "output file (default: report.html, or standard output with --format md)", Path),
     string("--title", "heading of the report (default: names of the runs)"),
     string(
@@ -92,7 +92,7 @@ def _write_page(arguments: argparse.Namespace) -> None:
 
 
 def _expanded(texts: Sequence[str]) -> list[Path]:
-    """Returns run folders, with patterns such as `runs/*` expanded; ConfigError if a pattern has no match."""
+    """Expands patterns such as `runs/*` to run folders; raises ConfigError if a pattern has no match."""
     from moe_exp.report.run_data import run_problems
 
     found: list[Path] = []

@@ -21,14 +21,14 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
     string("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense, "
            "unless two or more --variant are given)"),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
-    arg("--match", "quantity that is equal for all models; flops: FLOPs per token, active-params: active "
-        "parameters (both for the same number of tokens), time: training time", default="flops"),
+    arg("--match", "quantity to equalize across models; flops: FLOPs per token; active-params: active "
+        "parameters (both with the same number of tokens); time: training time", default="flops"),
     arg("--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise", default=1),
     arg("--seconds",
-        "with --match time: training time per model (seconds; default: the MoE's time for TRAIN_ITERS)",
+        "training time per model with --match time (seconds; default: the MoE's time for TRAIN_ITERS)",
         default=0.0),
     arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
-    flag("--dry-run", "print the models, their sizes and the expected time; start and write nothing"),
+    flag("--dry-run", "print the models, their sizes and the expected time without starting a run"),
     add_arguments,
 )  # fmt: skip
 def run_compare(arguments: argparse.Namespace) -> int:
@@ -57,7 +57,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     arg("definition",
         "YAML file with the rungs (model sizes), or the name of a built-in ladder (default: --sizes)",
         nargs="?"),
-    arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; also sets depth, tokens and LR"),
+    arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; also determines depth, tokens and LR"),
     arg("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense)"),
     arg("--variant NAME:SETTING=VALUE,...", _VARIANT, action="append"),
     arg("--baseline", "variant to compare the others with (default: dense)"),
@@ -66,13 +66,14 @@ def run_compare(arguments: argparse.Namespace) -> int:
     arg("--executor", "local, or slurm with one job per run (default: $EXECUTOR, or local)"),
     arg("--sbatch", "options of the SLURM jobs, such as '--partition=gpu' (default: $SBATCH)"),
     arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
-    flag("--dry-run", "print the rungs; start and write nothing"),
+    flag("--dry-run", "print the rungs without starting or writing anything"),
     add_arguments,
 )  # fmt: skip
 def run_ladder(arguments: argparse.Namespace) -> int:
-    """Trains variants at several sizes with equal FLOPs per rung, fits each variant's loss over compute, and
-    reports the effective speedup over the baseline with confidence intervals. The last rung's loss is
-    predicted before it is trained. Repeat the command to run the remaining models. RUN_NAME names the ladder.
+    """Trains variants at several sizes with equal FLOPs per rung, fits a curve of loss versus compute for
+    each variant, and reports the effective speedup over the baseline with confidence intervals. The last
+    rung's loss is predicted before it is trained. Repeat the command to run the remaining models. RUN_NAME
+    names the ladder.
     """
     from moe_exp.studies.ladder import climb
     from moe_exp.studies.ladder.ladder import Definition, Ladder
@@ -96,7 +97,7 @@ def run_ladder(arguments: argparse.Namespace) -> int:
 
 
 def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the flags of training settings; warns of misspelled variables."""
+    """Returns the training settings given as flags; warns of misspelled environment variables."""
     from moe_exp.config.settings_file import warn_of_misspelt
 
     warn_of_misspelt()
@@ -105,15 +106,15 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @command("sweep", "run a few iterations of many layouts and write a table of memory and time")
 @takes(
-    flag("--dry-run", "print the cases and predictions; start and write nothing"),
+    flag("--dry-run", "print the cases and predictions without starting or writing anything"),
     flag("--retry-failed", "also rerun cases that failed, ran out of memory or timed out"),
     lambda parser: add_arguments(parser, SweepSettings),
     add_arguments,
 )
 def run_sweep(arguments: argparse.Namespace) -> int:
-    """Runs the layouts that the lists describe (TPS, PPS, EPS, MBSZS, GPUS, ...) and writes measured and
-    predicted values side by side. Every flag is also an environment variable: --tps is TPS. Repeat the
-    command to run the remaining cases.
+    """Runs the layouts given by the lists TPS, PPS, EPS, MBSZS, GPUS, ... and writes measured and predicted
+    values side by side. Every flag is also an environment variable: --tps is TPS. Repeat the command to run
+    the remaining cases.
     """
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.studies.sweep import driver
@@ -164,7 +165,7 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 def run_mup_check(arguments: argparse.Namespace) -> int:
     """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch, and
     fits how each module's outputs and their changes scale with model size. Under muP, outputs and changes do
-    not depend on size. Exit code 1 if any of them does.
+    not depend on size; if any of them does, the exit code is 1.
     """
     from moe_exp.host.progress import print_table, progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
@@ -197,14 +198,14 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
 @command("mup transfer", "find the best learning rate at several model sizes and how much it changes")
 @takes(
     string("--lrs", "comma-separated learning rates (default: LR / 8 to LR * 8, by factors of 2)"),
-    arg("--jobs", "models trained concurrently", default=1),
+    arg("--jobs", "number of models trained concurrently", default=1),
     arg("--out", "output folder", default="mup_transfer"),
     *_of_mup(repeats=3),
 )
 def run_mup_transfer(arguments: argparse.Namespace) -> int:
     """Trains models of several sizes with several learning rates and compares the best rate of each size.
-    Repeat the command to train the remaining models. Exit code 1 if the best rates differ by a factor of 1.5
-    or more, or if one is the lowest or highest rate tried.
+    Repeat the command to train the remaining models. The exit code is 1 if the best rates differ by a factor
+    of 1.5 or more, or if any of them is the lowest or highest rate tried.
     """
     from moe_exp.host.files import write_atomically
     from moe_exp.host.progress import print_table
@@ -257,7 +258,7 @@ def trained_loss(config: Config) -> float:
 
 
 def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
-    """Returns the models of each axis (such as width) by size; all train on the configured data."""
+    """Returns the models by axis (such as width) and size; they all train on the configured data."""
     from moe_exp.studies.mup import models_of_axes
 
     base = load_config(with_file(_flags(arguments), os.environ), {**_MUP_MODEL, **defaults, **os.environ})
@@ -279,7 +280,7 @@ def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[
 
 
 def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
-    """Parses a comma-separated list of numbers; only `widths` must not be empty."""
+    """Parses a comma-separated list of numbers, which may be empty except for `widths`."""
     if not text and name != "widths":
         return []
     try:

@@ -14,8 +14,8 @@ from moe_exp.launch.slurm.settings import SlurmSettings
 
 @command("train", "train a model, or resume a run")
 @takes(
-    flag("--dry-run", "print settings, torchrun command and parameter report; start nothing"),
-    string("--resume RUN_FOLDER", "folder of the run to resume, with its settings; flags override them"),
+    flag("--dry-run", "print settings, torchrun command and parameter report without starting the run"),
+    string("--resume RUN_FOLDER", "run folder to resume; its settings apply unless flags override them"),
     add_arguments,
 )
 def run_train(arguments: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 @command("slurm", "submit a training run as a chain of SLURM jobs")
 @takes(
-    flag("--dry-run", "print the sbatch file, and the sbatch commands to stderr; write and submit nothing"),
+    flag("--dry-run", "print the sbatch file, and the sbatch commands to stderr, without submitting a job"),
     lambda parser: add_arguments(parser, SlurmSettings),
     add_arguments,
 )

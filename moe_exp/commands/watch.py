@@ -100,9 +100,9 @@ def run_exclude(arguments: argparse.Namespace) -> None:
 
 @command("watch blame", "find the node, rank and device that caused the errors in logs")
 @takes(
-    arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
+    arg("logs LOG", "run folders, or log files of ranks, srun or the kernel", Path, nargs="+"),
     arg("--exclude FILE",
-        "file to add hosts with hardware, driver or link faults to, so that later jobs avoid them",
+        "exclude list to which hosts with hardware, driver or link faults are added",
         Path),
     JSON,
 )  # fmt: skip
@@ -131,9 +131,9 @@ def run_blame(arguments: argparse.Namespace) -> None:
     "watch diagnose", "decide whether a failed job should restart: restart, exclude a node, wait or stop"
 )
 @takes(
-    arg("logs LOG", "logs of ranks, srun or the kernel, or run folders", Path, nargs="+"),
-    arg("--iterations N", "iterations completed by the failed start (default: from the logs)", int),
-    flag("--trained-before", "assume that an earlier start with the same settings made progress"),
+    arg("logs LOG", "run folders, or log files of ranks, srun or the kernel", Path, nargs="+"),
+    arg("--iterations N", "iterations completed in the failed launch (default: from the logs)", int),
+    flag("--trained-before", "assume that an earlier launch with the same settings made progress"),
     JSON,
 )
 def run_diagnose(arguments: argparse.Namespace) -> None:
@@ -162,15 +162,15 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     one_of(
         flag("--once", "check once, for example from cron (default)"),
         arg("--every SECONDS", "run as a daemon with this interval between checks (seconds)", float),
-        flag("--test-alert", "send a test alert to every channel; works before the run starts"),
+        flag("--test-alert", "send a test alert to every channel; can be used before the run starts"),
     ),
     flag("--quiet", "print nothing about healthy runs"),
-    arg("--again TIME", "interval between repeated reports of a problem", default="6h"),
-    string("--stuck TIME", "report a run as stuck after this time without a new record (default: derived "
+    arg("--again TIME", "time after which an ongoing problem is reported again", default="6h"),
+    string("--stuck TIME", "report a run as stuck if it logs no new record for this time (default: derived "
            "from the run's speed)"),
-    arg("--ahead TIME", "report a run that needs more jobs once its scheduled job time falls below this",
+    arg("--ahead TIME", "report a run whose scheduled job time is below this and too short to finish",
         default="24h"),
-    arg("--wait TIME", "report a run whose jobs are queued if none has run for this long", default="24h"),
+    arg("--wait TIME", "report a run with queued jobs if no job has run for this long", default="24h"),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
     group(
         "alert channels; passwords and webhook URLs are read only from files and environment variables",
@@ -218,8 +218,8 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
 
 @command("watch stacks", "show the stacks of a run's ranks and which ranks differ from the others")
 @takes(
-    arg("folder RUN|DIR", "run folder, to request stacks, or a folder in RUN/hang, to show its stacks", Path),
-    flag("--full", "also print the stack of each group of ranks (ranks with the same stack)"),
+    arg("folder RUN|DIR", "run folder (requests stacks), or a folder in RUN/hang (shows its stacks)", Path),
+    flag("--full", "also print the full stacks, one per group of ranks with the same stack"),
 )
 def run_stacks(arguments: argparse.Namespace) -> None:
     """Requests the stacks of all ranks from the launchers of a run; the run continues. Works on any node with
@@ -235,7 +235,7 @@ def run_stacks(arguments: argparse.Namespace) -> None:
 @takes(
     arg("a", "checkpoint (iter_ folder, checkpoints folder or run folder), or tensor dump (see DUMP_ITERS)",
         Path),
-    arg("b", "reference checkpoint or dump for the relative errors", Path),
+    arg("b", "reference checkpoint or dump, to which errors are relative", Path),
     flag("--weights-only", "skip the optimizer state of checkpoints"),
     arg("--top N", "number of tensors to show, largest relative error first", default=20),
     arg("--rtol X", "relative error up to which tensors count as equal (default: 0)", default=0.0),
@@ -280,8 +280,8 @@ def run_diff(arguments: argparse.Namespace) -> int:
     arg("--mtbf HOURS", "mean time between failures of one node (hours; default: from the run's events)",
         float),
     arg("--nodes N", "number of nodes by which --mtbf is divided (default: NNODES of the run)", int),
-    arg("--save-seconds S", "time of one save (seconds; default: measured in the run)", float),
-    arg("--iteration-seconds S", "time of one iteration (seconds; default: measured in the run)", float),
+    arg("--save-seconds S", "duration of one save (seconds; default: measured in the run)", float),
+    arg("--iteration-seconds S", "duration of one iteration (seconds; default: measured in the run)", float),
     arg("--restart-seconds S",
         "time from a failure to the next iteration (seconds; default: measured in the run)", float),
     JSON,

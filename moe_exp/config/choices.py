@@ -1,6 +1,6 @@
-"""Settings with named choices: one table per kind of choice, with the traits of each choice.
+"""Tables of named choices, one table per kind of choice, with the properties of each choice.
 
-Settings, help texts, docs/settings.md, checks, the planner and the layers read these tables. The layers
+The tables are read by settings, help texts, docs/settings.md, checks, the planner, and the layers, which
 implement the choices. No torch.
 """
 
@@ -203,7 +203,7 @@ def one_of(
 
 
 def choices_of(field: Any) -> list[str]:
-    """Allowed names of a pydantic field; empty if it has no named choices."""
+    """Names that a pydantic field accepts; empty if the field has no named choices."""
     for one in field.metadata:
         if isinstance(one, BeforeValidator) and isinstance(one.func, OneOf):
             return one.func.names

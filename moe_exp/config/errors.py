@@ -1,4 +1,4 @@
-"""Errors about settings, and numbers that a fix suggests. No torch."""
+"""Errors about settings, and the values that their fixes suggest. No torch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ def problem(name: str, value: object, rule: str, fix: str) -> str:
 
 
 def setting_error(name: str, value: object, rule: str, fix: str) -> ValueError:
-    """Builds a ValueError about a setting or argument, with the message of `problem`."""
+    """Builds a ValueError about a setting or argument; `problem` formats its message."""
     return ValueError(problem(name, value, rule, fix))
 
 
@@ -43,13 +43,13 @@ def choices(values: list[int]) -> str:
 
 
 def divisors(number: int, near: int) -> list[int]:
-    """Returns the divisors of a number, at most the eight nearest to `near`."""
+    """Returns up to eight divisors of a number, those nearest to `near`."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     found = sorted({*small, *(number // d for d in small)})
     return sorted(sorted(found, key=lambda d: abs(d - near))[:8])
 
 
 def multiples(step: int, near: int) -> str:
-    """Formats the multiples of `step` around `near`: '24 or 32'."""
+    """Formats the multiples of `step` below and above `near`, such as '24 or 32'."""
     below = near // step * step
     return " or ".join(str(x) for x in (below, below + step) if x > 0)

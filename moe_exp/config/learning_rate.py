@@ -3,7 +3,7 @@
 Every LR_DECAY_STYLE is a warm-up followed by a list of pieces (`config.pieces`). Training
 (`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`, which counts
 samples instead of iterations, so that a batch ramp-up does not distort the curve. For styles that Megatron's
-OptimizerParamScheduler also supports, the learning rates are equal.
+OptimizerParamScheduler also supports, the learning rates equal Megatron's.
 """
 
 import math
@@ -22,7 +22,7 @@ _EARLIEST_END, _LATEST_END = 0.9, 1.1
 
 
 class Start(NamedTuple):
-    """Progress at which training starts; after a resume, the progress of the checkpoint."""
+    """Progress of the run when training starts; on a resume, that of the checkpoint."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -42,9 +42,9 @@ def learning_rate(
 ) -> float:
     """Learning rate of the next iteration after `consumed_samples`.
 
-    A linear warm-up from 0, then the pieces of the schedule. Once a piece has ended, the next piece applies:
-    with WSD-S, the iteration after a decay trains at LR. After the last piece, the rate is MIN_LR, or stays
-    the same if that piece is constant.
+    The rate rises linearly from 0 during the warm-up, then follows the pieces of the schedule. Once a piece
+    has ended, the next piece applies: with WSD-S, the iteration after a decay trains at LR. After the last
+    piece, the rate is MIN_LR, or stays the same if that piece is constant.
 
     Args:
         config: settings without `problems`.
@@ -87,13 +87,13 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
-    """Samples that the schedule counts up to `iteration`, if the run uses `config` from `start` on."""
+    """Number of samples counted by the schedule at `iteration` if the run uses `config` from `start` on."""
     iterations = iteration - start.iteration
     return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
 
 def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
-    """Returns a line with the learning rate at `start`, at quarters of the run, and where pieces end."""
+    """Returns one line: the learning rates at `start` and at quarters of the run, and the ends of pieces."""
     shown = {config.train_iters * percent // 100: f" ({percent}%)" for percent in _SHOWN_PERCENT}
     if start.iteration:
         later = {iteration: text for iteration, text in shown.items() if iteration > start.iteration}
@@ -138,7 +138,7 @@ def schedule_change(config: Config, old: Config, start: Start) -> str | None:
 
 
 def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]:
-    """Settings that continue the schedule of `old` in batches of the new GBSZ."""
+    """Settings that continue the schedule of `old` with the new GBSZ."""
     factor = old.gbsz / config.gbsz
     left = samples_after(old, old.train_iters, start) - start.scheduled_samples
     values: dict[str, int | str] = {}
@@ -161,7 +161,7 @@ def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
     if c.warmup_iters >= c.train_iters:
         rule = f"the run ends at TRAIN_ITERS={c.train_iters} during the warm-up"
         fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of TRAIN_ITERS, or raise TRAIN_ITERS"
-        yield c.problem("warmup_iters", f"{rule}, at {reached:.3g} of LR={c.lr:g}", fix)
+        yield c.problem("warmup_iters", f"{rule}, at a rate of {reached:.3g} instead of LR={c.lr:g}", fix)
     if not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr:
         return
     run = num_samples / c.gbsz  # in full batches, as the schedule counts

@@ -1,4 +1,4 @@
-"""Builds a Config from flags, environment and settings files, and converts it back. No torch."""
+"""Builds a Config from flags, environment variables and settings files, and converts it to YAML. No torch."""
 
 import argparse
 import difflib
@@ -24,8 +24,8 @@ from moe_exp.host.files import expanded, read_yaml
 def add_arguments(
     parser: argparse.ArgumentParser, settings: type[BaseModel] = Config, names: Iterable[str] = ()
 ) -> None:
-    """Adds a flag for each of `names`, by default for all of `settings`. Values are kept as text
-    for `load_config`. The flags for all settings of Config are grouped by section, together with --config.
+    """Adds a flag for each setting in `names` (default: all fields of `settings`). Values are kept as text
+    for `load_config`. For all settings of Config, groups the flags by section and adds --config.
     """
     if settings is Config and not names:
         about = "settings file: config.yaml of a run, or lines such as NUM_EXPERTS=64 (docs/settings.md)"
@@ -59,7 +59,7 @@ def given_values(
 
 
 def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Adds settings from the file `flags["config"]` to `flags`, except those that `environ` has. The
+    """Adds the settings in the file `flags["config"]` to `flags`; `flags` and `environ` take precedence. The
     file may also set arguments that are not settings, if `flags` has their names as keys. With UPCYCLE_FROM,
     converts the settings of a dense model to the settings of the upcycled MoE model.
 
@@ -90,7 +90,7 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
     preset = given.get("preset") or environ.get("PRESET") or values.get("preset")
     if is_record and preset != values.get("preset"):
         rule = f"has no effect, as {path} sets all settings of a run"
-        raise ConfigError([problem("preset", preset, rule, f"omit PRESET, or set {values.get('preset')}")])
+        raise ConfigError([problem("preset", preset, rule, f"omit it, or set PRESET={values.get('preset')}")])
     exported = {name: environ[name.upper()] for name in values if environ.get(name.upper())}
     differing = [name for name in exported if name not in given and exported[name] != values[name]]
     if ours := ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing):
@@ -114,16 +114,16 @@ def load_config(
     *,
     nodes: Nodes | None = None,
 ) -> Config:
-    """Resolves default < preset < file < environment < `flags` into one Config.
+    """Builds one Config from defaults, preset, file, environment and `flags`; later sources take precedence.
 
-    A preset's DECAY_ITERS and WARMUP_ITERS belong to its TRAIN_ITERS. If TRAIN_ITERS differs, DECAY_ITERS
-    defaults to TRAIN_ITERS, and WARMUP_ITERS to at most a tenth of the decay.
+    A preset's DECAY_ITERS and WARMUP_ITERS apply only with its own TRAIN_ITERS. If TRAIN_ITERS differs,
+    DECAY_ITERS defaults to TRAIN_ITERS, and WARMUP_ITERS to at most a tenth of the decay.
 
     Args:
         flags: values by field name; None counts as not given. `config` is the path of a settings file.
         environ: environment variables (default: os.environ).
-        nodes: the run's nodes, if not this machine. If they have GPUs, PRESET defaults to reference even
-            without TRAIN_DATA.
+        nodes: the nodes of the run, if it does not run on this machine. If these nodes have GPUs, PRESET
+            defaults to reference even without TRAIN_DATA.
 
     Raises:
         ConfigError: if values cannot be read; one line per value.
@@ -178,7 +178,7 @@ def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fixed_for(nodes: Nodes, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the device-dependent settings of `nodes` to `given`, so that settings match on all machines."""
+    """Adds the device-dependent settings of `nodes` to `given`, so that all machines use the same values."""
     config = load_config(given, {}, nodes=nodes)
     return {**given, **{name: str(getattr(config, name)) for name in _BY_DEVICES}}
 

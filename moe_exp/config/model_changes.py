@@ -1,9 +1,9 @@
-"""Checks that a checkpoint fits a run: settings that must not change on resume. No torch.
+"""Checks that a checkpoint fits a run: compares the settings that must not change on resume. No torch.
 
 All other settings may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size,
 the choice of `moe` or `dmoe`, capacity, rounding, kernels, determinism, dispatcher, dtype, distributed
 optimizer, learning rate, losses, dropout. `moe_exp.training.samples` compares settings that affect the order
-of samples. The optimizer may store the same moments differently (Adam in any precision).
+of samples. The optimizer may store its moments in another format (Adam in any precision).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def refuse_other_model(
     config: Config, saved: Mapping[str, Any], checkpoint: str,
     *, with_optimizer: bool = True, instead: str = "",
 ) -> None:  # fmt: skip
-    """Checks that `config` has the model and optimizer of `saved`, the settings of the checkpoint's run.
+    """Checks that `config` has the same model and optimizer as `saved`, the settings in the checkpoint.
 
     Logs differences allowed by ALLOW_OTHER_MODEL and ALLOW_OTHER_OPTIMIZER as warnings.
 
     Args:
         checkpoint: name of the checkpoint in messages.
         with_optimizer: whether the checkpoint contains the optimizer's moments.
-        instead: how to start without the checkpoint, suggested as a fix if only one of the models is MoE.
+        instead: fix suggested if only one of the models is MoE: how to start without the checkpoint.
 
     Raises:
         ConfigError: if settings differ; one line per setting.
@@ -178,7 +178,9 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Yields settings that are in both arguments but differ. A dense model, for example, has no TOPK."""
+    """Yields settings with different values in both arguments. Skips a setting that only one of them has,
+    such as TOPK of an MoE model.
+    """
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:

@@ -1,15 +1,15 @@
-"""Initial weights, learning rate and weight decay of parameters by name (LR_GROUPS, muP). No torch.
+"""Initialization, learning rate and weight decay of each parameter, by name (LR_GROUPS, muP). No torch.
 
     LR_GROUPS='*.router.*:lr=0.5,wd=0;*word_embeddings*:lr=2'
 
 A rule is a shell pattern with factors on LR and MIN_LR (`lr`) and on WEIGHT_DECAY (`wd`). Patterns match the
 names in checkpoints (`moe-exp ckpt info --tensors`), which do not depend on the layout; the layer number may
-be omitted. All experts of a layer are one parameter. The first matching rule with an `lr` sets the
-learning rate, the first with a `wd` the weight decay. ROUTER_LR_MULT and EXPERT_LR_MULT apply after the rules
-of LR_GROUPS. Norms and biases never decay. With PARAMETRIZATION=mup, muP factors multiply those of the rules.
+be omitted. All experts of a layer are one parameter. The first matching rule with an `lr` sets the learning
+rate; the first with a `wd` sets the weight decay. ROUTER_LR_MULT and EXPERT_LR_MULT apply after the rules of
+LR_GROUPS. Norms and biases never decay. With PARAMETRIZATION=mup, muP factors multiply those of the rules.
 
-Maximal update parametrization (muP) for MoE models: sizes are relative to a base model, whose factors are
-all 1: at its sizes, PARAMETRIZATION=mup equals PARAMETRIZATION=standard. With n = HIDDEN_SIZE,
+Maximal update parametrization (muP) for MoE models: sizes are relative to a base model. At the sizes of the
+base model, all factors are 1, so PARAMETRIZATION=mup equals PARAMETRIZATION=standard. With n = HIDDEN_SIZE,
 m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base model's value:
 
                                    initial std        learning rate    weight decay
@@ -21,10 +21,10 @@ m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base model's value:
     output layer                   n^-1               n^-1             n
 
 Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW: the updates of a matrix add up over its inputs, so
-its learning rate is divided by the number of inputs. Forward-pass factors are folded into initial weights
-and learning rates, which is equivalent for Adam (ibid., lemma J.1), so checkpoints and conversions do not
-change. Weights shrink by weight decay times learning rate, so weight decay increases to keep this product
-constant.
+its learning rate is divided by the number of inputs. Multipliers in the forward pass are folded into initial
+weights and learning rates, which is equivalent for Adam (ibid., lemma J.1), so checkpoints and conversions do
+not change. Each step shrinks weights by weight decay times learning rate, so weight decay is raised to keep
+this product constant.
 """
 
 import math
@@ -46,7 +46,7 @@ class Multiples(NamedTuple):
 
 
 def are_alike(config: Config) -> bool:
-    """Whether all parameters share a learning rate and, except for norms and biases, a weight decay."""
+    """Whether all parameters have the same learning rate and (norms and biases aside) weight decay."""
     return not config.parameter_rules and config.parametrization == "standard"
 
 
@@ -102,7 +102,7 @@ KINDS = ("embedding", "output", "router", "expert_down", "hidden")
 
 
 def kind_of(name: str) -> str:
-    """Returns the row of the table above for a matrix with this name in the model or in checkpoints."""
+    """Returns the kind of a matrix (its row in the table above) from its name in the model or checkpoints."""
     if ".word_embeddings." in name:
         return "embedding"
     if "output_layer." in name:

@@ -9,7 +9,7 @@ from moe_exp.config.sections.moe import ExpertSettings
 
 
 def deciding_rules(rules: Sequence[Rule], name: str) -> tuple[Rule | None, Rule | None]:
-    """Returns the rules (or None) for `lr` and `wd` of the parameter with this name in checkpoints."""
+    """Returns the rules (or None) that set `lr` and `wd` of a parameter, given its name in checkpoints."""
     found = [rule for rule in rules if rule.matches(name)]
     return (
         next((rule for rule in found if rule.lr is not None), None),
@@ -75,8 +75,8 @@ def parameter_sizes(c: ExpertSettings) -> dict[str, int]:
 
 
 def layer_sizes(c: ExpertSettings, *, has_window: bool = False) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the size of each parameter of a dense layer and of an MoE layer, by its name in the layer.
-    `has_window`: in layers with SLIDING_WINDOW. Multi-latent attention: arXiv:2405.04434, section 2.1.
+    """Returns the parameter sizes of a dense layer and of an MoE layer, by parameter name within the layer.
+    `has_window`: for layers with SLIDING_WINDOW. Multi-latent attention: arXiv:2405.04434, section 2.1.
     """
     attention = _latent_attention(c) if c.multi_latent_attention else _attention(c, has_window)
     placement = c.norm_placement
@@ -91,7 +91,7 @@ def layer_sizes(c: ExpertSettings, *, has_window: bool = False) -> tuple[dict[st
 
 
 def mtp_sizes(c: ExpertSettings) -> dict[str, int]:
-    """Returns the size of each parameter of a multi-token prediction layer, by its name in the layer
+    """Returns the parameter sizes of a multi-token prediction layer, by parameter name within the layer
     (arXiv:2412.19437, section 2.2).
     """
     sizes = {f"transformer_layer.{name}": size for name, size in layer_sizes(c)[c.moe_layers[-1]].items()}

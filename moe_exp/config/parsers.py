@@ -1,8 +1,8 @@
 """Parsers of settings with their own syntax: LR_DECAY_STYLE, WSD_DECAY_ENDS, MTP_LOSS_COEFF, LR_GROUPS and
 DATA_STAGES.
 
-Each `read_*` validates a setting: it returns the normalized text or raises ValueError with the broken rule.
-A composed LR_DECAY_STYLE is a comma-separated list of pieces, STYLE:UNTIL or STYLE:UNTIL:RATE:
+Each `read_*` function validates a setting: it returns the normalized text or raises ValueError with the
+broken rule. A composed LR_DECAY_STYLE is a comma-separated list of pieces, STYLE:UNTIL or STYLE:UNTIL:RATE:
 
     constant:80%,linear                                 WSD with a final decay over a fifth of the run
     constant:10000,cosine:14000:10%,constant            decay to a tenth of LR, then constant to the end
@@ -48,14 +48,14 @@ def is_composed(style: str) -> bool:
 
 
 def iteration_of(point: str, last: int) -> int:
-    """Returns the iteration given as `1200`, `75%` (of `last`) or '' (`last`)."""
+    """Returns the iteration that `point` denotes: `1200`, `75%` (of `last`) or '' (`last` itself)."""
     if not point:
         return last
     return round(last * float(point[:-1]) / 100) if point.endswith("%") else int(point)
 
 
 def scaled_points(text: str, factor: float) -> str:
-    """Returns a setting of `POINTS` with all iterations multiplied by `factor`."""
+    """Returns the text of a setting in `POINTS` with all iterations multiplied by `factor`."""
     multiplied = lambda found: str(max(1, round(int(found[0]) * factor)))  # noqa: E731
     before = ":" if ":" in text else ","
     return re.sub(rf"(?<={before})[0-9]+(?=[,:]|$)", multiplied, f",{text}")[1:]
@@ -111,7 +111,7 @@ def _check_shares(points: Sequence[str]) -> None:
 
 @cache  # called at every step
 def composed(text: str) -> tuple[tuple[str, str, float | None], ...]:
-    """Returns style, end (as written) and target of each piece; ValueError for invalid text."""
+    """Returns style, end (as written) and target of each piece; raises ValueError if the text is invalid."""
     pieces = []
     for part in text.split(","):
         match = _PIECE.fullmatch(part)
@@ -194,7 +194,7 @@ def read_stages(value: object) -> str:
 
 def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
     if unknown := [name for name in stage if name not in _KEYS]:
-        raise ValueError(f"stage {number} has {str(unknown[0])[:40]!r}, but may only have {', '.join(_KEYS)}")
+        raise ValueError(f"stage {number} has {str(unknown[0])[:40]!r}; allowed keys are {', '.join(_KEYS)}")
     begins = [name for name in _BEGINS if name in stage]
     if len(begins) != 1:
         raise ValueError(f"stage {number} must have either from_samples or from_tokens")
@@ -205,7 +205,7 @@ def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
             raise ValueError(f"stage {number}: {name}={given} must be a whole number of at least 1")
     data = stage.get("train_data")
     if data is not None and not (isinstance(data, str) and data.strip()):
-        raise ValueError(f"stage {number}: train_data must be text as in TRAIN_DATA")
+        raise ValueError(f"stage {number}: train_data must be text in the format of TRAIN_DATA")
     if data is None and "seq_len" not in numbers:
         raise ValueError(f"stage {number} changes nothing: add train_data or seq_len")
     read: dict[str, Any] = {name: int(found) for name, found in numbers.items()}

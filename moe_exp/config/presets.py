@@ -1,6 +1,6 @@
 """Named sets of defaults: a model and its training settings. Every value can be overridden.
 
-WARMUP_ITERS and DECAY_ITERS of a preset are meant only for its TRAIN_ITERS, see `loading.load_config`.
+A preset's WARMUP_ITERS and DECAY_ITERS apply only with its own TRAIN_ITERS; see `loading.load_config`.
 """
 
 from typing import Any
@@ -83,7 +83,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_values(name: str, nodes: Nodes | None = None) -> dict[str, Any]:
-    """Returns the values of preset `name` by field name, on `nodes` (default: this machine)."""
+    """Returns the values of preset `name` for `nodes` (default: this machine), by field name."""
     if nodes is None:
         ranks = {"cpu": min(2, count_gpus() or num_cores()), "gpu": 1}  # for GBSZ
         return PRESETS[name] | ({"gpus_per_node": ranks[name]} if name in ranks else {})

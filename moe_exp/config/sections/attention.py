@@ -19,18 +19,18 @@ class AttentionSettings(ModelSettings):
 
     sliding_window: NonNegative = model(
         0,
-        "attention window in the layers of WINDOW_PATTERN (tokens, including the query's own); 0: all "
-        "earlier tokens",
+        "size of the attention window in the layers of WINDOW_PATTERN (tokens, including the query itself); "
+        "0: no window",
     )
     window_pattern: LayerPattern = model(
         "1",
-        "layers with SLIDING_WINDOW; n: every n-th layer, starting with the first (2: gpt-oss); n:m: n "
-        "layers with a window, then m without, repeated; or a pattern of 1 and 0 as in MOE_LAYER_FREQ",
+        "which layers use SLIDING_WINDOW; n: every n-th layer, starting with the first (gpt-oss: 2); n:m: n "
+        "layers with a window, then m without, repeated; or a list of 1 and 0 as in MOE_LAYER_FREQ",
     )
     rotary_layers: LayersOrWindowed = model(
         "1",
-        "layers with rotary position embedding; windowed: layers with SLIDING_WINDOW; or a pattern as in "
-        "WINDOW_PATTERN",
+        "layers with rotary position embedding; windowed: only layers with SLIDING_WINDOW; or a pattern as "
+        "in WINDOW_PATTERN",
         costs=False,
     )
     window_rotary_base: Rate = model(
@@ -40,19 +40,19 @@ class AttentionSettings(ModelSettings):
         costs=False,
     )
     window_query_groups: NonNegative = model(
-        0, "key/value heads of layers with SLIDING_WINDOW; 0: NUM_QUERY_GROUPS (MiMo-V2-Flash)"
+        0, "key/value heads of layers with SLIDING_WINDOW; 0: same as NUM_QUERY_GROUPS (MiMo-V2-Flash)"
     )
     value_head_dim: OptionalWidth = model(
         0,
         "channels per value head, if fewer than per query/key head (MiMo-V2-Flash); missing channels are "
-        "padded with zero weights; 0: as many as per query/key head",
+        "padded with zero weights; 0: same as query/key heads",
         costs=False,
     )
-    value_scale: float = model(1.0, "factor on values (MiMo-V2-Flash)", gt=0, costs=False)
+    value_scale: float = model(1.0, "factor applied to values (MiMo-V2-Flash)", gt=0, costs=False)
     attention_sinks: Literal["none", "all", "windowed"] = model(
         "none",
-        "layers with a learned sink per attention head, an additional softmax logit without a value "
-        "(gpt-oss); windowed: layers with SLIDING_WINDOW",
+        "layers with attention sinks: one learned softmax logit without a value per head (gpt-oss); "
+        "windowed: only layers with SLIDING_WINDOW",
     )
     attention_softcap: Rate = model(
         0.0, "soft cap c of attention logits, c * tanh(logit / c) (Gemma 2); 0: none", costs=False
@@ -65,26 +65,26 @@ class AttentionSettings(ModelSettings):
     attention_backend: Literal["auto", "sdpa", "flash-attn", "flex", "blocks"] = model(
         "auto",
         "implementation of attention; sdpa: torch's scaled_dot_product_attention; flex: torch's "
-        "FlexAttention, on GPUs; blocks: plain torch, by blocks of queries; auto: the fastest that supports "
-        "the model",
+        "FlexAttention, on GPUs; blocks: plain torch, one block of queries at a time; auto: the fastest that "
+        "supports the model",
         compared=False,
     )
 
     @property
     def window_layers(self) -> list[bool]:
-        """Flag per layer, true if the layer has a window. A list in WINDOW_PATTERN sets their number."""
+        """Whether each layer has a window. If WINDOW_PATTERN is a list, its length replaces NUM_LAYERS."""
         return self.layers_in(self.window_pattern) if self.sliding_window else [False] * self.num_layers
 
     @property
     def layers_without_rotary(self) -> list[bool]:
-        """Flag per layer, true if it has no rotary position embedding."""
+        """Whether each layer lacks rotary position embedding."""
         if self.rotary_layers == "windowed":
             return [not has_window for has_window in self.window_layers]
         return [not is_in for is_in in self.layers_in(self.rotary_layers)]
 
     @property
     def sink_layers(self) -> list[bool]:
-        """Flag per layer, true if its attention has sinks."""
+        """Whether each layer has attention sinks."""
         windowed, which = self.window_layers, self.attention_sinks
         return windowed if which == "windowed" else [which == "all"] * len(windowed)
 
@@ -96,12 +96,12 @@ class AttentionSettings(ModelSettings):
 
     @property
     def has_equal_attention(self) -> bool:
-        """Whether all layers have attention parameters of the same shapes."""
+        """Whether the attention parameters have the same shapes in all layers."""
         return len({*zip(self.layer_query_groups, self.sink_layers, strict=True)}) == 1
 
     @property
     def needs_own_attention(self) -> bool:
-        """Whether Transformer Engine's attention core cannot be used."""
+        """Whether the settings rule out Transformer Engine's core attention."""
         beyond = self.attention_sinks != "none" or self.attention_softcap or self.attention_backend != "auto"
         return bool(self.sliding_window or beyond or self.value_scale != 1)
 

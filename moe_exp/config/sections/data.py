@@ -6,9 +6,9 @@
       train_data: good
       seq_len: 4096
 
-A stage inherits the values that it does not set. Samples are always counted in units of SEQ_LEN tokens: a
-sample of F * SEQ_LEN tokens counts as F. Thus the tokens per batch stay the same, and the schedules of
-learning rate and batch size continue.
+A stage inherits values that it does not set from the previous stage. Samples are always counted in units of
+SEQ_LEN tokens: a sample of F * SEQ_LEN tokens counts as F samples. The tokens per batch therefore stay the
+same, and the schedules of learning rate and batch size continue unchanged.
 """
 
 import json
@@ -58,7 +58,7 @@ class DataSettings(OptimizerSettings):
 
     train_data: Blend = data(
         "",
-        "training data: 'A' or 'WEIGHT A WEIGHT B ...', where A and B are each a folder, file or pattern of "
+        "training data: 'PATH' or 'WEIGHT PATH WEIGHT PATH ...'; each PATH is a folder, file or pattern of "
         "text (.txt, .md, .jsonl, .json, .parquet, .arrow) or the prefix of Megatron .bin/.idx files; empty: "
         "the embedded corpus",
     )
@@ -66,7 +66,7 @@ class DataSettings(OptimizerSettings):
         "", "validation data, in the format of TRAIN_DATA; empty: hold out part of the text (docs/corpus.md)"
     )
     text_documents: Literal["file", "block"] = data(
-        "file", "documents in text files; file: the whole file; block: each block between blank lines"
+        "file", "unit that forms a document in text files; file: whole file; block: text between blank lines"
     )
     prepend_bos: bool = data(False, "begin each text document with TOKENIZER's beginning-of-sequence token")
     text_field: str = data("text", "field (.jsonl) or column (.parquet, .arrow) that contains the text")
@@ -77,8 +77,8 @@ class DataSettings(OptimizerSettings):
     )
     data_stages: Stages = data(
         "",
-        "later training stages with other files, weights or sample lengths, each starting at a sample or "
-        "token: a YAML file or YAML text (docs/corpus.md)",
+        "later training stages with other data, blend weights or sample lengths, each starting at a given "
+        "sample or token: a YAML file or YAML text (docs/corpus.md)",
     )
     data_order: Literal["stream", "megatron"] = data(
         "stream",
@@ -86,13 +86,13 @@ class DataSettings(OptimizerSettings):
     )
     document_mask: bool = data(
         False,
-        "restrict attention to each document and restart positions at 0; documents end with the "
-        "end-of-document token",
+        "restrict attention to tokens of the same document, whose positions start at 0; documents end with "
+        "the end-of-document token",
         megatron_flags=("--reset-attention-mask", "--reset-position-ids"),
     )
     document_tokens: Rate = data(
         0.0,
-        "mean document length within a sample, weighted by tokens; the planner and FLOP counts use it if "
+        "token-weighted mean length of the documents in a sample; used by the planner and FLOP counts if "
         "DOCUMENT_MASK is set; 0: measured on TRAIN_DATA's token files",
         compared=False,
     )
@@ -107,7 +107,7 @@ class DataSettings(OptimizerSettings):
         "best_fit: fill samples with whole documents, and cut only documents longer than a sample",
     )
     allow_other_data: bool = data(
-        False, "resume at the checkpoint's sample number even if the data or their order have changed"
+        False, "resume at the checkpoint's sample number even if the data or its order has changed"
     )
     num_workers: NonNegative = data(
         ...,
@@ -133,14 +133,14 @@ class DataSettings(OptimizerSettings):
 
     @property
     def split_shares(self) -> list[float]:
-        """SPLIT as numbers; empty if there are more than three or the training share is 0."""
+        """SPLIT as a list of numbers; [] if it has more than three or its training share is 0."""
         shares = [float(share) for share in self.split.split(",") if share]
         return shares if len(shares) <= 3 and any(shares[:1]) else []
 
     @property
     def stages(self) -> list[DataStage]:
-        """The initial stage (TRAIN_DATA and SEQ_LEN), then those of DATA_STAGES. Token-based stages start at
-        a batch boundary only in the result of `with_stage_begins`.
+        """The initial stage (TRAIN_DATA and SEQ_LEN), then the stages in DATA_STAGES. Token-based stages
+        start at a batch boundary only in the result of `with_stage_begins`.
         """
         stages = [DataStage(0, self.train_data, self.seq_len)]
         for given in self._given_stages:
@@ -161,7 +161,7 @@ class DataSettings(OptimizerSettings):
 
     @property
     def stage_blends(self) -> list[str]:
-        """Blends in DATA_STAGES, in order."""
+        """The train_data blends in DATA_STAGES, in order."""
         return [given["train_data"] for given in self._given_stages if "train_data" in given]
 
     def with_stage_blends(self, blends: Sequence[str]) -> str:
@@ -181,7 +181,7 @@ class DataSettings(OptimizerSettings):
         self: _Settings, consumed: int = 0, skipped: Sequence[tuple[int, int]] = (),
         begun: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[_Settings, list[str]]:  # fmt: skip
-        """Returns settings whose token-based stages start at the next batch, and a line per moved stage.
+        """Returns settings with token-based stages moved to batch boundaries, and a line per moved stage.
 
         `consumed`, `skipped`: see `stage_begin_problems`. Stages in `begun` keep their first sample.
         """
@@ -205,7 +205,7 @@ class DataSettings(OptimizerSettings):
     def stage_begin_problems(
         self, consumed: int = 0, skipped: Sequence[tuple[int, int]] = ()
     ) -> Iterator[str]:
-        """Yields a line for each stage that would begin within a batch.
+        """Yields a line for each stage that would begin in the middle of a batch.
 
         Args:
             consumed: number of samples consumed so far.
@@ -218,7 +218,7 @@ class DataSettings(OptimizerSettings):
                 yield self.problem("data_stages", rule, f"start the stage at sample {' or '.join(fits)}")
 
     def _batch_around(self, sample: int, consumed: int, skipped: Sequence[tuple[int, int]]) -> list[int]:
-        """Begin and end of the future batch that contains `sample`; [] if `sample` begins a batch."""
+        """Start and end of the future batch that contains `sample`; [] if a batch starts at `sample`."""
         left_out = sum(min(end, sample) - start for start, end in skipped if start < sample)
         own, begin = sample - left_out, consumed
         for step in self.batches.steps(own + 1, consumed):
@@ -238,10 +238,10 @@ class DataSettings(OptimizerSettings):
             (self.split and self.valid_data, "split",
              f"cannot be combined with VALID_DATA={self.valid_data}", "omit SPLIT or VALID_DATA"),
             (self.split and not self.split_shares, "split",
-             "must be up to three numbers (training, validation, test), the first above 0",
+             "must be at most three numbers (training, validation, test), with the first above 0",
              "set for example SPLIT=99,1"),
             (fills and not self.eod_mask_loss, "document_packing",
-             "pads samples with end-of-document tokens, to be excluded from the loss",
+             "pads samples with end-of-document tokens, which the loss must exclude",
              "set EOD_MASK_LOSS=true"),
             (fills and self.data_order == "megatron", "document_packing",
              "cannot be combined with DATA_ORDER=megatron", "set DATA_ORDER=stream"),
@@ -249,7 +249,7 @@ class DataSettings(OptimizerSettings):
             (is_embedded and self.valid_data, "valid_data", own, "set TRAIN_DATA, or omit VALID_DATA"),
             (is_embedded and self.vocab_size < EMBEDDED_VOCAB_SIZE, "vocab_size",
              f"the embedded corpus (TRAIN_DATA is empty) has {EMBEDDED_VOCAB_SIZE} distinct tokens",
-             f"set VOCAB_SIZE to at least {EMBEDDED_VOCAB_SIZE}, or TRAIN_DATA"),
+             f"set VOCAB_SIZE to at least {EMBEDDED_VOCAB_SIZE}, or set TRAIN_DATA"),
         )  # fmt: skip
         if self.data_stages:
             yield from self._stage_problems()

@@ -2,7 +2,8 @@
 
 The section classes inherit from each other in the order of `--help`, from LaunchSettings to `config.Config`;
 pydantic keeps that order of fields. Methods may use the fields of their own section and of earlier ones, so a
-rule that spans sections is in the last one. Rules about the machine are in launch/machine_checks.py.
+rule that spans several sections belongs in the last of them. Rules about the machine are in
+launch/machine_checks.py.
 """
 
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ class LaunchSettings(BaseModel):
 
     @property
     def rendezvous_port(self) -> int:
-        """MASTER_PORT or its default; 0: the single node's agent chooses a free port."""
+        """MASTER_PORT or its default; 0: on a single node, torchrun's agent chooses a free port."""
         return self.master_port or (23456 if self.nnodes > 1 else 0)
 
     def problems(self) -> Iterator[str]:

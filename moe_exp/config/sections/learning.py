@@ -37,7 +37,7 @@ class Batches(NamedTuple):
     """Batch sizes of a run (`config.batches`), as with --rampup-batch-size in Megatron-LM.
 
     SAMPLES is divided equally among n = (GBSZ - START) / INCREMENT steps, so after c samples the batch size
-    is START + floor(c / (SAMPLES / n)) * INCREMENT. Megatron-Core 0.18 and later lack this calculator.
+    is START + floor(c / (SAMPLES / n)) * INCREMENT. Megatron-Core has no such calculator since version 0.18.
     """
 
     gbsz: int
@@ -83,11 +83,11 @@ class LearningSettings(ParallelSettings):
 
     lr: float = learning(0.0006, "peak learning rate", gt=0)
     min_lr: float = learning(6e-05, "final learning rate", ge=0)
-    router_lr_mult: float = learning(1.0, "factor on LR and MIN_LR for routers", gt=0)
-    expert_lr_mult: float = learning(1.0, "factor on LR and MIN_LR for routed experts", gt=0)
+    router_lr_mult: float = learning(1.0, "multiplier of LR and MIN_LR for routers", gt=0)
+    expert_lr_mult: float = learning(1.0, "multiplier of LR and MIN_LR for routed experts", gt=0)
     lr_groups: ParameterGroups = learning(
         "",
-        "factors on LR and MIN_LR (lr) and on WEIGHT_DECAY (wd) by parameter name: "
+        "multipliers of LR and MIN_LR (lr) and of WEIGHT_DECAY (wd) by parameter name: "
         "'*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; the first matching pattern applies "
         "(docs/learning_rate.md)",
     )
@@ -101,19 +101,20 @@ class LearningSettings(ParallelSettings):
     train_iters: Positive = learning(40000, "number of training iterations")
     warmup_iters: NonNegative = learning(
         1000,
-        "linear warm-up (iterations); if TRAIN_ITERS is set, the default is at most a tenth of TRAIN_ITERS",
+        "length of the linear warm-up (iterations); if TRAIN_ITERS is set, the default is at most a tenth of "
+        "TRAIN_ITERS",
     )
-    decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS")
+    decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: same as TRAIN_ITERS")
     wsd_decay_iters: NonNegative = learning(
-        0, "length of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S) (iterations)"
+        0, "length in iterations of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S)"
     )
     wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
         "linear", "shape of each decay phase (WSD_DECAY_ITERS long); minus_sqrt: 1 - sqrt(elapsed fraction)"
     )
     wsd_decay_ends: IterationsOrShares = learning(
         "",
-        "ends of all decays but the final one: iterations, or fractions such as 25%,50%; after each of these "
-        "decays, the learning rate returns to LR (LR_DECAY_STYLE=WSD-S)",
+        "iterations (or fractions such as 25%,50%) at which the decays before the final one end; after each "
+        "of these decays, the learning rate returns to LR (LR_DECAY_STYLE=WSD-S)",
     )
     lr_power_a: float = learning(
         4.0, "factor A of LR_DECAY_STYLE=power: the learning rate is min(LR, GBSZ * A * tokens^B)", gt=0
@@ -144,7 +145,7 @@ class LearningSettings(ParallelSettings):
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
-        """MTP_LOSS_COEFF of the iteration after `consumed_samples`; like LR, it counts batches of GBSZ."""
+        """MTP_LOSS_COEFF of the iteration after `consumed_samples`; like LR, scheduled in batches of GBSZ."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))
@@ -165,7 +166,7 @@ class LearningSettings(ParallelSettings):
 
     @property
     def decay_ends(self) -> list[int]:
-        """Iterations at which the decays of WSD and WSD-S end, including the final one."""
+        """Iterations at which the decays of WSD and WSD-S end, including the final decay."""
         points = self.wsd_decay_ends.split(",") if self.lr_decay_style == "WSD-S" else []
         return [*(iteration_of(point, self.decay_end) for point in points if point), self.decay_end]
 
@@ -173,8 +174,8 @@ class LearningSettings(ParallelSettings):
     def pieces(self) -> list[Piece]:
         """Pieces of the schedule after the warm-up, in order; at least one if there are no `problems`.
 
-        The first piece begins at the end of the warm-up. As in Megatron, a final decay longer than the
-        remaining iterations starts partway through. Raises ValueError for an unsupported LR_DECAY_STYLE.
+        The first piece begins at the end of the warm-up. As in Megatron, a final decay that would begin
+        before the warm-up ends is entered partway. Raises ValueError for an unsupported LR_DECAY_STYLE.
         """
         pieces, start = [], self.warmup_iters
         for style, end, target in self._pieces_in_iterations():
@@ -253,7 +254,7 @@ class LearningSettings(ParallelSettings):
         return ""
 
     def _schedule_problems(self, decay_name: str) -> Iterator[str]:
-        """Checks the tokens per micro-batch, and LR, MIN_LR, LR_DECAY_STYLE and their iterations."""
+        """Checks the tokens per micro-batch, LR, MIN_LR, LR_DECAY_STYLE, and the schedule's iterations."""
         decay, style = self.decay_end, self.lr_decay_style
         slots = self.mbsz * self.seq_len * self.topk
         tokens = self.seq_len * self.mbsz // (self.cp * self.tp)
@@ -267,7 +268,7 @@ class LearningSettings(ParallelSettings):
              f"with MBSZ={self.mbsz} a rank has {tokens} tokens, but FP8_RECIPE={self.fp8_recipe} requires a"
              f" multiple of {multiple}", "change SEQ_LEN or MBSZ, or set FP8=none"),
             (self.warmup_iters >= decay, "warmup_iters",
-             f"must be less than {decay_name}={decay}, where the decay ends",
+             f"must be less than {decay_name}={decay}, the end of the decay",
              f"set WARMUP_ITERS below {decay}, or raise {decay_name}"),
             (self.min_lr > self.lr, "min_lr",
              f"must be at most LR={self.lr}", f"lower MIN_LR, for example to {self.lr / 10:g}"),

@@ -41,23 +41,23 @@ class ModelSettings(LaunchSettings):
     ffn_hidden_size: Width = model(1792, "width of the dense MLP")
     num_heads: NumHeads = model(4, "attention heads")
     num_query_groups: NumHeads = model(
-        1, "key/value heads (grouped-query attention); NUM_HEADS: multi-head attention"
+        1, "number of key/value heads (grouped-query attention); same as NUM_HEADS: multi-head attention"
     )
     head_dim: OptionalWidth = model(0, "channels per attention head; 0: HIDDEN_SIZE / NUM_HEADS")
     multi_latent_attention: bool = model(
         False,
-        "multi-head latent attention (MLA) with sizes Q_LORA_RANK to V_HEAD_DIM; ignores NUM_QUERY_GROUPS",
+        "multi-head latent attention (MLA), sized by Q_LORA_RANK to V_HEAD_DIM; ignores NUM_QUERY_GROUPS",
     )
     q_lora_rank: OptionalWidth = model(0, "compressed width of queries (MLA); 0: no compression")
     kv_lora_rank: Width = model(512, "compressed width of keys and values (MLA)")
-    qk_head_dim: Width = model(128, "channels per query/key head that carry no position embedding (MLA)")
-    qk_pos_emb_head_dim: Width = model(64, "channels per query/key head that carry position embedding (MLA)")
+    qk_head_dim: Width = model(128, "channels per query/key head without position embedding (MLA)")
+    qk_pos_emb_head_dim: Width = model(64, "channels per query/key head with position embedding (MLA)")
     v_head_dim: Width = model(128, "channels per value head (MLA)")
     seq_len: Positive = model(2048, "sequence length (tokens per sample)")
     vocab_size: Positive = model(
         128256,
-        "vocabulary size before padding to a multiple of 128; if not set, taken from the data or TOKENIZER "
-        "when known",
+        "vocabulary size before padding to a multiple of 128; if not set, the size given by the data or "
+        "TOKENIZER, if known",
     )
     activation: Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"] = model(
         "swiglu", "activation function of MLPs and experts; clamped_swiglu: clamped to 7, as in gpt-oss"
@@ -67,9 +67,9 @@ class ModelSettings(LaunchSettings):
     norm_bias: bool = model(True, "biases in norm layers (NORMALIZATION=LayerNorm)")
     norm_placement: Literal["pre", "post", "around", "around_moe", "parallel"] = model(
         "pre",
-        "position of norms; pre: before attention and MLP; post: after them (OLMo 2); around: before and "
-        "after them (Afmoe); around_moe: before them, and also after MoE layers (A.X K1); parallel: one "
-        "norm before attention and MLP, which run in parallel (Cohere2)",
+        "placement of norms; pre: before attention and MLP; post: after both (OLMo 2); around: before and "
+        "after both (Afmoe); around_moe: before both, and also after MoE layers (A.X K1); parallel: one norm "
+        "before attention and MLP, which run in parallel (Cohere2)",
     )
     add_bias_linear: bool = model(False, "biases in all linear layers, including experts and router")
     qk_norm: bool = model(False, "normalize queries and keys; with MLA, normalize their compressed vectors")
@@ -78,8 +78,8 @@ class ModelSettings(LaunchSettings):
         "what QK_NORM normalizes; head: each head; all: all heads together (OLMo 2, OLMoE); rotated: each "
         "head after the rotary embedding (Hunyuan)",
     )
-    qk_norm_epsilon: Rate = model(0.0, "epsilon of the norms of QK_NORM; 0: NORM_EPSILON", costs=False)
-    qkv_bias: bool = model(False, "biases on queries, keys and values only")
+    qk_norm_epsilon: Rate = model(0.0, "epsilon of the QK_NORM norms; 0: same as NORM_EPSILON", costs=False)
+    qkv_bias: bool = model(False, "biases in the query, key and value projections only")
     rotary_base: float = model(100000.0, "base of the rotary position embedding", gt=0, costs=False)
     rotary_fraction: float = model(1.0, "fraction of each head's channels that is rotated", gt=0, le=1)
     rope_scaling: Literal["none", "llama3", "yarn"] = model(
@@ -115,16 +115,16 @@ class ModelSettings(LaunchSettings):
         True, "round the bounds of the frequency range (YARN_BETA_SLOW to _FAST) to whole channels (yarn)"
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
-    embedding_multiplier: float = model(1.0, "factor on the embeddings (Granite)", gt=0, costs=False)
+    embedding_multiplier: float = model(1.0, "factor applied to the embeddings (Granite)", gt=0, costs=False)
     residual_multiplier: float = model(
-        1.0, "factor on attention and MLP outputs added to the residual stream (Granite)", gt=0, costs=False
+        1.0, "factor on attention and MLP outputs before residual addition (Granite)", gt=0, costs=False
     )
     attention_multiplier: Rate = model(
         0.0,
-        "factor on attention scores before softmax (Granite); 0: 1 / sqrt(channels per head)",
+        "factor applied to attention scores before softmax (Granite); 0: 1 / sqrt(channels per head)",
         costs=False,
     )
-    logits_scaling: float = model(1.0, "number by which logits are divided (Granite)", gt=0, costs=False)
+    logits_scaling: float = model(1.0, "divisor of the output logits (Granite)", gt=0, costs=False)
     mtp_num_layers: FewLayers = model(
         0,
         "number of multi-token prediction layers after the last layer (DeepSeek-V3): layer k predicts the "
@@ -146,7 +146,7 @@ class ModelSettings(LaunchSettings):
     )
     parametrization: Literal["standard", "mup"] = model(
         "standard",
-        "scaling of initial weights, learning rates and weight decay with model size; mup: a learning rate "
+        "how initial weights, learning rates and weight decay scale with model size; mup: a learning rate "
         "tuned on a small model transfers to a larger one",
         costs=False,
     )
@@ -158,7 +158,7 @@ class ModelSettings(LaunchSettings):
     mup_base_moe_ffn_hidden_size: NonNegative = model(
         0, "MOE_FFN_HIDDEN_SIZE of the base model; 0: same ratio to HIDDEN_SIZE as in this model", costs=False
     )
-    mup_base_topk: NonNegative = model(0, "TOPK of the base model; 0: as in this model", costs=False)
+    mup_base_topk: NonNegative = model(0, "TOPK of the base model; 0: same as in this model", costs=False)
     mup_rule: Annotated[str, one_of(MUP_RULES)] = model(
         "mean_field",
         "initialization of the experts' second projection (PARAMETRIZATION=mup); "
@@ -280,20 +280,20 @@ class ModelSettings(LaunchSettings):
             yield from self.without_effect(names, f"ROPE_SCALING={scaling}", "set ROPE_SCALING=yarn")
 
     def without_effect(self, names: Sequence[str], other: str, fix: str) -> Iterator[str]:
-        """Yields a line for each changed setting in `names` that has no effect while `other` applies."""
+        """Yields an error line for each non-default setting in `names` that has no effect with `other`."""
         for name in names:
             if getattr(self, name) != (default := type(self).model_fields[name].default):
                 usual = as_given(default).removesuffix(".0")
                 yield self.problem(name, f"has no effect while {other}", f"{fix}, or {name.upper()}={usual}")
 
     def layers_in(self, pattern: str, first: int = 0) -> list[bool]:
-        """Flag per layer, true if `pattern` chooses it, from layer `first` on. A list in the pattern sets
-        the number of flags, instead of NUM_LAYERS.
+        """Whether each layer is chosen by `pattern`; layers before `first` are never chosen. If `pattern` is
+        a list, its length replaces NUM_LAYERS.
         """
         return list(layers_of_pattern(pattern, self.num_layers, first))
 
     def pattern_problems(self, name: str, layers: Sequence[bool]) -> Iterator[str]:
-        """Yields a line if `layers`, chosen by setting `name`, has more or fewer layers than the model."""
+        """Yields an error line if `layers`, the value of setting `name`, does not have NUM_LAYERS entries."""
         if len(layers) != self.num_layers:
             rule = f"has {len(layers)} layers, but NUM_LAYERS={self.num_layers}"
             fix = f"give a number, n:m, or a pattern of {self.num_layers} zeros and ones"

@@ -98,18 +98,19 @@ class ExpertSettings(RouterSettings):
     cross_entropy: Literal["auto", "megatron", "triton", "linear"] = model(
         "auto",
         "implementation of the output layer's loss; triton: this package's kernel, which stores logits "
-        "but no probabilities for backward; linear: output layer and loss in chunks of tokens, storing "
+        "but no probabilities for backward; linear: output layer and loss in chunks of tokens, which stores "
         "gradients of the output layer but no logits; auto: triton on GPUs that support it, else megatron",
     )
     impl: Literal["auto", "local", "te"] = model(
         "auto",
-        "implementation of the layers around the MoE layer; local: this package; te: Transformer "
+        "implementation of all layers except MoE layers; local: this package; te: Transformer "
         "Engine; auto: te on GPUs if installed, else local",
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        "FP8 matrix products; e4m3: all in e4m3; hybrid: gradients in e5m2. EXPERT_BACKEND=te uses "
-        "Transformer Engine; EXPERT_BACKEND=triton uses FP8 only in the experts (e4m3, FP8_RECIPE=blockwise)",
+        "FP8 format of matrix products; e4m3: e4m3 for all; hybrid: e5m2 for gradients. EXPERT_BACKEND=te "
+        "uses Transformer Engine; EXPERT_BACKEND=triton uses FP8 only in the experts (e4m3, "
+        "FP8_RECIPE=blockwise)",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",
@@ -119,14 +120,14 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Flag per layer, true for MoE layers: as many as in a MOE_LAYER_FREQ list, else NUM_LAYERS."""
+        """Whether each layer is an MoE layer. If MOE_LAYER_FREQ is a list, its length replaces NUM_LAYERS."""
         if not self.use_moe:
             return [False] * self.num_layers
         return self.layers_in(self.moe_layer_freq, self.first_k_dense)
 
     @property
     def all_moe_layers(self) -> list[bool]:
-        """`moe_layers`, followed by the last layer's flag for each multi-token prediction layer."""
+        """`moe_layers`, then one copy of the last layer's flag per multi-token prediction layer."""
         return self.moe_layers + self.moe_layers[-1:] * self.mtp_num_layers
 
     @property
@@ -141,7 +142,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def expert_hidden_size(self) -> int:
-        """Width of a routed expert's input and output: MOE_LATENT_SIZE, or the model's."""
+        """Width of a routed expert's input and output: MOE_LATENT_SIZE, or HIDDEN_SIZE if that is 0."""
         return self.moe_latent_size or self.hidden_size
 
     @property

@@ -77,8 +77,8 @@ class OptimizerSettings(LearningSettings):
     clip_grad: Rate = learning(1.0, "maximum gradient norm; 0: no clipping")
     ema_decay: Probability = learning(
         0.0,
-        "decay of an exponential moving average of the weights, such as 0.999; kept in fp32, saved in "
-        "checkpoints, evaluated as ema_lm_loss; 0: no average",
+        "decay of an exponential moving average of the weights, such as 0.999; the average is in fp32, saved "
+        "in checkpoints and evaluated as ema_lm_loss; 0: no average",
         costs=True,
     )
     average_every: Positive = learning(
@@ -94,7 +94,7 @@ class OptimizerSettings(LearningSettings):
     dtype: Literal["fp32", "bf16", "fp16"] = learning("bf16", "data type for computation", costs=True)
 
     def deterministic_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Variables that DETERMINISTIC requires and `environ` does not define."""
+        """Environment variables that DETERMINISTIC requires but `environ` does not define."""
         needed = ENVIRONMENT if self.deterministic else {}
         return {name: values[0] for name, values in needed.items() if not environ.get(name)}
 
@@ -112,8 +112,8 @@ class OptimizerSettings(LearningSettings):
             yield from self._expert_backend_problems()
 
     def _optimizer_problems(self) -> Iterator[str]:
-        """Checks the optimizer, its state and data types, and what DeepEP requires of them. The layer
-        checks for DeepEP's package and a GPU when it is built.
+        """Checks the optimizer, its state, the data types, and whether DeepEP supports them. The MoE layer
+        checks for DeepEP's package and a GPU at construction.
         """
         optimizer, is_deepep = OPTIMIZERS[self.optimizer], self.use_moe and self.dispatcher == "deepep"
         is_bf16 = self.optimizer_state_dtype == "bf16"
@@ -124,8 +124,8 @@ class OptimizerSettings(LearningSettings):
             (self.parametrization == "mup" and optimizer.moments != "adam", "parametrization",
              f"cannot be combined with OPTIMIZER={self.optimizer}: muP requires Adam", "set OPTIMIZER=adam"),
             (self.ema_decay and self.average_every > self.train_iters, "average_every",
-             f"must be at most TRAIN_ITERS={self.train_iters}, or EMA_DECAY={self.ema_decay:g} averages"
-             " nothing", f"set AVERAGE_EVERY to at most {self.train_iters}"),
+             f"must be at most TRAIN_ITERS={self.train_iters}, otherwise EMA_DECAY={self.ema_decay:g} has no "
+             "effect", f"set AVERAGE_EVERY to at most {self.train_iters}"),
             (self.qk_clip and self.distributed_optimizer, "qk_clip",
              "requires whole heads, but the distributed optimizer splits them",
              "set DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0"),

@@ -53,7 +53,7 @@ class OutputSettings(DataSettings):
     )
     keep_best: NonNegative = output(
         0,
-        "also keep this many checkpoints, those with the lowest validation loss (with KEEP_LAST); 0: none",
+        "also keep this many checkpoints with the lowest validation loss (with KEEP_LAST); 0: none",
         compared=False,
     )
     verify_checkpoint: bool = output(
@@ -72,7 +72,7 @@ class OutputSettings(DataSettings):
     eval_iters: NonNegative = output(10, "number of global batches per evaluation")
     tensorboard_axes: bool = output(
         False,
-        "also plot losses in TensorBoard over tokens, FLOPs and training time, as runs named by_*",
+        "also plot losses over tokens, FLOPs and training time in TensorBoard, as runs named by_*",
         compared=False,
     )
     wandb_project: str = output("", "Weights & Biases project; empty: not used", compared=False)

@@ -93,7 +93,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def needs_own_layers(self) -> bool:
-        """Whether Transformer Engine, which fuses norms with the next projection, cannot run the layers."""
+        """Whether Transformer Engine cannot run the layers, as it fuses norms with the next projection."""
         return (
             "norm" in self.recomputed
             or (self.norm_placement, self.norm_bias, self.qk_norm_epsilon) != ("pre", True, 0)
@@ -102,7 +102,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of replicas of the model without its experts."""
+        """Data-parallel size of all parameters except the experts."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
@@ -156,7 +156,7 @@ class ParallelSettings(ExpertSettings):
              "requires a layer in the last pipeline stage",
              "change PIPELINE_LAYERS, or set MTP_NUM_LAYERS=0"),
             (has_mtp and is_te_fp8, "mtp_num_layers",
-             f"cannot be combined with FP8={self.fp8} by Transformer Engine",
+             f"cannot be combined with FP8={self.fp8} in Transformer Engine",
              "set FP8=none, or MTP_NUM_LAYERS=0"),
         )  # fmt: skip
 
@@ -194,10 +194,10 @@ class ParallelSettings(ExpertSettings):
              "the model has no shared_expert without SHARED_EXPERT_SIZE",
              "remove shared_expert, or set SHARED_EXPERT_SIZE"),
             (bool(recomputed), "offload_modules",
-             f"backward recomputes {','.join(recomputed)}, so nothing is left to move",
+             f"backward recomputes {','.join(recomputed)}, so nothing is left to offload",
              "remove it from OFFLOAD_MODULES or RECOMPUTE_MODULES"),
             ("attention" in chosen and "mla_up_proj" in again, "offload_modules",
-             "attention cannot be moved while Megatron frees and recomputes its submodule mla_up_proj",
+             "attention cannot be offloaded while Megatron frees and recomputes its submodule mla_up_proj",
              "remove attention here, or mla_up_proj from RECOMPUTE_MODULES"),
             (self.recompute in ("selective", "full"), "offload_modules",
              f"cannot be combined with RECOMPUTE={self.recompute}, which keeps only layer inputs",
@@ -221,7 +221,7 @@ class ParallelSettings(ExpertSettings):
         )  # fmt: skip
 
     def _fp8_size_problems(self) -> Iterator[str]:
-        """Checks the sizes of matrices in Transformer Engine's FP8 products."""
+        """Checks the matrix sizes in Transformer Engine's FP8 GEMMs."""
         multiple = SIZE_MULTIPLES[self.fp8_recipe]
         has_dense = not all(self.moe_layers) and (self.moe_ffn_hidden_size or not self.use_moe)
         sizes = (  # whether there is such a matrix product, setting, value, ranks that it is split over

@@ -375,8 +375,8 @@ REFUSED = [
         "RAMPUP_BATCH_SIZE=8 16 100: GBSZ=32 must be START plus a multiple of INCREMENT",
     ),
     ("rampup_batch_size='8 8 100' pp=2 vpp=2 gpus_per_node=2", "RAMPUP_BATCH_SIZE=...step 1 of 4 ...VPP=2 "),
-    ("warmup_iters=300", "WARMUP_ITERS=300: must be less than TRAIN_ITERS=300, where the decay ends"),
-    ("decay_iters=10", "WARMUP_ITERS=20: must be less than DECAY_ITERS=10, where the decay ends"),
+    ("warmup_iters=300", "WARMUP_ITERS=300: must be less than TRAIN_ITERS=300, the end of the decay"),
+    ("decay_iters=10", "WARMUP_ITERS=20: must be less than DECAY_ITERS=10, the end of the decay"),
     ("lr=0.0001", "MIN_LR=0.0003: must be at most LR=0.0001... lower MIN_LR, for example to"),
     ("lr_decay_style=WSD", "WSD_DECAY_ITERS=0: must be from 1 to TRAIN_ITERS=300 with LR_DECAY_STYLE=WSD"),
     # Learning rate
