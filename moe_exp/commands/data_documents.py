@@ -110,7 +110,7 @@ def run_download(arguments: argparse.Namespace) -> None:
 )  # fmt: skip
 def run_prepare(arguments: argparse.Namespace) -> int:
     """Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into
-    DATA_DIR/NAME_shuffled. Repeat the command to resume. Exit code 75: SLURM jobs are still running; the last
+    DATA_DIR/NAME_shuffled. Repeat the command to resume. Exit code 75: SLURM jobs are under way; the last
     job also shuffles the chunks.
     """
     from moe_exp.data.convert.convert import ConvertSettings
