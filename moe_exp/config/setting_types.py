@@ -130,7 +130,7 @@ def _iterations(text: str) -> None:
     # the two ends of a range may be equal
     in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))
     if text and not (ends[0] >= 1 and in_order):
-        raise ValueError("must be positive iterations or ranges such as 10-12, comma-separated and in order")
+        raise ValueError("must be comma-separated iterations in order, from 1, or ranges such as 10-12")
 
 
 def _timeout(value: Any) -> str:

@@ -329,8 +329,8 @@ def test_calibrate_writes_nothing_over_its_input_or_from_nothing(plan, tmp_path)
     before = "row_id,gpu,layers,hidden,heads,seq,vocab,tp,pp\nr1,A100-80GB,24,1024,16,2048,32000,1,1\n"
     runs.write_text(before)
     for command, out, line in (
-        ("calibrate", runs, "must not be the file of --runs"),
-        ("predict", runs, "must not be the file of --runs"),
+        ("calibrate", runs, "must not be the --runs file"),
+        ("predict", runs, "must not be the --runs file"),
         ("calibrate", tmp_path / "p.json", "RUNS: no row has a measured"),
     ):
         assert line in plan(command, "--runs", str(runs), "--out", str(out), code=1).err

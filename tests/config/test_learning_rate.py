@@ -183,7 +183,8 @@ def test_the_text_has_pieces_and_five_points():
         ({"train_iters": 1000, "decay_iters": 2000, "warmup_iters": 0},
          [r"DECAY_ITERS=2000: .* rate of 0\.00033, above MIN_LR=6e-05\. "]),
         ({"train_iters": 500, "decay_iters": 38000},
-         [r"WARMUP_ITERS=1000: .*, at 0\.0003 of LR=0\.0006\. .* to 50,", r"DECAY_ITERS=38000: .*0\.0003, "]),
+         [r"WARMUP_ITERS=1000: .* rate of 0\.0003 instead of LR=0\.0006\. .* to 50,",
+          r"DECAY_ITERS=38000: .*0\.0003, "]),
     ],
 )  # fmt: skip
 def test_a_schedule_that_does_not_fit_the_run_is_reported(settings, expected):

@@ -294,7 +294,7 @@ REFUSED = [
     ("mtp_num_layers=1 pp=2 pipeline_layers=4,0 gpus_per_node=2", "MTP_NUM_LAYERS=1: requires a layer in"),
     (
         "mtp_num_layers=1 fp8=hybrid expert_backend=te dtype=bf16",
-        "MTP_NUM_LAYERS=1: cannot be combined with FP8=hybrid by Transformer Engine",
+        "MTP_NUM_LAYERS=1: cannot be combined with FP8=hybrid in Transformer Engine",
     ),
     ("mtp_loss_coeff=0.1", "MTP_LOSS_COEFF=0.1: has no effect while MTP_NUM_LAYERS=0"),
     ("mtp_num_layers=1 mtp_loss_coeff=0.3:8,0.2:5,0.1", "MTP_LOSS_COEFF=...values end at iterations 8, 5"),
@@ -452,7 +452,7 @@ REFUSED = [
     ("train_data=a", "VALID_DATA=: required for EVAL_INTERVAL=100, as TRAIN_DATA=a is not a folder"),
     ("split=99,1", "SPLIT=99,1: the embedded corpus has its own validation data"),
     ("train_data=a valid_data=b split=99,1", "SPLIT=99,1: cannot be combined with VALID_DATA=b"),
-    ("train_data=a split=0,1", "SPLIT=0,1: must be up to three numbers"),
+    ("train_data=a split=0,1", "SPLIT=0,1: must be at most three numbers"),
     ("train_data=a split=100,0,0", "SPLIT=100,0,0: has no validation share, but EVAL_INTERVAL=100"),
     ("valid_data=a", "VALID_DATA=a: the embedded corpus has its own validation data"),
     (

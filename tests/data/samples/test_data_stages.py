@@ -112,7 +112,10 @@ def test_a_file_and_text_are_the_same(tmp_path):
         ("[{from_samples: 8, weights: 1}]", "stage 1 has 'weights'"),
         ("[{from_samples: -8, seq_len: 8}]", "from_samples=-8 must be a whole number of at least 1"),
         ("[{from_samples: 8.5, seq_len: 8}]", "from_samples=8.5 must be a whole number"),
-        ("[{from_samples: 8, train_data: 3}]", "stage 1: train_data must be text as in TRAIN_DATA"),
+        (
+            "[{from_samples: 8, train_data: 3}]",
+            "stage 1: train_data must be text in the format of TRAIN_DATA",
+        ),
     ],
 )
 def test_what_cannot_be_read(text, rule):

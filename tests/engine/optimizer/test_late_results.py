@@ -54,7 +54,7 @@ def trained(settings: dict[str, Any], step: str, port: int) -> tuple[dict[str, A
         try:
             end: Any = loop.run(config, stop)
         except GuardEnd as error:
-            end = error.line
+            end = str(error)
     return end, late
 
 

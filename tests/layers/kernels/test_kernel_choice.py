@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from helpers.layers.kernel_device import DEVICE, needs_kernels
-from moe_exp.layers.dispatcher import sort_slots
-from moe_exp.layers.dispatcher.row_order import RowOrder
+from moe_exp.layers.dispatcher.row_order import RowOrder, slots_of, sort_by_expert
 from moe_exp.layers.kernels import launch as choice
 from moe_exp.layers.kernels.launch import KernelFailure, choose_routing, failure_of, takes_kernels
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision, kernel_problem
@@ -43,7 +42,7 @@ def routed(x_TD: torch.Tensor, *, use_kernels: bool) -> tuple[RoutingDecision, R
     router = Router(config, device=DEVICE)
     router.needs_scores = False
     decision = router(x_TD)
-    order = sort_slots(decision, num_experts=4).order()
+    order = sort_by_expert(**slots_of(decision, 4)).order()
     assert decision.use_kernels == order.use_kernels == use_kernels
     return decision, order
 
