@@ -277,7 +277,11 @@ SHORT = [(name, index) for name, rows in ODD.items() for index in range(min(NUM_
 LONG = [(name, index) for name, rows in ODD.items() for index in range(NUM_SHORT, len(rows))]
 
 
-@pytest.mark.parametrize("cases", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "cases",
+    [SHORT[::2], *(pytest.param(cases, marks=pytest.mark.slow) for cases in (SHORT[1::2], LONG))],
+    ids=["short", "others", "long"],
+)
 def test_logits_and_round_trip(cases, tmp_path):
     theirs = {}
     for name, index in cases:

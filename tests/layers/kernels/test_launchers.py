@@ -22,7 +22,7 @@ CASES = {
 }  # fmt: skip
 
 
-FAST = {("up", 90), ("weight_grad, adding", 90), ("combine", 90), ("down", 80)}
+FAST = {("up", 90), ("combine", 90), ("down", 80)}
 
 
 @pytest.mark.parametrize(
