@@ -212,7 +212,7 @@ def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
         "cross entropy": choose_cross_entropy(config.cross_entropy, device_type=kind)[0] != "megatron",
         "optimizer": choose_step(config, device_type=kind) != "torch",
         "rotary embedding": choose_rotary(is_fused, device_type=kind)[0] == "triton",
-        "norm": not use_te(config) and choose_norm(kind, problem=sum_problem(config))[0] == "triton",
+        "norm": choose_norm(kind, problem=sum_problem(config))[0] == "triton",
     }
     return [part for part, is_run in runs.items() if is_run]
 

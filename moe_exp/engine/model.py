@@ -264,6 +264,7 @@ def router_problem(config: Config) -> str:
 def sum_problem(config: Config) -> str:
     """Why one kernel cannot compute both the sum after attention and its norm (SumAndNorm); else empty."""
     problems = {
+        "Transformer Engine's layers": use_te(config),
         f"NORMALIZATION={config.normalization}": config.normalization != "RMSNorm",
         f"NORM_PLACEMENT={config.norm_placement}": config.norm_placement not in ("pre", "around_moe"),
         f"RESIDUAL_MULTIPLIER={config.residual_multiplier:g}": config.residual_multiplier != 1,
@@ -374,7 +375,7 @@ def _change_modules(config: Config, chunk: GPTModel, kernel_failures: Sequence[K
     norm = choose_norm(
         _device_type(), problem=sum_problem(config), failure=failure_of("norm", kernel_failures)
     )
-    if norm[0] == "triton" and not use_te(config):
+    if norm[0] == "triton":
         for layer in chunk.decoder.layers:
             SumAndNorm(layer)
     if "norm" in config.recomputed:

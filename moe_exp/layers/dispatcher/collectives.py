@@ -73,10 +73,10 @@ class AllToAll(_OneByOne):
         return AllToAll(group=self.group, send=self.receive, receive=self.send)
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
-        device = next(x.device for x in tensors if x is not None)
-        if len(tensors) == tensors.count(None) + 1 or not can_join(self.group, device):
+        moved = [x for x in tensors if x is not None]
+        if len(moved) < 2 or not can_join(self.group, moved[0].device):
             return super().launch(tensors)
-        with _coalescing_manager(self.group, device, async_ops=True) as joint:
+        with _coalescing_manager(self.group, moved[0].device, async_ops=True) as joint:
             arrival = super().launch(tensors)
 
         def wait() -> list[Tensor | None]:

@@ -111,30 +111,33 @@ class Tuned:
 
     def run(self, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         """Launches the fastest config or, if the launch fails, another config."""
-        trial = kwargs | {"grid": grid, "warmup": warmup}
+        options = kwargs | {"grid": grid, "warmup": warmup}
         if self._only is not None:
             if not self._only.suits(kwargs):
                 raise UnsuitedError(f"kernel {self.name}: config {self._only}: operands not supported")
-            self._launch(self._only, args, trial)
+            self._launch(self._only, args, options)
             return
         # Another start may measure another config as fastest, which sums in another order. Checked at every
         # launch, because PyTorch allows changing this setting at any time.
         if torch.are_deterministic_algorithms_enabled():
-            self._launch(self.configs[0], args, trial)
+            self._launch(self.configs[0], args, options)
             return
         signature = self._signature(args, kwargs)
         while True:
             known = self._launchers.get(signature)
             if known is None:
-                key = self.key(args, trial)
-                config = self.choices.get(key) or self._choose(key, args, trial)
+                key = self.key(args, options)
+                config = self.choices.get(key) or self._choose(key, args, options)
             else:
                 config = known.config
             try:
                 if known is not None:
                     known.launch(args, grid)
-                elif launcher := self._launch(config, args, trial):
-                    self._launchers[signature] = launcher
+                elif (compiled := self._launch(config, args, options)) is not None:
+                    _, given = self.prepared(config, args, options)
+                    constants = tuple(given[name] for name in self.fn.arg_names[len(args) :])
+                    has_tma = bool(config.constants.get("TMA"))
+                    self._launchers[signature] = _Launcher(config, compiled, constants, has_tma)
                 return
             except Exception as error:  # a chosen config can fail later, for example on other alignments
                 if len(self.configs) == 1 or is_of_device(error):
@@ -196,18 +199,13 @@ class Tuned:
 
     def _launch(
         self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
-    ) -> _Launcher | None:
-        """Launches one config; returns its launcher, or None if it is interpreted or a PyTorch function."""
+    ) -> Any:
+        """Launches one config by Triton; returns the compiled kernel, None if interpreted or PyTorch's."""
         if config.constants.get("LIBRARY"):
             assert self.library is not None
-            self.library(dict(zip(self.fn.arg_names, args, strict=False)))
-            return None
+            return self.library(dict(zip(self.fn.arg_names, args, strict=False)))
         args, kwargs = self.prepared(config, args, kwargs, is_trial=is_trial)
-        compiled = self.fn.run(*args, **kwargs)
-        if compiled is None:
-            return None
-        constants = tuple(kwargs[name] for name in self.fn.arg_names[len(args) :])
-        return _Launcher(config, compiled, constants, bool(config.constants.get("TMA")))
+        return self.fn.run(*args, **kwargs)
 
     def _choose(self, key: Key, args: Sequence[Any], kwargs: dict[str, Any]) -> KernelConfig:
         left = self.suited(kwargs) if len(self.configs) > 1 else self.configs

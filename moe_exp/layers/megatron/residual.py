@@ -214,18 +214,17 @@ def sum_norm_torch(
     return total, (wide * scale * weight).to(x.dtype), scale.squeeze(-1)
 
 
-@launch.compilable(
-    "sum_norm",
-    lambda x, *_: (torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
-    twin=sum_norm_torch, takes_fp64=False,
-)  # fmt: skip
+def _outputs(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@launch.compilable("sum_norm", _outputs, twin=sum_norm_torch, takes_fp64=False)
 def sum_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sum of two tensors [..., D] and the sum's RMSNorm with `weight` [D], both in the inputs'
     dtype, and each row's normalization factor (without the weight), fp32 [...].
     """
     x, residual, weight = launch.contiguous(x, residual, weight)
-    total, normalized = torch.empty_like(x), torch.empty_like(x)
-    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total, normalized, scale = _outputs(x)
     if x.numel():
         sizes = _sizes(x.size(-1))
         _kernel[(scale.numel(),)](x, residual, weight, total, normalized, scale, epsilon, **sizes)
