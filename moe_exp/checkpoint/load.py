@@ -23,7 +23,7 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.config.model_changes import optimizer_change
 from moe_exp.engine.averaged_weights import restart_average
 from moe_exp.engine.optimizer_classes import MOMENTS
-from moe_exp.engine.runtime import Runtime, from_first_rank
+from moe_exp.engine.runtime import Runtime, from_first_rank, on_every_rank
 from moe_exp.host.exit_codes import FAILED
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.runs.run_folder import LATEST, iterations
@@ -64,14 +64,15 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     this function. Raises ConfigError, before loading anything, if the model or optimizer differs; ValueError
     if there is no checkpoint or its parameters differ; RestoreError if loaded values differ from saved ones.
     """
-    folder = one_checkpoint(path)
-    common = compare_model(config, folder)
+    # a rank that alone cannot read a file must not leave the others waiting for it
+    folder = on_every_rank(lambda: one_checkpoint(path))
+    common = on_every_rank(lambda: compare_model(config, folder))
     if "progress" not in common:  # only weights
         load_weights(runtime, folder, trained)
         if config.fingerprints:
             compare_restored(runtime, folder, trained, None)
         return Progress(num_averaged=int(config.ema_decay > 0))
-    reader = CheckpointReader(folder, keep_bytes=KEEP_BYTES, checksums=False)
+    reader = _reader(folder)
     state = training_state.weights_state(runtime, trained.model, reader)
     has_moments = optimizer_change(config, common["config"], str(folder)) is None
     request = OptimizerRequest(trained.optimizer, state, reader, with_moments=has_moments)
@@ -119,7 +120,7 @@ def compare_model(config: Config, folder: Path) -> dict[str, Any]:
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
     """Loads only the weights of an iter_ folder; ValueError if the weights do not match the model."""
-    reader = CheckpointReader(folder, keep_bytes=KEEP_BYTES, checksums=False)
+    reader = _reader(folder)
     state = training_state.weights_state(runtime, trained.model, reader)
     check_tensors(state, reader)
     with parameters_in_sync(trained.model):
@@ -127,6 +128,10 @@ def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
         # The optimizer's main weights are still copies of the initial weights.
         trained.optimizer.reload_model_params()
         restart_average(trained.optimizer)
+
+
+def _reader(folder: Path) -> CheckpointReader:
+    return on_every_rank(lambda: CheckpointReader(folder, keep_bytes=KEEP_BYTES, checksums=False))
 
 
 def _load_model(state: dict[str, Any], trained: Trained, reader: CheckpointReader) -> None:

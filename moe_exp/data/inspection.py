@@ -3,6 +3,7 @@
 Memory: a block of tokens or the longest document, plus about 50 bytes per document for lengths and hashes.
 """
 
+import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -173,9 +174,10 @@ def inspect_documents(
     fields: Counter[str] = Counter()
     per_file: dict[str, int] = {}
     samples: list[dict[str, Any]] = []
+    folder = os.path.commonpath([path.parent for path in paths])  # subfolders may repeat the names of files
     with progress("reading", total_bytes(paths)) as advance:
         for path in paths:
-            before = tally.num_documents
+            before, name = tally.num_documents, str(path.relative_to(folder))
             documents = documents_with_progress(path, tally, advance, text_field=text_field, skip_bad=True)
             for line, text in documents:
                 data = text.encode()
@@ -185,8 +187,8 @@ def inspect_documents(
                     # a list of names: from a dict, Counter would add the values
                     fields.update(list(orjson.loads(line)))
                 if len(samples) < num_samples:
-                    samples.append({"file": path.name, "bytes": len(data), "text": text[:_SHOWN_CHARACTERS]})
-            per_file[path.name] = tally.num_documents - before
+                    samples.append({"file": name, "bytes": len(data), "text": text[:_SHOWN_CHARACTERS]})
+            per_file[name] = tally.num_documents - before
     return {
         "kind": "documents",
         "files": per_file,

@@ -288,13 +288,14 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 def on_every_rank(make: Callable[[], T]) -> T:
     """This rank's result of `make`; a ValueError on any rank is raised on every rank."""
-    value, line = None, ""
+    value, error = None, None
     try:
         value = make()
     except ValueError as caught:
-        line = str(caught)
-    if found := next(filter(None, from_all_ranks(line)), ""):
-        raise ValueError(found)
+        error = caught
+    for found in from_all_ranks(error):
+        if found is not None:
+            raise found
     return cast(T, value)
 
 

@@ -338,11 +338,10 @@ class PlanPrinter:
     def hardware(self, profiles: Mapping[str, Mapping[str, Any]]) -> None:
         """Prints all hardware profiles with the source of each number."""
         for name, content in profiles.items():
-            rows = [
-                (key, _number(entry.get("value", "")), str(entry.get("source", "")))
-                for key, entry in content.items()
-                if isinstance(entry, dict)
-            ]
+            rows = []
+            for key, one in content.items():
+                entry = one if isinstance(one, dict) and "value" in one else {"value": one}
+                rows.append((key, _number(entry["value"]), str(entry.get("source", ""))))
             self.table(name, ("", "value", "source"), rows)
 
     def _memory(self, prediction: Prediction) -> None:

@@ -25,7 +25,7 @@ from moe_exp.checkpoint.format.keys import read_state
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.integrity import Source, Verification, find_source
-from moe_exp.checkpoint.load import resumed_progress
+from moe_exp.checkpoint.load import load, resumed_progress
 from moe_exp.config import ConfigError, load_config
 from moe_exp.runs.run_folder import hold_run_folder, release_run_folders
 
@@ -221,11 +221,25 @@ def one_rank_cannot_read(folder: Path) -> str:
     return str(raised.value)
 
 
-def test_what_one_rank_cannot_read_ends_all_with_the_same_words(tmp_path):
+def one_rank_cannot_load(folder: Path) -> str:
+    with pytest.raises(ValueError, match="cannot be used") as raised:
+        load(None, None, folder / str(torch.distributed.get_rank()), None)  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("__0_0.distcp", one_rank_cannot_read),
+        ("common.pt", one_rank_cannot_load),
+        (".metadata", one_rank_cannot_load),
+    ],
+)
+def test_what_one_rank_cannot_read_ends_all_with_the_same_words(name, read, tmp_path):
     for rank in ("0", "1"):
         write_checkpoint(tmp_path / "new", 1).rename(tmp_path / rank)
-    cut(tmp_path / "1" / "__0_0.distcp")
-    assert len(set(run_on_ranks(2, one_rank_cannot_read, tmp_path))) == 1
+    cut(tmp_path / "1" / name)
+    assert len(set(run_on_ranks(2, read, tmp_path))) == 1
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import runpy
 import shutil
 from dataclasses import replace
@@ -138,8 +139,10 @@ def test_a_device_is_one_file(tmp_path, monkeypatch, capsys):
     assert "dummy" in hardware.hardware_names()
     assert main(["plan", "--preset=cpu", "--gpu=dummy", "--gpus=2"]) == 0
     assert "dummy" in capsys.readouterr().out
+    (copied / "dummy.json").write_text(json.dumps(profile | {"name": "dummy", "num_units": 123}))
     assert main(["plan", "hardware"]) == 0
-    assert "dummy" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "dummy" in printed and re.search(r"num_units\W+123 ", printed)
     (copied / "dummy.json").write_text(json.dumps({k: v for k, v in profile.items() if k != "memory_bytes"}))
     assert main(["plan", "--preset=cpu", "--gpu=dummy"]) != 0
     assert "memory_bytes" in capsys.readouterr().err

@@ -155,6 +155,9 @@ def test_a_folder_of_records(tmp_path):
     assert [sample["text"] for sample in report["samples"]] == ["one", "three"]
     for name in ("b.jsonl", "notes.txt"):
         assert inspect_path(tmp_path / name)["documents"] == 1
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.jsonl").rename(tmp_path / "sub" / "a.jsonl")
+    assert inspect_path(tmp_path)["files"] == {"a.jsonl": 3, "sub/a.jsonl": 1, "c.parquet": 1}
 
 
 def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):

@@ -81,8 +81,8 @@ class Server:
     def _serve(self, connection: socket.socket, address: str) -> None:
         # anyone may connect: a connection counts as a node once it has joined
         node = None
-        with connection, connection.makefile("rw", encoding="utf-8") as lines:
-            try:
+        try:
+            with connection, connection.makefile("rw", encoding="utf-8") as lines:
                 for line in lines:
                     question = json.loads(line)
                     if question["ask"] == "join":
@@ -96,8 +96,8 @@ class Server:
                         break
                     lines.write(json.dumps(answer) + "\n")
                     lines.flush()
-            except (OSError, ValueError, KeyError, TypeError):
-                pass  # disconnected, or not one of our nodes
+        except (OSError, ValueError, KeyError, TypeError):  # disconnected, also while closing; or a stranger
+            pass
         with self._changed:
             if node is not None:
                 self._gone.add(node)

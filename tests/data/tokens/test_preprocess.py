@@ -350,6 +350,12 @@ def test_characters_that_gigatoken_splits_otherwise_are_left_to_the_other_packag
     expected = gigatoken.own(texts)
     assert (list(ids), list(lengths), gigatoken.num_rerouted) == (list(expected[0]), list(expected[1]), 2)
     assert list(gigatoken._encode(texts)[0]) != list(ids)
+    # the comparison of a part with the other package must not count in the next part
+    path = write(tmp_path / "x.jsonl", jsonl(texts))
+    encoder = PartEncoder(PartSettings(load_tokenizer("HuggingFaceTokenizer", model=tmp_path)), "gigatoken")
+    for index in range(2):
+        encoder.encode(Part(path, 0, 10**6, index), tmp_path, lambda num_bytes: None)
+        assert json.loads((tmp_path / f"part.{index:06d}.json").read_text())["num_rerouted"] == 2
 
 
 def test_without_gigatoken(how, monkeypatch):
