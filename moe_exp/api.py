@@ -33,7 +33,7 @@ class Run:
 
     Attributes:
         path: path of the folder.
-        config: settings of the latest start.
+        config: settings with which the run was last started.
         summary: outcome of the run (docs/run_folder.md); empty until the run ends.
         records: all records of metrics.jsonl, in order.
         train, valid, events: records of each kind as a DataFrame with a column per field. Null values are NaN
@@ -97,7 +97,8 @@ class Run:
         """Plots loss, throughput and expert balance of this run and `others`.
 
         Runs that differ only in SEED are averaged into one line, with a band from the lowest to the highest
-        value. Labels show the settings that differ between lines or, if none do, the run folders.
+        value. Labels show the settings that differ between lines or, if no settings differ, the run
+        folders.
 
         Args:
             others: further runs to plot.
@@ -125,7 +126,8 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
     Args:
         resume: run folder to resume with its own settings.
         settings: settings from docs/settings.md, in lower case, such as `num_experts=16`; `config` is the
-            path of a settings file. Settings override environment variables; None counts as not given.
+            path of a settings file. Settings override environment variables; a setting of None counts
+            as not given.
 
     Returns:
         The run; `summary["status"]` is "finished", or "stopped" if a signal or a setting ended the run early.
@@ -230,7 +232,7 @@ def plan(
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Converts settings to the text that `moe-exp train` reads from its flags; None counts as not given."""
+    """Converts settings to the text that `moe-exp train` reads from its flags; omits None values."""
     given = {name: value for name, value in settings.items() if value is not None}
     return {name: str(one).lower() if isinstance(one, bool) else str(one) for name, one in given.items()}
 
@@ -253,8 +255,8 @@ def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
-    """Returns a DataFrame with a row per record. Columns are `keys`, followed by other fields. Numeric
-    columns have a float or int dtype, even if all values are null or exceed int64.
+    """Returns a DataFrame with a row per record. Columns are `keys`, followed by the records' other fields.
+    Numeric columns have a float or int dtype, even if all values are null or exceed int64.
     """
     pandas = _package("pandas", extra="analysis")
     # always include the known columns, which a run that just started may lack
@@ -268,7 +270,7 @@ def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
 
 
 def _package(name: str, *, extra: str) -> Any:
-    """Imports a package; a ModuleNotFoundError names the `extra` of moe_exp that installs the package."""
+    """Imports a package; if it is missing, ModuleNotFoundError names the `extra` that installs it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -39,7 +39,7 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
     """Finds the newest intact checkpoint, up to iteration `newest`, in a checkpoints folder, run folder or
     iter_ folder. Returns None if the folder has no checkpoints. All ranks must call this function.
     With `checksums`, the ranks read all files; otherwise they only compare file sizes. Raises ValueError on
-    every rank if no checkpoint is intact or the newest has a newer format.
+    every rank if no checkpoint is intact or if the newest checkpoint has a newer format.
     """
 
     # imported here, so that a launcher, which only calls `find_source_here`, does not import Megatron

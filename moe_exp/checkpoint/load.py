@@ -146,8 +146,8 @@ def compare_restored(
     runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
     """Compares the loaded model and optimizer state with the fingerprints in their iter_ folder, using one
-    all-reduce. Skips the optimizer state if `converted` is None. Returns the number of tensors compared;
-    raises RestoreError on every rank if a tensor differs.
+    all-reduce. `converted` holds the bf16 or 8-bit moments as read; if None, skips the optimizer state.
+    Returns the number of tensors compared; raises RestoreError on every rank if a tensor differs.
     """
     # Checksums show that the files are intact. Fingerprints also show that each value was written from and
     # read into the right place, under any parallel layout.

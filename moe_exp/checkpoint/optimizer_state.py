@@ -15,8 +15,8 @@ rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box i
 
 The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place. Main
 weights stored as remainders are expanded to fp32 until the next iteration
-(`engine/fused_step.py`); main weights in host memory are read and written there. Saving converts
-bf16 and 8-bit moments to fp32 on the host; loading converts them back
+(`engine/fused_step.py`). Main weights kept in host memory stay there during saving and loading. Saving
+converts bf16 and 8-bit moments to fp32 on the host; loading converts them back
 (`engine/optimizer_classes.py`).
 """
 
@@ -184,8 +184,8 @@ def _found(saved: Any, name: str, kind: type = object) -> Iterator[Any]:
 
 class OptimizerRequest:
     """Requests the optimizer's state from a checkpoint. The load fills `shards` in place, then `finish`
-    completes the state. `weights` is the model's state under the checkpoint's keys. Without `with_moments`
-    (if the checkpoint has another optimizer), only main weights are loaded, and moments and steps start at
+    completes the state. `weights` is the model's state under the checkpoint's keys. If `with_moments` is
+    false (the checkpoint has another optimizer), only main weights are loaded, and moments and steps start at
     zero. If `has_average` is false (no moving average in the checkpoint), this run's average starts from the
     weights.
     """

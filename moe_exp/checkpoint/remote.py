@@ -58,7 +58,7 @@ def ahead_problem(config: Config) -> str:
 
 
 def newest_there(url: str) -> int | None:
-    """Iteration of the newest complete checkpoint in a store's checkpoints folder; None if there is none."""
+    """Iteration of the newest complete checkpoint in a store's checkpoints folder (None: no checkpoint)."""
     try:
         text = Store(url).read(LATEST).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -210,7 +210,7 @@ def fetch_run(config: Config) -> None:
 
 
 def fetch_load_dir(config: Config) -> Path:
-    """Downloads the checkpoint of LOAD_DIR=URL into the run folder and returns the local iter_ folder."""
+    """Downloads the checkpoint from the URL in LOAD_DIR to the run folder; returns the local iter_ folder."""
     place = xxhash.xxh3_64_hexdigest(config.load_dir.encode())[:8]  # one folder per URL
     folder = RunFolder.of(config).path / "loaded" / place
     folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +258,7 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
 
 
 def find_there(url: str) -> tuple[Store, int]:
-    """Finds the newest complete checkpoint at a URL; returns its folder and iteration. ValueError if none."""
+    """Folder and iteration of the newest complete checkpoint at a URL; ValueError if the URL has none."""
     if (named := _WHOLE.fullmatch(f"{url.rpartition('/')[2]}/{MANIFEST}")) and Store(url).find(MANIFEST):
         return Store(url), int(named[2])
     for checkpoints in (url, f"{url}/checkpoints"):

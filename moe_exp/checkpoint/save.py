@@ -117,7 +117,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints one at a time. Never prunes iteration `loaded` or, on rank 0, those in `held()`."""
+    """Saves checkpoints one at a time. Never prunes the iterations `loaded` and, on rank 0, `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,
@@ -192,7 +192,7 @@ class CheckpointWriter:
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan)
 
     def finish(self) -> Saved | None:
-        """Waits for all ranks, then publishes; returns None if no save was started. Failures do not raise."""
+        """Waits for all ranks, then publishes; None if no save was started. A failed save raises no error."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None

@@ -41,7 +41,8 @@ def experts_of(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Builds the tensors of L `experts` (indices in the whole layer) from the dense MLP's numbered `shards`.
     `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D], `weight2` [L, D,
-    F/G], and the biases if the MLP has biases.
+    F/G], and the biases if the MLP has biases. D is the hidden size, F the dense MLP's width, W is F (2F with
+    a gate), and G is `granularity`.
     """
     # The second projection is linear, so applying the whole factor to it is exact for every activation.
     # He et al. scale both projections, which is exact only if the activation is homogeneous; a different
@@ -53,7 +54,7 @@ def experts_of(
 
 
 def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
-    """Router rows [E, D] in which each group of G consecutive rows consists of copies of its first row."""
+    """Returns router rows [E, D]: each group of `granularity` rows becomes copies of its first row."""
     return weight_ED[::granularity].repeat_interleave(granularity, dim=0)
 
 

@@ -126,8 +126,8 @@ def run_reshape(arguments: argparse.Namespace) -> None:
     arg("--weights NAME", "weighting, named after the learning rate decay that it replaces: uniform "
         "(linear decay), 1-sqrt, cosine or inverse-sqrt; ema (see --ema-decay); or one number per "
         "checkpoint, such as 1,2,3", default="uniform"),
-    arg("--ema-decay X", "with --weights ema: ratio of a checkpoint's weight to that of the next newer one",
-        default=0.9),
+    arg("--ema-decay X", "with --weights ema: ratio of a checkpoint's weight to the next newer checkpoint's "
+        "weight", default=0.9),
     JSON,
 )  # fmt: skip
 def run_average(arguments: argparse.Namespace) -> None:
@@ -318,8 +318,8 @@ def run_from_hf(arguments: argparse.Namespace) -> int:
 )  # fmt: skip
 def run_to_hf(arguments: argparse.Namespace) -> None:
     """Writes safetensors files, their index, config, generation config, tokenizer and a model card. Chooses
-    the transformers architecture that is equivalent to the model. If there is none, prints the settings that
-    prevent the export.
+    the transformers architecture that is equivalent to the model. If no architecture is equivalent, prints
+    the settings that prevent the export.
     """
     from moe_exp.checkpoint.hf.exporting import to_hf
     from moe_exp.host.files import bytes_text

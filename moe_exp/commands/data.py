@@ -23,7 +23,7 @@ def declare_steps() -> None:
 
 
 def either(words: str, about: str, kind: Kind | None = None, /, **options: Any) -> Argument:
-    """Returns an option that is also accepted with underscores."""
+    """Returns an option whose name may also be written with underscores instead of hyphens."""
     name = words.split()[0]
     other = f"--{name[2:].replace('-', '_')}"
     return arg(words if name == other else words.replace(name, f"{name} {other}"), about, kind, **options)

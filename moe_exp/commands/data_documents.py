@@ -34,7 +34,8 @@ _SOURCE = (
         "or object store URL (s3://, gs://, hf://)"),
     repeated("--pattern GLOB", "files to use; replaces the registered patterns (repeatable)"),
     arg("--text-field NAME", "field that contains the text (default: the registered field, otherwise text)"),
-    arg("--revision", "branch, tag or commit of the dataset (default: the registered one, otherwise main)"),
+    arg("--revision", "branch, tag or commit of the dataset (default: the registered revision, "
+        "otherwise main)"),
 )  # fmt: skip
 
 
@@ -85,9 +86,10 @@ def run_download(arguments: argparse.Namespace) -> None:
         either("--max-chars N", "maximum length of a text (characters)", int),
         either("--limit N", "maximum number of documents to read", int),
         either("--dedup", "remove exact duplicates", action="store_true"),
-        either("--near-dedup OPTIONS", "remove near duplicates (MinHash), with the default options or with "
-               "those given, such as '{hashes_per_bucket: 8}'", nargs="?", const="{}"),
-        either("--filter FILTER", "filter NAME, or 'NAME: {option: value}' (repeatable; see docs/corpus.md)",
+        either("--near-dedup OPTIONS", "remove near duplicates (MinHash), with default options or the given "
+               "options, such as '{hashes_per_bucket: 8}'", nargs="?", const="{}"),
+        either("--filter FILTER", "filter to apply: NAME or 'NAME: {option: value}' (repeatable; see "
+               "docs/corpus.md)",
                action="append", default=[]),
         either("--decontaminate FILE", "remove documents that share 12 consecutive words with a benchmark, "
                "given as a JSONL file of its texts or as lm-eval:TASK (repeatable)", action="append",

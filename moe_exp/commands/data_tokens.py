@@ -24,7 +24,7 @@ from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
 
-_SKIP_BAD = flag("--skip-bad", "skip and count invalid lines instead of stopping at the first")
+_SKIP_BAD = flag("--skip-bad", "skip and count invalid lines instead of stopping at the first one")
 _START_OVER = flag("--start-over", "create the output again and replace existing files")
 
 
@@ -47,7 +47,7 @@ _START_OVER = flag("--start-over", "create the output again and replace existing
     flag("--append-eod", "end every document with the end-of-document token"),
     flag("--prepend-bos", "begin every document with the beginning-of-sequence token"),
     arg("--eod-token", "end-of-document token, needed if the tokenizer's files define none"),
-    flag("--allow-special", "encode special tokens that occur in texts as such (default: as ordinary text)"),
+    flag("--allow-special", "encode special tokens in texts as special tokens (default: as ordinary text)"),
     arg("--backend", "tokenizer implementation; auto uses gigatoken if its results are identical",
         choices=BACKENDS, default="auto"),
     TEXT_DOCUMENTS,
@@ -213,7 +213,7 @@ def run_push(arguments: argparse.Namespace) -> None:
 
 @command("data pull", "copy an output from an object store to this machine")
 @takes(
-    arg("url", "folder in the object store, or prefix of token files in it"),
+    arg("url", "folder in the object store, or prefix of token files in the store"),
     arg("folder", "folder for the files", Path),
 )
 def run_pull(arguments: argparse.Namespace) -> None:
@@ -226,11 +226,12 @@ def run_pull(arguments: argparse.Namespace) -> None:
 
 @command("data inspect", "describe token files or JSONL files: counts, lengths, duplicates, samples")
 @takes(
-    arg("path", "prefix of .bin/.idx files, JSONL file, or a folder of either", Path),
+    arg("path", "prefix of .bin/.idx files, JSONL file, or folder that contains such files", Path),
     arg("--tokenizer", "tokenizer.json or its folder, to show samples as text", Path),
     arg("--samples", "number of documents to show", default=3),
     arg("--text-field", "JSONL field that contains the text", default="text"),
-    arg("--seq-len", "sequence length for which to report the share of documents cut (tokens; default: 4096)",
+    arg("--seq-len", "sequence length (tokens; default: 4096); the report shows the share of documents "
+        "that it cuts",
         default=4096),
     JSON,
 )  # fmt: skip
@@ -245,7 +246,11 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 @command("data verify", "compare files with their manifest, or with another corpus")
 @takes(
     arg("path", "folder, prefix or file created by moe-exp data", Path),
-    arg("--against OTHER", "corpus to compare with, instead of the manifest (in any document order)", Path),
+    arg(
+        "--against OTHER",
+        "corpus to compare with instead of the manifest; its document order may differ",
+        Path,
+    ),
     arg("--text-field", "with --against: JSONL field that contains the text", default="text"),
 )
 def run_verify(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Error handling for commands: one-line messages for errors that a user can fix, and closed output pipes."""
+"""Handles errors of commands: prints one line for an error that a user can fix; handles closed pipes."""
 
 import errno
 import os

@@ -30,7 +30,7 @@ _MODEL = (
         arg(f"--{name}", f"{what}-parallel size; may differ from training", positive, default=1)
         for name, what in _SIZES.items()
     ),
-    arg("--gpus-per-node N", "ranks per node (default: set by the parallel sizes)", positive, default=0),
+    arg("--gpus-per-node N", "ranks per node (default: as the parallel sizes require)", positive, default=0),
     arg("--threads-per-rank N", "PyTorch threads per rank (default: an equal share of the cores)", positive,
         default=0),
     *(
@@ -77,7 +77,7 @@ def run_score(arguments: argparse.Namespace) -> int:
     arg("--data PREFIX", "prefixes of .bin/.idx files; each gets a row in the table (default: the run's "
         "VALID_DATA, the validation split of TRAIN_DATA, or the embedded corpus)", nargs="+", default=[]),
     string("--data-of RUN",
-           "use the validation data and sequence length of this run, not of the checkpoint's run"),
+           "use the validation data and sequence length of this run instead of the checkpoint's run"),
     flag("--allow-other-data",
          "print a warning instead of failing if data and model use different tokenizers"),
     arg("--samples N", "evaluate only the first N sequences of each --data prefix (default: all)", int),
@@ -89,7 +89,7 @@ def run_score(arguments: argparse.Namespace) -> int:
          "training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
     string("--tokenizer", "tokenizer for bits per byte: tokenizer.json, its folder, a .model file, or bytes "
-           "(default: as in training)"),
+           "for one token per byte (default: as in training)"),
     flag("--json", "print one JSON object"),
 )  # fmt: skip
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -104,10 +104,12 @@ def run_eval(arguments: argparse.Namespace) -> int:
     *_MODEL,
     repeated("--prompt", "text to continue (repeatable)"),
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
-    string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes (default: as in training)"),
+    string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes for one token per byte "
+           "(default: as in training)"),
     flag("--allow-special", "parse <s> and other special tokens in prompts instead of treating them as text"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt", default=128),
-    arg("--max-positions", "limit on prompt plus new tokens (default: training SEQ_LEN)", default=0),
+    arg("--max-positions", "maximum number of prompt and new tokens together (default: SEQ_LEN of training)",
+        default=0),
     arg("--temperature", "sampling temperature; 0: always the most probable token (default: 0)", default=0.0),
     arg("--top-k", "sample from the k most probable tokens; 0: all (default: 0)", default=0),
     arg("--top-p",
@@ -141,7 +143,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Builds a `kind` from the layout, `others`, and the arguments whose names are fields of `kind`."""
+    """Returns a request of class `kind`; its layout and other fields come from `arguments` and `others`."""
     from moe_exp.inference.ranks import Layout
 
     sizes = (*_SIZES, "gpus_per_node", "threads_per_rank")

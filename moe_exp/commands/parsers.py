@@ -137,7 +137,8 @@ def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
 
 
 def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handler]:
-    """Declares `moe-exp PATH`. It runs the decorated function; without one, it is a group of subcommands.
+    """Declares the command `moe-exp PATH`, which runs the decorated function. A command that decorates no
+    function is a group of subcommands.
 
     Args:
         about: description in the list of commands.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
 _PROFILE = arg("--profile FILE", "file with the planner's constants, written by moe-exp plan calibrate", Path)
 PLANNED = (  # arguments that describe the planned run
-    arg("--gpus N", "total number of devices, instead of NNODES", int),
+    arg("--gpus N", "total number of devices; sets NNODES and GPUS_PER_NODE", int),
     arg("--gpu NAME", f"device name (see moe-exp plan hardware) or JSON file (default: {DEFAULT_GPU})"),
     _PROFILE,
     arg("--tokens N", "token budget such as 300B, instead of TRAIN_ITERS"),
@@ -31,12 +31,13 @@ PLANNED = (  # arguments that describe the planned run
 )
 _GOODPUT = (
     arg("--mtbf-hours H",
-        "mean time between failures of one node (hours); also estimates goodput and the best SAVE_INTERVAL",
+        "mean time between failures of one node (hours), from which goodput and the best SAVE_INTERVAL are "
+        "estimated",
         float),
     arg("--restart-minutes M",
         "time from a failure to the next iteration (minutes; with --mtbf-hours; default: 15)", float),
     arg("--save-seconds S",
-        "duration of one save (seconds; with --mtbf-hours; default: assumes 1 GB/s per node)", float),
+        "duration of one save (seconds; with --mtbf-hours; default: estimated at 1 GB/s per node)", float),
 )  # fmt: skip
 
 
@@ -75,14 +76,17 @@ def run_plan(arguments: argparse.Namespace) -> None:
 )
 @takes(
     arg("--top N", "number of layouts to show", default=10),
-    string("--explain TP=4,PP=12", "explain why a layout is rejected, or how its time compares to the best"),
-    string("--export FILE", "write the best layout to this file, as settings for --config (env: to stdout)"),
+    string(
+        "--explain TP=4,PP=12",
+        "explain why this layout is rejected, or how its time compares to that of the best layout",
+    ),
+    string("--export FILE", "write the best layout to this file as settings for --config; env: to stdout"),
     arg("--rank N", "export the N-th best layout (default: 1, or the layout of --explain)", default=1),
     *PLANNED,
 )
 def run_search(arguments: argparse.Namespace) -> int:
-    """Searches TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE. Flags such as --tp 4 or --mbsz 1,2 restrict a
-    setting to the given values.
+    """Searches for the best TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE. Flags such as --tp 4 or --mbsz 1,2
+    restrict a setting to the given values.
     """
     from moe_exp.planner.estimate import cost_of
     from moe_exp.planner.search.layout_text import parse_budget, parse_fixed, parse_wanted
@@ -168,7 +172,7 @@ def _export(
 
 
 def _doubt(chosen: Candidate, found: Search) -> str:
-    """Returns a warning if a layout leaves less memory than the planner's margin of error, else ""."""
+    """Returns a warning if the free memory of a layout is below the planner's margin of error, else ""."""
     prediction = chosen.prediction
     if not prediction.is_close:
         return ""
@@ -309,7 +313,7 @@ def refuse_settings(arguments: argparse.Namespace) -> None:
 
 
 def refuse(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError if any of the flags `names` is given; they have no effect in this command."""
+    """Raises ConfigError if any flag in `names` is given, because these flags have no effect here."""
     fix = f"omit it from moe-exp plan {arguments.plan_command}"
     given = ((name, value) for name in names if (value := getattr(arguments, name)) is not None)
     raise_for(problem(name, value, "has no effect here", fix) for name, value in given)

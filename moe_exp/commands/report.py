@@ -21,7 +21,7 @@ _NOT_WITH = {
 @command("report", "compare runs in one HTML page, or in Markdown for a pull request")
 @takes(
     arg("runs RUN", "run folders (RUN_DIR/RUN_NAME), or quoted patterns such as 'runs/*'", nargs="+"),
-    arg("--format", "format; html: a page; md: a Markdown table (default: html)", choices=("html", "md")),
+    arg("--format", "output format; html: page; md: Markdown table (default: html)", choices=("html", "md")),
     arg("--out FILE", "output file (default: report.html, or standard output with --format md)", Path),
     string("--title", "heading of the report (default: names of the runs)"),
     string(

@@ -19,13 +19,14 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
 @command("compare", "train dense and MoE models with the same budget and write a report")
 @takes(
     string("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense, "
-           "unless two or more --variant are given)"),
+           "or none if two or more --variant are given)"),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg("--match", "quantity to equalize across models; flops: FLOPs per token; active-params: active "
-        "parameters (both with the same number of tokens); time: training time", default="flops"),
+        "parameters; time: training time (the first two also equalize the number of "
+        "tokens)", default="flops"),
     arg("--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise", default=1),
     arg("--seconds",
-        "training time per model with --match time (seconds; default: the MoE's time for TRAIN_ITERS)",
+        "training time per model with --match time (seconds; default: time of the MoE for TRAIN_ITERS)",
         default=0.0),
     arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
     flag("--dry-run", "print the models, their sizes and the expected time without starting a run"),
@@ -33,8 +34,8 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
 )  # fmt: skip
 def run_compare(arguments: argparse.Namespace) -> int:
     """Trains the models one after another with the same budget and writes their final losses. The dense
-    model's MLP width is chosen to match the MoE. Repeat the command to run the remaining models. RUN_NAME
-    names the comparison.
+    model's MLP width is chosen to match the MoE. Repeat the command to run models that are not finished.
+    RUN_NAME names the comparison.
     """
     from moe_exp.studies.compare.back_to_back import check_planned_files, dry_run, run_comparison
     from moe_exp.studies.compare.comparison import Comparison, Options
@@ -55,7 +56,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 )
 @takes(
     arg("definition",
-        "YAML file with the rungs (model sizes), or the name of a built-in ladder (default: --sizes)",
+        "YAML file with the rungs (model sizes), or the name of a built-in ladder (default: see --sizes)",
         nargs="?"),
     arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; also determines depth, tokens and LR"),
     arg("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense)"),
@@ -71,9 +72,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
 )  # fmt: skip
 def run_ladder(arguments: argparse.Namespace) -> int:
     """Trains variants at several sizes with equal FLOPs per rung, fits a curve of loss versus compute for
-    each variant, and reports the effective speedup over the baseline with confidence intervals. The last
-    rung's loss is predicted before it is trained. Repeat the command to run the remaining models. RUN_NAME
-    names the ladder.
+    each variant, and reports the effective speedup over the baseline with confidence intervals. The loss
+    of the last rung is predicted before that rung is trained. Repeat the command to run models that are not
+    finished. RUN_NAME names the ladder.
     """
     from moe_exp.studies.ladder import climb
     from moe_exp.studies.ladder.ladder import Definition, Ladder
@@ -114,7 +115,7 @@ def _flags(arguments: argparse.Namespace) -> dict[str, Any]:
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Runs the layouts given by the lists TPS, PPS, EPS, MBSZS, GPUS, ... and writes measured and predicted
     values side by side. Every flag is also an environment variable: --tps is TPS. Repeat the command to run
-    the remaining cases.
+    cases that have not run yet.
     """
     from moe_exp.config.settings_file import warn_of_misspelt
     from moe_exp.studies.sweep import driver
@@ -164,8 +165,8 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 @takes(arg("--steps", "training iterations per model", default=10), *_of_mup(repeats=12))
 def run_mup_check(arguments: argparse.Namespace) -> int:
     """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch, and
-    fits how each module's outputs and their changes scale with model size. Under muP, outputs and changes do
-    not depend on size; if any of them does, the exit code is 1.
+    fits how each module's outputs and their changes scale with model size. Under muP, neither depends on the
+    size; the exit code is 1 if any output or change does.
     """
     from moe_exp.host.progress import print_table, progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
@@ -204,8 +205,8 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
 )
 def run_mup_transfer(arguments: argparse.Namespace) -> int:
     """Trains models of several sizes with several learning rates and compares the best rate of each size.
-    Repeat the command to train the remaining models. The exit code is 1 if the best rates differ by a factor
-    of 1.5 or more, or if any of them is the lowest or highest rate tried.
+    Repeat the command to train models without results. The exit code is 1 if the best rates differ by a
+    factor of 1.5 or more, or if the best rate of any size is the lowest or highest rate tried.
     """
     from moe_exp.host.files import write_atomically
     from moe_exp.host.progress import print_table

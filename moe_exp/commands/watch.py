@@ -157,7 +157,7 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
 @command("watch run", "monitor runs, from cron or as a daemon, and send alerts")
 @takes(
     arg("run_dirs RUN_DIR", "run folders; with --slurm-name, a folder need not exist yet", Path, nargs="+"),
-    repeated("--slurm-name NAME", "name of a run's SLURM jobs (repeat once per RUN_DIR, in the same order)"),
+    repeated("--slurm-name NAME", "name of a run's SLURM jobs (one option per RUN_DIR, in the same order)"),
     string("--slurm-user NAME", "owner of the SLURM jobs (default: current user)"),
     one_of(
         flag("--once", "check once, for example from cron (default)"),
@@ -168,7 +168,7 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     arg("--again TIME", "time after which an ongoing problem is reported again", default="6h"),
     string("--stuck TIME", "report a run as stuck if it logs no new record for this time (default: derived "
            "from the run's speed)"),
-    arg("--ahead TIME", "report a run whose scheduled job time is below this and too short to finish",
+    arg("--ahead TIME", "report a run if its SLURM jobs end within this time and before the run does",
         default="24h"),
     arg("--wait TIME", "report a run with queued jobs if no job has run for this long", default="24h"),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),
@@ -218,7 +218,7 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
 
 @command("watch stacks", "show the stacks of a run's ranks and which ranks differ from the others")
 @takes(
-    arg("folder RUN|DIR", "run folder (requests stacks), or a folder in RUN/hang (shows its stacks)", Path),
+    arg("folder RUN|DIR", "run folder, to request stacks, or a folder in RUN/hang, to show its stacks", Path),
     flag("--full", "also print the full stacks, one per group of ranks with the same stack"),
 )
 def run_stacks(arguments: argparse.Namespace) -> None:
@@ -235,7 +235,7 @@ def run_stacks(arguments: argparse.Namespace) -> None:
 @takes(
     arg("a", "checkpoint (iter_ folder, checkpoints folder or run folder), or tensor dump (see DUMP_ITERS)",
         Path),
-    arg("b", "reference checkpoint or dump, to which errors are relative", Path),
+    arg("b", "reference checkpoint or dump; errors are relative to its values", Path),
     flag("--weights-only", "skip the optimizer state of checkpoints"),
     arg("--top N", "number of tensors to show, largest relative error first", default=20),
     arg("--rtol X", "relative error up to which tensors count as equal (default: 0)", default=0.0),

@@ -1,7 +1,7 @@
 """Tables of named choices, one table per kind of choice, with the properties of each choice.
 
 The tables are read by settings, help texts, docs/settings.md, checks, the planner, and the layers, which
-implement the choices. No torch.
+implement the choices. Does not import torch.
 """
 
 import importlib.util
@@ -78,7 +78,7 @@ class ExpertBackend:
     row_bytes: int = 1  # the size of an input row must be a multiple of this
 
     def missing(self) -> list[str]:
-        """Modules that are not installed."""
+        """Returns the modules in `modules` that are not installed."""
         return [module for module in self.modules if importlib.util.find_spec(module) is None]
 
 

@@ -1,4 +1,4 @@
-"""Errors about settings, and the values that their fixes suggest. No torch."""
+"""Errors about settings, and the values that their fixes suggest. Does not import torch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from moe_exp.host.exit_codes import BAD_INPUT
 
 
 class ConfigError(ValueError):
-    """Invalid settings, with a line (field, value, rule, fix) for each. The job ends with `exit_code`."""
+    """Invalid settings, with one line (name, value, rule, fix) per error. The job ends with `exit_code`."""
 
     exit_code = BAD_INPUT
 

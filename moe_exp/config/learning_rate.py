@@ -1,4 +1,4 @@
-"""Learning rate at every point of a run, and checks that a schedule fits the run. No torch.
+"""Learning rate at every point of a run, and checks that a schedule fits the run. Does not import torch.
 
 Every LR_DECAY_STYLE is a warm-up followed by a list of pieces (`config.pieces`). Training
 (`engine.optimizer_setup.LearningRateScheduler`) and planning commands both call `learning_rate`, which counts
@@ -22,7 +22,7 @@ _EARLIEST_END, _LATEST_END = 0.9, 1.1
 
 
 class Start(NamedTuple):
-    """Progress of the run when training starts; on a resume, that of the checkpoint."""
+    """Progress of the run when training starts: 0, or on a resume the progress in the checkpoint."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -44,7 +44,7 @@ def learning_rate(
 
     The rate rises linearly from 0 during the warm-up, then follows the pieces of the schedule. Once a piece
     has ended, the next piece applies: with WSD-S, the iteration after a decay trains at LR. After the last
-    piece, the rate is MIN_LR, or stays the same if that piece is constant.
+    piece, the rate is the target of that piece (default: MIN_LR), or stays the same if the piece is constant.
 
     Args:
         config: settings without `problems`.
@@ -70,7 +70,7 @@ def _target(piece: Piece, bounds: tuple[float, float]) -> float:
 
 
 def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tuple[float, float]) -> float:
-    """Rate within a piece or at its end; `before` is the final rate of the previous piece."""
+    """Learning rate in `piece` after `samples`; `before` is the final rate of the previous piece."""
     target = _target(piece, bounds)
     if piece.style == "constant":
         return before if piece.target is None else target
@@ -87,13 +87,15 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
-    """Number of samples counted by the schedule at `iteration` if the run uses `config` from `start` on."""
+    """Number of samples that the schedule has counted at `iteration` if `config` applies from `start` on."""
     iterations = iteration - start.iteration
     return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
 
 def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
-    """Returns one line: the learning rates at `start` and at quarters of the run, and the ends of pieces."""
+    """Returns one line with the learning rate at `start` and at each quarter of the run, and with the
+    iterations at which the remaining pieces of the schedule end.
+    """
     shown = {config.train_iters * percent // 100: f" ({percent}%)" for percent in _SHOWN_PERCENT}
     if start.iteration:
         later = {iteration: text for iteration, text in shown.items() if iteration > start.iteration}

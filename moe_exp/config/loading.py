@@ -1,4 +1,7 @@
-"""Builds a Config from flags, environment variables and settings files, and converts it to YAML. No torch."""
+"""Builds a Config from flags, environment variables and settings files, and converts it to YAML.
+
+Does not import torch.
+"""
 
 import argparse
 import difflib
@@ -25,7 +28,7 @@ def add_arguments(
     parser: argparse.ArgumentParser, settings: type[BaseModel] = Config, names: Iterable[str] = ()
 ) -> None:
     """Adds a flag for each setting in `names` (default: all fields of `settings`). Values are kept as text
-    for `load_config`. For all settings of Config, groups the flags by section and adds --config.
+    for `load_config`. If these are all settings of Config, groups the flags by section and adds --config.
     """
     if settings is Config and not names:
         about = "settings file: config.yaml of a run, or lines such as NUM_EXPERTS=64 (docs/settings.md)"
@@ -51,8 +54,8 @@ def _add_flags(group: argparse._ActionsContainer, settings: type[BaseModel], nam
 def given_values(
     flags: Mapping[str, Any], environ: Mapping[str, str], settings: type[BaseModel] = Config
 ) -> dict[str, Any]:
-    """Returns the given values by field name; `flags` override `environ`, which overrides the file of
-    --config (see `with_file`). None counts as not given, as does '' in `environ`.
+    """Returns the values that the user set, by field name; `flags` override `environ`, which overrides the
+    file of --config (see `with_file`). Values of None, and values of '' in `environ`, count as not set.
     """
     of_shell = {name: environ.get(name.upper()) for name in settings.model_fields}
     return {name: value for name, value in of_shell.items() if value} | with_file(flags, environ)
@@ -117,7 +120,7 @@ def load_config(
     """Builds one Config from defaults, preset, file, environment and `flags`; later sources take precedence.
 
     A preset's DECAY_ITERS and WARMUP_ITERS apply only with its own TRAIN_ITERS. If TRAIN_ITERS differs,
-    DECAY_ITERS defaults to TRAIN_ITERS, and WARMUP_ITERS to at most a tenth of the decay.
+    DECAY_ITERS defaults to TRAIN_ITERS, and WARMUP_ITERS to at most a tenth of DECAY_ITERS.
 
     Args:
         flags: values by field name; None counts as not given. `config` is the path of a settings file.
@@ -162,7 +165,7 @@ def settings_from_launcher() -> Config | None:
 
 
 def recorded_settings(path: Path) -> dict[str, Any]:
-    """Reads the settings in a config.yaml from any version; raises a one-line ValueError on failure."""
+    """Reads a config.yaml written by any version of moe_exp; raises a one-line ValueError on failure."""
     try:
         settings = read_yaml(path)
     except OSError as error:

@@ -1,9 +1,10 @@
-"""Checks that a checkpoint fits a run: compares the settings that must not change on resume. No torch.
+"""Checks that a checkpoint fits a run: compares the settings that must not change on resume.
 
 All other settings may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size,
 the choice of `moe` or `dmoe`, capacity, rounding, kernels, determinism, dispatcher, dtype, distributed
 optimizer, learning rate, losses, dropout. `moe_exp.training.samples` compares settings that affect the order
-of samples. The optimizer may store its moments in another format (Adam in any precision).
+of samples. The optimizer may store its moments in another format (Adam in any precision). Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def refuse_other_model(
     Args:
         checkpoint: name of the checkpoint in messages.
         with_optimizer: whether the checkpoint contains the optimizer's moments.
-        instead: fix suggested if only one of the models is MoE: how to start without the checkpoint.
+        instead: text that suggests how to start without the checkpoint, for when only one model is MoE.
 
     Raises:
         ConfigError: if settings differ; one line per setting.
@@ -68,7 +69,7 @@ def model_changes(
     config: Config, saved: Mapping[str, Any], checkpoint: str
 ) -> tuple[list[Change], list[Change]]:
     """Returns the changes that affect tensor shapes, and the changes that only affect the computation;
-    ConfigError if `saved` is not valid in this version.
+    raises ConfigError if `saved` is not valid in this version.
     """
     before = as_config(saved, checkpoint)
     shapes = list(_changes(shape_facts(config), shape_facts(before)))
@@ -81,8 +82,8 @@ def model_changes(
 
 
 def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) -> Change | None:
-    """Returns the change that makes the checkpoint's moments unusable, or None; ConfigError if `saved` is not
-    valid in this version. adam and adam8bit share the same two moments, in any precision.
+    """Returns the change that makes the checkpoint's moments unusable, or None; raises ConfigError if `saved`
+    is not valid in this version. adam and adam8bit can load each other's moments, in any precision.
     """
     before = as_config(saved, checkpoint)
     if OPTIMIZERS[config.optimizer].moments != OPTIMIZERS[before.optimizer].moments:
@@ -118,7 +119,7 @@ def _values(config: Config, *names: str) -> Facts:
 
 
 def shape_facts(config: Config) -> Facts:
-    """Values that determine the shapes of the model's tensors, by setting."""
+    """Values that determine the shapes of the model's tensors, by setting name."""
     facts = _values(config, "hidden_size", "num_layers", "num_heads", "num_query_groups", "mtp_num_layers")
     has_pre_only = config.norm_placement == "around_moe" and not config.use_moe
     facts["norm_placement"] = "pre" if has_pre_only else config.norm_placement
@@ -178,8 +179,8 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Yields settings with different values in both arguments. Skips a setting that only one of them has,
-    such as TOPK of an MoE model.
+    """Yields the settings whose values in `facts` and `before` differ. Skips settings that are missing in one
+    of the two, such as TOPK if only one of the models is MoE.
     """
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():

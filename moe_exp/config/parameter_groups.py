@@ -1,4 +1,4 @@
-"""Initialization, learning rate and weight decay of each parameter, by name (LR_GROUPS, muP). No torch.
+"""Initialization, learning rate and weight decay of each parameter, by name (LR_GROUPS, muP).
 
     LR_GROUPS='*.router.*:lr=0.5,wd=0;*word_embeddings*:lr=2'
 
@@ -6,7 +6,7 @@ A rule is a shell pattern with factors on LR and MIN_LR (`lr`) and on WEIGHT_DEC
 names in checkpoints (`moe-exp ckpt info --tensors`), which do not depend on the layout; the layer number may
 be omitted. All experts of a layer are one parameter. The first matching rule with an `lr` sets the learning
 rate; the first with a `wd` sets the weight decay. ROUTER_LR_MULT and EXPERT_LR_MULT apply after the rules of
-LR_GROUPS. Norms and biases never decay. With PARAMETRIZATION=mup, muP factors multiply those of the rules.
+LR_GROUPS. Norms and biases never decay. With PARAMETRIZATION=mup, muP factors are applied in addition.
 
 Maximal update parametrization (muP) for MoE models: sizes are relative to a base model. At the sizes of the
 base model, all factors are 1, so PARAMETRIZATION=mup equals PARAMETRIZATION=standard. With n = HIDDEN_SIZE,
@@ -24,7 +24,7 @@ Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW: the updates of a matrix
 its learning rate is divided by the number of inputs. Multipliers in the forward pass are folded into initial
 weights and learning rates, which is equivalent for Adam (ibid., lemma J.1), so checkpoints and conversions do
 not change. Each step shrinks weights by weight decay times learning rate, so weight decay is raised to keep
-this product constant.
+this product constant. Does not import torch.
 """
 
 import math
@@ -46,7 +46,7 @@ class Multiples(NamedTuple):
 
 
 def are_alike(config: Config) -> bool:
-    """Whether all parameters have the same learning rate and (norms and biases aside) weight decay."""
+    """Whether all parameters have the same learning rate, and all but norms and biases the same decay."""
     return not config.parameter_rules and config.parametrization == "standard"
 
 
@@ -61,8 +61,8 @@ def multiples_of(config: Config, name: str) -> Multiples:
 
 
 def group_lines(config: Config) -> list[str]:
-    """Returns a line per group: patterns, number of parameters, learning rates and weight decay; [] if there
-    is only one group.
+    """Returns a line per parameter group with its patterns, number of parameters, learning rates and weight
+    decay; [] if there is only one group.
     """
     rules, sizes = config.parameter_rules, parameter_sizes(config)
     groups: dict[tuple[tuple[Rule | None, ...], str], list[str]] = {}
@@ -102,7 +102,7 @@ KINDS = ("embedding", "output", "router", "expert_down", "hidden")
 
 
 def kind_of(name: str) -> str:
-    """Returns the kind of a matrix (its row in the table above) from its name in the model or checkpoints."""
+    """Returns the kind of a matrix, one of KINDS, from its name in the model or in checkpoints."""
     if ".word_embeddings." in name:
         return "embedding"
     if "output_layer." in name:

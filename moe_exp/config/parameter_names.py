@@ -1,4 +1,7 @@
-"""Sizes of a model's parameters by checkpoint name, and the LR_GROUPS rules that match them. No torch."""
+"""Sizes of a model's parameters by checkpoint name, and the LR_GROUPS rules that match them.
+
+Does not import torch.
+"""
 
 import difflib
 import re
@@ -9,7 +12,10 @@ from moe_exp.config.sections.moe import ExpertSettings
 
 
 def deciding_rules(rules: Sequence[Rule], name: str) -> tuple[Rule | None, Rule | None]:
-    """Returns the rules (or None) that set `lr` and `wd` of a parameter, given its name in checkpoints."""
+    """Returns the rule that sets `lr` of a parameter and the rule that sets its `wd` (None: no rule).
+
+    `name` is the parameter's name in checkpoints.
+    """
     found = [rule for rule in rules if rule.matches(name)]
     return (
         next((rule for rule in found if rule.lr is not None), None),
@@ -18,7 +24,7 @@ def deciding_rules(rules: Sequence[Rule], name: str) -> tuple[Rule | None, Rule 
 
 
 def is_norm_or_bias(name: str) -> bool:
-    """Whether a name is like `...pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`, `...bias1`."""
+    """Whether a name belongs to a norm or bias, such as `...layernorm.weight` or `...bias1`."""
     *_, module, last = ("", *name.split("."))
     return "norm" in last or "norm" in module or last.rstrip("12").endswith(("bias", "softmax_offset"))
 

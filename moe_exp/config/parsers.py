@@ -7,11 +7,11 @@ broken rule. A composed LR_DECAY_STYLE is a comma-separated list of pieces, STYL
     constant:80%,linear                                 WSD with a final decay over a fifth of the run
     constant:10000,cosine:14000:10%,constant            decay to a tenth of LR, then constant to the end
 
-A piece ends at UNTIL: an iteration, or a percentage of the last iteration (DECAY_ITERS, or TRAIN_ITERS). The
-last piece may omit UNTIL. RATE is the learning rate at the end of the piece, as a percentage of LR. Without
-RATE, decays end at MIN_LR and `constant` keeps the previous rate. MTP_LOSS_COEFF: a number, or VALUE:UNTIL
-pieces followed by a last value, such as 0.3:70%,0.1. LR_GROUPS: see parameter_groups.py; DATA_STAGES: see
-sections/data.py.
+A piece ends at UNTIL: an iteration, or a percentage of the last iteration (DECAY_ITERS, or TRAIN_ITERS if
+DECAY_ITERS=0). The last piece may omit UNTIL. RATE is the learning rate at the end of the piece, as a
+percentage of LR. Without RATE, decays end at MIN_LR and `constant` keeps the previous rate. MTP_LOSS_COEFF is
+a number, or a list of VALUE:UNTIL pieces followed by a last value, such as 0.3:70%,0.1. LR_GROUPS: see
+parameter_groups.py; DATA_STAGES: see sections/data.py.
 """
 
 import json
@@ -55,14 +55,14 @@ def iteration_of(point: str, last: int) -> int:
 
 
 def scaled_points(text: str, factor: float) -> str:
-    """Returns the text of a setting in `POINTS` with all iterations multiplied by `factor`."""
+    """Returns `text`, the value of a setting in `POINTS`, with all iterations multiplied by `factor`."""
     multiplied = lambda found: str(max(1, round(int(found[0]) * factor)))  # noqa: E731
     before = ":" if ":" in text else ","
     return re.sub(rf"(?<={before})[0-9]+(?=[,:]|$)", multiplied, f",{text}")[1:]
 
 
 def read_composed(value: str) -> str | None:
-    """Returns a composed LR_DECAY_STYLE without spaces, or None for a single name."""
+    """Returns a composed LR_DECAY_STYLE without spaces, or None if `value` is not a list of pieces."""
     text = "".join(value.split())
     if not is_composed(text):
         return None
@@ -71,7 +71,7 @@ def read_composed(value: str) -> str | None:
         raise ValueError("only the last piece may omit the iteration at which it ends")
     _check_shares([until for _, until, _ in pieces])
     if any(target is not None and target > 1 for _, _, target in pieces):
-        raise ValueError("a piece's target must not exceed 100% of LR")
+        raise ValueError("the final rate of a piece must not exceed 100% of LR")
     return text
 
 
@@ -94,13 +94,13 @@ def read_values(value: object) -> float | str:
     ):
         raise ValueError("must be a number of at least 0, or VALUE:UNTIL pieces such as 0.3:70%,0.1")
     if ends[-1]:
-        raise ValueError("the last value must not have an end")
+        raise ValueError("the last value applies until the end and must not have UNTIL")
     _check_shares(ends[:-1])
     return float(text) if len(ends) == 1 else text
 
 
 def value_pieces(text: str) -> list[tuple[str, str]]:
-    """Value and end (as written; '': none) of each piece of MTP_LOSS_COEFF."""
+    """Returns value and end of each piece of MTP_LOSS_COEFF, as written; an end of '' means no end."""
     return [(value, end) for value, _, end in (part.partition(":") for part in text.split(","))]
 
 
@@ -111,7 +111,7 @@ def _check_shares(points: Sequence[str]) -> None:
 
 @cache  # called at every step
 def composed(text: str) -> tuple[tuple[str, str, float | None], ...]:
-    """Returns style, end (as written) and target of each piece; raises ValueError if the text is invalid."""
+    """Returns style, end (as written) and final rate (fraction of LR) of each piece, or raises ValueError."""
     pieces = []
     for part in text.split(","):
         match = _PIECE.fullmatch(part)
@@ -194,7 +194,9 @@ def read_stages(value: object) -> str:
 
 def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
     if unknown := [name for name in stage if name not in _KEYS]:
-        raise ValueError(f"stage {number} has {str(unknown[0])[:40]!r}; allowed keys are {', '.join(_KEYS)}")
+        raise ValueError(
+            f"stage {number} has an unknown key {str(unknown[0])[:40]!r}; use one of {', '.join(_KEYS)}"
+        )
     begins = [name for name in _BEGINS if name in stage]
     if len(begins) != 1:
         raise ValueError(f"stage {number} must have either from_samples or from_tokens")

@@ -1,4 +1,4 @@
-"""Types of settings: allowed values and parsing of their text."""
+"""Types of settings, which define the allowed values and parse the text of a setting."""
 
 import glob
 import math
@@ -24,7 +24,7 @@ ONE_LINE_FIX = "use one line of text"
 
 
 def is_one_line(text: str) -> bool:
-    """Whether text has no control characters, so that it can be a name, path or script word."""
+    """Whether text has no control characters, so that it can be a name, a path or a word of a script."""
     return not _NOT_ONE_LINE.search(text)
 
 
@@ -39,7 +39,7 @@ _LONGEST_SHOWN = 100
 
 
 def shown(value: object) -> str:
-    """Returns a value as errors show it: one line, shortened in the middle to at most 100 characters."""
+    """Returns a value's text for errors: one line, shortened in the middle to at most 100 characters."""
     text = str(value)
     text = text if is_one_line(text) else repr(text)
     half = (_LONGEST_SHOWN - 3) // 2
@@ -56,8 +56,8 @@ def as_given(value: object) -> str:
 def _text(
     check: Callable[[str], None] = lambda text: None, pattern: str = "", rule: str = ""
 ) -> BeforeValidator:
-    """Removes the spaces from a setting's text, then validates it: `check` may raise ValueError, and text
-    that does not match `pattern` raises ValueError(`rule`).
+    """Returns a validator that removes all spaces from a setting's text. It then calls `check`, which may
+    raise ValueError, and raises ValueError(`rule`) if the text does not match `pattern`.
     """
 
     def read(value: Any) -> str:
@@ -118,7 +118,7 @@ def _numbers(text: str) -> None:
 def _stage_layers(text: str) -> None:
     if text and not re.fullmatch(_STAGES, text):
         raise ValueError(
-            "must be comma-separated whole numbers, or repetitions such as 9*10 for ten stages of 9"
+            "must be comma-separated numbers of layers, or repetitions such as 9*10 for ten stages of 9"
         )
     if text and (number := sum(times for _, times in stage_terms(text))) > _MOST_STAGES:
         raise ValueError(f"describes {number} stages, more than the limit of {_MOST_STAGES}")
@@ -130,7 +130,7 @@ def _iterations(text: str) -> None:
     # the two ends of a range may be equal
     in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))
     if text and not (ends[0] >= 1 and in_order):
-        raise ValueError("must be comma-separated iterations in order, from 1, or ranges such as 10-12")
+        raise ValueError("must be comma-separated iterations (1 or above, ascending) or ranges such as 10-12")
 
 
 def _timeout(value: Any) -> str:
@@ -163,7 +163,7 @@ def _blend(value: str) -> str:
 
 
 def blend_members(value: str) -> list[tuple[str, str]]:
-    """Weight (as written; '' if none is given) and path of each corpus in TRAIN_DATA or VALID_DATA."""
+    """Returns (weight, path) of each corpus in TRAIN_DATA or VALID_DATA; the weight is '' if not given."""
     text = value.strip()
     if text and (Path(text).exists() or Path(f"{text}.bin").is_file()):  # one path, even with spaces
         return [("", text)]
@@ -188,8 +188,8 @@ def is_prepared_first(value: str) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """Whether a corpus is text: it is a folder, a file, a pattern or a path with the suffix of a text file,
-    and not the prefix of existing token files.
+    """Whether a corpus is text: its name is a folder, a file, a pattern or a path with a data suffix such as
+    .jsonl, and is not the prefix of existing token files.
     """
     if not name or name.endswith((".bin", ".idx")) or Path(f"{name}.bin").is_file():
         return False
@@ -212,7 +212,9 @@ class Traits:
 
 
 def _setting(default: Any, description: str, **options: Any) -> Any:
-    """Declares a field with the Traits in `options`; with a `default_factory`, `default` must be `...`."""
+    """Declares a field with the Traits in `options`. If `options` also has a `default_factory`, `default`
+    must be `...`.
+    """
     own = {name: options.pop(name) for name in Traits.__dataclass_fields__ if name in options}
     given = {} if default is ... else {"default": default}
     field = Field(description=description, **given, **options)
@@ -232,7 +234,7 @@ care = partial(_setting, part="care", costs=False, compared=False)
 
 
 def traits(settings: type[BaseModel], name: str) -> Traits:
-    """Returns the traits of the setting `name`; LookupError if it has none."""
+    """Returns the traits of the setting `name`; LookupError if it was declared without traits."""
     found = [one for one in settings.model_fields[name].metadata if isinstance(one, Traits)]
     if not found:
         raise LookupError(f"{name} has no traits. Fix: declare it with a function of config/setting_types.py")
@@ -274,13 +276,15 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
 
 
 def pattern_of(flags: list[bool]) -> str:
-    """Returns `flags` as a value of WINDOW_PATTERN and similar settings."""
+    """Converts `flags`, one per layer, to a value of WINDOW_PATTERN or a similar setting."""
     return "1" if all(flags) else ",".join(str(int(flag)) for flag in flags)
 
 
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """One flag per layer: whether it is chosen. If `pattern` is a list, its length replaces `num_layers`."""
+    """One flag per layer: whether `pattern` chooses it. The first `num_first_dense` layers are never
+    chosen. If `pattern` is a list, its length replaces `num_layers`.
+    """
     if ":" in pattern:
         chosen_ones, others = map(int, pattern.split(":"))
         chosen = [layer % (chosen_ones + others) < chosen_ones for layer in range(num_layers)]

@@ -1,9 +1,9 @@
 """All settings of a training run.
 
-Precedence: default < preset < settings file < environment < command line. The setting `num_experts` has the
-environment variable NUM_EXPERTS and the flag `--num-experts`. Each section has a file in config/sections/
-with its settings, derived values and rules. This module does not import torch or megatron, so that `--help`,
-`--dry-run` and the planner are fast.
+Precedence: default < preset < settings file < environment < command line. For example, the setting
+`num_experts` has the environment variable NUM_EXPERTS and the flag `--num-experts`. Each section has a file
+in config/sections/ with its settings, derived values and rules. This module does not import torch or
+megatron, so that `--help`, `--dry-run` and the planner are fast.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Config(ReliabilitySettings):
 
     @property
     def graph_problem(self) -> str:
-        """Setting that rules out a CUDA graph per micro-batch, and the reason; empty if there is none."""
+        """Setting that rules out a CUDA graph per micro-batch, and the reason; empty if nothing does."""
         exchanges = self.use_moe and self.ep * self.etp > 1
         by_router = self.router_top_p < 1 or self.null_experts or self.token_rounding
         drops_slots = self.use_moe and (by_router or self.moe_type == "moe")
@@ -80,7 +80,7 @@ SECTIONS = {
 
 
 def names_by_section() -> dict[str, list[str]]:
-    """Returns the names of the settings by section, in order."""
+    """Returns the names of the settings in each section, in the order of the fields."""
     heading_of = {first: heading for heading, first in SECTIONS.items()}
     found: dict[str, list[str]] = {}
     for name in Config.model_fields:

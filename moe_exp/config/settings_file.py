@@ -1,4 +1,4 @@
-"""Settings files (YAML or NAME=value lines) and misspelled names. No torch."""
+"""Reads settings files (YAML or NAME=value lines) and finds misspelled names. Does not import torch."""
 
 import difflib
 import os
@@ -33,9 +33,9 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
     """Reads a settings file; returns the text of each value by field name.
 
     The first line with content decides whether the file is YAML or has NAME=value lines, quoted as in a
-    shell. Skips empty values of NAME=value lines, and null in YAML unless `none` is valid for the setting.
-    `also`: further valid names. Raises ConfigError if the file cannot be read or has unknown or repeated
-    names (one line per name).
+    shell. Ignores NAME=value lines with an empty value, and YAML lines with null unless the setting can be
+    `none`. `also`: further valid names. Raises ConfigError if the file cannot be read; for unknown or
+    repeated names, the error has one line per name.
     """
     text = _text(path)
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
@@ -134,17 +134,17 @@ _LIST_OF_SIZES = re.compile(r"(\d+|none)([ ,]+(\d+|none))+")
 
 
 def warn_of_misspelt(of_command: Iterable[str] = ()) -> None:
-    """Warns of environment variables that look like misspelled settings of Config or of `of_command`."""
+    """Warns of environment variables that look like misspelled settings of Config or a command."""
     for name, near in unknown_variables(os.environ, [name.upper() for name in of_command]):
         complain(f"warning: {name} is not a setting; did you mean {near}?")
 
 
 def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Returns pairs of an environment variable that looks misspelled and the most similar setting, such as
+    """Returns (variable, most similar setting) for each environment variable that looks misspelled, such as
     (NUM_EXPRTS, NUM_EXPERTS).
 
-    A command's settings (`of_command`) may have short names. If a variable's value is a list of sizes, these
-    names therefore need less similarity (TPZ="1 2" is taken for TPS).
+    A command's settings (`of_command`) may have short names, for which less similarity is enough if the
+    variable's value is a list of sizes: TPZ="1 2" is taken for TPS.
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []
@@ -162,9 +162,9 @@ def _nearest(name: str, ours: tuple[str, ...]) -> list[str]:
 
 
 def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]:
-    """Returns at most two settings in `names` (default: all) that the user may mean by `name`, a variable,
-    flag or field. Matches similar names (num_exprts), parts of a name (hidden) and descriptions
-    (learning-rate: lr).
+    """Returns at most two of the settings `names` (default: all settings) that a user may mean by `name`,
+    which is a variable, flag or field. Finds settings with a similar name (num_exprts), with `name` as a part
+    of their name (hidden), or with a similar description (learning-rate finds lr).
     """
     known = list(Config.model_fields if names is None else names)
     words = re.split(r"[-_\s]+", name.strip("-_ ").lower())

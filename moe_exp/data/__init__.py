@@ -1,1 +1,1 @@
-"""Corpus -> tokens -> batches. Stages exchange data as files. Only the folder `samples` imports torch."""
+"""Corpus -> tokens -> batches, in stages that exchange files. Only the folder `samples` imports torch."""

@@ -126,7 +126,7 @@ def _languages(part: MixturePart, *, has_langid: bool) -> str:
 
 
 def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
-    """Counts the texts that two sources share, compared by hash."""
+    """Returns a table of how many texts each pair of sources shares, compared by hash."""
     # a sample of one text in `every`, chosen by hash so that all sources are sampled alike
     every = 1 + sum(part.shuffled["train"]["num_documents"] for part in parts) // _MOST_HASHES
     words = [_distinct(part, every) for part in parts]
@@ -141,7 +141,7 @@ def _overlaps(parts: Sequence[MixturePart]) -> list[str]:
 
 
 def _distinct(part: MixturePart, every: int) -> Any:
-    """Returns the hashes of the distinct texts (a sample of 1/`every`), cached next to the token files."""
+    """Returns the hashes of distinct texts (one in `every`), which are cached next to the token files."""
     path = part.prefix.with_name(f"{part.name}.{part.shuffled['line_hash'][:16]}.{every}.npy")
     if path.exists():
         return np.load(path)

@@ -52,7 +52,7 @@ C = TypeVar("C", bound="Counted")
 
 
 class Counted:
-    """Base class of dataclasses whose counts are stored as JSON. Unknown entries are ignored when read."""
+    """Base class of dataclasses whose counts are stored as JSON. Reading ignores unknown entries."""
 
     def to_json(self) -> dict[str, Any]:
         return TypeAdapter(type(self)).dump_python(self, mode="json")
@@ -70,8 +70,8 @@ _Sorted = PlainSerializer(lambda counts: dict(sorted(counts.items())))
 class Tally(Counted):
     """Counts of documents that were read or written. The tallies of several files can be added.
 
-    `text_hash` is the sum of the texts' XXH3-128 modulo 2**128: equal for equal multisets of texts, whatever
-    their order.
+    `text_hash` is the sum of the texts' XXH3-128 hashes modulo 2**128, so it does not depend on the order of
+    the texts.
     """
 
     num_documents: int = 0
@@ -132,8 +132,8 @@ def data_among(
         where, what: the folder or URL and the setting that names it, for messages.
         text_field: field with the text; "" if `has_text` is not given.
         has_text: returns whether a .json file is a record file, that is, whether its first object has the
-            field. If None (object stores), .json files are selected by name, but only if there are no other
-            record files.
+            field. If None (object stores), .json files are selected unless they are named like
+            metadata, but only if there are no other record files.
 
     Raises:
         ValueError: the files that are not selected contain most of the bytes.
@@ -217,7 +217,7 @@ def files_below(root: Path) -> Iterator[Path]:
 
 
 def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: str = "text") -> list[Path]:
-    """Expands names of files, folders (see `files_in`) and globs to files, in the given order.
+    """Returns the files given by names of files, folders (see `files_in`) or globs, in the given order.
 
     Args:
         what: name of the setting that contains `names`, for error messages.
@@ -363,8 +363,8 @@ def read_lines(
 ) -> Iterator[tuple[int, bytes]]:
     """Yields (line number from 1, JSONL line without LF or CRLF); BadDocument if the file is damaged.
 
-    `start`, `end`: byte range to read, which must begin and end at line boundaries; not for streams. Line
-    numbers start with 1 at `start`.
+    `start`, `end`: byte range to read, which must begin and end at line boundaries; not for streams. The
+    line at `start` has the number 1.
     """
     number = 0
     lines = raw_lines(path, text_field=text_field, rule=rule) if end is None else lines_in(path, start, end)

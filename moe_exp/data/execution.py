@@ -88,7 +88,7 @@ class Step:
 
 
 def count_units(name: str, unit: str, run: Callable[[int], int], data: Any, rank: int, _: int) -> Any:
-    """Processes a task with `run` and returns the number of units it processed, as statistics."""
+    """Processes task `rank` with `run`; returns statistics with the number of processed units."""
     stats = task_stats(name)
     stats[unit].update(run(rank))
     return stats
@@ -105,7 +105,8 @@ def _check_complete(before: Pass, *_: Any) -> Any:
 def in_turn(passes: Sequence[Pass]) -> list[Pass]:
     """Makes each pass start with a step that checks whether all tasks of the previous pass are complete.
 
-    On SLURM, the next pass waits only for the last of a pass's job arrays; earlier arrays may have failed.
+    Needed on SLURM: if a pass has several job arrays, the next pass waits only for the last one, although an
+    earlier one may have failed.
     """
     # the check is pickled with every task: without the pipeline of the pass it refers to
     after = []
@@ -159,8 +160,8 @@ def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterato
     """Yields temporary paths to write to. When the `with` block ends without an error, renames the files to
     `paths`.
 
-    With `is_durable`, first flushes the files to disk, which is unnecessary if a later check would detect
-    lost data.
+    With `is_durable`, flushes each file to disk before renaming it. This is unnecessary if a later check
+    would detect lost data.
     """
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Summarizes token files or documents: counts, lengths, duplicates, end-of-document tokens, samples.
 
-Memory: a block of tokens or the longest document, plus about 50 bytes per document for lengths and hashes.
+Holds in memory a block of tokens or the longest document, and about 50 bytes per document for lengths and
+hashes.
 """
 
 import os
@@ -39,7 +40,7 @@ def inspect_path(
     path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text",
     seq_len: int = 4096,
 ) -> dict[str, Any]:  # fmt: skip
-    """Reads all data at `path` and returns the report of --json, whose kind is `tokens` or `documents`.
+    """Reads all data at `path`; returns the report that --json prints, of kind `tokens` or `documents`.
 
     Args:
         path: prefix of .bin/.idx files (with or without suffix), a file of documents, or a folder with them.
@@ -70,7 +71,7 @@ def num_duplicates(hashes: bytearray) -> int:
 
 
 def difference(one: bytearray, other: bytearray) -> tuple[int, int]:
-    """Returns how many documents are only in `one` and how many only in `other` (multisets of hashes)."""
+    """Returns how many document hashes are only in `one` and how many only in `other`, counting repeats."""
     digests = np.frombuffer(one + other, dtype=_DIGEST)
     _, kinds = np.unique(digests, return_inverse=True)
     # For each different hash: by how many `one` exceeds `other`.
@@ -135,8 +136,8 @@ def inspect_tokens(
 def token_blocks(
     files: TokenFiles, block_tokens: int
 ) -> Iterator[tuple[npt.NDArray[np.integer], Int64Array]]:
-    """Yields the tokens of consecutive documents in blocks (at most `block_tokens`, or one longer document),
-    each with the bounds of its documents.
+    """Yields blocks of consecutive documents as (tokens, bounds of the documents in the block). A block has
+    at most `block_tokens` tokens, unless it is a single longer document.
     """
     bounds, first = files.document_bounds, 0
     while first < files.num_documents:
@@ -246,7 +247,7 @@ def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
 
 
 def length_summary(lengths: Int64Array) -> dict[str, Any]:
-    """Statistics of lengths and a histogram: bins 0, 1, 2 to 3, 4 to 7, ... as (from, to, documents)."""
+    """Statistics of lengths, and a histogram of (from, to, documents) with bins 0, 1, 2 to 3, 4 to 7, ..."""
     if not len(lengths):
         return {"min": 0, "median": 0, "mean": 0, "max": 0, "histogram": []}
     num_bits = np.frexp(lengths.astype(np.float64))[1]  # 0 for 0, 1 for 1, 2 for 2 and 3

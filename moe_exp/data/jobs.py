@@ -44,7 +44,7 @@ CountingStep = tuple[str, str, Callable[[int], int], int]
 def run_passes(
     passes: Sequence[Pass], execution: Execution, stage: CorpusStage, verb: str, *, follows: bool = False
 ) -> bool:
-    """Runs all tasks of the passes that are not done yet; the last pass creates the output.
+    """Runs the unfinished tasks of all passes; the last pass creates the output.
 
     Args:
         verb: what the tasks do, shown in the progress bar (SLURM jobs have no progress bar).
@@ -108,7 +108,7 @@ def _run_here(passes: Sequence[Pass], execution: Execution) -> None:
 def run_stage_passes(
     steps: Mapping[str, CountingStep], execution: Execution, stage: CorpusStage, verb: str, working: Path
 ) -> bool:
-    """Runs the steps of a later stage as passes (see `run_passes`).
+    """Runs the steps of a stage that follows another stage; each step is a pass (see `run_passes`).
 
     Args:
         steps: maps the name of each step to its `CountingStep`. Every step reads all inputs of the stage.
@@ -182,7 +182,7 @@ def _jobs_there(folder: Path) -> list[str]:
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
     """Submits the remaining tasks, unless earlier jobs are still active; each pass waits for the previous
-    pass. `follows`: whether the last SLURM job of the previous step may submit this step, once.
+    pass. `follows`: whether the last SLURM job of the previous step may submit this one (only once).
 
     Raises:
         ValueError: sbatch fails, squeue does not answer, or this process runs in a SLURM job that must not
@@ -262,7 +262,7 @@ class WorkerPool:
     """Context manager for worker processes that call a function.
 
     Args:
-        function: must be picklable; takes one argument, which identifies the call.
+        function: picklable function with one argument, which identifies the call.
         number: number of processes; with 1, the calls run in this process.
         preload: module to import in the workers, see `worker_context`.
         describe: returns a call's name for error messages, and text to append to the suggested fix.
@@ -276,7 +276,7 @@ class WorkerPool:
         self._workers = [_Worker(function, preload) for _ in range(number)] if number > 1 else []
 
     def run(self, calls: Sequence[T]) -> Iterator[T]:
-        """Yields each call when done. Raises a failed call's error; ChildProcessError if a worker died."""
+        """Yields each finished call. Raises a failed call's error, or ChildProcessError if a worker died."""
         if not self._workers:
             for call in calls:
                 self._function(call)

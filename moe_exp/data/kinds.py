@@ -147,7 +147,7 @@ def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
 
 
 def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
-    """Yields the lines of any file as JSON. Each ends with LF, except perhaps the last line of a .jsonl file.
+    """Yields any file as JSON lines. Each ends with LF, except perhaps the last line of a .jsonl file.
 
     Args:
         text_field: name of the text column in tables, and of the text field in the yielded lines.
@@ -190,7 +190,7 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
 
 
 def read_chunks(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
-    """Like `raw_lines`, but yields compressed JSONL in chunks of up to 1 MiB."""
+    """Like `raw_lines`, but yields compressed JSONL in chunks of up to 1 MiB instead of lines."""
     if is_compressed(path) and ending(path) in JSON_SUFFIXES and not _has_values(path):
         yield from _file_chunks(path)
     else:
@@ -336,10 +336,10 @@ def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str
 
 
 def read_table(path: Path, *, text_field: str, columns: list[str] | None = None) -> Iterator[tuple[int, Any]]:
-    """Yields (number of previous rows, record batch) of a .parquet or .arrow file.
+    """Yields (number of rows before the batch, batch) for each record batch of a .parquet or .arrow file.
 
     Args:
-        path: the file; an .arrow file may be in the file or the stream format, as written by `datasets`.
+        path: the file; an .arrow file has Arrow's file format, or its stream format, which `datasets` uses.
         text_field: required column; ValueError if it does not exist.
         columns: columns to read (default: all).
 

@@ -1,4 +1,4 @@
-"""Turns mixture.yaml into token files for each source, effective weights and a datasheet.
+"""Turns mixture.yaml into token files and an effective weight for each source, and a datasheet.
 
 tokenizer: meta-llama/Llama-3.1-8B      # or vocab_size: 32000, to train one
 total_tokens: 20e9
@@ -69,7 +69,9 @@ class MixedSource(BaseModel):
     @classmethod
     def _is_file_name(cls, name: str) -> str:
         if name and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-            raise ValueError("must consist of letters, digits, '.', '_' and '-'")
+            raise ValueError(
+                "must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit"
+            )
         return name
 
 
@@ -91,7 +93,7 @@ class Mixture(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> "Mixture":
         if (self.tokenizer is None) == (self.vocab_size is None):
-            raise ValueError("requires either tokenizer or vocab_size")
+            raise ValueError("requires either tokenizer or vocab_size, not both")
         if self.prepend_bos and self.tokenizer is None:
             raise ValueError(
                 "prepend_bos requires tokenizer, because a tokenizer trained here has no BOS token"
@@ -223,8 +225,8 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
     """Prepares and tokenizes all sources and computes their weights. Finished sources are reused.
 
     Returns:
-        Contents of mixture.json: train_data and valid_data (for TRAIN_DATA and VALID_DATA), vocab_size,
-        tokenizer; None while SLURM jobs are active.
+        Contents of mixture.json, such as train_data and valid_data (values for TRAIN_DATA and VALID_DATA),
+        vocab_size and tokenizer; None while SLURM jobs are active.
 
     Raises:
         ValueError, OSError: see `prepare` and `tokenize_files`; also if the sources provide too few tokens.

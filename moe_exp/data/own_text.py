@@ -23,7 +23,7 @@ from moe_exp.host.files import bytes_text, ending, is_url
 
 
 def fitting_vocab_size(config: Config) -> int | None:
-    """VOCAB_SIZE for a tokenizer to be trained on TRAIN_DATA; None if TOKENIZER is set or there is no text.
+    """VOCAB_SIZE to train a tokenizer on TRAIN_DATA; None if TOKENIZER is set or TRAIN_DATA has no text.
 
     The result is a power of two from 512 to 32768, near 1/1000 of the text's size in bytes.
     """
@@ -43,7 +43,7 @@ def needs_preparation(config: Config) -> bool:
 
 
 def with_prepared_text(config: Config) -> Config:
-    """Prepares missing data; returns `config` with text and URLs replaced by token files.
+    """Prepares data if necessary; returns `config` with token files in place of text and URLs.
 
     A trained tokenizer has VOCAB_SIZE tokens, or fewer if the text is too short. Raises ConfigError if the
     text or DATA_DIR cannot be used, or a package is missing.
@@ -57,7 +57,7 @@ def with_prepared_text(config: Config) -> Config:
 
 
 def already_prepared(config: Config) -> Config | None:
-    """Result of `with_prepared_text` if all data are prepared; None otherwise, and for object-store data."""
+    """Result of `with_prepared_text` if all data are local and prepared; otherwise None."""
     blends = (config.train_data, config.valid_data, *config.stage_blends)
     if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
         return None
@@ -74,7 +74,7 @@ def already_prepared(config: Config) -> Config | None:
 
 
 def prepared_by_launcher(config: Config) -> Config:
-    """`with_prepared_text` for a rank. Uses the launcher's result; without a launcher, prepares the data."""
+    """`with_prepared_text` for a rank: the launcher's result if there is one, else a new preparation."""
     if not needs_preparation(config):
         return config
     # all ranks use what the launcher resolved, even if files have changed since
@@ -93,7 +93,7 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
     """Like `with_prepared_text`, but for an already trained run; prepares nothing.
 
     If files have changed or are missing, logs a warning and uses the newest preparation of the same text;
-    ValueError if there is none. `trained`: the `tokenizer_fingerprint` that its tokenizer must have.
+    ValueError if there is no preparation. `trained`: required `tokenizer_fingerprint` of the tokenizer.
     """
     known = prepared_text.known_places(Path(config.data_dir))
     config = config.model_copy(update={"data_stages": ""})  # only used in training

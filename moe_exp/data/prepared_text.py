@@ -47,7 +47,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class TextSource:
-    """Text to prepare."""
+    """Text that a data setting names, to be tokenized."""
 
     setting: str  # train_data, valid_data or data_stages
     name: str  # path or pattern in the setting
@@ -61,7 +61,7 @@ class TextSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything that the result depends on, except the files."""
+        """Everything that the token files depend on, except the text files."""
         options: dict[str, Any] = {"tokenizer": self.tokenizer.facts() if self.tokenizer else None}
         options |= {"text_field": self.text_field, "documents": self.rule.documents}
         options |= {"vocab_size": self.vocab_size, "holds_out": self.holds_out, "format": _FORMAT}
@@ -107,7 +107,7 @@ class Prepared:
 
     @property
     def tokenizer(self) -> str:
-        """The existing tokenizer, or the one trained on the text."""
+        """Name of the given tokenizer, or folder of the one trained on the text."""
         return self.facts["tokenizer_path"] or str(self.folder / "tokenizer")
 
 
@@ -135,7 +135,7 @@ def _all_prepared(data_dir: Path) -> Iterator[Prepared]:
 
 
 def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
-    """Preparations with the same options, newest first."""
+    """Prepared texts with the same options as `source`, newest first."""
     found = [one for one in _all_prepared(data_dir) if one.facts.get("options") == source.options]
     return sorted(found, key=lambda one: str(one.facts.get("made_at")), reverse=True)
 
@@ -166,7 +166,7 @@ def matching(source: TextSource, data_dir: Path) -> Prepared | None:
 
 
 def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> Prepared:
-    """The prepared data that a run was trained on. `trained`: fingerprint of its tokenizer, if known."""
+    """The prepared data that a run was trained on. `trained`: the run's tokenizer fingerprint, if known."""
 
     def is_its_own(one: Prepared) -> bool:
         return not trained or same_fingerprint(tokenizer_fingerprint(one.tokenizer), trained)
@@ -224,7 +224,7 @@ def _summary(made: Prepared) -> str:
 
 
 def _build_again(source: TextSource, folder: Path) -> Prepared:
-    """Builds the folder, resuming from the files of an interrupted build if they still match."""
+    """Builds the folder; resumes an interrupted build if its files match the present settings and texts."""
     work = folder.with_name(f"{folder.name}.partial")
     resumes = work.exists()
     try:

@@ -1,10 +1,10 @@
 """A data preparation step: it locks its output, can be resumed, and publishes its files by renaming them.
 
-A running stage writes only to `OUTPUT.partial/`. When it is done, that folder becomes OUTPUT (with a
+A running step writes only to `OUTPUT.partial/`. When the step is done, that folder becomes OUTPUT (with a
 manifest.json), or its files move next to `OUTPUT.manifest.json`. Any output with its final name is therefore
-complete. A killed stage resumes from its partial folder. A finished stage does nothing if called with the
-same settings and inputs; if they differ, it raises an error. With `start_over`, the old output stays until
-the new one is complete; if the call is killed, repeat it without `start_over` to resume.
+complete. A killed step resumes from its partial folder. Repeating a finished step with the same settings and
+inputs does nothing; with other settings or inputs, it raises an error. With `start_over`, the old output
+stays until the new one is complete; if the call is killed, repeat it without `start_over` to resume.
 """
 
 import json
@@ -99,7 +99,8 @@ def run_stage(
     name: str, output: Path, *, settings: Mapping[str, Any], inputs: Iterable[Path], is_folder: bool = True,
     start_over: bool = False, mends_outputs: bool = False, suffixes: Sequence[str] = (),
 ) -> Iterator[CorpusStage]:  # fmt: skip
-    """Opens a step. If `stage.manifest` is None, the block works in `stage.folder`.
+    """Opens a step and yields it as `stage`. If `stage.manifest` is None, the block must write to
+    `stage.folder`.
 
     Files in `stage.folder` survive crashes and exceptions, and are available when the step is called again.
 
@@ -171,7 +172,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If it is locked, logs `waits` and waits; raises ValueError if `waits` is empty."""
+    """Locks an output. If it is locked, logs `waits` and waits, or raises ValueError if `waits` is empty."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
@@ -252,7 +253,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether OUTPUT's unfinished step, or else its manifest, is older than the manifest of `other`."""
+    """Whether OUTPUT's unfinished step (if none: its manifest) is older than the manifest of `other`."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)

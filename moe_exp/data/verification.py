@@ -78,7 +78,8 @@ def find_manifest(path: Path) -> Manifest:
 
 def verify(path: Path) -> Iterator[Finding]:
     """Checks `path` against its manifest: sizes, hashes, token files, documents, and that no validation
-    document is in the training files. ValueError for a missing or damaged manifest or an invalid line.
+    document is in the training files. Raises ValueError if the manifest is missing or damaged or a line is
+    invalid.
     """
     manifest, files = find_manifest(path), list[Finding]()
     num_bytes = sum(int(one["bytes"]) for one in manifest.outputs)
@@ -203,7 +204,7 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
 
 
 def _all_hashes(path: Path, text_field: str, *, is_tokens: bool) -> bytearray:
-    """XXH3-128 digests of the documents, one after another."""
+    """Concatenated XXH3-128 digests of the documents."""
     hashes = bytearray()
     if is_tokens:
         # as int64, to compare files with different token types

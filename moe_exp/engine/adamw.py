@@ -5,14 +5,16 @@
     v <- b2 v + (1 - b2) g^2
     w <- (1 - lr wd) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
-Megatron's step reads the gradient norm on the host, scales the gradients, runs the optimizer and copies the
-main weights to the model: 28 + 8 + 6 bytes per fp32 parameter. One pass moves 30. The factors that depend on
-the norm are on the device (`step_factors`), so that the host does not wait for the norm.
+Megatron's step reads the gradient norm on the host, scales the gradients (moving 8 bytes per fp32 parameter),
+runs the optimizer (28 bytes) and copies the main weights to the model (6 bytes). One pass moves 30 bytes. The
+factors that depend on the norm are on the device (`step_factors`), so that the host does not wait for the
+norm.
 
 With MAIN_PARAMS=remainder, w is the bf16 weight (the upper 16 bits) plus a 16-bit remainder, as with
 Transformer Engine's `store_param_remainders`. One pass then moves 28 bytes. w is rounded to nearest, ties to
-even, whereas Transformer Engine rounds ties away from zero. Each even bf16 value therefore has 2^16 + 1
-remainders, from -2^15 to 2^15 (both ties). The otherwise unused sign bit of v marks 2^15.
+even, whereas Transformer Engine rounds ties away from zero. An even bf16 value can therefore have 2^16 + 1
+different remainders, from -2^15 to 2^15 (both are ties). 2^15 does not fit in 16 bits, so the otherwise
+unused sign bit of v marks it.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def _kernel(main, grad, mean, square, weight, factors, size, beta1, beta2, eps, 
 
 
 def join(weight: Tensor, remainder: Tensor, square: Tensor) -> Tensor:
-    """fp32 main weights, rebuilt from bf16 weights, int16 remainders and second moments (signs mark ties)."""
+    """fp32 main weights, rebuilt from bf16 weights, int16 remainders and the signs of second moments."""
     high = weight.view(torch.int16).int() + square.signbit()
     return (high * 65536 + remainder).view(torch.float32)
 
@@ -124,11 +126,11 @@ def adamw_step(
     """One step of AdamW on a tensor, in place; formulas at the top of the file.
 
     Args:
-        main: fp32 weights, or int16 remainders (see `split`); contiguous, like all tensors here.
+        main: fp32 weights, or int16 remainders (see `split`); all tensor arguments must be contiguous.
         grad: gradients, fp32 or bf16.
         mean, square: first and second moments, fp32 or bf16.
         weight: output for the bf16 copy of the weights (with remainders, also an input); None: no copy.
-        factors: `step_factors`.
+        factors: result of `step_factors`.
     """
     if not runs_kernel(grad):
         adamw_step_torch(main, grad, mean, square, weight, factors, betas=betas, eps=eps)

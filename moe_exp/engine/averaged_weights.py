@@ -1,11 +1,12 @@
 """Exponential moving average of the weights (EMA_DECAY), in fp32.
 
-With d = EMA_DECAY and the main weights w after a step, the n-th update is
+With d = EMA_DECAY, and w for the main weights after a step, the n-th update is
 
     ema <- ema + (1 - d) / (1 - d^n) * (w - ema)
 
 This is ema <- d * ema + (1 - d) * w with Adam's bias correction (Kingma and Ba 2015, arXiv:1412.6980,
-section 3). After n updates, ema is the average of w_1 ... w_n with coefficients proportional to d^(n-i).
+section 3). After n updates, ema is a weighted average of w_1 ... w_n, in which the weight of w_i is
+proportional to d^(n-i).
 """
 
 from collections.abc import Iterator

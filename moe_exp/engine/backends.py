@@ -55,7 +55,7 @@ def backends_of(
 ) -> dict[str, tuple[str, str]]:
     """(backend, reason) of each part of a run on `cpu` or `cuda`.
 
-    `kernel_failures` is the result of `check_run`, `graph_failure` that of
+    `kernel_failures` is the result of `check_run`, `graph_failure` is the result of
     `training.microbatch.start_graphs`.
     """
 
@@ -98,7 +98,7 @@ def backends_of(
 def _attention_backends(
     config: Config, device_type: str, te: tuple[str, str] | None
 ) -> dict[str, tuple[str, str]]:
-    """(backend, reason) for attention layers with and without a window; `te`: Transformer Engine's pair."""
+    """(backend, reason) for attention layers with and without a window; `te`: pair for Transformer Engine."""
     if te and not (config.document_mask or config.needs_own_attention):
         return {"attention": te}
     found = {}

@@ -56,8 +56,10 @@ class StopRules:
 
     Args:
         stop: stop signal of this rank.
-        exit_file: on rank 0, the file that requests a stop (checked at most once a second); otherwise None.
-        exit_minutes: stop this many minutes after the launch, restarts included (rank 0 checks); 0: no limit.
+        exit_file: on rank 0, the file that requests a stop (checked at most once a second); None on other
+            ranks.
+        exit_minutes: stop this many minutes after the launch, even after restarts (only rank 0 checks); 0: no
+            limit.
         exit_interval: stop at multiples of this many iterations; 0: never.
     """
 
@@ -109,7 +111,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal, memory_text: Callable[[Exception], str] = str) -> Iterator[None]:
-    """Prints errors raised in the block with rank, host name and device; of user errors, only the message.
+    """Prints errors raised in the block with rank, host name and device; for user errors, only the message.
 
     If GPU memory runs out, prints only one line, which contains `memory_text(error)`.
     """

@@ -91,8 +91,8 @@ class FusedStep:
     """Replaces `step` of Megatron's optimizer; changes nothing if the gradient norm is not finite.
 
     Returns a tuple: None, the norm (fp32 []), and the number of zeros in the gradients (None: not counted).
-    The host does not wait for the norm; once the norm is known, and before the next step, `count_step` must
-    be called.
+    The host does not wait for the norm. `count_step` must be called when the norm is known, and before the
+    next step.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, parts: list[Any]):
@@ -164,7 +164,7 @@ def _share_gradients(part: Any) -> None:
 
 
 def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs (main weights, 16-bit model weights) of the values that this rank updates."""
+    """Yields (main weights, 16-bit model weights) of the values that this rank updates."""
     for main, model in _pairs(part):
         if isinstance(part, DistributedOptimizer):
             place = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
@@ -175,7 +175,7 @@ def _weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _pairs(part: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs (main weights, 16-bit model parameter) of one of the chained optimizers."""
+    """Yields (main weights, 16-bit model parameter) of one of the chained optimizers."""
     mains: Any = ()
     if isinstance(part, DistributedOptimizer):
         mains, models = part.shard_fp32_from_float16_groups, part.model_float16_groups

@@ -1,4 +1,4 @@
-"""CUDA graph of one micro-batch's forward and backward pass (CUDA_GRAPH): a single launch by the host.
+"""CUDA graph (CUDA_GRAPH) with which the host launches forward and backward of a micro-batch at once.
 
 Megatron's schedule is unchanged. Its forward step replays a graph that also contains the backward pass, and
 returns a loss that requires no gradient, so that the schedule runs no backward pass:
@@ -37,7 +37,7 @@ Batch = dict[str, Any]
 
 
 class CudaGraph:
-    """A CUDA graph captured by PyTorch. All graphs of a process share one memory pool: they run in turn."""
+    """A CUDA graph captured by PyTorch. All graphs of a process run in turn and share one memory pool."""
 
     _pool: Any = None
 
@@ -72,10 +72,10 @@ def side_stream() -> torch.cuda.Stream:
 
 @contextmanager
 def on_side_stream() -> Iterator[None]:
-    """Runs the block on `side_stream`, in order with the work before and after it; no effect without CUDA.
+    """Runs the block on `side_stream`, after all earlier and before all later work; no effect without CUDA.
 
     Autograd accumulates gradients on the stream on which DDP created AccumulateGrad nodes, and a capture must
-    not wait for another stream. So DDP, warm-up and captures use one stream.
+    not wait for another stream. So DDP, warm-up and captures all use `side_stream`.
     """
     if not torch.cuda.is_available():
         yield
@@ -98,7 +98,7 @@ def choose_graph(
         expert_backend: the expert backend in use; "" in a dense model.
         has_te: whether Transformer Engine's layers are used.
         overlaps: whether gradients would be exchanged during the backward pass; a graph prevents this.
-        failure: result of the check at the start.
+        failure: result of `training.microbatch.start_graphs`.
     """
     if config.cuda_graph == "off":
         return "off", "requested by CUDA_GRAPH"

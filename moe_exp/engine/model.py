@@ -262,7 +262,7 @@ def router_problem(config: Config) -> str:
 
 
 def sum_problem(config: Config) -> str:
-    """Why one kernel cannot compute both the sum after attention and its norm (SumAndNorm); else empty."""
+    """Why one kernel cannot compute the sum after attention and its norm (SumAndNorm); empty if it can."""
     problems = {
         "Transformer Engine's layers": use_te(config),
         f"NORMALIZATION={config.normalization}": config.normalization != "RMSNorm",
@@ -289,7 +289,7 @@ def build_model(
 ) -> list[DistributedDataParallel]:  # fmt: skip
     """This rank's model chunks (one, or VPP chunks) with initial weights, wrapped for data parallelism.
 
-    With `has_graph`, micro-batches run as CUDA graphs, and gradients are exchanged after the last one.
+    With `has_graph`, micro-batches run as CUDA graphs, and gradients are exchanged after the last graph.
     """
     settings = transformer_config(config)
     chunks = [
@@ -439,14 +439,14 @@ class GPTModelWithLinearLoss(PredictingModel):
         self._targets = labels.transpose(0, 1), mask.transpose(0, 1)
 
     def losses(self, hidden: Tensor, weight: Tensor | None, labels: Tensor, mask: Tensor | None) -> Tensor:
-        """Like `losses` of PredictingModel, but for one prediction depth at a time."""
+        """Sets the labels and mask of one prediction depth, then calls `losses` of PredictingModel."""
         self._set_targets(labels, mask)
         return super().losses(hidden, weight, labels, mask)
 
     def _output(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Losses [S, B] if there are labels, otherwise logits, from the output layer; the bias is None."""
+        """Output layer; returns losses [S, B] if there are labels, otherwise logits, and the bias (None)."""
         if self._targets is None:
             return self._project(hidden, weight, runtime_gather_output)
         if self.config.sequence_parallel:

@@ -3,10 +3,11 @@
     M <- momentum * M + (1 - momentum) * G        U = orthogonalized(lerp(G, M, momentum))
     W <- (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(rows, columns)) * U
 
-G is the gradient of matrix W, M its running mean. The factor 0.2 * sqrt(...) makes updates as large as
-AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. The formula is that of torch.optim.Muon
-with `adjust_lr_fn="match_rms_adamw"`, but in fp32, per expert, and over full matrices in every layout.
-Megatron-Core's Muon needs the package emerging_optimizers and uses Adam for 3D tensors like our experts.
+G is the gradient of matrix W, and M is the running mean of G. The factor 0.2 * sqrt(...) makes updates as
+large as AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. The formula is that of
+torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, but in fp32, per expert, and over full matrices in
+every layout. Megatron-Core's Muon needs the package emerging_optimizers and uses Adam for 3D tensors like our
+experts.
 
 Embedding, output layer, norms and biases use AdamW with Adam's settings (as in Jordan 2024). Routers also use
 AdamW because they train worse with Muon (docs/recipes.md). Query, key and value projections are stored as one
@@ -117,7 +118,7 @@ class Muon(Adam):
 
 
 def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Rank of each task. Assigns tasks by decreasing cost, each to the rank with the lowest total so far."""
+    """Returns each task's rank: tasks by decreasing cost, each on the rank with the lowest total so far."""
     # The largest total is at most 4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing
     # anomalies", theorem 2). Ties go to the earlier task and the lower rank: the same result on all ranks.
     ranks, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)
@@ -150,7 +151,7 @@ def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
 def _add_gathered(
     owned: Sequence[Sequence[_Owned]], updates: Iterable[Tensor], ranks: dist.ProcessGroup | None
 ) -> None:
-    """Adds -lr * update to all parameters; `updates` are the updates that this rank computed."""
+    """Gathers all ranks' updates and adds -lr * update to all parameters. `updates`: this rank's updates."""
     targets: list[list[tuple[Tensor, float]]] = [[] for _ in owned]
     for of_rank, own in zip(targets, owned, strict=True):
         for each, indices in own:

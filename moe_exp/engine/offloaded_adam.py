@@ -2,15 +2,16 @@
 
 As in ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), the device keeps only bf16 weights and gradients. A
 step processes the values in buckets. While the host updates a bucket, the device sends the gradients of the
-next one and receives the weights of the previous one:
+next one and receives the weights of the previous one (g: gradients, u: update, w: weights, with the number of
+the bucket):
 
     device to host    g1   g2   g3   ...
     host                   u1   u2   u3   ...
     host to device              w1   w2   w3   ...
 
-The copies, 4 + 2 bytes per parameter, pass through page-locked buffers: two for gradients, two for weights.
-Main weights and moments stay on the host and are not page-locked, because page-locking could double their
-memory: PyTorch rounds the size of page-locked memory up to a power of two.
+The copies (4 bytes of gradients and 2 bytes of weights per parameter) pass through page-locked buffers: two
+for gradients, two for weights. Main weights and moments stay on the host and are not page-locked, because
+page-locking could double their memory: PyTorch rounds the size of page-locked memory up to a power of two.
 """
 
 import math
@@ -30,7 +31,7 @@ _Piece = tuple[Tensor, slice, slice]
 
 
 class _Staging:
-    """Host buffers for copying the gradients and weights of a bucket, and events that follow the copies."""
+    """Host buffers for copying the gradients and weights of a bucket, and events after the copies."""
 
     def __init__(self, size: int, device: torch.device):
         module, is_pinned = torch.get_device_module(device), device.type == "cuda"

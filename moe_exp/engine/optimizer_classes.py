@@ -2,8 +2,9 @@
 
 Megatron expects one `step` per parameter group, and only moments in a parameter's state. Each optimizer
 chooses the format of its moments in memory. For checkpoints, `moments` converts them to fp32 in the
-parameter's shape, a format for every layout and every optimizer with the same moments; `set_moments` converts
-them back. With Megatron's distributed optimizer, `p` is a flat fp32 range of a model parameter.
+parameter's shape, a format that fits every layout and every optimizer with the same moments; `set_moments`
+converts them back. `p` is a parameter; with Megatron's distributed optimizer, it is a flat fp32 range of a
+model parameter.
 """
 
 import math
@@ -98,7 +99,7 @@ class Adam(torch.optim.Optimizer):
             p.data = p.new_full((), math.nan).expand_as(p)
 
     def update_stored(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        """Updates `params`, all of which are in `stored`."""
+        """Updates `params`, whose values are all in `stored` (see `split`)."""
         for p in params:
             with joined(self, p):
                 self._update(group, [p])
@@ -245,7 +246,7 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 
 
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest codes, uint8 [n], and scales, fp32 [ceil(n / 256)], as small as the range of values allows."""
+    """Nearest codes, uint8 [n], and the smallest scales that cover all values, fp32 [ceil(n / 256)]."""
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     scales = []

@@ -125,7 +125,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Checkpoint names of this rank's parameters, by id; they include layer numbers and fit every layout."""
+    """Checkpoint names of this rank's parameters, by id; names have layer numbers and fit every layout."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -220,8 +220,8 @@ def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: Megatron
 
 
 def leave_to_kernels(chunk: DistributedDataParallel) -> list[Any]:
-    """Excludes from `zero_grad_buffer` the gradients that the expert kernels overwrite; returns their
-    parameters.
+    """Excludes from `zero_grad_buffer` the gradients that the expert kernels overwrite; returns the
+    parameters of these gradients.
 
     This saves writing and reading 4 bytes per parameter for the experts, which have most of the gradients.
     """
@@ -308,8 +308,8 @@ class _NotFiniteError(Exception):
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the gradient is not finite.
 
-    Steps skipped by fp16's loss scaler still return `(False, None, None)`, and `FusedStep`, which does not
-    know yet whether its step is skipped, returns `(None, norm, zeros)`. Every skipped step restores the
+    Steps skipped by fp16's loss scaler still return `(False, None, None)`, and `FusedStep` returns `(None,
+    norm, zeros)`, because it does not know yet whether its step is skipped. Every skipped step restores the
     router state (expert bias, state of balancing losses). Call this function after `set_megatron_hooks`.
     """
     routers = RouterState(model)
@@ -351,7 +351,7 @@ class RouterState:
         self._stages = parallel_state.get_pipeline_model_parallel_group() if exchanges else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Hook that copies the routers' state before updating it (`finalize`, `end_of_global_batch`)."""
+        """Hook that copies the routers' state, then updates it (`finalize`, `end_of_global_batch`)."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:

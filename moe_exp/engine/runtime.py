@@ -67,7 +67,8 @@ def stand_by() -> None:
 def start(config: Config) -> Runtime:
     """Joins torchrun's job, or an existing process group, which `stop` then keeps.
 
-    ValueError if the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids DETERMINISTIC.
+    Raises ValueError if the number of ranks is not NNODES * GPUS_PER_NODE, or if environment variables
+    contradict DETERMINISTIC.
     """
     global _found
     rank, world_size = _place()
@@ -178,7 +179,7 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 
 
 def make_deterministic(config: Config) -> None:
-    """Enables deterministic algorithms; operations that have none raise an error. Call before GPU work."""
+    """Enables deterministic algorithms; operations without one raise an error. Call before GPU work."""
     if torch.cuda.is_available():
         for line in config.environment_problems(os.environ):
             raise ValueError(line)
@@ -216,7 +217,7 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def seed_everything(config: Config) -> None:
-    """Seeds the random streams of Python, numpy, PyTorch and Megatron (not of `initial_weights.py`)."""
+    """Seeds the random streams of Python, numpy, PyTorch and Megatron; `initial_weights.py` has its own."""
     # Megatron adds the tensor parallel rank, so that dropout differs between ranks.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
@@ -300,7 +301,7 @@ def on_every_rank(make: Callable[[], T]) -> T:
 
 
 def from_all_ranks(value: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank of `group` (None: all), in rank order. All of them must call this."""
+    """The `value` of every rank of `group` (None: all), in rank order. All these ranks must call this."""
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, value, group=group)
     return found

@@ -23,7 +23,7 @@ KEEP_FREED_MEMORY = {
 
 @dataclass(frozen=True)
 class Nodes:
-    """Machines on which a run will execute, if not on this one."""
+    """Machines other than this one on which a run will execute."""
 
     gpus: int | None = None  # of each machine; 0: CPU nodes, None: unknown
 

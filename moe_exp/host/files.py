@@ -98,7 +98,8 @@ def read_json(path: Path, *, fix: str = "") -> Any:
 
     Raises:
         OSError: if the file cannot be read or is not a regular file.
-        ValueError: if it is damaged. With `fix`, the message is a complete line; without it, only the reason.
+        ValueError: if it is damaged. With `fix`, the message is a complete error line; without `fix`, it is
+            only the reason.
     """
     try:
         return json.loads(regular(path).read_text(encoding="utf-8"))
@@ -176,7 +177,7 @@ class HashedFile:
         return self._num_bytes
 
     def entry(self) -> dict[str, Any]:
-        """Size and XXH3-128 of a file, as stored in manifests."""
+        """Size and XXH3-128 of this file, as stored in manifests."""
         return {"bytes": self.tell(), "xxh3_128": self._digest.hexdigest()}
 
     def __enter__(self) -> HashedFile:
@@ -199,7 +200,7 @@ class HashedFile:
 
 
 def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
-    """XXH3-128 of a file, 32 hex digits; if it has several blocks, the result of `BlockHash.of_all`."""
+    """XXH3-128 of a file, 32 hex digits; if the file has several blocks, the result of `BlockHash.of_all`."""
     digest, buffer = BlockHash(block_bytes), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):  # one buffer, as allocation takes longer than hashing
@@ -208,7 +209,7 @@ def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
 
 
 def has_hash(path: Path, expected: str) -> bool:
-    """Whether a file has the `expected` hash, which may be one of `BlockHash.of_all`."""
+    """Whether a file has the `expected` hash, which may be a result of `BlockHash.of_all`."""
     block_bytes, _, _ = expected.rpartition("-")
     return file_hash(path, int(block_bytes or sys.maxsize)) == expected
 
@@ -235,7 +236,7 @@ class BlockHash:
 
     @staticmethod
     def of_all(digests: Iterable[bytes], block_bytes: int) -> str:
-        """Hash of a file from the digests of its blocks: `BYTES-` followed by the hash of all digests."""
+        """Hash of a file from its blocks' digests: `BYTES-` (block size), then the hash of all digests."""
         # a file with a single block has the same hash for every block size
         several = list(digests)
         if len(several) <= 1:

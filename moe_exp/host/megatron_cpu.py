@@ -1,7 +1,7 @@
 """Import hook that lets Megatron-Core run without a CUDA device; does nothing if a CUDA device exists.
 
-`moe_exp/__init__.py` passes imports of `megatron.*`, and no others, to `find_spec`. Without a CUDA device the
-name `torch` in Megatron's modules is a stand-in, CUDA literals in their code become CPU literals, and a few
+`moe_exp/__init__.py` passes only imports of `megatron.*` to `find_spec`. Without a CUDA device the name
+`torch` in Megatron's modules is a stand-in, CUDA literals in their code become CPU literals, and a few
 functions are replaced. torch itself does not change for other code, except for one private method on Tensor
 and Module (`_KEYWORD`).
 """

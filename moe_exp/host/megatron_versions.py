@@ -24,7 +24,7 @@ def quiet_loggers() -> None:
 
 
 def patch_router(moe_utils: Any) -> None:
-    """Fixes a NameError of Megatron 0.16's router (only for comparisons) without Transformer Engine."""
+    """Without Transformer Engine, fixes a NameError of Megatron 0.16's router (used only in comparisons)."""
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
 

@@ -127,7 +127,7 @@ class Store:
         return _stored(info) if info["type"] == "file" else None
 
     def names(self) -> list[str]:
-        """Names of the files directly in the folder, without subfolders."""
+        """Names of the files directly below the URL, without those in subfolders."""
 
         def listed(fs: Any, root: str) -> list[str]:
             found = fs.ls(root, detail=True)
@@ -187,7 +187,7 @@ class Store:
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: try again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Downloads a file in parts, or resumes; ConnectionError if it is no longer the `known` version."""
+        """Downloads or resumes a file, in parts; ConnectionError if it is no longer the `known` version."""
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ def patiently(
     num_left: Callable[[], int] = lambda: 0, limit_of: Callable[[Exception], int | None] = lambda _: None,
     wait_of: Callable[[Exception], float] = lambda _: 0.0,
 ) -> T:  # fmt: skip
-    """Result of `action`, retried after temporary failures.
+    """Calls `action`, again after temporary failures, and returns its result.
 
     Args:
         max_failures: raise the error after this many consecutive failures without a decrease of `num_left`.

@@ -66,7 +66,7 @@ def signals_handled(
 
 
 class QuickExit:
-    """Exits with `code`, if set, without freeing objects, because that would take a second."""
+    """If `code` is set, Python exits with `code` and skips freeing objects, which would take a second."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -110,7 +110,7 @@ def orphans_adopted() -> Iterator[None]:
 
 
 def worker_context(module: str) -> ForkServerContext | SpawnContext:
-    """Start method for pools: on Linux, workers are forked from a process that has imported `module`."""
+    """Multiprocessing context for pools; on Linux, a process that has imported `module` forks the workers."""
     if sys.platform != "linux":  # not all libraries survive a fork on macOS
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""Shows progress of long steps (a bar on a terminal, else occasional log lines) and summary tables."""
+"""Shows progress of long steps (a bar on a terminal, else occasional log lines); prints summary tables."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Advance(Protocol):
-    """Reports the number of units just completed and, optionally, a description of the current one."""
+    """Reports the number of units just completed and, optionally, a description of the current unit."""
 
     def __call__(self, units: int, now: str = "", /) -> None: ...
 
@@ -49,7 +49,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
 @contextmanager
 def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str = "bytes") -> Iterator[None]:
-    """Shows other code's progress; `how_far`, called once a second, returns the number of completed units."""
+    """Shows the block's progress; calls `how_far` once a second to get the number of completed units."""
     done, stop = how_far(), threading.Event()
     with progress(what, total, unit=unit, done=done) as advance:
 

@@ -41,7 +41,7 @@ def percent(value: float, places: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Under two minutes: seconds with three digits; else days and `H:MM:SS`; for huge values, only days."""
+    """Seconds with three digits below two minutes, else days and `H:MM:SS`; only days for huge values."""
     if not math.isfinite(seconds):
         return "–"
     if seconds >= 1e10:  # three centuries: beyond that no hour matters

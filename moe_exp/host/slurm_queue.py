@@ -96,7 +96,9 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """Jobs `job_ids` or, if empty, jobs of `user` (default: this user) named `name`; raises QueueError."""
+    """Reads the jobs in `job_ids`; if it is empty, all jobs of `user` (default: this user) that are named
+    `name`. Raises QueueError.
+    """
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
     # Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
@@ -104,7 +106,7 @@ def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Que
 
 
 def parse_queue(text: str) -> Queue:
-    """Parses squeue's output in our format and classifies the jobs."""
+    """Parses squeue's output in the format that `read_queue` requests, and classifies the jobs by state."""
     queue = Queue()
     for line in text.splitlines():
         fields = line.strip().split("|", 5)
@@ -156,7 +158,7 @@ def job_environment() -> str:
 
 
 def _squeue(*options: str) -> str:
-    """Returns squeue's output; raises NoSqueue if it is not on PATH, QueueError if it fails or times out."""
+    """Runs squeue; returns its output. NoSqueue if it is not on PATH, QueueError if it fails or times out."""
     # Drop the user's own settings, which may hide jobs, truncate long array ids or change the time format.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}

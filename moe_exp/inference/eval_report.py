@@ -1,13 +1,14 @@
 """Results of `moe-exp eval` as tables and JSON: losses, and each source's expert usage.
 
-Shapes: L MoE layers, P sources, E experts, K top-k, T tokens. A source is a data prefix. The share s_pe is
-the fraction of source p's slots (tokens times K, before drops) that are routed to expert e. Specialisation is
-the expert's term in the mutual information of expert and source, in bits, with equally weighted sources:
+Shapes: L MoE layers, P sources, E experts, K top-k, T tokens. A source is a data prefix. Each token
+has K slots. The share s_pe is the fraction of source p's slots (before drops) that are routed to expert e.
+The specialisation b_e is expert e's term in the mutual information between expert and source, in bits; all
+sources have equal weight:
 
     b_e = 1/P sum_p s_pe log2(s_pe / mean_p s_pe),    sum_e b_e = I(expert; source), from 0 to log2 P.
 
-b_e is 0 if all sources use the expert equally, and small if the expert is rarely used, even if by only one
-source.
+b_e is 0 if all sources use the expert equally. A rarely used expert has a small b_e, even if only one source
+uses it.
 """
 
 import math
@@ -32,7 +33,8 @@ Float64Array = npt.NDArray[np.float64]
 
 class RouterCounts:
     """Counts how often this rank's routers choose each expert, [P, L, E]. `layers`: pairs (index in the whole
-    model, layer with a `router`). Set `source` before every batch, and `valid_T` to exclude padding.
+    model, layer with a `router`). Before every batch, set `source` to the index of the batch's source and, to
+    exclude padding, `valid_T` to a mask of the tokens to count.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class LayerUsage:
         return np.lexsort((-self.shares_PE.mean(axis=0), -self.bits_E.round(12)))
 
     def to_json(self, sources: list[str]) -> dict[str, Any]:
-        """Values for JSON: lists by expert, objects by source name."""
+        """Values for JSON: lists have a value per expert, objects have a key per source."""
         return {
             "layer": self.layer,
             "specialisation_bits": float(self.bits_E.sum()),
@@ -188,7 +190,7 @@ def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """Shortest distinct path suffixes of up to three components; if there are none, the whole paths."""
+    """Path suffixes with as few components as needed to be distinct; if three do not suffice, whole paths."""
     for count in range(1, 4):
         names = ["/".join(Path(prefix).parts[-count:]) for prefix in prefixes]
         if len(set(names)) == len(names):

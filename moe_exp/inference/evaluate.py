@@ -1,7 +1,7 @@
 """Evaluates held-out text: loss, perplexity, bits per byte and expert usage, for each data prefix and in
-total. The batches are divided among the replicas, as in `score`. Sums are kept in float64 and reduced once at
-the end. Token files are cut into sequences so that every token except the first of each text is predicted
-exactly once.
+total. The batches are divided among the replicas, as in `score`. Each rank keeps its sums in float64; the
+ranks add them up once, at the end. Token files are cut into sequences so that every token except the first of
+each text is predicted exactly once.
 """
 
 import json
@@ -117,7 +117,7 @@ class HeldOut:
     def count_bytes(
         self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """Bytes of predicted tokens that do not follow `masked_id`; `sequences[0]` has number `first`."""
+        """Bytes of predicted tokens, except tokens after `masked_id`; `first`: number of `sequences[0]`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
@@ -129,7 +129,7 @@ class HeldOut:
         return total
 
     def id_problem(self, vocab_size: int) -> str | None:
-        """Describes the first token id outside the model's vocabulary; None if there is none."""
+        """Describes the first token id outside the model's vocabulary; None if all ids are in it."""
         last = int(self.ends[-1])
         for begin in range(int(self.begins[0]), last, _SCANNED_TOKENS):
             ids = self.files.read(begin, min(begin + _SCANNED_TOKENS, last))
@@ -163,7 +163,9 @@ class EvaluationPlan:
 
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> EvaluationPlan:
-    """Checks a request without weights (with `check_ids`, its tokens too); ValueError lists all problems."""
+    """Checks a request without loading weights; with `check_ids`, also checks the token ids of its data.
+    A ValueError lists all problems.
+    """
     folder = request.folder
     saved, order = saved_config(folder), saved_order(folder)
     owner = _Owner.of(request.data_of) if request.data_of else _Owner(saved, order)
@@ -277,7 +279,7 @@ def _number_problems(request: EvalRequest, saved: Config) -> Iterator[str]:
 def _tokenizer(
     request: EvalRequest, saved: Config, order: Mapping[str, Any], of_data: TextTokenizer | None
 ) -> TextTokenizer | None:
-    """The model's tokenizer, or else the one of --data-of, or None; ValueError if both exist but differ."""
+    """The model's tokenizer, else the tokenizer of --data-of, else None; ValueError if these two differ."""
     try:
         found = tokenizer_for(saved, request.tokenizer, order=order)
     except ValueError as error:
@@ -322,7 +324,9 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Raises ValueError if data has another tokenizer; for the run's own data or if allowed, only warns."""
+    """Raises ValueError if data has another tokenizer; only warns if the data is the run's own or if
+    --allow-other-data is given.
+    """
     for source in sources:
         facts = token_files.tokenizer_facts(token_files.manifest_of(source.prefix))
         documents = documents_of(source.prefix)

@@ -56,7 +56,7 @@ class Sampling:
 
 
 class Sampler:
-    """Samples one text's tokens from its own random stream: reproducible on any rank and device."""
+    """Samples a text's tokens from the text's own random stream, the same on every rank and device."""
 
     def __init__(self, sampling: Sampling, text_index: int = 0):
         self.sampling = sampling
@@ -65,7 +65,7 @@ class Sampler:
         self._stream = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
     def draw(self, logits_V: Tensor) -> tuple[int, float]:
-        """Samples a token; returns it and its log-probability (nats; full vocabulary, temperature 1)."""
+        """Samples a token; returns its id and log-probability (in nats, full vocabulary, temperature 1)."""
         log_probs_V = logits_V.double().log_softmax(0)
         token = int(log_probs_V.argmax())
         if self.sampling.temperature:
@@ -78,7 +78,7 @@ class Sampler:
 
 
 def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Candidates, most probable first: probabilities over the full vocabulary, float64 [K], and ids [K]."""
+    """Float64 probabilities (over the full vocabulary) and ids of the K candidates, most probable first."""
     logits_V = logits_V.double() / sampling.temperature
     probs_V, tokens_V = logits_V.softmax(0).sort(descending=True, stable=True)
     if sampling.top_k:
@@ -163,7 +163,9 @@ def plan_generation(request: GenerateRequest) -> GenerationPlan:
 def new_tokens(
     stage: ranks.Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
 ) -> Generator[tuple[int, float], None, None]:
-    """Yields new tokens and their log-probabilities, up to `max_positions`. All ranks must call this."""
+    """Yields new tokens and their log-probabilities until the text, including the prompt, has
+    `max_positions` tokens. All ranks must call this.
+    """
     next_tokens, num_tokens = list(prompt), len(prompt)
     with stage.cache(max_positions):
         while num_tokens < max_positions:

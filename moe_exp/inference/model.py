@@ -61,7 +61,7 @@ class Model:
             top_k: sample from the k most probable tokens; 0: from all.
             top_p: sample from the most probable tokens whose probabilities add up to this value.
             seed: seed of the random stream.
-            stop: stop text or texts; the output ends before the first one.
+            stop: one or more stop texts; the output ends before the first stop text that it would contain.
 
         Returns:
             `text` after the prompt, with its `tokens`, their `logprobs` and the `finish_reason`.

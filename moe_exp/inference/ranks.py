@@ -66,7 +66,7 @@ _DROPLESS: dict[str, Any] = {"moe_type": "dmoe", "capacity_factor": 0.0, "min_ca
 
 @dataclass(frozen=True)
 class Layout:
-    """Parallel sizes and nodes, named like the settings."""
+    """Parallel sizes and nodes of a job; the fields are named like the settings."""
 
     tp: int = 1
     pp: int = 1
@@ -80,7 +80,7 @@ class Layout:
     master_port: int = 23456
 
     def settings(self, *, use_moe: bool) -> dict[str, Any]:
-        """Corresponding fields of Config."""
+        """The layout as fields of Config, with unset values filled in."""
         expert = self.pp * (self.ep * self.etp if use_moe else 1)
         num_ranks = math.lcm(self.tp * self.pp, expert)
         per_node = self.gpus_per_node or -(-num_ranks // self.nnodes)
@@ -137,7 +137,7 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: with `capacity`, training's MBSZ; else `most`, or fewer if logits exceed 256 MB."""
+    """Default batch size: with `capacity`, training's MBSZ; else `most`, limited to 256 MB of logits."""
     return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
@@ -200,7 +200,7 @@ def check_files(folder: Path) -> None:
 
 
 def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
-    """Builds this rank's stage with the weights of `folder`, in eval mode; ValueError if they do not fit."""
+    """Builds this rank's stage in eval mode with `folder`'s weights; ValueError if the weights do not fit."""
     settings = transformer_config(config)
     failures = check_run(config, rank)
     model = build_chunk(config, settings, rank, 0, initial_weights=False, kernel_failures=failures)

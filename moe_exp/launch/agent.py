@@ -65,7 +65,9 @@ class StandBys:
         self.waiting: dict[str, tuple[subprocess.Popen[bytes], int]] = {}  # process, pipe
 
     def start(self, folder: Path) -> None:
-        """Starts the processes and imports modules needed after failures. `folder`: heartbeat folder."""
+        """Starts the standby processes. Also imports the modules that this agent needs after failures.
+        `folder`: heartbeat folder.
+        """
         import moe_exp.watch.diagnosis  # noqa: F401
 
         for local_rank, (command, environ) in self._commands.items():
@@ -94,7 +96,9 @@ class StandBys:
 
 
 class Agent(LocalElasticAgent):
-    """Runs the ranks of one node in rounds; the caller appends each signal it receives to `received`."""
+    """Runs the ranks of one node in rounds (see rendezvous.py). The caller appends each signal that it
+    receives to `received`.
+    """
 
     def __init__(self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], **options: Any):
         super().__init__(spec, **options)
@@ -134,7 +138,7 @@ class Agent(LocalElasticAgent):
         return failed
 
     def _stand_by(self) -> None:
-        """Starts the standby processes once all ranks have trained a step; until then, they need the CPUs."""
+        """Starts standby processes once all ranks have trained a step; until then, ranks need the CPUs."""
         folder = os.environ.get(exit_codes.HEARTBEATS)
         if self._pcontext is None or self.standbys.waiting or not folder or not self._stands_by:
             return
@@ -148,7 +152,7 @@ class Agent(LocalElasticAgent):
                 self._stands_by = False
 
     def _has_moved(self) -> bool:
-        """Whether the round ended on another node; False while node 0 is unreachable."""
+        """Whether another node has ended the round; False while node 0 is unreachable."""
         try:
             return self._rounds.has_moved
         except DistError as error:
@@ -285,7 +289,7 @@ class Agent(LocalElasticAgent):
     def _diagnosed(
         self, records: Sequence[Record], iteration: int, failures: Sequence[dict[str, Any]]
     ) -> str:
-        """Decides whether the ranks may restart, and excludes a bad node; returns the action."""
+        """Diagnoses the failures; if needed, excludes a bad node or ends the job. Returns the action."""
         # imported here, because only failures need the tables and their packages
         from moe_exp.watch.diagnosis import diagnose_failures
         from moe_exp.watch.excluded_nodes import exclude_if_possible
@@ -304,7 +308,7 @@ class Agent(LocalElasticAgent):
         return found.action
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """Writes an event; if the disk is full, defers it to the next write, and the ranks restart anyway."""
+        """Writes an event; if the disk is full, keeps the event for the next write and does not fail."""
         if self._metrics is None or not self._metrics.parent.is_dir():
             return
         self._unwritten.append(event_record(name, iteration, **details))

@@ -108,7 +108,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
-    """Settings for the ranks: `given` without values from the settings file that equal the preset's."""
+    """Settings for the ranks: `given`, except values in the settings file that equal the preset's values."""
     usual = load_config({"preset": config.preset}, {})
     same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
     # unless set, these are derived from other settings or the data
@@ -185,7 +185,7 @@ _OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """Returns `module_arguments` and the rendezvous address, whose environment variables torchrun changes."""
+    """`module_arguments` with the rendezvous address, since torchrun changes MASTER_ADDR and MASTER_PORT."""
     rendezvous = {"master_addr": config.master_addr, "master_port": config.rendezvous_port}
     return module_arguments({**flags, **rendezvous})
 
@@ -231,7 +231,7 @@ def _warn(lines: Iterable[str]) -> None:
 def dry_run_text(
     config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
 ) -> str:
-    """All settings with their sources (`sources` takes precedence), the torchrun command, and the report."""
+    """Settings with their sources (from `sources` if listed there), the torchrun command, and the report."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():
         default = of_preset.get(name, Config.model_fields[name].default)

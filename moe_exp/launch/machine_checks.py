@@ -246,7 +246,8 @@ def data_problems(c: Config) -> Iterator[str]:
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:
     if not any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
         rule = f"not found: no text at this path, and no token files {prefix}.bin and .idx"
-        yield problem(name, prefix, rule, "specify a text file or folder, or token files without .bin")
+        fix = "specify a text file or folder, or the path of token files without the suffix .bin"
+        yield problem(name, prefix, rule, fix)
         return
     if reason := tokens.bin_idx_problem(prefix):
         fix = f"set {name.upper()} to the path of an existing .bin and .idx pair, without the suffix"
@@ -380,13 +381,15 @@ def disk_warnings(config: Config) -> list[str]:
 
 
 def disk_problems(c: Config) -> list[str]:
-    """Checks for disk space: on resume, for the next checkpoint; else, for one or all (DISK_CHECK)."""
+    """Checks disk space: on resume for the next checkpoint, else for one or all checkpoints (DISK_CHECK)."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Existing checkpoints, and problems if the disk lacks space for the next one or for all new ones."""
+    """Returns existing checkpoints, the problems if the disk lacks space for the next checkpoint, and the
+    problems if it lacks space for all new checkpoints.
+    """
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []
     folder = RunFolder.of(c)

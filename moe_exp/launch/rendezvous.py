@@ -238,7 +238,7 @@ class RestartRendezvous(RendezvousHandler):
         return True
 
     def _open(self, port: int, *, serve: bool, deadline: float) -> TCPStore:
-        """Serves a store, or connects to node 0's; retries until `deadline`, because node 0 may be late."""
+        """Serves a store, or tries until `deadline` to connect to node 0's store, which may start later."""
         while True:
             try:
                 store = self._store_at(port, serve=serve)
@@ -284,7 +284,7 @@ class RestartRendezvous(RendezvousHandler):
 
 
 def _limit_silence(port: int) -> None:
-    """Sets timeouts for unacknowledged data and silence on connections to `port`; torch sets none."""
+    """Sets timeouts for unacknowledged data and silence on connections to `port`; torch sets no timeouts."""
     options = {
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): SILENCE_SECONDS * 1000,
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,

@@ -101,8 +101,9 @@ def run_job(
     ranks report an exit code, returns 128 + the signal's number, like a shell.
 
     Args:
-        config: settings of a training run; None: nothing to save, so the first signal kills the ranks.
-        poll: called every 0.2 s with True if a stop was requested; returns True if it killed hung ranks.
+        config: settings of a training run. If None, nothing needs saving: the first signal kills the ranks.
+        poll: called every 0.2 s. Its argument tells whether a stop was requested; its result tells
+            whether it killed hung ranks.
     """
     received: list[int] = []
     num_sent = 0

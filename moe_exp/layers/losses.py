@@ -13,7 +13,7 @@ Arguments that several functions share (shape suffixes: `moe_exp.layers`; B sequ
     tokens_per_expert_E: number of slots per expert in the whole micro-batch (over `group`), before dropping.
     valid_T: bool, True for tokens that are not padding; None: no token is padding.
     num_tokens: number of tokens of the micro-batch; None: all ranks hold the same number of tokens.
-    group: ranks that share the micro-batch (for the sequence loss, each of its sequences).
+    group: ranks that share the micro-batch (for the sequence loss: that share each sequence).
 """
 
 import inspect
@@ -128,8 +128,8 @@ def load_balancing_loss_share(
     """This rank's share of the load-balancing loss of a micro-batch, E * sum_e f_e * P_e.
 
     f_e is the fraction of the T*K slots assigned to expert e, and P_e its mean score; perfect balance gives
-    1.0. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as
-    in Megatron-Core.
+    1.0. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), but f counts all K slots of a
+    token, as in Megatron-Core.
 
     The loss `l1` (ReMoE's L1 loss with load balancing, arXiv:2412.14711, equation 11) calls this function
     with the target K as `topk` and with a ReLU router's weights as `scores`, whose rows do not sum to 1.
@@ -154,7 +154,7 @@ def sequence_balancing_loss_share(
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        counted_BSK: bool, slots that a token uses, if their number varies; None: all.
+        counted_BSK: bool, slots that a token uses, if their number varies; None: all slots.
     """
     num_sequences, _, num_experts = scores_BSE.shape
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
@@ -180,15 +180,15 @@ def global_balancing_loss_share(
     scores: Tensor, global_tokens_per_expert_E: Tensor, tokens_per_expert_E: Tensor, *,
     num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None,
 ) -> Tensor:  # fmt: skip
-    """This rank's share of E * sum_e F_e P_e; F: slot fractions (global batch), P: mean scores (micro-batch).
+    """This rank's share of E * sum_e F_e P_e, with F of the global batch and P of the micro-batch.
 
-    Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over micro-batches and data parallel
-    ranks is the loss of the global batch. The paper and Megatron-Core compute F from the counts accumulated
-    so far; this function uses the counts of the previous global batch or, in the first global batch, of this
-    micro-batch.
+    F_e is the fraction of slots assigned to expert e, and P_e its mean score. Qiu et al. 2025, Demons in the
+    Detail (arXiv:2501.11873). The mean over micro-batches and data parallel ranks is the loss of the global
+    batch. The paper and Megatron-Core compute F from the counts accumulated so far; this function uses the
+    counts of the previous global batch or, in the first global batch, of this micro-batch.
 
     Args:
-        global_tokens_per_expert_E: slots per expert in the previous global batch; zeros before the first.
+        global_tokens_per_expert_E: slots per expert in the previous global batch; zeros in the first.
     """
     # A micro-batch runs backward before later ones are routed, so their counts are unknown. With the counts
     # so far, the gradient would depend on the number and order of micro-batches, and every micro-batch would

@@ -1,4 +1,4 @@
-"""Capacity of a micro-batch: kept slots and rows per expert, however the tokens are split over ranks."""
+"""Capacity of a micro-batch: slots to keep and rows per expert, for any split of the tokens over ranks."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -201,7 +201,7 @@ def keep_within_capacity(
 
     Args:
         expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
-        weights_TK: router weights; the highest are kept (ties: by position). None: keep the first slots.
+        weights_TK: router weights; the highest are kept (ties: the first). None: the first slots are kept.
         use_kernels: see RouterConfig.
     """
     most = expert_TK.numel()
@@ -215,7 +215,7 @@ def keep_within_capacity(
 def keep_full_tiles(
     expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int, use_kernels: bool | None = None
 ) -> Tensor:
-    """Mask of the slots to keep: rounds each expert's row count down to a multiple of `tile`, bool [T, K].
+    """Bool mask [T, K] of slots to keep, which rounds each expert's row count down to a multiple of `tile`.
 
     A grouped GEMM computes whole tiles of rows, and an expert's last tile is half empty on average. Each
     expert drops its slots of lowest weight; an expert with fewer slots than a tile keeps all slots. Token

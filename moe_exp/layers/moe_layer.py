@@ -209,8 +209,9 @@ class MoELayer(nn.Module):
         return sum(weighted[1:], weighted[0]) if weighted else None
 
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """For the losses, the experts chosen by score alone, without expert bias and groups: slots per expert
-        [E], experts [T, K] (may be None after a routing kernel), and counted slots [T, K] (None: all).
+        """The experts chosen by score alone (without expert bias and groups), for the losses. Returns slots
+        per expert [E], experts [T, K] (may be None after a routing kernel), and a mask of the counted slots
+        [T, K] (None: all).
         """
         # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss on the biased choice would work against the
         # bias.
@@ -260,7 +261,7 @@ class TimedDispatcher(Dispatcher):
 
 
 def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
-    """Returns `x` unchanged; marks where phase `ends` ends and phase `begins` begins (None: no phase).
+    """Returns `x` unchanged; marks the end of phase `ends` and the start of phase `begins` (None: no phase).
 
     A recomputed forward pass is timed again. If non-reentrant checkpointing (not used by Megatron) starts
     recomputation within a phase, the remainder of this phase is not measured.

@@ -1,8 +1,8 @@
 """CPU functions of the layer, compiled from native.cpp with this machine's C++ compiler.
 
-Each function makes one pass over its data, where plain torch makes several. If `takes` is False, plain torch
-is used. In bf16, plain torch rounds after each step; these functions round only the results, and keep router
-weights in fp32. Shape suffixes: see `moe_exp.layers`.
+Each function makes one pass over its data, where plain torch makes several. Plain torch is used for tensors
+that `takes` rejects. In bf16, plain torch rounds after each step; these functions round only the results, and
+keep router weights in fp32. Shape suffixes: see `moe_exp.layers`.
 """
 
 import ctypes

@@ -53,7 +53,7 @@ def moe_submodule_spec(
     losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = (), min_capacity: int = 0,
     token_rounding: int = 0, fp8: bool = False, use_te: bool = False,
 ) -> ModuleSpec:  # fmt: skip
-    """Spec for the submodule `mlp` of a transformer layer with experts.
+    """Spec of our MoE layer, for the submodule `mlp` of a transformer layer.
 
     Args:
         backend: expert backend, see grouped_gemm.choose_backend.
@@ -63,7 +63,7 @@ def moe_submodule_spec(
         router_class: a subclass of Router or MegatronRouter.
         losses: auxiliary losses in addition to those of TransformerConfig, such as a custom function.
         min_capacity, token_rounding: see MoESettings.
-        fp8: e4m3 products in the `triton` backend, see Experts (`config.fp8` is for Transformer Engine).
+        fp8: use e4m3 products in the `triton` backend, see Experts (`config.fp8` is for Transformer Engine).
         use_te: build shared expert and latent projections from Transformer Engine's linear layers.
     """
     own_losses = as_losses(losses)
@@ -190,7 +190,7 @@ def decoder_spec(
     norm_placement: str = "pre", residual_multiplier: float = 1.0,
     attention: Mapping[str, Any] | None = None, **moe_options: Any,
 ) -> TransformerBlockSubmodules:  # fmt: skip
-    """The layers of this pipeline stage; `config.moe_layer_freq` (n, or a 0/1 list) selects the MoE layers.
+    """The layers of this pipeline stage; MoE layers follow `config.moe_layer_freq` (interval or 0/1 list).
 
     Args:
         use_te: use Transformer Engine's layers around the MoE layer.
@@ -198,7 +198,7 @@ def decoder_spec(
         projection_norm: normalize queries and keys over all heads together, see ProjectionNorm.
         own_attention: with `use_te`, use our attention core, see `te_layer_spec`.
         rotated_norm: normalize queries and keys after the rotary embedding; not with `use_te`.
-        norm_placement: see NORM_PLACEMENT. `use_te` only supports `pre`.
+        norm_placement: see NORM_PLACEMENT. With `use_te`, only `pre` is supported.
         residual_multiplier: factor on the results of attention and MLP.
         attention: arguments of our attention core, see CausalAttention.
         moe_options: arguments of `moe_submodule_spec`.
@@ -259,7 +259,7 @@ class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`, with which it drops a batch dimension of 1."""
+        """Calls Megatron's method without `packed_seq_params`: with them, it drops a batch dimension of 1."""
         self.rotary_pos_emb.documents = packed_seq_params  # for RestartingPositions
         try:
             return super().get_query_key_value_tensors(

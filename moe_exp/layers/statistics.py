@@ -50,11 +50,11 @@ class MoEStatistics:
         self, decision: RoutingDecision, scores: Tensor, *, load_balancing_loss: Tensor, z_loss: Tensor,
         aux_losses: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Records a micro-batch; `scores`: see `RoutingDecision.for_losses`; `aux_losses`: no coefficients.
+        """Records a micro-batch. `scores`: see `RoutingDecision.for_losses`; losses are without coefficients.
 
         Raises:
-            RuntimeError: if a CUDA graph is being captured outside `recorded`, because its replays would not
-                be counted.
+            RuntimeError: if a CUDA graph is being captured outside `recorded`, because replays of the graph
+                would not be counted.
         """
         if not _is_recorded and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             rule = "the replays of a CUDA graph that contains the MoE layer are not counted"

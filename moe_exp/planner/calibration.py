@@ -78,8 +78,8 @@ def fit(
     without the row gives a similar error (see `test_calibration.py`).
 
     `prior` replaces the default priors of `kind` and narrows their spreads. Constants that affect no run are
-    taken from `rest` (default: their prior); constants in `hold` are fixed. `noise` is the relative error of
-    a row that is not an outlier; a smaller value gives the priors less weight.
+    taken from `rest` (default: their prior); constants in `hold` are fixed at the values given there. `noise`
+    is the relative error of a row that is not an outlier; a smaller value gives the priors less weight.
     """
     # Factors of a single cluster are only fitted for that cluster, which has a prior.
     if prior is None and issubclass(kind, TimeConstants):
@@ -146,7 +146,7 @@ class _Space(Generic[T]):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fitted memory and time constants, and the devices whose runs were used to fit the times."""
+    """Fitted memory and time constants, and the devices whose runs were used to fit the time constants."""
 
     memory: Fit[MemoryConstants]
     time: Fit[TimeConstants]
@@ -208,8 +208,8 @@ COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """Returns a CSV with a prediction per row. If a row has no batch size or DP, its time is empty; if it has
-    no DP, its memory is for DP=1.
+    """Returns a CSV with a prediction per row. The time is empty if the row has no batch size or no DP;
+    without DP, the memory is for DP=1.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -80,7 +80,7 @@ def cost_of(
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:
-    """Returns settings with TRAIN_ITERS and decay adapted to `num_tokens`, or unchanged if it is None."""
+    """Returns `config` with TRAIN_ITERS and decay adapted to `num_tokens`; None: `config` unchanged."""
     if num_tokens is None:
         return config
     iterations = sum(step.num_iterations for step in config.batches.steps(-(-num_tokens // config.seq_len)))
@@ -103,7 +103,7 @@ class Lever:
 def levers(config: Config, hardware: Hardware, constants: Constants, prediction: Prediction) -> list[Lever]:
     """Returns single-setting changes that may save memory on the same devices at the same global batch.
 
-    Changes are sorted by memory saved; invalid ones come last. `prediction` is for the unchanged run.
+    Changes are sorted by memory saved; invalid changes come last. `prediction` is for the unchanged run.
     """
     found = []
     for setting, changes in _changes(config, hardware):
@@ -136,7 +136,7 @@ def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | N
 
 
 def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:
-    """Returns up to four single-setting changes that save memory; sufficient changes first, then by speed."""
+    """Returns up to four single-setting changes that save memory; those that suffice first, then by speed."""
     found = [lever for lever in levers(config, hardware, load_constants(), prediction) if not lever.problem]
     # a change below the error of the prediction is no help
     found = [lever for lever in found if lever.needed_bytes > 0.01 * prediction.memory_bytes]

@@ -83,7 +83,7 @@ def hardware_names() -> tuple[str, ...]:
 
 @cache
 def profile_of(device: str) -> str:
-    """Returns the profile whose words all occur in a device name such as `NVIDIA A100-SXM4-80GB`, or ""."""
+    """Returns the profile name whose words all occur in `device`, such as `NVIDIA A100-SXM4-80GB`, or ""."""
     # Drivers insert words such as SXM4 or PCIe into the name, so compare sets of words.
     words = set(device.upper().replace("-", " ").split())
     return next((name for name in hardware_names() if set(name.upper().split("-")) <= words), "")

@@ -106,12 +106,12 @@ class MeasuredRun:
 
 
 def read_runs(path: Path) -> list[MeasuredRun]:
-    """Reads all runs in a CSV; raises like `read_rows`."""
+    """Reads all runs in a CSV; raises the same errors as `read_rows`."""
     return [run_of_row(row) for row in read_rows(path)]
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Reads the rows of a CSV as dicts keyed by column; ValueError has a line per invalid cell."""
+    """Reads the rows of a CSV as dicts keyed by column; ValueError with a line per invalid cell."""
     try:
         with regular(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -282,7 +282,7 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
 
 
 def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) -> Sequence[int]:
-    """Layers per stage, from the row's layout if it has all layers, else from the program's rule."""
+    """Layers per stage: from the row's layout if it has all layers, else by the training program's rule."""
     num_layers, pp = config.num_layers, config.pp
     layout = row.get("pipeline_layout") or ""
     if layout.startswith("E") and " " not in layout:
@@ -341,7 +341,7 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
 
 
 def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns the row without the `Engine` columns, as if this package had run it."""
+    """Returns the row without the `Engine` columns, as if this package had done the run."""
     modules, precision = (row.get("recompute") or "").split(";"), row.get("precision") or ""
     has_engine = (
         any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))

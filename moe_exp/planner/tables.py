@@ -156,7 +156,7 @@ def describe_candidate(candidate: Candidate, found: Search, place: int) -> dict[
 
 
 def describe_search(found: Search, top: int) -> dict[str, Any]:
-    """Returns the fastest `top` layouts of a search, and how many were tried, fit or were rejected."""
+    """Returns a search's fastest `top` layouts, and how many layouts were tried, fit or were rejected."""
     return {
         "gpu": found.hardware.name,
         "counted_as": counted_as(found.ranked[0].config, found.hardware) if found.ranked else {},
@@ -230,7 +230,7 @@ class PlanPrinter:
         self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
 
     def search(self, found: Search, top: int, changes: Mapping[str, str]) -> None:
-        """Prints the fastest layouts, the number of near-equal layouts, and why others were rejected.
+        """Prints the fastest layouts, the number of near-equal layouts, and why other layouts were rejected.
 
         `changes`: settings that had to change for a layout to fit with 8% to spare.
         """

@@ -40,7 +40,7 @@ class Group:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Loss of one run, or mean loss of several runs in their common range; `at`: positions on the AXES."""
+    """Loss of one run, or mean loss of several runs in their common range; `at`: positions on each axis."""
 
     at: Mapping[str, Floats]
     loss: Floats
@@ -70,7 +70,7 @@ def tokenizer_of(run: RunRecords) -> str | None:
 
 
 def bits_per_nat(run: RunRecords) -> float:
-    """Factor from nats per token to bits per byte, from the latest validation that has both; else NaN."""
+    """Factor from nats per token to bits per byte, from the latest validation that has both, or NaN."""
     bits, nats = run.valid["lm_loss_bits_per_byte"], run.valid["lm_loss"]
     # the ratio depends only on tokens per byte of the text, not on the model
     both = np.isfinite(bits) & (nats > 0)
@@ -88,7 +88,7 @@ def is_mixed(runs: Sequence[RunRecords]) -> bool:
 
 
 def loss_unit(runs: Sequence[RunRecords]) -> str | None:
-    """Unit in which losses are comparable: NATS for a single tokenizer, else BITS (None if unknown)."""
+    """Unit in which losses are comparable: NATS for one tokenizer, else BITS; None if a run lacks BITS."""
     if not is_mixed(runs):
         return NATS
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
@@ -114,7 +114,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Start of the first record, assumed to span as much as the second; 0 for one record, NaN for none."""
+    """Start of the first record if it spans as much as the second; 0 for one record, NaN without records."""
     # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:
@@ -160,7 +160,7 @@ def lowest(values: Floats) -> float:
 
 def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> dict[str, float] | None:
     """Cost on each axis when `values` first reach `loss`, interpolated linearly. A cost is NaN if unknown;
-    the result is None if `loss` is not reached. `at`: cost of each value.
+    the result is None if `loss` is not reached. `at`: for each axis, the cost at each value.
     """
     reached = np.flatnonzero(values <= loss)  # NaN compares false
     if not len(reached):
@@ -178,7 +178,7 @@ def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> dict[str, 
 
 
 def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
-    """Lowest smoothed loss that all comparable runs reach, `rounded_up` (NaN if none), and its unit."""
+    """Lowest smoothed loss that all comparable runs reach (NaN without one), `rounded_up`, and its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
         return float("nan"), None
@@ -228,7 +228,7 @@ def seed_groups(runs: Sequence[RunRecords]) -> list[Group]:
 
 
 def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> LossCurve | None:
-    """Mean curve over the runs' common range of tokens; None if there is no curve or no such range."""
+    """Mean curve over the runs' common range of tokens; None without a curve or a common range."""
     curves = [found for run in group.runs if (found := run_curve(run, what, unit, window_tokens))]
     if len(curves) < 2:
         return curves[0] if curves else None
@@ -322,9 +322,9 @@ def is_validated_alike(runs: Sequence[RunRecords]) -> bool:
 def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]]:
     """Settings in which runs differ: the name of each, and its value in every run as text.
 
-    `(unknown)` stands for a setting that the run does not have, `–` for an MoE setting of a dense run. With
-    dense and MoE runs, an MoE setting is listed if it differs between MoE runs or from the default;
-    NUM_EXPERTS, TOPK and MOE_TYPE are always listed.
+    `(unknown)` stands for a setting that the run does not have, `–` for an MoE setting of a dense run. If
+    there are both dense and MoE runs, an MoE setting is listed if it differs between MoE runs or from the
+    default; NUM_EXPERTS, TOPK and MOE_TYPE are always listed.
     """
     rows = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):

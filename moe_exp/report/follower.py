@@ -24,7 +24,7 @@ _TAIL_BYTES = 8192  # a whole record of a small model: the ends of different rec
 
 
 class WorstLayer(NamedTuple):
-    """One MoE layer of a train record: `layer` starts at 1, `dropped` is a fraction; None: not measured."""
+    """One MoE layer of a train record: `layer` starts at 1, `dropped` is a fraction; None if not measured."""
 
     layer: int
     max_over_mean: float | None
@@ -95,7 +95,7 @@ class Follower:
     Args:
         path: run folder or its metrics.jsonl, which may not exist yet.
         also: called with every record, and again with all records if the file was rewritten.
-        advance: called with the number of bytes after every read.
+        advance: called after every read with the number of bytes read.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def baseline_of(runs: Sequence[RunRecords]) -> int:
 
 
 def ranking(runs: Sequence[RunRecords], axis: Axis = "consumed_tokens") -> Ranking | None:
-    """Ranks the groups at equal amounts of `axis` (see RANKING_RULE); None if fewer than two qualify."""
+    """Ranks groups at equal amounts of `axis` (see RANKING_RULE); None if fewer than two groups qualify."""
     window = comparison.window_of(runs)
     runs = [run for run in runs if not comparison.why_not_compared(run, window)]
     groups, unit = comparison.seed_groups(runs), comparison.loss_unit(runs)
@@ -149,7 +149,7 @@ RANKING_RULE = (
 
 
 def other_winners(runs: Sequence[RunRecords]) -> list[str]:
-    """Sentences for equal FLOPs and equal time, each only if its winner is not that at equal tokens."""
+    """Sentences for equal FLOPs and equal time, each only if another group wins than at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
     lines = []
@@ -164,7 +164,7 @@ def other_winners(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
-    """Compares each MoE model with each dense model; if all are of one kind, each with the baseline."""
+    """Compares each MoE model with each dense model or, if all models are of one kind, with the baseline."""
     groups = comparison.seed_groups(runs)
     dense = [group for group in groups if group.runs[0].kind == "dense"]
     if found := [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]:

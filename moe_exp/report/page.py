@@ -223,7 +223,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices at which `values` reach a new minimum; if more than `most`, an evenly spaced selection."""
+    """Indices at which `values` reach a new minimum, or `most` evenly spaced ones if there are more."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     indices = np.flatnonzero(lowest < np.concatenate([[np.inf], lowest[:-1]]))
     if len(indices) > most:
@@ -238,7 +238,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """For each bucket [B]: mean, minimum and maximum of finite values (or NaN); number of non-finite ones."""
+    """For each bucket: mean, minimum and maximum of its finite values or NaN, and number of other values."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))
@@ -248,7 +248,7 @@ def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Fl
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
-    """Bucket means, indices of buckets with gaps, and optionally the minimum and maximum per bucket."""
+    """Bucket means, indices of buckets with non-finite values, optionally minimum and maximum per bucket."""
     if not np.isfinite(values).any():
         return None
     mean, low, high, num_missing = bucketed(values, starts)
@@ -261,7 +261,7 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 
 def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
-    """Expert load [columns, layers, experts] as uint16 (LOAD_SCALE is a fair share), and curves per layer."""
+    """Expert load [columns, layers, experts] as uint16 (a fair share is LOAD_SCALE), and curves per layer."""
     if not run.load:
         return None
     num_columns = int(min(run_data.NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))

@@ -77,7 +77,7 @@ def run_name(run: RunRecords, index: int) -> str:
 
 
 def how(rule: str) -> str:
-    """Collapsible explanation. `rule` is text."""
+    """Collapsible explanation. `rule` is plain text."""
     return f'<details class="how"><summary>how?</summary><p>{escape(rule)}</p></details>'
 
 
@@ -120,7 +120,7 @@ _PARITY_RULE = (
 
 
 def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> str:
-    """Cards of comparisons at equal loss (a table if there are many), and the definition of a comparison."""
+    """Comparisons at equal loss as cards (as a table if there are many), and the rule of the comparison."""
     if not found:
         return ""
     title = "Cost of the same loss"
@@ -354,7 +354,7 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events in order. Checkpoints are dropped first, faults last; older events first."""
+    """At most `most` events in order. Checkpoints are dropped first, faults last; older before newer."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

@@ -49,7 +49,7 @@ _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURV
 
 
 class LoadHistory:
-    """Sums the expert loads of train records per layer in time columns of about equally many records."""
+    """Sums the expert loads of each layer per time column; all columns have about equally many records."""
 
     def __init__(self, num_records: int):
         self._num_records = max(num_records, 1)
@@ -118,7 +118,7 @@ class LoadHistory:
         return True
 
     def record_means(self) -> dict[str, Floats]:
-        """LAYER_KEYS as arrays with one value per record: mean over layers (`max_over_mean`: maximum)."""
+        """For each of LAYER_KEYS, its mean over the layers per record (for `max_over_mean`, the maximum)."""
         table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
         return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
@@ -133,8 +133,9 @@ class LoadHistory:
         """The load history merged into at most `most` columns, oldest first.
 
         Returns:
-            First and last iteration [C, 2]; load relative to the fair share, tokens*k/E [C, L, E]; mean of
-            each of LAYER_KEYS over a column's records, or NaN [C, L].
+            For C columns, L layers, E experts: first and last iteration [C, 2]; load [C, L, E] relative to
+            the fair share tokens*k/E; for each of LAYER_KEYS, the mean [C, L] over a column's records, or
+            NaN.
         """
         used = np.flatnonzero(np.isfinite(self._bounds[:, 0]))
         parts = np.array_split(used, min(most, len(used)))
@@ -210,7 +211,7 @@ def latest(values: Floats) -> float:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values above SPIKE_FACTOR * median of the SPIKE_WINDOW preceding values (>= 10 finite)."""
+    """Indices of values above SPIKE_FACTOR * median of the SPIKE_WINDOW values before it (>= 10 finite)."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
@@ -227,7 +228,7 @@ def spikes(values: Floats) -> list[int]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
-    """Reads run folders, skipping duplicates. Raises ConfigError first if a path is not a run folder."""
+    """Reads run folders, skipping duplicates. First raises ConfigError if a path is not a run folder."""
     folders = list({path.resolve(): path for path in paths}.values())
     raise_for(run_problems(paths))
     metrics = [RunFolder(path).metrics for path in folders]
@@ -259,7 +260,7 @@ def run_problems(paths: Sequence[Path]) -> list[str]:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Unique names of run folders. Repeated names get their parent folder and, if necessary, a number."""
+    """Unique names of run folders. Repeated names are extended by parent folder and, if needed, a number."""
     folders = [path.resolve() for path in paths]
     plain = [folder.name for folder in folders]
     names = [

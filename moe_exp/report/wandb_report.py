@@ -65,7 +65,7 @@ def wandb_report(
 
     Args:
         project: wandb project of the runs and the report.
-        entity: user or team that owns the project (default: the key's).
+        entity: user or team that owns the project (default: the default of the API key).
         title: at most 128 characters.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Draws loss curves of one run (a PNG) or several runs (a figure), marks stages and resumes, groups seeds."""
+"""Draws loss curves of one run (PNG) or several (figure), with marks for stages and resumes; groups seeds."""
 
 import io
 import math
@@ -66,7 +66,7 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
 
 
 def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Plots losses, learning rate and `marks_of` against iterations as a PNG; ValueError if no losses."""
+    """Plots losses, learning rate and `marks_of` against iterations as a PNG; ValueError without losses."""
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
         rule = "no train record has a loss"
@@ -156,7 +156,7 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Centered moving mean over up to `half_width` values per side; fewer at the start, where it is steep."""
+    """Centered moving mean over up to `half_width` values per side, fewer at a curve's steep start."""
     # NaN stays NaN, to show gaps, and is excluded from the means around it
     known, places = np.isfinite(values), np.arange(len(values))
     sums = np.cumsum([0.0, *np.where(known, values, 0.0)])
@@ -193,7 +193,7 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         x: record key for the horizontal axis.
 
     Returns:
-        A matplotlib Figure that notebooks display, without empty panels; ValueError if all are empty.
+        A matplotlib Figure that notebooks display, without empty panels; ValueError if all panels are empty.
     """
     curves = {
         title: {name: [_curve(one, kind, x, value) for one in seeds] for name, seeds in runs.items()}
@@ -271,7 +271,7 @@ def grouped_by_seed(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def names_by_difference(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Names runs by their differences, such as `dense` and `dmoe, TOPK=2`, or by `names` if ambiguous."""
+    """Names runs by their differences, such as `dense` and `dmoe, TOPK=2`; if ambiguous, returns `names`."""
 
     def value(of: Mapping[str, Any], name: str) -> str:
         return as_given(of.get(name, Config.model_fields[name].default))

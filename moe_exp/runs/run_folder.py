@@ -14,7 +14,7 @@
     summary.json       result of the latest start
     ranks.json         phase times of every rank, from the last minute (watch/slow_ranks.py)
     slurm/             from `moe-exp slurm`: sbatch files, logs, and `submitted`, the ids of all jobs
-    .rendezvous_key    with several nodes: prefix of names in its stores; only its user can read it
+    .rendezvous_key    with several nodes: prefix of names in the run's stores; only its user can read it
     EXIT               created by the user to make the run save and end
 
 The environment is never recorded, so that no credentials end up in a shared folder.
@@ -183,7 +183,7 @@ def _held_problem(config: Config) -> list[str]:
 
 
 def lock_problems(config: Config) -> list[str]:
-    """Returns errors if another run holds the run folder's lock. Checked on the first node only."""
+    """Returns errors if another run holds the run folder's lock. Only the first node checks."""
     # the nodes of a run would take each other for another run
     lock = RunFolder.of(config).lock
     if config.node_rank or not lock.exists() or not os.access(lock, os.W_OK):
@@ -320,7 +320,7 @@ def run_folder_problems(config: Config) -> list[str]:
 
 
 def existing_place(path: Path) -> Path:
-    """`path`, or its nearest existing parent."""
+    """`path` if it exists, else its nearest existing parent."""
     while not _exists(path) and path != path.parent:
         path = path.parent
     return path

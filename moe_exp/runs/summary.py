@@ -154,7 +154,7 @@ def summarize(
 
 
 def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Records since the last `start` or `resume`; all train and valid records if there is none."""
+    """Records since the last `start` or `resume`; all train and valid records if there is no such event."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 

@@ -1,4 +1,4 @@
-"""Merges all shards in a folder but the validation file into one JSONL file for preprocess_data.py.
+"""Merges all shards in a folder, except the validation file, into one JSONL file for preprocess_data.py.
 
     python moe_exp/scripts/merge_jsonl_files.py --input_dir data/fineweb_edu_10bt_shuffled \
         --valid_file_name fineweb_edu_10bt.val --output_file_name fineweb_edu_10bt_shuffled_merged

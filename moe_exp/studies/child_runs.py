@@ -75,7 +75,8 @@ def given_settings(
     flags: Mapping[str, Any], environ: Mapping[str, str], nodes: Nodes | None = None
 ) -> dict[str, Any]:
     """Returns the settings in `environ` and `flags`, with VOCAB_SIZE from the data. Adds the PRESET for this
-    machine or, given `nodes`, all device-dependent defaults. ConfigError for invalid values.
+    machine or, if `nodes` is given, all defaults for the devices of these nodes. ConfigError for invalid
+    values.
     """
     given = given_values(flags, environ)
     given = fixed_for(nodes, given) if nodes else given
@@ -88,14 +89,14 @@ def train_command(flags: Mapping[str, Any]) -> list[str]:
 
 
 def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment without run settings (passed as flags) and without `also_without`."""
+    """Returns the environment without variables of run settings (passed as flags) or in `also_without`."""
     ours = {name.upper() for name in (*Config.model_fields, *also_without)}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Creates `folder` and locks it within the `with` block; ValueError for `name` if it is locked."""
+    """Creates `folder` and locks it in the `with` block; ValueError about `name` if it is already locked."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
@@ -137,10 +138,10 @@ def run_to_end(
     flags: Mapping[str, Any], log: Path, *, timeout: float | None, environ: Mapping[str, str],
     saving: bool = False,
 ) -> int | None:  # fmt: skip
-    """Runs a launcher, appends its output to `log`, and returns its exit code; None after `timeout` seconds.
+    """Runs a launcher, appends its output to `log`, and returns its exit code, or None on a timeout.
 
-    A timeout or an exception such as Ctrl-C kills the run. If `saving`, the run may save a checkpoint first;
-    a second Ctrl-C kills it immediately.
+    A timeout or an exception such as Ctrl-C kills the run. If `saving`, the run may save a checkpoint before
+    it ends; a second Ctrl-C kills it immediately.
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -363,7 +364,7 @@ def _root_cause(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _most_useful(lines: Sequence[str]) -> str:
-    """Returns the first available of: rank error, fatal signal, our last message, last error, last line."""
+    """Returns the first line found of: rank error, fatal signal, last moe-exp line, last error, last line."""
     signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
     of_ours = re.compile(r"moe-exp: (?!warning|stopping|rank \d+ on .* has failed|the ranks )")
     ours = [line for line in lines if of_ours.match(line)]

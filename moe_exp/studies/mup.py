@@ -54,7 +54,7 @@ def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int 
 def models_of_axes(
     base: Config, widths: Sequence[int], experts: Sequence[int], parts: Sequence[int]
 ) -> dict[str, dict[int, Config]]:
-    """Returns, for each axis such as width, the models by size; ConfigError if there is only one model."""
+    """Returns the models of each axis (such as width) by size; ConfigError if no axis has two models."""
     if base.world_size > 1:
         rule, fix = "models are trained on one rank", "set GPUS_PER_NODE=1 and NNODES=1"
         raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
@@ -121,7 +121,7 @@ class Optimum:
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
-    """Fits a parabola; returns log2 of the best rate, and whether the best rate is at the edge of `rates`."""
+    """Fits a parabola to `losses`; returns log2 of the best rate, and whether this is an extreme rate."""
     logs = np.log2(rates)
     place = int(np.argmin(losses))
     if place in (0, len(rates) - 1):

@@ -39,7 +39,7 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
 
 
 def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
-    """Line for a train or valid record, at most 80 columns; trailing fields that do not fit are dropped."""
+    """Line for a train or valid record, at most 80 columns; omits the last fields if they do not fit."""
     loss = record["lm_loss"]
     parts = [
         f"step {record['iteration']:{len(str(train_iters))}}/{train_iters}",
@@ -80,7 +80,7 @@ def progress_line(record: Mapping[str, Any]) -> str:
 
 
 def timers_line(timers: Mapping[str, float]) -> str:
-    """Milliseconds per iteration by phase; a phase in parentheses is included in the one before it."""
+    """Milliseconds per iteration by phase; a phase in parentheses is part of the phase before it."""
     values = {phase: f"{phase.replace('_', '-')} {value:.1f}" for phase, value in timers.items()}
     if inside := ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values):
         values["forward_backward"] = f"{values['forward_backward']} ({inside})"
@@ -100,7 +100,7 @@ def validation_lines(record: Mapping[str, Any]) -> list[str]:
 class _Lines(logging.Formatter):
     """Prefixes WARNING and above with time, host name, rank and device; optionally prefixes INFO with time.
 
-    Records with the attribute `bare` already have a prefix. `on_terminal` is the shorter text for terminals.
+    Records with the attribute `bare` need no prefix. Terminals show a record's shorter `on_terminal`, if any.
     """
 
     def __init__(self, rank: int, *, with_time: bool, is_terminal: bool):
@@ -118,7 +118,7 @@ class _Lines(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """Handler of train.log; reports only its first write error, on the console and without traceback."""
+    """Handler of train.log; reports only its first write error: one line on the console, no traceback."""
 
     _is_full = False
 

@@ -1,4 +1,4 @@
-"""Statistics of a log interval, summed over all ranks by a few reductions at the end of the interval."""
+"""Statistics of a log interval. A few reductions at the end of the interval combine them over all ranks."""
 
 import gc
 import math
@@ -35,7 +35,7 @@ _MOST_BATCHES = 32  # global batches per interval whose expert loads are kept se
 
 
 class Interval:
-    """Sums statistics on the device since the last log line. Each MoE layer of `model` keeps its own sums."""
+    """Sums statistics on the device between log lines. Each MoE layer of `model` keeps its own sums."""
 
     def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
         self.config, self.runtime, self.model = config, runtime, model
@@ -69,7 +69,7 @@ class Interval:
         self.start = time.monotonic()
 
     def add(self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, flops: int) -> None:
-        """Adds one iteration; `losses` comes from `loop.Step`."""
+        """Adds one iteration; `losses`: see `step.Step`."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
             sums = torch.stack(list(losses)).double()
@@ -144,7 +144,7 @@ class Interval:
         return record
 
     def _reduced(self) -> list[list[float]]:
-        """Sums over all ranks: losses, squared norm, bad iterations, memory, phases, layer statistics."""
+        """Reduced over all ranks: losses, squared norm, bad iterations, memory, phases, layer statistics."""
         sizes = len(self.config.all_moe_layers), self.row_width if self.config.use_moe else 0
         table = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
@@ -205,7 +205,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Balancing, z- and AUX_LOSS_TYPE losses averaged over the MoE layers, and a record per layer."""
+        """Mean balancing, z- and AUX_LOSS_TYPE losses of the MoE layers, and a record for each layer."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
@@ -251,7 +251,7 @@ PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "che
 
 
 class PhaseTimers:
-    """Seconds from `start` to `stop` of each phase on this rank; `clock`: timer for CPU runs, in seconds."""
+    """Times each phase on this rank from `start` to `stop`; `clock` returns the seconds in CPU runs."""
 
     is_on = True  # for all instances
 
@@ -284,8 +284,8 @@ class PhaseTimers:
         self._seconds[phase] += seconds
 
     def take(self, *, is_late: bool = False) -> dict[str, float]:
-        """Seconds per phase since the last call; waits for the device. With `is_late`, GPU spans added since
-        the last call are left to the next call, to avoid waiting.
+        """Seconds per phase since the last call; waits for the device. With `is_late`, does not wait: GPU
+        times measured since the last call are returned by the next call.
         """
         number = self._num_old if is_late else len(self._pairs)
         for phase, begun, ended in self._pairs[:number]:
@@ -309,7 +309,7 @@ _seconds_waited = 0.0  # by this process for other ranks, from the first call of
 
 @cache
 def measure_waits() -> None:
-    """Adds the duration of each `Work.wait`, through which all gloo calls wait, to `_seconds_waited`."""
+    """Patches `Work.wait`, which all gloo calls use to wait, to add its duration to `_seconds_waited`."""
     wait: Any = torch.distributed.Work.wait
 
     def measured(*args: Any, **kwargs: Any) -> Any:
@@ -325,9 +325,9 @@ def measure_waits() -> None:
 class RankTimes:
     """This rank's own seconds in each of RANK_PHASES, exchanged every SLOW_RANK_EVERY iterations.
 
-    Own time excludes waits for other ranks. On a GPU (not measured yet), the host does not wait: events
-    around the phases are read one iteration later, and their times include collectives within a phase (tensor
-    and expert parallel ones, and the optimizer's). A CUDA graph counts as one phase, forward.
+    Own time excludes waits for other ranks. On a GPU (not measured yet), the host does not wait: the
+    events around a phase are read one iteration later. There, own time includes the collectives in a phase
+    (tensor and expert parallelism, optimizer), and a CUDA graph counts as one phase, forward.
     """
 
     def __init__(self, config: Config, runtime: Runtime, model: Sequence[Any]):
@@ -351,7 +351,7 @@ class RankTimes:
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; when due, exchanges mean COLUMNS and PROCESSORS for the next call to return."""
+        """Ends an iteration; when due, exchanges COLUMNS and PROCESSORS, which the next call returns."""
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
         self._rows.append([*self.timers.take(is_late=True).values(), waited])

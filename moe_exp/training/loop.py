@@ -146,7 +146,7 @@ def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
 
 
 def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
-    """Data, model, optimizer and schedule, restored from the newest checkpoint if one exists."""
+    """Builds data, model, optimizer and schedule; restores them from the newest checkpoint, if one exists."""
     # Rank 0 locks the run folder for this job and repairs it; then the checkpoint to resume from is chosen.
     folder = RunFolder.of(config)
     from_first_rank(lambda: hold_run_folder(config))
@@ -284,7 +284,7 @@ def measure(
     job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
     *, is_logged: bool,
 ) -> float | None:  # fmt: skip
-    """Logs, validates, writes dumps and compares ranks, each when due; returns any new validation loss."""
+    """Logs, validates, dumps tensors and compares ranks, each when due; returns any validation loss."""
     config, iteration, valid_loss = job.config, progress.iteration, None
     if metrics is not None and (first_sample := step.first_sample):
         number, seq_len, _ = job.train_stream.stage_at(first_sample)
@@ -318,7 +318,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records losses (nats per token) of raw and averaged weights; returns the raw loss and the seconds."""
+    """Records the losses of raw and averaged weights; returns the raw loss (nats per token) and seconds."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()

@@ -1,5 +1,5 @@
-"""Reacts to bad losses or computations: consecutive bad steps end the run; a spike is logged or rolled back;
-silent corruption is rolled back.
+"""Reacts to bad losses or computations: ends the run after consecutive bad steps, logs spikes or rolls them
+back, and rolls back silent corruption.
 
 Every rank calls the guard with the same numbers after every iteration, so ranks agree without a collective.
 """
@@ -45,7 +45,7 @@ _LOWEST_LOSS_SCALE = 1.0  # Megatron's minimum; above it, an overflow is normal 
 
 
 class GuardEnd(RuntimeError):
-    """Ends all ranks with this error line and this exit code."""
+    """Raised to end all ranks with the error `line` and exit `code`."""
 
     def __init__(self, line: str, code: int):
         super().__init__(line)
@@ -101,7 +101,7 @@ class LossGuard:
 
     @contextmanager
     def corruption(self, progress: Progress) -> Iterator[None]:
-        """With SDC_CHECK_EVERY, a ReplicaError in the block restarts the run, see `_before_corruption`."""
+        """With SDC_CHECK_EVERY, rolls back and restarts the run after a ReplicaError in the `with` block."""
         try:
             yield
         except ReplicaError as error:
@@ -111,7 +111,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _before_corruption(self, progress: Progress, error: ReplicaError) -> GuardEnd:
-        """Rolls back to the newest checkpoint at or before the last check, and may exclude a host."""
+        """Rolls back to the newest checkpoint not later than the last passed check; may exclude a host."""
         config, folder, hosts = self._config, self._folder, sorted(set(error.hosts.values()))
         self._finish_save()
         names = (one.get("event") for one in iter_metrics(folder.metrics))
@@ -164,7 +164,7 @@ class LossGuard:
 
     @heartbeat.during("checkpoint")
     def _save_apart(self, progress: Progress) -> str:
-        """Saves a checkpoint in bad_steps/, from which no run resumes; returns text for the error line."""
+        """Saves a checkpoint in bad_steps/, which no run resumes from; returns text for the error line."""
         place = free_place(self._folder.bad_steps, progress.iteration)
         # A writer for this checkpoint alone: retention must not touch the run's own checkpoints.
         config = self._config.model_copy(update={"keep_last": 0, "async_save": False})
@@ -233,7 +233,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Step]) -> dict[str, Any]:
-        """Event fields about the batches: sample numbers and, per file, up to 1000 document numbers."""
+        """Fields for events about these batches: sample numbers, and up to 1000 document numbers per file."""
         # Only rank 0 writes events, and looking up documents may build the order of a whole epoch.
         if self._metrics is None:
             return {}
@@ -280,7 +280,7 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """`samples` without the samples that rollbacks skip when resuming from `source`. Called by every rank.
+    """Removes the samples that rollbacks skip when the run resumes from `source`. Called by every rank.
 
     `sample_order` is `SampleOrder.facts` of this start. ConfigError if the rollbacks cannot be read.
     """
@@ -309,9 +309,9 @@ def go_back(
         samples: samples to skip, as ranges of sample numbers in the stream; None: skip nothing.
 
     Returns:
-        Fields of an event, the same on every rank: `back_to` (iteration of the checkpoint that the next start
-        resumes from) and `set_aside` (newer checkpoints, which are moved to RUN/set_aside). Why the rollback
-        failed, if it did: no usable earlier checkpoint, or a full disk.
+        On success, fields for an event, the same on every rank: `back_to` (iteration of the checkpoint that
+        the next start resumes from) and `set_aside` (newer checkpoints, which were moved to RUN/set_aside).
+        On failure, the reason as text: no usable earlier checkpoint, or a full disk.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint, newest=iteration - 1)

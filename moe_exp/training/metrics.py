@@ -32,7 +32,7 @@ _NOT_A_CURVE = (
 
 
 class Metrics:
-    """Writes a run's records on rank 0; the caller must close it. ConfigError if wandb cannot start."""
+    """Writes a run's records on rank 0 until the caller calls `close`. ConfigError if wandb cannot start."""
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config
@@ -57,7 +57,7 @@ class Metrics:
         self.event("resume" if start_iteration else "start", start_iteration, **facts)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Writes a train record with all TRAIN_KEYS except `training_seconds`."""
+        """Writes a train record; `record` has all TRAIN_KEYS except `training_seconds`, which this adds."""
         self._time.add(record)
         full: Record = {"kind": "train", **record, "training_seconds": self._time.until(record["iteration"])}
         if self._config.z_loss_coeff == 0:
@@ -75,7 +75,7 @@ class Metrics:
         self, progress: Progress, lm_loss: float, *, ema_lm_loss: float | None = None,
         bytes_per_token: float | None = None,
     ) -> None:  # fmt: skip
-        """Writes a valid record; losses in nats per token; `bytes_per_token`: UTF-8 bytes, if known."""
+        """Writes a valid record. Losses are in nats per token; `bytes_per_token` counts UTF-8 bytes."""
         record: Record = {
             "kind": "valid",
             **{name: getattr(progress, name) for name in ("iteration", *_CONSUMED)},
@@ -95,7 +95,7 @@ class Metrics:
         self._write(records.event_record(name, iteration, **details))
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes the mirrors; `failed` sets the run's status in wandb."""
+        """Closes the mirrors; `failed`: whether wandb shows the run as failed."""
         self._for_each_mirror(lambda mirror: mirror.close(failed))
         self._mirrors = []
 
@@ -136,8 +136,8 @@ class Metrics:
 
 @dataclass
 class TrainingTime:
-    """Wall time of training: number of iterations times mean iteration time, summed over train records.
-    Iterations repeated after a crash count once, at the speed of the repetition.
+    """Wall time of training: sum over train records of number of iterations times mean iteration time.
+    Iterations repeated after a crash count once, with the time of the repetition.
     """
 
     iteration: int  # of the last record
@@ -146,7 +146,7 @@ class TrainingTime:
 
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
-        """Sums the records of metrics.jsonl; in old runs, records may lack `training_seconds`."""
+        """Sums the times in metrics.jsonl, where records of old runs may lack `training_seconds`."""
         has_time = any(record.get("kind") == "train" for record in records)
         time = cls((records[0].get("iteration") or 0) if has_time else start_iteration)
         for record in records:

@@ -38,10 +38,10 @@ def read_microbatch(
     `dp_rank` (default: this rank).
 
     Returns:
-        This context parallel rank's slice [B, S/C] of the `split_batch` tensors and of `padding_mask` (True
-        for filler); `num_counted`, the micro-batch's number of counted tokens; `documents`. In training with
-        MTP_NUM_LAYERS=K, also the tensors of `future_batch`; `num_future` [K], the counted tokens per layer;
-        and `future_weight`, MTP_LOSS_COEFF / K, as a tensor, since a CUDA graph would freeze a number.
+        The tensors of `split_batch` and `padding_mask` (True for filler), each as this rank's slice [B, S/C]
+        of C context parallel ranks; `num_counted`, the micro-batch's number of counted tokens; `documents`.
+        In training with MTP_NUM_LAYERS=K, also the tensors of `future_batch`; `num_future` [K], the counted
+        tokens per layer; and `future_weight`, MTP_LOSS_COEFF / K, a tensor since CUDA graphs freeze numbers.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
@@ -79,8 +79,8 @@ def run_schedule(
     forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Runs Megatron's schedule; with `graphs`, each training micro-batch replays its CUDA graph. Returns
-    the `lm_loss` of each micro-batch for logging ([2 * (1+K)] with K=MTP_NUM_LAYERS in training); [] on all
-    pipeline stages but the last.
+    each micro-batch's `lm_loss` for the log, [2] or, in training with MTP_NUM_LAYERS=K, [2 * (1+K)]; returns
+    [] on all pipeline stages but the last.
     """
     step = forward_step if graphs is None or forward_only else partial(graphs_step, graphs, len(microbatches))
     # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
@@ -140,7 +140,7 @@ def start_graphs(
 
 
 def build_graphs(model: Sequence[Any], graph: Callable[[], CudaGraph]) -> MicrobatchGraphs:
-    """CUDA graphs for the micro-batches of this rank's model, which must have one chunk."""
+    """CUDA graphs for micro-batches of this rank's model, which must be a single chunk."""
     (chunk,) = model
     settings = get_model_config(chunk)
 
@@ -165,7 +165,7 @@ def build_graphs(model: Sequence[Any], graph: Callable[[], CudaGraph]) -> Microb
 def graphs_step(
     graphs: MicrobatchGraphs, num_microbatches: int, data_iterator: Any, model: Any
 ) -> tuple[Tensor, Any]:
-    """Forward step for Megatron's schedule that also runs the backward pass, so its loss has no gradient."""
+    """Forward step for Megatron's schedule; also runs the backward pass, so the loss has no gradient."""
     logged = graphs.run(next(data_iterator), num_microbatches)
     return logged, lambda logged: (torch.zeros_like(logged[0]), {"lm_loss": logged})
 
@@ -194,8 +194,8 @@ def lm_loss(
         weight: weight of the micro-batch, see `weigh_microbatches`.
 
     Returns:
-        The share times `weight`, with gradient; and `lm_loss` for the log, [2]: the cross entropy summed over
-        this rank's counted tokens, and how many there are.
+        This rank's share times `weight`, with gradient; and `lm_loss` for the log, [2]: the sum of the cross
+        entropy over this rank's counted tokens, and the number of these tokens.
     """
     total = (losses.float() * loss_mask).sum()
     # An infinite loss may have finite gradients, and the other ranks see only the gradient norm. This makes
@@ -209,8 +209,8 @@ def lm_loss(
 def loss_with_future(batch: Mapping[str, Any], losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """`lm_loss` plus MTP_LOSS_COEFF times the mean loss of the K multi-token prediction layers.
 
-    `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The log, [2 * (1+K)], has the
-    loss sum and token count of the main model and each layer.
+    `losses`: cross entropy of the main model and of each layer, [1+K, B, S]. The tensor for the
+    log, [2 * (1+K)], has the loss sum and token count of the main model and of each layer.
     """
     masks = batch["loss_mask"], *batch["future_mask"].unbind(dim=2)
     counts, weight = (batch["num_counted"], *batch["num_future"]), batch.get("weight", 1.0)

@@ -34,7 +34,7 @@ Axes = Mapping[str, float]
 
 
 def axes_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Coordinates of a train or valid record on AXES; axes without a value in the record are omitted."""
+    """Values of a train or valid record on the AXES of plots; omits axes that the record has no value for."""
     found = {axis: record.get(key) for axis, key in AXES.items()}
     return {axis: value for axis, value in found.items() if value is not None}
 
@@ -159,7 +159,7 @@ class Prometheus:
             self._failed = True
 
     def close(self, failed: bool) -> None:
-        """Does not delete the file: its timestamp shows when the run ended."""
+        """Keeps the file, because its timestamp shows when the run ended."""
 
 
 class _Wandb:
@@ -187,7 +187,9 @@ Mirror = _TensorBoard | Prometheus | _Wandb
 
 
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
-    """The wandb mirror, or [] if not requested; ConfigError if wandb cannot start. Send old records first."""
+    """The wandb mirror, or [] if not requested; ConfigError if wandb cannot start. The caller
+    must write the run's old records to the mirror before new ones.
+    """
     if not config.wandb_project or config.wandb_mode == "disabled":
         return []
     try:

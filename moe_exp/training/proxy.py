@@ -41,7 +41,7 @@ class Proxy:
         ]
 
     def step(self, batch: dict[str, Any] | None = None) -> float:
-        """Runs one iteration on the next samples or on `batch`; returns its loss in nats per token."""
+        """Runs one iteration on `batch` or, if None, the next samples; returns the loss in nats per token."""
         first, seq_len = self._consumed_samples, self.config.seq_len
         count, _, batch_size = optimizer_setup.next_batch(self.config, first, seq_len)
         microbatches = self.microbatches(count) if batch is None else [batch]
@@ -62,8 +62,8 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
 
     Returns:
         For each step from 0, by module name: mean absolute output and mean absolute change of the output
-        since step 0, averaged over layers. The router and output layer start with smaller weights in wider
-        models, so their change includes only the contribution of their own weight changes.
+        since step 0, averaged over layers. For the router and output layer, whose initial weights are smaller
+        in wider models, the change is only what the changes of their own weights contribute.
     """
     proxy = Proxy(config)
     # always the same micro-batch, so that only the weights change between two recordings
@@ -102,7 +102,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs [number of modules, ...] by name, and the contributions of weight changes, by name."""
+        """Outputs [number of modules, ...] by name, and by name what weight changes add to these outputs."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

@@ -6,13 +6,13 @@
         allocation of the caching allocator with its Python stack
     RUN/dumps/iter_0000010/rank_00003.safetensors    DUMP_ITERS, after the optimizer step of iteration 10:
         NAME                     this rank's shard of a parameter; layers are numbered across stages
-        gradient of NAME         as used by the optimizer: reduced over the replicas, clipped
+        gradient of NAME         as the optimizer uses it: reduced over the replicas and clipped
         main weights of NAME     fp32, only with DTYPE=bf16 and fp16
-        exp_avg of NAME, ...     moments, and with EMA_DECAY the average of the weights (ema), fp32
+        exp_avg of NAME, ...     the optimizer's moments and, with EMA_DECAY, the weight average (ema), fp32
 
-With the distributed optimizer, tensors other than NAME itself cover only the parameter elements that this
-rank owns, a range in memory order such as `exp_avg of NAME[128:256]`. These ranges differ between data
-parallel ranks, but match between two runs with the same layout.
+With the distributed optimizer, all tensors except NAME itself cover only the elements of the parameter that
+this rank owns: a range in memory order, such as `exp_avg of NAME[128:256]`. These ranges differ between data
+parallel ranks, but are the same in two runs with the same layout.
 """
 
 import logging
@@ -155,7 +155,7 @@ def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class DumpedTensor:
-    """A tensor in a dump, read on demand, for `diff.compare_tensors`."""
+    """A tensor in a dump for `diff.compare_tensors`; it is read from the file on demand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

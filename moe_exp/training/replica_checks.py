@@ -9,13 +9,13 @@ The following tensors must be equal on the ranks listed next to them:
               not split: routers, norms, gates, latent projections
     tied      shared embedding and output layer                     first and last pipeline stage
 
-Training itself never compares weights, because only gradients are reduced. After a bit flip, a wrong load on
-one rank or a desynchronized tied embedding, training continues with inconsistent weights until the loss
-degrades, or spikes at a restart.
+Training itself would not notice that weights differ, because only gradients are reduced. After a bit flip, a
+wrong load on one rank or a desynchronized tied embedding, training continues with inconsistent weights until
+the loss degrades, or until it spikes at a restart.
 
 Each rank computes a 64-bit fingerprint of every tensor (`checkpoint.fingerprints`) and sums the fingerprints
-of each kind, weighted by a hash of the name. One all-gather of a few numbers per rank detects problems. Ranks
-exchange names and hosts only if there are problems.
+of each kind (rows above), weighted by a hash of the tensor's name. One all-gather of these sums detects
+problems. Ranks exchange names and hosts only if there are problems.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Replicas or computations differ, or parameter groups are wrong; one line per problem.
+    """Replicas or repeated computations differ, or parameter groups are wrong; a line of text per problem.
 
     `hosts`: host of each rank known to have computed or stored wrong values.
     """
@@ -93,8 +93,8 @@ def check_replicas(
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[int, str]]:
-    """Problems, one line each, with the hosts of ranks whose copy is known to be wrong; all ranks get the
-    same result. If there are no problems, this takes a single collective.
+    """Maps each problem, a line of text, to the hosts of ranks whose copy is known to be wrong. All ranks get
+    the same result. If there are no problems, this takes a single collective.
     """
     # Sums detect a problem; only then do the ranks exchange fingerprints by name.
     mine = _held(config, runtime, trained)
@@ -107,7 +107,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict
 
 
 class _Held(NamedTuple):
-    """Fingerprints of one rank; the first exchange has only one sum per kind, under the name ''."""
+    """Fingerprints of one rank by name; in the first exchange, only their sum per kind, with the name ''."""
 
     host: str
     problems: list[str]  # of the parameter groups
@@ -177,7 +177,7 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
 
 
 def _problems(held: list[_Held], *, distributed: bool) -> dict[str, dict[int, str]]:
-    """A line per tensor that differs between replicas or isn't updated just once; see `replica_problems`."""
+    """As `replica_problems`, for `held`: tensors that differ between replicas or aren't updated just once."""
     lines: dict[str, dict[int, str]] = {}
     hosts = [one.host for one in held]
     of_optimizer: dict[str, list[int]] = defaultdict(list)
@@ -228,7 +228,7 @@ def _ranks(ranks: list[int], host_of_rank: Sequence[str]) -> str:
 
 
 def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str, Tensor]]:
-    """(name, parameter) of this rank's trainable parameters; layer numbers count over all stages."""
+    """Yields name and tensor of this rank's trainable parameters; layers are numbered across stages."""
     for chunk in model:
         inner = unwrapped(chunk)
         for name, parameter in inner.named_parameters():
@@ -239,7 +239,7 @@ def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str
 def group_problems(
     config: Config, model: list[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> list[str]:
-    """One line per parameter with a wrong weight decay or learning rate, or not in exactly one group."""
+    """A line per parameter that has a wrong weight decay or learning rate, or isn't in exactly one group."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     in_checkpoints = names if are_alike(config) else parameter_names(model)
     problems = set()
@@ -259,7 +259,7 @@ def group_problems(
 
 
 def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str, Any]]]]:
-    """(model parameter, its tensor in the optimizer, parameter groups that contain this tensor)."""
+    """Yields (model parameter, its tensor in the optimizer, parameter groups with this tensor)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue  # this rank has no parameters of this kind
@@ -293,7 +293,7 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str,
 
 
 class GradientCheck:
-    """Compares gradients with recomputed and neighbors' gradients; raises ReplicaError on all ranks."""
+    """Recomputes gradients on the same rank and a neighbor; ReplicaError on all ranks if they differ."""
 
     def __init__(self, config: Config, runtime: Runtime, trained: Trained, progress: Progress):
         self._config, self._runtime, self._trained, self._progress = config, runtime, trained, progress
@@ -316,9 +316,9 @@ class GradientCheck:
         return self.is_requested or iteration % every == 0 or iteration == last
 
     def expect(self, compute: Callable[..., object]) -> float:
-        """Compares the weights, and computes the gradients that `compared` expects; returns seconds.
+        """Compares the weights, and computes the gradients that `compared` expects; returns elapsed seconds.
 
-        `compute` runs forward and backward passes of the iteration with the batch of `dp_rank`.
+        `compute` runs the iteration's forward and backward passes on the batch of rank `dp_rank` (DP).
         """
         dp, wait = self._runtime.groups.dp, torch.cuda.synchronize if torch.cuda.is_initialized() else float
         wait()  # for queued work of the iteration before
@@ -361,7 +361,7 @@ class GradientCheck:
 
     @contextmanager
     def _before_sum(self, finalize: Callable[..., None]) -> Iterator[None]:
-        """Lets Megatron's schedule call `finalize` with this rank's own gradients."""
+        """In the block, Megatron's schedule calls `finalize` before gradients are summed over ranks."""
         settings = get_model_config(self._trained.model[0])
         kept = settings.finalize_model_grads_func, settings.no_sync_func
         settings.finalize_model_grads_func, settings.no_sync_func = finalize, None
@@ -374,7 +374,7 @@ class GradientCheck:
             settings.finalize_model_grads_func, settings.no_sync_func = kept
 
     def _state(self) -> list[Tensor]:
-        """State changed by forward passes: sums for the log, router state, largest logits of QK-clip."""
+        """Tensors that a forward pass changes: sums for the log, router state, largest logits of QK-clip."""
         sums = [x for one in self._statistics for x in (one.tokens_per_expert_E, one.sums)]
         cores = attention_cores(self._trained.model)
         return [*sums, *self._buffers, *(c.max_logits_H for c in cores if c.max_logits_H is not None)]
@@ -430,7 +430,7 @@ _LEAST_BOUND, _MOST_BOUND = 1e-3, 0.1
 
 
 def _gaps(own: Tensor, other: Tensor) -> Tensor:
-    """Difference per parameter: relative difference of norms; for bit sums, 1 if they differ, else 0."""
+    """Difference per parameter: relative for gradient norms; for sums of bits, 1 if they differ, else 0."""
     if own.dtype == torch.int64:
         return (own != other).double()
     # small norms against the root mean square of all
@@ -442,10 +442,10 @@ def _gaps(own: Tensor, other: Tensor) -> Tensor:
 def suspects(
     replicas: Sequence[int], repeated: Sequence[float], by_neighbour: Sequence[float], *, bound: float
 ) -> tuple[list[int], str]:
-    """Ranks suspected of wrong results, each with what its gradients differ from.
+    """Ranks suspected of wrong results, and a text on what their gradients differ from.
 
-    Each argument has one value per rank: its model replica; how much its gradient differs when computed
-    again; and how much it differs from that of its neighbor in the preceding replica.
+    Each argument has one value per rank: `replicas`, its model replica; `repeated`, how much its gradient
+    differs when computed again; `by_neighbour`, when computed by the neighbor in the preceding replica.
     """
     if found := [rank for rank, gap in enumerate(repeated) if gap > bound]:
         return found, "that of the same computation, repeated"

@@ -62,7 +62,7 @@ def _blends(config: Config) -> tuple[str, str]:
 
 
 def describe_documents(config: Config) -> tuple[int | None, float]:
-    """The end-of-document token of all files (None if no setting needs it), and DOCUMENT_TOKENS."""
+    """The end-of-document token that all files share (None if no setting needs it), and DOCUMENT_TOKENS."""
     if not (config.document_mask or config.eod_mask_loss):
         return None, config.document_tokens
     train_data, valid_data = _blends(config)
@@ -87,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """Moves stage starts given as token counts to batch boundaries (of a run resumed from `source`)."""
+    """Moves stage starts given in tokens to batch boundaries of the run, which resumes from `source`."""
     if not config.data_stages:
         return config
 
@@ -111,7 +111,7 @@ def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """Returns `samples.batch`. ValueError with sample and documents if a token is not in the vocabulary."""
+    """Returns `samples.batch`. If a token is not in the vocabulary, ValueError names sample and documents."""
     # On a GPU the embedding would abort with a device-side assert that names neither.
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())

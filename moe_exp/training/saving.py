@@ -117,8 +117,8 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """Newest checkpoint in the run folder or REMOTE_DIR; otherwise the newest in LOAD_DIR (ConfigError if
-    LOAD_DIR has none). None if there is no checkpoint and LOAD_DIR is not set.
+    """Newest checkpoint of the run, also from REMOTE_DIR; if there is none, the newest in LOAD_DIR, or
+    ConfigError if LOAD_DIR has no checkpoint. None if LOAD_DIR is not set either.
     """
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run

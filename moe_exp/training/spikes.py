@@ -10,14 +10,14 @@ The measure is a robust z-score of the loss and of the logarithm of the gradient
 
 Medians tolerate outliers in up to half of a window. The spread is measured on differences from the level, so
 that the early decrease of the loss does not count as noise. The level uses a short window, so that it
-follows changes of the batch size and learning rate. Only rises count. An iteration is not accepted
-during a spike, or if its loss has z >= LOSS_LASTING.
+follows changes of the batch size and learning rate. Only rises count as spikes. An iteration is accepted if
+no spike is going on and its loss has z < LOSS_LASTING.
 
-A spike is in
+A spike is detected in
     the loss      if z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES consecutive
                   iterations, since two hard batches in a row happen by chance
-    the gradient  if z >= NORM_LASTING, and the norm is NORM_FACTOR times the level, in NORM_TIMES consecutive
-                  iterations, since clipping handles a single large gradient
+    the gradient  if z >= NORM_LASTING and norm >= NORM_FACTOR * level in NORM_TIMES consecutive iterations
+                  (level of the norm); clipping handles a single large gradient
 
 A spike starts with the unusual iterations (z >= LOSS_EARLY or NORM_EARLY) directly before the alarm, because
 the gradient often rises one or two iterations before the loss. It ends after CALM_ITERATIONS consecutive
@@ -65,7 +65,7 @@ class Baseline:
 
     @property
     def level(self) -> float | None:
-        """Median of the last accepted values; None while there are too few."""
+        """Median of the last accepted values; None if there are too few values yet."""
         return median(self.values) if len(self.values) >= _FEWEST_FOR_LEVEL else None
 
     @property
@@ -81,7 +81,7 @@ class Baseline:
         return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
 
     def accept(self, value: float) -> None:
-        """Adds `value` to the windows."""
+        """Adds `value` to the values and, once there is a level, to the departures."""
         if (level := self.level) is not None:
             self.departures.append(value - level)
         self.values.append(value)

@@ -1,7 +1,8 @@
 """One iteration of training: micro-batches, optimizer and schedule.
 
-`train_step` launches an iteration. With `FusedStep` (engine/fused_step.py) the host does not know yet whether
-the optimizer step was taken; `settle` waits for the gradient norm, at the latest in the next iteration.
+`train_step` launches an iteration. With `FusedStep` (engine/fused_step.py), it returns before the host knows
+whether the optimizer has updated the weights. `settle`, called at the latest in the next iteration, waits for
+the gradient norm.
 """
 
 import math
@@ -57,7 +58,7 @@ class Job:
 
 @dataclass
 class Step:
-    """One iteration on this rank. `updated` and `grad_norm` are the same on every rank; set by `complete`."""
+    """One iteration on this rank. `complete` sets `updated` and `grad_norm`, which all ranks share."""
 
     iteration: int
     first_sample: int
@@ -126,7 +127,7 @@ def train_step(
 
 
 def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None:
-    """Waits for the last step's gradient norm, then `complete`s the step, unless already completed."""
+    """Waits for the gradient norm of `step` and calls `complete`, unless `step` is already complete."""
     if step.late_norm is not None:
         (norm,), step.late_norm = step.late_norm(), None
         complete(job, progress, interval, step, updated=count_step(job.trained.optimizer, norm), norm=norm)
@@ -135,7 +136,7 @@ def settle(job: Job, progress: Progress, interval: Interval, step: Step) -> None
 def complete(
     job: Job, progress: Progress, interval: Interval, step: Step, *, updated: bool, norm: float | None
 ) -> None:
-    """Advances the schedule and the weight average after a step, or counts a skipped step."""
+    """Advances the schedule and the weight average if the weights were `updated`; else counts a skip."""
     step.updated, step.grad_norm = updated, norm
     progress.skipped_iterations += not updated
     interval.num_skipped += not updated
@@ -145,7 +146,7 @@ def complete(
 
 
 def end_iteration(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
-    """Shares the stop reason, pending writes and mean loss among ranks, in one all-reduce.
+    """Starts one all-reduce that shares the stop reason, pending writes and the mean loss among ranks.
 
     The returned function waits for the all-reduce; settle `step` before calling the returned function.
     """

@@ -130,7 +130,9 @@ _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 @dataclass(frozen=True)
 class Blame:
-    """Equal faults on one host, rank and device. `where` has the first time, `last` the latest time or ''."""
+    """Equal faults on one host, rank and device. `where` has the time of the first fault; `last` is
+    the time of the latest fault, or '' if no time is known.
+    """
 
     fault: Fault
     where: Origin
@@ -162,7 +164,7 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def reported_by_runs(paths: Iterable[Path]) -> list[str]:
-    """Latest hangs and failed ranks in the events of run folders in `paths`; logs may lack such events."""
+    """Lines on the latest hangs and failed ranks, from the events of run folders; logs may lack them."""
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):
         events = last_records(run.metrics) if run.metrics.exists() else []
@@ -205,7 +207,7 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """Groups equal faults by place. `logs`: for each file, the origin from its name and recognized lines."""
+    """Groups equal faults by place. `logs`: per file, its origin (from its name) and recognized lines."""
     hosts = defaultdict[str, set[str]](set)
     for _, where, _ in (one for _, seen in logs for one in seen):
         if where.host and where.rank:
@@ -291,7 +293,7 @@ def print_blame(found: Sequence[Blame]) -> None:
 
 
 def blame_as_json(found: Sequence[Blame]) -> list[dict[str, Any]]:
-    """The table's rows as JSON objects, each with the first log line."""
+    """The table's rows as JSON objects, each with the first log line that reports the fault."""
     return [
         {
             "cause": one.fault.cause, "what": one.fault.name, "host": one.where.host or None,

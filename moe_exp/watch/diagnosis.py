@@ -1,6 +1,6 @@
 """Decides from a failed job's logs whether the job should restart. No torch.
 
-Used by the agent on all ranks' errors after each failed round, and by `moe-exp watch diagnose` on logs.
+Used by launch/agent.py on all ranks' errors after each failure, and by `moe-exp watch diagnose` on logs.
 """
 
 import re
@@ -73,13 +73,13 @@ class Diagnosis:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """The diagnosis as one line of text."""
         where = f" on {self.host}" if self.host else ""
         return f"{self.action}: {self.reason}{where}; {self.advice}"
 
 
 def diagnose(found: Sequence[Blame], situation: Situation) -> Diagnosis:
-    """Decides from the faults in all logs, as returned by `blame.gathered`."""
+    """Decides whether to restart, from the faults in all logs as returned by `blame.gathered`."""
     found = found or [_UNKNOWN]
     kinds = {one: _kind(one, found, situation) for one in found}
     order = list(DECISIONS)
@@ -114,7 +114,7 @@ def _kind(one: Blame, found: Sequence[Blame], situation: Situation) -> str:
 def diagnose_logs(
     files: Iterable[Path], *, iterations: int | None = None, trained_before: bool = False, repeats: int = 0
 ) -> Diagnosis:
-    """Decides from log files; other arguments: see Situation (`iterations=None`: read from the logs)."""
+    """Like `diagnose`, for log files and the fields of a Situation; reads `iterations` from logs if None."""
     logs, seen = [], [0]
     for path in files:
         faults: list[Seen] = []
@@ -130,7 +130,7 @@ def diagnose_logs(
 
 
 def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str, Any]]) -> Diagnosis:
-    """Decides by the fields of `rank_failed` events; `records`: earlier records of metrics.jsonl."""
+    """Like `diagnose`, for fields of `rank_failed` events and earlier `records` of metrics.jsonl."""
     logs = []
     for one in failures:
         line = f"moe-exp: rank {one['rank']} on {one['host']} ({one['device']}) has failed: {one['cause']}"

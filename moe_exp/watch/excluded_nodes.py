@@ -28,13 +28,13 @@ _LONGEST_SHOWN = 100  # characters
 
 
 def exclude_list(run_dir: str) -> Path:
-    """Path of a job's list: as passed by its launcher, else the user's list, else the list in RUN_DIR."""
+    """Path of a job's list: set by its launcher, else by the user (EXCLUDE_FILE), else a file in RUN_DIR."""
     given = os.environ.get(EXCLUDE_FILE) or os.environ.get("EXCLUDE_FILE")
     return expanded(given or Path(run_dir) / EXCLUDE_NODES).absolute()
 
 
 def read_excluded(path: Path) -> dict[str, str]:
-    """Maps host names, in file order, to date and reason; if a host has several lines, the first one counts.
+    """Maps host names, in file order, to date and reason, from the first line of each host.
     Empty if there is no file. Raises ValueError on an invalid line.
     """
     reasons: dict[str, str] = {}

@@ -1,9 +1,9 @@
 """Names slow ranks of a training job from their phase times. No torch.
 
-All ranks wait for a slow one, so only times that exclude waiting identify the slow rank. A rank is compared
-with its peers, which do the same work; a rank without peers is compared with all other ranks and its own
-past. A rank counts as slow only if it is slow over several samples (more if times vary more), and for at
-least a minute if other programs keep all processors of its host busy. Shapes: S samples, R ranks.
+All ranks wait for a slow rank, so only times that exclude waiting identify it. A rank is compared with its
+peers, which do the same work; a rank without peers is compared with all other ranks and its own past. A rank
+counts as slow only if it is slow over several samples (over more if times vary more) and, if other programs
+keep all processors of its host busy, for at least a minute. Shapes: S samples, R ranks, N values of a rank.
 """
 
 import logging
@@ -38,8 +38,8 @@ _LOADED_SECONDS = 60.0  # for which a rank has to be slow there
 
 
 def differences(table_RN: Floats, works: Sequence[str]) -> Floats:
-    """How far each rank is from the median of its peers: differences in COLUMNS (variances are added), then
-    the log of the ratio of own times.
+    """How far each rank is from the median of its peers: the difference in each of COLUMNS (for
+    variances, the sum), then the log of the ratio of own times.
     """
     own_R1 = table_RN[:, : len(PHASES)].sum(axis=1, keepdims=True)
     values_RN = np.concatenate([table_RN, np.log(np.maximum(own_R1, 1e-9))], axis=1)
@@ -64,9 +64,9 @@ def median_of_others(values_RN: Floats) -> Floats:
 
 
 def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int, dict[str, Any]]:
-    """Slow ranks in the last samples, each with its slowest `phase` and slowdown `factor`. The inputs come
-    from `differences`, minus the past median for ranks without peers; `share_R`: variance of the past median
-    over the variance of a sample.
+    """Slow ranks in the last samples, each with its slowest `phase` and slowdown `factor`. Gaps and
+    ratios come from `differences`; for ranks without peers, minus their past median. `share_R`: variance of
+    this median, relative to the variance of a sample.
     """
     slow: dict[int, dict[str, Any]] = {}
     is_slow_now_R = np.median(ratios_SR[-_LENGTHS[0] :], axis=0) > _LEAST
@@ -97,14 +97,14 @@ def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int
 
 
 def processor_seconds() -> NDArray[np.float64]:
-    """Values of PROCESSORS: `own` since the process started, the other two since boot."""
+    """Seconds for each of PROCESSORS: `own` since this process started, the other two since boot."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     return np.array([time.process_time(), sum(times[:8]) - idle, idle])  # further fields are parts of others
 
 
 class SlowRanks:
-    """Tracks slow ranks. `places`: each rank's host, device and work (peers share it); `table`: path."""
+    """Tracks slow ranks. `places`: each rank's host, device and work (same for peers); `table`: JSON file."""
 
     def __init__(self, places: Sequence[Mapping[str, str]], table: Path):
         self._places, self._table, self._written = places, table, -math.inf
@@ -118,7 +118,7 @@ class SlowRanks:
         self._loaded: deque[NDArray[np.bool_]] = deque(maxlen=_LOAD_SAMPLES)
 
     def add(self, rows: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
-        """Adds a sample (COLUMNS and PROCESSORS by rank); returns an event per rank whose state changes."""
+        """Adds a sample (COLUMNS and PROCESSORS by rank); returns an event per newly slow or normal rank."""
         table_RN, load_RN = np.split(np.array(rows), [len(COLUMNS)], axis=1)
         if not self._slow and len(self._recent) >= _LENGTHS[0]:
             self._past.append(self._recent[-_LENGTHS[0]])

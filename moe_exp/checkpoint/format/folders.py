@@ -100,7 +100,7 @@ def is_converted(folder: Path) -> bool:
 
 
 def one_checkpoint(path: Path) -> Path:
-    """Returns the iter_ folder `path`, or the newest iter_ folder in `path`; ValueError if there is none."""
+    """Returns `path` if it is an iter_ folder, else its newest iter_ folder; ValueError if it has none."""
     for checkpoints in (path, path / "checkpoints"):
         if (iteration := latest_iteration(checkpoints)) is not None:
             return existing(iteration_folder(checkpoints, iteration))
@@ -127,7 +127,7 @@ def existing(folder: Path) -> Path:
 
 
 class NewerFormatError(ValueError):
-    """This checkpoint is intact but written by a newer moe_exp: a run must not fall back to an older one."""
+    """A newer moe_exp wrote this intact checkpoint: a run must not fall back to an older checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
-        """Reads the manifest of `folder`; None if missing. Raises NewerFormatError or ValueError."""
+        """Reads the manifest of `folder`; None if missing, ValueError if damaged, or NewerFormatError."""
         path = folder / MANIFEST
         try:
             return cls.parse(regular(path).read_bytes(), str(folder))
@@ -152,7 +152,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, folder: str) -> "Manifest":
-        """Parses the `text` of the manifest of `folder`. Raises NewerFormatError or ValueError."""
+        """Parses `text`, the manifest of `folder`. Raises NewerFormatError, or ValueError if damaged."""
         path = f"{folder}/{MANIFEST}"
         try:
             content = json.loads(text)
@@ -331,15 +331,16 @@ def check_target(target: Path) -> None:
 
 
 def checkpoints_folder(path: Path) -> Path | None:
-    """Checkpoints folder: `path` itself, or the one in the run folder `path`; None if there is neither."""
+    """Returns `path` if it is a checkpoints folder, or the checkpoints folder of the run `path`, or None."""
     both = (path, path / "checkpoints")
     return next((one for one in both if (one / LATEST).exists() or iterations(one)), None)
 
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
-    """Maps each checkpoint that no rule of `which_to_remove` keeps to its size (bytes); `path` is a
-    checkpoints or run folder. Always keeps the latest checkpoint; `last` counts back from it. ValueError if
-    the folder has no checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a validation loss.
+    """Returns the size (bytes) of each checkpoint that no rule of `which_to_remove` keeps; `path` is a
+    checkpoints or run folder. The latest checkpoint is always kept; the `last` newest are counted back from
+    it. ValueError if the folder has no checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a
+    validation loss.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:

@@ -2,8 +2,9 @@
 
 Megatron has several key styles for the same model. This package reads all of them:
 
-- Layers: if all layers are alike, `decoder.layers.X` with a prepended layer axis. If there are dense and MoE
-  layers, or with `singleton_local_shards` (set by Megatron-LM's script), `decoder.layers.<layer>.X`.
+- Layers: if all layers are alike, `decoder.layers.X` with a prepended layer axis, where X is the name within
+  the layer. If there are dense and MoE layers, or with `singleton_local_shards` (set by Megatron-LM's
+  script), `decoder.layers.<layer>.X`.
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
   `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Dense MLPs use the second key in all specs.

@@ -96,7 +96,7 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """Splits an optimizer key into prefix, state (`param`: main weights), parameter; None for other keys."""
+    """Splits an optimizer key into prefix, state (such as `param`) and parameter; None for other keys."""
     if (match := _STATE.fullmatch(key)) is None:
         return None
     return match[1] + match[2] + ".", "param" if match[2] == "fp32_param" else match[2], match[3]
@@ -112,7 +112,7 @@ def weight_keys(keys: Iterable[str]) -> list[str]:
 
 
 def single_styles(weights: Iterable[str]) -> tuple[bool, bool]:
-    """Whether each layer has its own keys, and whether each expert or each half of a gated projection has."""
+    """Returns whether layers have separate keys, and whether experts or halves of gated projections do."""
     keys = list(weights)
     return any(map(_IN_LAYER.match, keys)), any(map(_SINGLE.search, keys))
 
@@ -156,7 +156,9 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Logical name of the tensor at `place` (leading indices) of a key; half: `w` (gate), `v` (up) or ''."""
+    """Returns the logical name of the tensor at `place` (leading indices) of a key, and the half of a gated
+    projection that it is: `w` (gate), `v` (up) or ''.
+    """
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
         key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"

@@ -126,7 +126,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             # Only classes defined in these modules are allowed, not names that the modules import.
             if module not in _MODULES or (isinstance(found, type) and found.__module__ == module):
                 return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of the format")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not part of the format")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -178,7 +178,7 @@ class _InertUnpickler(pickle.Unpickler):
             return value
         if (module, name) == ("argparse", "Namespace") or module.partition(".")[0] == "megatron":
             return type(name, (Inert,), {})
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a plain value")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not a plain value")
 
 
 # torch.load expects a module with these names.
@@ -212,7 +212,7 @@ def _explained(path: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError):
             reason = "it is missing"
         elif found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text):
-            reason = f"it names {found[1]}, which is not part of the format"
+            reason = f"it refers to {found[1]}, which is not part of the format"
         else:
             reason = text[:200] or type(error).__name__
         raise unusable(path, f"cannot be used ({reason})") from None

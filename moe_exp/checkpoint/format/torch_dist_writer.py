@@ -26,7 +26,7 @@ _BACKEND = {
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What one process has written, for `.metadata` and the manifest."""
+    """Facts about the files that one process has written, for `.metadata` and the manifest."""
 
     parts: dict[str, Any] = field(default_factory=dict)  # tensors with their chunks, and objects, by key
     places: dict[dcp.MetadataIndex, _StorageInfo] = field(default_factory=dict)  # their file positions
@@ -59,7 +59,7 @@ def write_metadata(folder: Path, written: Iterable[WrittenFiles]) -> dict[str, d
 
 class TorchDistWriter:
     """Writes a checkpoint in chunks: call `add_chunk` and `add_object` in any order, then `finish`.
-    Starts a new file after `file_bytes`. A `with` block closes the open file if there is an error.
+    Starts a new file when a file reaches `file_bytes`. A `with` block closes the open file on errors.
 
     If `rank` is given, this is one of several writers: each writes one file to an existing folder and finally
     calls `next_file`; `write_metadata` then needs `written` from all ranks.
@@ -89,7 +89,7 @@ class TorchDistWriter:
             self._file = None
 
     def add_chunk(self, key: str, values: Tensor, *, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """Writes `values`, the box at `offsets` of a tensor of `shape`; the boxes must tile the tensor."""
+        """Writes `values`, which start at `offsets` in a tensor of `shape`. Chunks must tile the tensor."""
         info = self.written.parts.get(key)
         if info is None:
             properties = dcp.TensorProperties(dtype=values.dtype)

@@ -370,8 +370,8 @@ TRAITS: Mapping[str, Trait] = {
 
 
 def choose_architecture(config: Config, preferred: Collection[str] = ()) -> Architecture:
-    """Architecture that is equivalent to the model, preferably one named in `preferred`. If there is none,
-    UnsupportedModel names the settings that prevent it.
+    """Architecture that is equivalent to the model, preferably one named in `preferred`. If no
+    architecture is equivalent, UnsupportedModel names the settings that prevent the export.
     """
     against: dict[str, list[str]] = {}  # settings that each architecture cannot express
     for architecture in sorted(ARCHITECTURES.values(), key=lambda one: one.name not in preferred):

@@ -130,8 +130,8 @@ def windows(
 
     Args:
         has_window: tells whether the layer at an index has a window, if `sliding_window` is not null and
-            `layer_types` is missing. None: the class ignores `layer_types`, and all layers or none have a
-            window.
+            `layer_types` is missing. None: the class ignores `layer_types`, and either all layers have a
+            window or no layer has one.
         names: further fields that `has_window` reads.
         switched: whether `use_sliding_window=false` disables windows.
         rotated: if `sliding_window` is not null, a layer has a rotary embedding only if it has a window or
@@ -257,9 +257,9 @@ def last_layer_is_moe(fields: Fields) -> Settings:
 
 
 def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> FieldRule:
-    """Rule for a field that lists the kind of each layer. Without it, the first `num_dense(fields)` layers
-    are dense. None: only the first layer is (transformers, unlike other software, ignores
-    first_k_dense_replace).
+    """Rule for a field that lists the kind of each layer. If the field is missing, the first
+    `num_dense(fields)` layers are dense; if `num_dense` is None, only the first layer is dense (transformers,
+    unlike other software, ignores first_k_dense_replace).
     """
 
     def read(fields: Fields) -> Settings:
@@ -321,7 +321,7 @@ def hunyuan_experts(fields: Fields) -> Settings:
 
 
 def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> FieldRule:
-    """Rule for group-limited top-k in classes that rank a group by its `best` top experts. `methods`: values
+    """Rule for group-limited top-k in classes that rank a group by its top `best` experts. `methods`: values
     of `topk_method` without groups and with groups.
     """
 

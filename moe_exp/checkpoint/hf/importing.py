@@ -97,7 +97,7 @@ def from_hf(
 
     Args:
         source: folder with config.json and safetensors files.
-        target: checkpoints folder to create (`iter_0000000`, tokenizer, and settings.env for the next run).
+        target: checkpoints folder to create, with iter_0000000, tokenizer, and settings.env for the next run.
         dtype: dtype of the written weights, `fp32`, `bf16` or `fp16`; None: unchanged.
         drop_mtp: omit the layers for multi-token prediction (MTP_NUM_LAYERS=0).
         ignore_fields: fields of config.json to ignore even though they are unsupported.
@@ -235,7 +235,7 @@ def _check_counts(folder: ModelFolder) -> None:
 def _match(
     folder: ModelFolder, architecture: Architecture, config: Config, predicting: range
 ) -> tuple[_Sources, int]:
-    """Finds the tensors of each piece, and the total size (bytes); checks shapes, refuses unused tensors.
+    """Finds each piece's tensors and their total size (bytes); refuses wrong shapes and unused tensors.
 
     `predicting`: the multi-token prediction layers, which are skipped if MTP_NUM_LAYERS=0.
     """

@@ -155,7 +155,7 @@ def shared(name: str) -> tuple[TensorRule, ...]:
 
 
 def sinks(name: str, alias: str = "", layers: str = "all") -> TensorRule:
-    """Logits of the attention sinks."""
+    """Rule for the logits of the attention sinks."""
     return TensorRule("self_attention.core_attention.softmax_offset", {name: "h"}, "plain", layers, "", alias)
 
 

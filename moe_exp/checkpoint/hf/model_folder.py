@@ -97,7 +97,7 @@ class ModelFolder:
         self._packed = self._take_packed() if is_mxfp4(self.config) else {}
 
     def _index(self) -> dict[str, str] | None:
-        """Maps each tensor to its file; None if all tensors are in SINGLE."""
+        """Maps each tensor to its file; None if all tensors are in the file SINGLE."""
         has_index, is_single = ((self.path / name).is_file() for name in (INDEX, SINGLE))
         used = SINGLE if is_single else INDEX
         if (named := self.config.get("transformers_weights") or used) != used:
@@ -220,7 +220,8 @@ def write_shards(
     folder: Path, entries: Sequence[Entry], tensors: Iterator[Tensor], advance: Advance, *, max_bytes: int
 ) -> None:
     """Writes `tensors`, in the order of `entries`, into files of at most `max_bytes`. A larger tensor gets a
-    file of its own. Several files get an index. Calls `advance` with each tensor's size (bytes).
+    file of its own. If there are several files, writes an index. Calls `advance` with each
+    tensor's size (bytes).
     """
     shards: list[list[Entry]] = [[]]
     num_bytes = 0  # size of the last shard
@@ -288,7 +289,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Gives a copied tokenizer the begin (if any) and end tokens used in training; returns their ids."""
+    """Sets the BOS (if any) and EOS tokens of a copied tokenizer as in training; returns their ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
@@ -376,7 +377,9 @@ def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, 
 def write_generation_config(
     folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
 ) -> None:
-    """Copies `like`'s generation_config.json with ids of `trained`; if missing, writes ids of `fields`."""
+    """Copies generation_config.json from `like` and sets the ids in `trained`. If `like` has no such file,
+    writes the ids in `fields`.
+    """
     if like is not None and (like / GENERATION).is_file():
         old = read_json(like / GENERATION)
         write_json(folder / GENERATION, old | as_trained(trained, old))

@@ -20,8 +20,8 @@ def rope(
     theta: float, *, fraction: float | None = None, stretches: bool = False, default: Fields | None = None
 ) -> FieldRule:
     """Rule for the rotary embedding. Defaults: `theta` (base), `fraction` (rotated fraction of a head; None:
-    must be 1), `default` (used if `rope_scaling` and `rope_parameters` are missing). `stretches`: with type
-    `dynamic`, `alpha` scales the base (Hunyuan).
+    must be 1), `default` (used if `rope_scaling` and `rope_parameters` are missing). `stretches`: whether
+    `alpha` scales the base if the type is `dynamic` (Hunyuan).
     """
     whole = fraction is None
 

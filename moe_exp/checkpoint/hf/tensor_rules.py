@@ -14,12 +14,12 @@ Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours")
 - rows    concatenated rows, for example of the gate and the up projection, gate first.
 - heads   Megatron's order: for each query group, the query heads, their gates if any, the key head and the
           value head. Zero rows pad value heads to the size of key heads (VALUE_HEAD_DIM).
-- outputs   zero columns pad the output projection for such value heads.
-- adjacent heads   like heads, but rotary pairs of channels are adjacent in theirs, H/2 apart in ours.
+- outputs   zero columns pad the output projection to match padded value heads.
+- adjacent heads   like heads, but the channels of a rotary pair are adjacent in theirs and H/2 apart in ours.
 - flat    theirs has an additional first axis of size 1.
-- columns, pairs, pairs of columns   all experts of a layer (gpt-oss): in theirs, respectively, the last two
-          axes are swapped; gate and up rows alternate; both.
-- halved  ours is half of theirs.
+- columns, pairs, pairs of columns   all experts of a layer (gpt-oss). In theirs, the last two axes are
+          swapped (columns), gate and up rows alternate (pairs), or both.
+- halved  our values are theirs divided by 2.
 - zeros   exists only in the Hugging Face folder: all zeros, without effect, but needed by other software.
 """
 

@@ -21,7 +21,7 @@ _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 
 
 def chosen(path: Path, iteration: int | None = None) -> Path:
-    """Returns the iter_ folder of `iteration`, or the newest one in `path`; ValueError if there is none."""
+    """Returns the iter_ folder of `iteration` (None: the newest) in `path`; ValueError if it is missing."""
     if iteration is None:
         return folders.one_checkpoint(path)
     name, folder = f"iteration={iteration}", folders.checkpoints_folder(path)
@@ -35,7 +35,7 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
 
 
 def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
-    """Iteration in the checkpoint's state, else in the folder's name; 0 if neither has one."""
+    """Iteration in the checkpoint's state, else in the folder's name; 0 if neither contains an iteration."""
     own = common.get("progress", {}).get("iteration", common.get("iteration"))
     return int(own) if own is not None else folders.iteration_of(folder)
 
@@ -155,7 +155,7 @@ def _state(folder: Path) -> str:
 
 
 def print_info(report: Mapping[str, Any]) -> None:
-    """Prints the facts from `describe`, except unknown ones."""
+    """Prints the known facts from `describe`."""
     parameters = dict(report["parameters"])
     total = parameters.pop("total")
     optimizer = ": ".join(filter(None, [report["optimizer_setting"], ", ".join(report["optimizer"])]))

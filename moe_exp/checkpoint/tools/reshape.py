@@ -189,7 +189,7 @@ class _Work:
             yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
 
     def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
-        """A logical tensor's key in the new style; (index, size) of each leading axis that it adds."""
+        """Returns a logical tensor's key in the new style, and (index, size) of its layer and expert axes."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
         (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []

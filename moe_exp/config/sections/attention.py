@@ -44,23 +44,23 @@ class AttentionSettings(ModelSettings):
     )
     value_head_dim: OptionalWidth = model(
         0,
-        "channels per value head, if fewer than per query/key head (MiMo-V2-Flash); missing channels are "
-        "padded with zero weights; 0: same as query/key heads",
+        "channels per value head, if value heads are smaller than query/key heads (MiMo-V2-Flash); the "
+        "missing channels have zero weights; 0: as many as query/key heads",
         costs=False,
     )
     value_scale: float = model(1.0, "factor applied to values (MiMo-V2-Flash)", gt=0, costs=False)
     attention_sinks: Literal["none", "all", "windowed"] = model(
         "none",
-        "layers with attention sinks: one learned softmax logit without a value per head (gpt-oss); "
-        "windowed: only layers with SLIDING_WINDOW",
+        "layers with attention sinks: per head, softmax gets an extra learned logit that belongs to no token "
+        "(gpt-oss); windowed: only layers with SLIDING_WINDOW",
     )
     attention_softcap: Rate = model(
         0.0, "soft cap c of attention logits, c * tanh(logit / c) (Gemma 2); 0: none", costs=False
     )
     attention_gate: bool = model(
         False,
-        "multiply the attention output by a sigmoid gate projected from the attention input, before the "
-        "output projection (Qwen3-Next, Afmoe)",
+        "before the output projection, multiply the attention output by a gate: the sigmoid of a "
+        "projection of the attention input (Qwen3-Next, Afmoe)",
     )
     attention_backend: Literal["auto", "sdpa", "flash-attn", "flex", "blocks"] = model(
         "auto",
@@ -72,7 +72,7 @@ class AttentionSettings(ModelSettings):
 
     @property
     def window_layers(self) -> list[bool]:
-        """Whether each layer has a window. If WINDOW_PATTERN is a list, its length replaces NUM_LAYERS."""
+        """Whether each layer has a window. If WINDOW_PATTERN is a list, the result is as long as the list."""
         return self.layers_in(self.window_pattern) if self.sliding_window else [False] * self.num_layers
 
     @property

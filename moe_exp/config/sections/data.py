@@ -126,21 +126,21 @@ class DataSettings(OptimizerSettings):
     @property
     def context_stripes(self) -> int:
         """Number of stripes per sequence; each stripe is split over all context-parallel ranks. With
-        DOCUMENT_MASK, several stripes balance the number of token pairs per rank.
+        DOCUMENT_MASK, several stripes balance the attended token pairs per rank.
         """
         wanted = (4, 2) if self.document_mask and self.cp > 1 else ()
         return next((number for number in wanted if self.seq_len % (2 * self.cp * number) == 0), 1)
 
     @property
     def split_shares(self) -> list[float]:
-        """SPLIT as a list of numbers; [] if it has more than three or its training share is 0."""
+        """SPLIT as a list of numbers; [] if there are more than three numbers or the training share is 0."""
         shares = [float(share) for share in self.split.split(",") if share]
         return shares if len(shares) <= 3 and any(shares[:1]) else []
 
     @property
     def stages(self) -> list[DataStage]:
-        """The initial stage (TRAIN_DATA and SEQ_LEN), then the stages in DATA_STAGES. Token-based stages
-        start at a batch boundary only in the result of `with_stage_begins`.
+        """The initial stage (TRAIN_DATA and SEQ_LEN), then the stages in DATA_STAGES. A stage with
+        from_tokens may start inside a batch here; `with_stage_begins` moves it to a batch boundary.
         """
         stages = [DataStage(0, self.train_data, self.seq_len)]
         for given in self._given_stages:
@@ -174,14 +174,17 @@ class DataSettings(OptimizerSettings):
         return json.dumps(changed) if changed else ""
 
     def microbatch_samples(self, seq_len: int) -> int:
-        """Micro-batch size in units of SEQ_LEN tokens: MBSZ or, if larger, one sample of `seq_len` tokens."""
+        """Micro-batch size of a stage whose samples have `seq_len` tokens, in samples of SEQ_LEN tokens.
+
+        It is MBSZ, but at least one sample of the stage.
+        """
         return max(self.mbsz, seq_len // self.seq_len)
 
     def with_stage_begins(
         self: _Settings, consumed: int = 0, skipped: Sequence[tuple[int, int]] = (),
         begun: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[_Settings, list[str]]:  # fmt: skip
-        """Returns settings with token-based stages moved to batch boundaries, and a line per moved stage.
+        """Returns settings in which stages with from_tokens begin with a batch, and a line per moved stage.
 
         `consumed`, `skipped`: see `stage_begin_problems`. Stages in `begun` keep their first sample.
         """
@@ -209,7 +212,7 @@ class DataSettings(OptimizerSettings):
 
         Args:
             consumed: number of samples consumed so far.
-            skipped: ranges of the stream that are skipped, in order.
+            skipped: ranges of samples that the run skips, in order, each as (start, end).
         """
         for number, (before, stage) in enumerate(pairwise(self.stages), 1):
             if around := self._batch_around(stage.first_sample, consumed, skipped):

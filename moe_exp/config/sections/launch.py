@@ -81,11 +81,11 @@ class LaunchSettings(BaseModel):
         return problem(name, as_given(getattr(self, name)), rule, fix)
 
     def broken(self, *rules: tuple[object, str, str, str]) -> Iterator[str]:
-        """Yields an error line for each broken rule; `rules`: (is broken, setting, rule, fix)."""
+        """Yields an error line for each broken rule; each argument is (is broken, setting, rule, fix)."""
         return (self.problem(name, rule, fix) for is_broken, name, rule, fix in rules if is_broken)
 
     def must_divide(self, name: str, whole_name: str, whole: int) -> Iterator[str]:
-        """Yields an error line if setting `name` does not divide `whole`."""
+        """Yields an error line if setting `name` does not divide `whole`, the value of `whole_name`."""
         value = getattr(self, name)
         if whole % value:
             fix = f"set {name.upper()} to {choices(divisors(whole, value))}"

@@ -36,8 +36,9 @@ class RampStep(NamedTuple):
 class Batches(NamedTuple):
     """Batch sizes of a run (`config.batches`), as with --rampup-batch-size in Megatron-LM.
 
-    SAMPLES is divided equally among n = (GBSZ - START) / INCREMENT steps, so after c samples the batch size
-    is START + floor(c / (SAMPLES / n)) * INCREMENT. Megatron-Core has no such calculator since version 0.18.
+    RAMPUP_BATCH_SIZE is START INCREMENT SAMPLES. SAMPLES is divided equally among n = (GBSZ - START) /
+    INCREMENT steps, so after c samples the batch size is START + floor(c / (SAMPLES / n)) * INCREMENT.
+    Megatron-Core has had no such calculator since version 0.18.
     """
 
     gbsz: int
@@ -59,8 +60,8 @@ class Batches(NamedTuple):
     ) -> list[RampStep]:
         """Iterations at each batch size after `consumed` samples, in order; unused sizes are omitted.
 
-        If `num_samples` is given, the last iteration reaches this number; otherwise, the steps cover
-        `iterations` (default: TRAIN_ITERS).
+        If `num_samples` is given, the last iteration reaches this number of samples; otherwise, the steps
+        cover `iterations` iterations (default: TRAIN_ITERS).
         """
         found, left = [], self.train_iters if iterations is None else iterations
         while consumed < num_samples if num_samples is not None else left:
@@ -74,7 +75,7 @@ class Batches(NamedTuple):
         return found
 
     def samples_of(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Number of samples in the next `iterations` after `consumed_samples`."""
+        """Number of samples in the first `iterations` iterations after `consumed_samples`."""
         return sum(step.samples for step in self.steps(None, consumed_samples, max(iterations, 0)))
 
 
@@ -106,18 +107,21 @@ class LearningSettings(ParallelSettings):
     )
     decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: same as TRAIN_ITERS")
     wsd_decay_iters: NonNegative = learning(
-        0, "length in iterations of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S)"
+        0, "length of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S), in iterations"
     )
     wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
         "linear", "shape of each decay phase (WSD_DECAY_ITERS long); minus_sqrt: 1 - sqrt(elapsed fraction)"
     )
     wsd_decay_ends: IterationsOrShares = learning(
         "",
-        "iterations (or fractions such as 25%,50%) at which the decays before the final one end; after each "
+        "ends of all decays except the final decay, as iterations or fractions such as 25%,50%; after each "
         "of these decays, the learning rate returns to LR (LR_DECAY_STYLE=WSD-S)",
     )
     lr_power_a: float = learning(
-        4.0, "factor A of LR_DECAY_STYLE=power: the learning rate is min(LR, GBSZ * A * tokens^B)", gt=0
+        4.0,
+        "factor A of LR_DECAY_STYLE=power: the learning rate is min(LR, GBSZ * A * tokens^B), where tokens "
+        "counts the tokens so far",
+        gt=0,
     )
     lr_power_b: float = learning(-0.51, "exponent B of LR_DECAY_STYLE=power", lt=0)
     rampup_batch_size: str = learning(
@@ -128,7 +132,7 @@ class LearningSettings(ParallelSettings):
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches per iteration and replica at the full global batch size."""
+        """Number of micro-batches per iteration and replica at the full global batch size."""
         return self.gbsz // (self.mbsz * self.data_parallel_size)
 
     @property
@@ -145,7 +149,7 @@ class LearningSettings(ParallelSettings):
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
-        """MTP_LOSS_COEFF of the iteration after `consumed_samples`; like LR, scheduled in batches of GBSZ."""
+        """MTP_LOSS_COEFF after `consumed_samples`; its schedule counts batches of GBSZ, like that of LR."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))
@@ -231,7 +235,7 @@ class LearningSettings(ParallelSettings):
             yield self.problem("rampup_batch_size", rule, "correct GBSZ first" if self.gbsz % size else fix)
 
     def _broken_ramp_rule(self, replicas: int) -> str:
-        """Rule broken by RAMPUP_BATCH_SIZE, or ''."""
+        """Returns the rule that RAMPUP_BATCH_SIZE breaks, or '' if it is valid."""
         try:
             start, increment, samples = self.rampup or (0, 0, 0)
         except ValueError:
@@ -275,7 +279,7 @@ class LearningSettings(ParallelSettings):
         )  # fmt: skip
         points = [end for _, end in parsers.value_pieces(str(self.mtp_loss_coeff)) if end]
         if (ends := [iteration_of(end, decay) for end in points]) != sorted(set(ends)):
-            rule = f"values end at iterations {', '.join(map(str, ends))}"
+            rule = f"values end at iterations {', '.join(map(str, ends))}, which are not ascending"
             yield self.problem("mtp_loss_coeff", rule, "list iterations or fractions in ascending order")
         if is_composed(style):
             yield from self._composed_problems(decay_name)
@@ -293,9 +297,9 @@ class LearningSettings(ParallelSettings):
             yield self.problem("warmup_iters", rule, "set WARMUP_ITERS to 1 or more")
 
     def _decay_problems(self) -> Iterator[str]:
-        """Checks that the decays of WSD-S do not overlap and end before the final decay begins."""
+        """Checks that the decays of WSD-S overlap neither each other nor the warm-up."""
         if not self.wsd_decay_ends:
-            rule = "LR_DECAY_STYLE=WSD-S requires the iterations at which the decays before the final one end"
+            rule = "LR_DECAY_STYLE=WSD-S requires the ends of all decays except the final decay"
             yield self.problem("wsd_decay_ends", rule, "set for example WSD_DECAY_ENDS=25%,50%")
             return
         before, what = self.warmup_iters, "the warm-up"
@@ -316,7 +320,7 @@ class LearningSettings(ParallelSettings):
         for number, piece in enumerate(pieces, 1):
             end = piece.end // self.gbsz
             if end <= before:
-                rule = f"piece {number} ends at iteration {end}, but {what} ends at {before}"
+                rule = f"piece {number} ends at iteration {end}, not after {what}, which ends at {before}"
                 yield self.problem("lr_decay_style", rule, "list iterations or fractions in ascending order")
                 return
             before, what = end, "the previous piece"

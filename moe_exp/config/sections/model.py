@@ -46,7 +46,8 @@ class ModelSettings(LaunchSettings):
     head_dim: OptionalWidth = model(0, "channels per attention head; 0: HIDDEN_SIZE / NUM_HEADS")
     multi_latent_attention: bool = model(
         False,
-        "multi-head latent attention (MLA), sized by Q_LORA_RANK to V_HEAD_DIM; ignores NUM_QUERY_GROUPS",
+        "multi-head latent attention (MLA); its sizes are the settings from Q_LORA_RANK to V_HEAD_DIM, and "
+        "NUM_QUERY_GROUPS is ignored",
     )
     q_lora_rank: OptionalWidth = model(0, "compressed width of queries (MLA); 0: no compression")
     kv_lora_rank: Width = model(512, "compressed width of keys and values (MLA)")
@@ -56,8 +57,8 @@ class ModelSettings(LaunchSettings):
     seq_len: Positive = model(2048, "sequence length (tokens per sample)")
     vocab_size: Positive = model(
         128256,
-        "vocabulary size before padding to a multiple of 128; if not set, the size given by the data or "
-        "TOKENIZER, if known",
+        "vocabulary size before padding to a multiple of 128; if not set, taken from the data or TOKENIZER "
+        "where possible",
     )
     activation: Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"] = model(
         "swiglu", "activation function of MLPs and experts; clamped_swiglu: clamped to 7, as in gpt-oss"
@@ -112,7 +113,7 @@ class ModelSettings(LaunchSettings):
         "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
     )
     yarn_truncate: bool = model(
-        True, "round the bounds of the frequency range (YARN_BETA_SLOW to _FAST) to whole channels (yarn)"
+        True, "round the bounds of the range from YARN_BETA_SLOW to YARN_BETA_FAST to whole channels (yarn)"
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
     embedding_multiplier: float = model(1.0, "factor applied to the embeddings (Granite)", gt=0, costs=False)
@@ -288,7 +289,7 @@ class ModelSettings(LaunchSettings):
 
     def layers_in(self, pattern: str, first: int = 0) -> list[bool]:
         """Whether each layer is chosen by `pattern`; layers before `first` are never chosen. If `pattern` is
-        a list, its length replaces NUM_LAYERS.
+        a list, the result is as long as that list.
         """
         return list(layers_of_pattern(pattern, self.num_layers, first))
 

@@ -31,8 +31,8 @@ class ExpertSettings(RouterSettings):
     moe_ffn_hidden_size: OptionalWidth = experts(0, "width of each routed expert; 0: FFN_HIDDEN_SIZE")
     moe_layer_freq: LayerPattern = experts(
         "1",
-        "n: every n-th layer is MoE; n:m: n MoE layers, then m dense ones, repeated; or a pattern of 1 (MoE) "
-        "and 0 (dense): '[0]*3+[1]*21', '0,1,1,1'",
+        "which layers are MoE; n: every n-th; n:m: n MoE layers, then m dense layers, repeated; or a "
+        "pattern of 1 (MoE) and 0 (dense): '[0]*3+[1]*21', '0,1,1,1'",
     )
     first_k_dense: NonNegative = experts(0, "number of dense layers at the start of the model")
     shared_expert_size: OptionalWidth = experts(
@@ -55,20 +55,20 @@ class ExpertSettings(RouterSettings):
     )
     drop_policy: Literal["probs", "position"] = experts(
         "probs",
-        "which tokens above the capacity are dropped (MOE_TYPE=moe); probs: lowest router weights; "
-        "position: last in the sequence",
+        "which tokens are dropped above the capacity (MOE_TYPE=moe); probs: tokens with the lowest router "
+        "weights; position: last tokens of the sequence",
     )
     token_rounding: NonNegative = experts(
         0,
-        "in training, round each expert's tokens per micro-batch down to a multiple of this number, such as "
-        "128, so that the grouped GEMM has full tiles; drops the tokens with the lowest router weights "
-        "(MOE_TYPE=dmoe); 0: off",
+        "in training, round the number of tokens per expert and micro-batch down to a multiple of this "
+        "value, such as 128, so that the grouped GEMM has full tiles; the tokens with the lowest router "
+        "weights are dropped (MOE_TYPE=dmoe); 0: off",
     )
 
     expert_backend: Annotated[str, one_of(EXPERT_BACKENDS, "auto")] = experts(
         "auto",
-        "expert backend (grouped GEMM); triton: this package's kernels in one autograd function, or plain "
-        "PyTorch on a CPU",
+        "implementation of the experts (grouped GEMM); triton: this package's kernels in one autograd "
+        "function, or plain PyTorch on a CPU",
     )
     routing_kernels: Literal["auto", "off"] = experts(
         "auto",
@@ -98,8 +98,9 @@ class ExpertSettings(RouterSettings):
     cross_entropy: Literal["auto", "megatron", "triton", "linear"] = model(
         "auto",
         "implementation of the output layer's loss; triton: this package's kernel, which stores logits "
-        "but no probabilities for backward; linear: output layer and loss in chunks of tokens, which stores "
-        "gradients of the output layer but no logits; auto: triton on GPUs that support it, else megatron",
+        "but no probabilities for backward; linear: computes output layer and loss in chunks of tokens and "
+        "stores gradients of the output layer instead of logits; auto: triton on GPUs that support it, else "
+        "megatron",
     )
     impl: Literal["auto", "local", "te"] = model(
         "auto",
@@ -108,9 +109,9 @@ class ExpertSettings(RouterSettings):
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        "FP8 format of matrix products; e4m3: e4m3 for all; hybrid: e5m2 for gradients. EXPERT_BACKEND=te "
-        "uses Transformer Engine; EXPERT_BACKEND=triton uses FP8 only in the experts (e4m3, "
-        "FP8_RECIPE=blockwise)",
+        "FP8 format of matrix products; e4m3: all operands in e4m3; hybrid: gradients in e5m2, other "
+        "operands in e4m3. EXPERT_BACKEND=te uses Transformer Engine; EXPERT_BACKEND=triton uses FP8 only in "
+        "the experts (e4m3, FP8_RECIPE=blockwise)",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",
@@ -120,7 +121,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Whether each layer is an MoE layer. If MOE_LAYER_FREQ is a list, its length replaces NUM_LAYERS."""
+        """Whether each layer is an MoE layer. A list in MOE_LAYER_FREQ sets the length of the result."""
         if not self.use_moe:
             return [False] * self.num_layers
         return self.layers_in(self.moe_layer_freq, self.first_k_dense)
@@ -142,7 +143,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def expert_hidden_size(self) -> int:
-        """Width of a routed expert's input and output: MOE_LATENT_SIZE, or HIDDEN_SIZE if that is 0."""
+        """Width of a routed expert's input and output: MOE_LATENT_SIZE if set, else HIDDEN_SIZE."""
         return self.moe_latent_size or self.hidden_size
 
     @property
@@ -210,7 +211,7 @@ class ExpertSettings(RouterSettings):
                "only applies to MOE_TYPE=moe; MOE_TYPE=dmoe has no capacity",
                f"set MOE_TYPE=moe, or {name.upper()}=0") for name in ("capacity_factor", "min_capacity")),
             (self.token_rounding and not is_dropless, "token_rounding",
-             "only applies to MOE_TYPE=dmoe; with MOE_TYPE=moe, the capacity sets the number of rows",
+             "only applies to MOE_TYPE=dmoe; with MOE_TYPE=moe, the capacity sets the rows per expert",
              "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"),
         )  # fmt: skip
 

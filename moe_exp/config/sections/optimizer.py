@@ -39,7 +39,7 @@ class OptimizerSettings(LearningSettings):
     main_params: Literal["auto", "fp32", "remainder"] = learning(
         "auto",
         "storage of fp32 main weights in bf16 runs; fp32: a full copy; remainder: only the 16 bits that the "
-        "bf16 weights lack, with the same results; auto: remainder on a GPU with OPTIMIZER=adam",
+        "bf16 weights lack (same results); auto: remainder on a GPU with OPTIMIZER=adam",
         costs=True,
         compared=False,
     )
@@ -62,8 +62,8 @@ class OptimizerSettings(LearningSettings):
     muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)")
     qk_clip: Rate = learning(
         0.0,
-        "maximum attention logit: after each step, scales down the query and key projections of heads with "
-        "larger logits (QK-clip; MuonClip if OPTIMIZER=muon; 100 in Kimi K2); 0: off",
+        "maximum attention logit: after each step, the query and key projections of heads with larger logits "
+        "are scaled down (QK-clip; MuonClip if OPTIMIZER=muon; 100 in Kimi K2); 0: off",
         costs=True,
     )
     weight_decay: Rate = learning(
@@ -112,8 +112,8 @@ class OptimizerSettings(LearningSettings):
             yield from self._expert_backend_problems()
 
     def _optimizer_problems(self) -> Iterator[str]:
-        """Checks the optimizer, its state, the data types, and whether DeepEP supports them. The MoE layer
-        checks for DeepEP's package and a GPU at construction.
+        """Checks the optimizer, its state, the data types, and whether DeepEP supports the settings. The MoE
+        layer checks at construction whether DeepEP is installed and a GPU is present.
         """
         optimizer, is_deepep = OPTIMIZERS[self.optimizer], self.use_moe and self.dispatcher == "deepep"
         is_bf16 = self.optimizer_state_dtype == "bf16"
@@ -144,12 +144,12 @@ class OptimizerSettings(LearningSettings):
               for setting, is_set, other in (("main_params", self.main_params == "remainder", "fp32"),
                                              ("offload_optimizer", self.offload_optimizer, "false"))),
             (self.offload_optimizer and self.main_params == "remainder", "offload_optimizer",
-             "keeps main weights in fp32, but MAIN_PARAMS=remainder", "set MAIN_PARAMS=auto"),
+             "requires fp32 main weights, but MAIN_PARAMS=remainder", "set MAIN_PARAMS=auto"),
             (is_bf16 and not optimizer.has_bf16, "optimizer_state_dtype",
              f"only applies to Adam, but OPTIMIZER={self.optimizer}",
              "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"),
             *((is_bf16 and optimizer.has_bf16 and getattr(self, name) > _LARGEST_BF16_BETA, name,
-               "is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, as rounding would stop the decay",
+               "is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16: rounding would keep moments from decaying",
                f"set {name.upper()} to at most {_LARGEST_BF16_BETA:.3f}, or OPTIMIZER_STATE_DTYPE=fp32")
               for name in ("adam_beta1", "adam_beta2")),
             (is_deepep and self.dtype != "bf16", "dispatcher",

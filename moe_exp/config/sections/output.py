@@ -48,12 +48,12 @@ class OutputSettings(DataSettings):
     )
     keep_every: NonNegative = output(
         0,
-        "also keep checkpoints at multiples of this number of iterations (with KEEP_LAST); 0: none",
+        "also keep checkpoints at multiples of this number of iterations (with KEEP_LAST); 0: off",
         compared=False,
     )
     keep_best: NonNegative = output(
         0,
-        "also keep this many checkpoints with the lowest validation loss (with KEEP_LAST); 0: none",
+        "also keep this many checkpoints with the lowest validation loss (with KEEP_LAST); 0: off",
         compared=False,
     )
     verify_checkpoint: bool = output(
@@ -68,7 +68,7 @@ class OutputSettings(DataSettings):
     log_timers: bool = output(
         False, "log the time of each phase of an iteration (ms): data, all-to-all, experts, optimizer, ..."
     )
-    eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none")
+    eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: no evaluation")
     eval_iters: NonNegative = output(10, "number of global batches per evaluation")
     tensorboard_axes: bool = output(
         False,
@@ -78,7 +78,7 @@ class OutputSettings(DataSettings):
     wandb_project: str = output("", "Weights & Biases project; empty: not used", compared=False)
     prometheus_file: PathText = output(
         "",
-        "file NAME.prom for the latest metrics, read by node_exporter's textfile collector; empty: none",
+        "file NAME.prom for the latest metrics, read by node_exporter's textfile collector; empty: no file",
         compared=False,
     )
     wandb_mode: Literal["online", "offline", "disabled"] = output(
@@ -108,7 +108,7 @@ class OutputSettings(DataSettings):
             (evaluate and not self.eval_iters, "eval_iters",
              f"must be positive with EVAL_INTERVAL={evaluate}", "set EVAL_ITERS=10 or EVAL_INTERVAL=0"),
             (evaluate and self.train_data and not has_valid, "valid_data",
-             f"required for EVAL_INTERVAL={evaluate}, as TRAIN_DATA={shown(self.train_data)} is not a"
+             f"must be set for EVAL_INTERVAL={evaluate}, as TRAIN_DATA={shown(self.train_data)} is not a"
              " folder or file of text on this machine",
              "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0, or correct TRAIN_DATA if it should be text"),
             (evaluate and shares and not sum(shares[1:2]), "split",

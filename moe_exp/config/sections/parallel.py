@@ -77,7 +77,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """Modules recomputed in backward (RECOMPUTE_MODULES or RECOMPUTE); `moe`: whole MoE layers."""
+        """Modules that backward recomputes (RECOMPUTE_MODULES or RECOMPUTE); `moe` means whole MoE layers."""
         if self.recompute in ("none", "full"):
             # a dense run in a comparison ignores the modules of MoE layers
             ignored = {""} if self.use_moe else {"", *RECOMPUTED_IN_MOE}
@@ -87,13 +87,13 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def offloaded(self) -> frozenset[str]:
-        """OFFLOAD_MODULES that the model has; their saved tensors are moved to host memory."""
+        """Modules of OFFLOAD_MODULES that the model has; their saved tensors are moved to host memory."""
         ignored = {""} if self.use_moe else {"", "experts", "shared_expert"}
         return frozenset(self.offload_modules.split(",")) - ignored
 
     @property
     def needs_own_layers(self) -> bool:
-        """Whether Transformer Engine cannot run the layers, as it fuses norms with the next projection."""
+        """Whether Transformer Engine, which fuses norms with the next projection, cannot run the layers."""
         return (
             "norm" in self.recomputed
             or (self.norm_placement, self.norm_bias, self.qk_norm_epsilon) != ("pre", True, 0)
@@ -102,7 +102,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def data_parallel_size(self) -> int:
-        """Data-parallel size of all parameters except the experts."""
+        """Data-parallel size for all parameters except those of the experts."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
@@ -171,7 +171,7 @@ class ParallelSettings(ExpertSettings):
                f"remove {name}, or set {setting}") for name, has, setting in needs),
             (self.recompute != "none", "recompute_modules",
              f"cannot be combined with RECOMPUTE={self.recompute}",
-             "set RECOMPUTE=none; to recompute moe_act, list it here"),
+             "set RECOMPUTE=none; to recompute moe_act, add it to RECOMPUTE_MODULES"),
             ("norm" in chosen and self.impl == "te", "recompute_modules",
              "Transformer Engine fuses a norm with the following projection and keeps the norm's output",
              "remove norm, or set IMPL=local"),
@@ -198,7 +198,7 @@ class ParallelSettings(ExpertSettings):
              "remove it from OFFLOAD_MODULES or RECOMPUTE_MODULES"),
             ("attention" in chosen and "mla_up_proj" in again, "offload_modules",
              "attention cannot be offloaded while Megatron frees and recomputes its submodule mla_up_proj",
-             "remove attention here, or mla_up_proj from RECOMPUTE_MODULES"),
+             "remove attention from OFFLOAD_MODULES, or mla_up_proj from RECOMPUTE_MODULES"),
             (self.recompute in ("selective", "full"), "offload_modules",
              f"cannot be combined with RECOMPUTE={self.recompute}, which keeps only layer inputs",
              "set RECOMPUTE=none"),
@@ -285,7 +285,9 @@ class ParallelSettings(ExpertSettings):
         )  # fmt: skip
 
     def _given_end_problems(self) -> Iterator[str]:
-        """Checks that the remaining stages get the same number of layers, at least one each."""
+        """Checks that layers outside FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS divide equally among the other
+        stages, with at least one layer each.
+        """
         given = [name for name in ("first_stage_layers", "last_stage_layers") if getattr(self, name)]
         layers = [getattr(self, name) for name in given]
         whole, left, others = self.num_layers, self.num_layers - sum(layers), self.pp - len(given)

@@ -134,7 +134,7 @@ class ReliabilitySettings(OutputSettings):
                 (any(first > last_of_run for first, _ in ranges), name,
                  f"must not exceed TRAIN_ITERS={last_of_run}", f"list iterations up to {last_of_run}"),
                 (most > _MOST_TRACED, name,
-                 f"has a range of {most} iterations, too many for a viewer", f"list at most {_MOST_TRACED}"),
+                 f"has a range of {most} iterations, too many to display", f"list at most {_MOST_TRACED}"),
             )  # fmt: skip
         for name, others in (("profile_ranks", ", or all"), ("dump_ranks", "")):
             ranks = [int(rank) for rank in getattr(self, name).split(",") if rank not in ("", "all")]

@@ -30,17 +30,17 @@ NAMES = {
 
 @dataclass(frozen=True)
 class RouterRules:
-    """Settings of a router; `problems` lists the invalid ones.
+    """Settings of a router; `problems` lists invalid settings.
 
     Args:
-        hidden_size: D.
-        num_experts: E.
-        topk: K.
+        hidden_size: model width D.
+        num_experts: number of experts E, without null experts.
+        topk: number of experts per token K.
         score: `softmax`, `sigmoid` (DeepSeek-V3), `sqrtsoftplus` (square root of softplus) or `relu` (ReMoE,
-            arXiv:2412.14711). With `relu`, a token uses the experts with positive logits, with the logits
-            as weights; the loss `l1` adjusts the mean number of these experts to K.
+            arXiv:2412.14711). With `relu`, a token uses the experts with positive logits, and the logits
+            are their weights; the loss `l1` adjusts the mean number of these experts to K.
         top_p: a token uses the fewest of its K experts whose scores add up to this fraction; 1: all K.
-        num_null_experts: experts that compute nothing, in addition to E: a token that is routed to a null
+        num_null_experts: experts that compute nothing, in addition to E. A token that is routed to a null
             expert uses one real expert fewer. Null experts are balanced like other experts.
         pre_softmax: apply the softmax to all experts before top-k (Switch, OLMoE); False: only to the chosen
             K (Mixtral).
@@ -50,7 +50,7 @@ class RouterRules:
         scaling_factor: the weights are multiplied by this factor after normalization.
         num_groups: number of expert groups for group-limited top-k; 0: none.
         group_topk: number of groups that a token may use.
-        group_best: number of a group's best experts that determine its rank; 0: K / group_topk.
+        group_best: groups are ranked by the sum of this many of their highest scores; 0: K / group_topk.
         bias: learn a bias per expert, added to the logits (`add_bias_linear` of a TransformerConfig,
             ADD_BIAS_LINEAR).
         expert_bias: keep a bias per expert that is added to the scores when experts are chosen, but not to
@@ -59,11 +59,12 @@ class RouterRules:
             towards the mean load, `quantile` sets it to the value that would have balanced the batch
             (router/balance.py).
         bias_update_rate: step size of the rule `sign` (ROUTER_BIAS_UPDATE_RATE).
-        global_fractions: store each expert's share of the last global batch, for the loss `global_aux_loss`.
+        global_fractions: store each expert's share of the tokens of the last global batch, for the loss
+            `global_aux_loss`.
         dtype: `fp32` or `fp64`, for logits, scores and weights regardless of the input dtype.
         jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
-        assignment: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or, for benchmarks, `balanced` or `zipf`
-            (FORCE_ROUTING), which ignore the scores.
+        assignment: how experts are chosen: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or, for benchmarks,
+            `balanced` or `zipf` (FORCE_ROUTING), which ignore the scores.
         zipf_exponent: with `zipf`, expert e is chosen in proportion to (e + 1)^-exponent.
         use_kernels: True: use Triton kernels to route, drop and order rows; False: use plain PyTorch; None:
             use the kernels on CUDA devices that support them. On a CPU, True is only for tests: with
@@ -150,7 +151,7 @@ class RouterRules:
     def _number_problems(
         self, name: Mapping[str, str], given: Mapping[str, str], line: Callable[[str, str, str], str]
     ) -> Iterator[str]:
-        """Checks combinations of settings that let the number of experts per token vary."""
+        """Checks for conflicts with settings that let the number of experts per token vary."""
         is_relu = self._uses_positive
         free = {"score": is_relu, "top_p": self.top_p < 1, "num_null_experts": self.num_null_experts > 0}
         number = [field for field, is_set in free.items() if is_set]
@@ -210,7 +211,7 @@ class RouterRules:
 
     @property
     def has_free_number(self) -> bool:
-        """Whether the scores determine how many experts a token uses; K is then a mean (ReLU) or a limit."""
+        """Whether the scores determine how many experts a token uses; K is their mean (ReLU) or maximum."""
         return self._uses_positive or self.top_p < 1
 
     @property
@@ -249,8 +250,8 @@ class RouterSettings(AttentionSettings):
     topk: NumExperts = experts(1, "experts per token")
     null_experts: NonNegative = experts(
         0,
-        "null experts, which compute nothing, in addition to NUM_EXPERTS. With balanced loads, a token uses "
-        "TOPK * NUM_EXPERTS / (NUM_EXPERTS + NULL_EXPERTS) experts on average",
+        "number of null experts, which compute nothing, in addition to NUM_EXPERTS. With balanced loads, a "
+        "token uses TOPK * NUM_EXPERTS / (NUM_EXPERTS + NULL_EXPERTS) experts on average",
     )
     router_score: Annotated[str, one_of(SCORES)] = experts(
         "softmax",
@@ -267,7 +268,7 @@ class RouterSettings(AttentionSettings):
     router_pre_softmax: bool = experts(True, "apply softmax before top-k; false: only over the top-k logits")
     router_normalize: Literal["auto", "true", "false"] = experts(
         "auto",
-        "divide a token's router weights by their sum; auto: with "
+        "divide a token's router weights by their sum; auto: only with "
         + " and ".join(name for name, score in SCORES.items() if score.normalizes)
         + " when TOPK > 1",
     )
@@ -292,7 +293,7 @@ class RouterSettings(AttentionSettings):
         0, "number of groups that a token may use (with NUM_ROUTER_GROUPS)"
     )
     router_group_best: NonNegative = experts(
-        0, "number of highest expert scores per group whose sum ranks the group; 0: TOPK / ROUTER_GROUP_TOPK"
+        0, "groups are ranked by the sum of this many of their highest scores; 0: TOPK / ROUTER_GROUP_TOPK"
     )
     force_routing: Literal["none", "balanced", "zipf"] = experts(
         "none",
@@ -319,7 +320,7 @@ class RouterSettings(AttentionSettings):
 
     @property
     def experts_per_token(self) -> float:
-        """Mean number of experts per token with balanced loads (with ROUTER_TOP_P, an upper bound of it)."""
+        """Mean number of experts per token with balanced loads; with ROUTER_TOP_P, the mean may be lower."""
         if self.null_experts:
             return self.topk * self.num_experts / self.num_router_outputs
         return self.topk
@@ -331,7 +332,7 @@ class RouterSettings(AttentionSettings):
 
     @property
     def router_weights_sum(self) -> float | None:
-        """The sum of a token's router weights, or None if it depends on the token."""
+        """The sum of a token's router weights, or None if this sum differs between tokens."""
         score = SCORES[self.router_score]
         if score.uses_positive or self.router_top_p < 1 or self.null_experts:
             return None  # 0 for a token without experts
@@ -377,10 +378,10 @@ class RouterSettings(AttentionSettings):
         coeff, is_relu = self.balancing_losses.get("l1"), SCORES[self.router_score].uses_positive
         return self.broken(
             (num_coeffs not in (1, num_losses), "aux_loss_coeff",
-             f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={self.aux_loss_type}",
+             f"has {num_coeffs} weights, but {num_losses} losses are in AUX_LOSS_TYPE={self.aux_loss_type}",
              "give one weight for all losses, or one per loss"),
             (self.router_bias_rule == "quantile" and self.router_bias_update_rate, "router_bias_update_rate",
-             "ROUTER_BIAS_RULE=quantile has no step size", "set ROUTER_BIAS_UPDATE_RATE=0"),
+             "has no effect with ROUTER_BIAS_RULE=quantile", "set ROUTER_BIAS_UPDATE_RATE=0"),
             (self.aux_loss_type == "sinkhorn" and self.force_routing != "none", "force_routing",
              "cannot be combined with AUX_LOSS_TYPE=sinkhorn: both choose the experts",
              "set FORCE_ROUTING=none or AUX_LOSS_TYPE=none"),

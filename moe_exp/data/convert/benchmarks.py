@@ -17,7 +17,7 @@ NGRAM_WORDS = 12  # datatrove's default, after GPT-3's 13 (Brown et al., 2020, a
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A JSONL file of benchmark texts, or `lm-eval:TASK`: a task, task group or YAML file of lm-eval."""
+    """A JSONL file of benchmark texts, or `lm-eval:TASK`; TASK is a task, group or YAML file of lm-eval."""
 
     given: str
 
@@ -33,7 +33,7 @@ class Benchmark:
 
     @property
     def files(self) -> list[Path]:
-        """Files that the texts are read from, if known."""
+        """The file with the texts; empty if lm-eval finds the task by its name."""
         is_file = not self.task or self.task.endswith((".yaml", ".yml"))
         return [expanded(self.task or self.given)] if is_file else []
 
@@ -100,14 +100,14 @@ def contamination_block(index_folder: Path) -> Any:
 
 def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> dict[str, Any]:
     """Writes the benchmarks' n-grams, one file per task, as NGramsDecontIndexer does, but without lighteval.
-    Keeps an existing index, because running tasks may be reading it and a node may have no network.
+    Keeps an existing index, because running tasks may be reading it and a new one may need the network.
 
     Returns:
-        `num_texts`, `num_ngrams` and `num_short` (texts of fewer than NGRAM_WORDS words, which cannot be
-        found): totals, and the same counts for each task in `tasks`.
+        The totals `num_texts`, `num_ngrams` and `num_short` (texts of fewer than NGRAM_WORDS words, which
+        cannot be found in documents), and in `tasks` the same counts for each task.
 
     Raises:
-        ValueError: a benchmark has no text that is long enough; see also `Benchmark.texts`.
+        ValueError: a benchmark has no text of NGRAM_WORDS or more words; see also `Benchmark.texts`.
     """
     import numpy as np
     from datatrove.utils.text import ngrams, simplify_text

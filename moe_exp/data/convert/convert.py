@@ -1,8 +1,9 @@
 """Converts data files to JSONL chunks, with optional filters and deduplication. Accounts for every document.
 
-Task 3 of the datatrove pipeline, for example, reads every num_tasks-th input file and writes
+Each task of the datatrove pipeline reads every num_tasks-th input file; task 3, for example, writes
 `OUTPUT/NAME.chunk.00003.jsonl`. `OUTPUT/datatrove/` contains datatrove's completions, logs, stats and
-executor.json, and counts/ with a file for each task. Resuming requires the same files and number of tasks.
+executor.json, and counts/ with a file for each task. An interrupted conversion can only be resumed with the
+same files and number of tasks.
 """
 
 import glob
@@ -36,7 +37,7 @@ _MOST_FINDERS = 64  # each opens a file of every task
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Settings of a conversion. A document that lacks a metadata field needed by a filter is an error.
+    """Settings of a conversion. It fails if a document lacks a metadata field that a filter needs.
 
     `dedup` keeps one copy of each text; its metadata field `duplicate_count` counts the removed copies.
     `decontaminate` drops documents that share 12 consecutive words with a text of the given benchmarks.
@@ -104,12 +105,12 @@ def convert(
         start_over: discard the results of earlier calls.
 
     Returns:
-        The manifest; None while SLURM jobs are active. Call again to check the jobs' progress and to publish
-        the output, unless the last job has published it.
+        The manifest; None while SLURM jobs are active. Then call again later to check the jobs' progress and
+        to publish the output, unless the last job has published it.
 
     Raises:
         ValueError: settings are invalid or differ from those of an existing output; an input or benchmark is
-            in the output folder; the counts do not agree.
+            in the output folder; the document counts do not agree.
         BadDocument: a line is invalid and `skip_bad` is not set.
         ChildProcessError: a task's process died.
     """
@@ -156,7 +157,7 @@ def convert(
 
 
 def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
-    """Sorts files in task order; ValueError if a file is given twice or has an unsupported type."""
+    """Sorts input files by path; ValueError if a file is given twice or has an unsupported type."""
     if not inputs:
         raise input_error("inputs=", "no files to convert", "give at least one file")
     paths = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
@@ -237,7 +238,7 @@ def _publish(
     if sorted(name for passes in of_tasks for name in passes[0]["files"]) != _names_below(inputs)[1]:
         raise ValueError(f"{stage.folder}: the tasks did not read each input file exactly once. {fix}")
     if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
-        raise ValueError(f"{stage.folder}: must contain the chunks of tasks 0 to {len(outputs) - 1}. {fix}")
+        raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")
     for path, passes in zip(outputs, of_tasks, strict=True):
         found, written = path.stat().st_size, passes[-1]["bytes"]
         if found != written:

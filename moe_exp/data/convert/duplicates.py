@@ -1,11 +1,12 @@
-"""Removes duplicates with datatrove: passes find them, and filters keep one document of each set.
+"""Removes duplicates with datatrove: passes find duplicates, and filters keep one document of each set.
 
 Exact duplicates are found by a hash of the text, near-duplicates by MinHash in three passes: signatures,
 pairs, clusters. If the word n-grams of two texts have the Jaccard similarity s, the texts become a pair with
-probability 1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets,
-3.4). Each cluster keeps its longest text; if several are equally long, the one with the smallest hash. The
-result thus depends only on the documents, not on the number of tasks or the order of files. datatrove's own
-cluster step instead prefers documents with many pairs, and needs a Python object per document.
+probability 1 - (1 - s^rows)^buckets, where each bucket has `rows` hashes (Broder 1997; Leskovec, Rajaraman,
+Ullman, Mining of Massive Datasets, 3.4). Each cluster keeps its longest text; if several are equally long, it
+keeps the one with the smallest hash. The result thus depends only on the documents, not on the number of
+tasks or the order of files. datatrove's own cluster step instead prefers documents with many pairs, and needs
+a Python object per document.
 """
 
 import re
@@ -94,7 +95,7 @@ class NearDuplicates:
 
 
 def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | None:
-    """Parses the options on a command line or in a YAML file; ValueError for an invalid option or value."""
+    """Parses the value of near_dedup from a command line or YAML file; ValueError if it is invalid."""
     if given is None:
         return None
     options: Any = given
@@ -111,7 +112,7 @@ def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | N
 
 
 def sign_near_duplicates(how: NearDuplicates, folder: str, data: Any, rank: int, world_size: int) -> Any:
-    """Last step of the first pass: writes each document's signature (MinhashDedupSignature) and rank."""
+    """Last step of the first pass: writes each document's MinHash signature, length and hash."""
     from datatrove.pipeline.dedup import MinhashDedupSignature
 
     tokenizer = word_tokenizer(_WORD.findall)
@@ -132,7 +133,7 @@ def sign_near_duplicates(how: NearDuplicates, folder: str, data: Any, rank: int,
 
 
 def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[Any], Any]:
-    """Computes a signature in chunks to save memory; datatrove stores all hashes of every shingle at once."""
+    """Makes `signature` work in chunks to save memory: datatrove keeps the hashes of all shingles at once."""
 
     def in_parts(shingles: Any) -> Any:
         starts = range(0, len(shingles), _SHINGLES_AT_ONCE)
@@ -201,7 +202,7 @@ def _by_preference(folder: str, nodes: NDArray[np.uint64]) -> NDArray[np.int64]:
 def smallest_labels(
     num_nodes: int, firsts: NDArray[np.int64], seconds: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """For each node, the smallest node connected to it. Edge i connects `firsts[i]` and `seconds[i]`."""
+    """For each node, the smallest node in its component. Edge i connects `firsts[i]` and `seconds[i]`."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -220,7 +221,7 @@ def near_filter(folder: str) -> Any:
 
 @dataclass
 class NearDuplicateFilter(Filter):
-    """Filter that runs `near_filter`; its samples are whole clusters."""
+    """Filter that runs `near_filter`; its samples show clusters, not single documents."""
 
     folder: str
 

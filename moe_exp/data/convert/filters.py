@@ -1,7 +1,7 @@
-"""Filters that count and hash the documents they drop and change, with reasons and samples.
+"""Filters that count and hash the documents they drop or change, and record reasons and samples.
 
 Each filter runs a datatrove block. The counts of reader, filters and writer must add up (`Counts.check`).
-Users name a filter and its options, or a function in a file:
+Users select a filter by its name and options, or give a function in a file:
 
 gopher-quality    'gopher-quality: {min_doc_words: 20}'    my_filters.py:keep
 """
@@ -34,8 +34,8 @@ _MOST_REASONS, _MOST_SAMPLES = 20, 100  # of a filter: in each task, in all task
 class Filter:
     """Step that drops or edits documents with a datatrove block.
 
-    `build` creates the block in the step's process. The block's `run` must forward or drop one document at a
-    time.
+    `build` creates the block in the process that runs the step. The block's `run` must forward or drop one
+    document at a time.
     """
 
     name: str  # in the manifest
@@ -108,7 +108,7 @@ class Counts(Counted):
     samples: list[dict[str, Any]] = field(default_factory=list)  # some of the dropped documents
 
     def check(self, who: str) -> None:
-        """Raises ValueError unless documents read = filtered + written, compared as multisets of texts."""
+        """Raises ValueError unless the texts read are those dropped and written, apart from edits."""
         # an edited document enters as its old text and leaves as its new one
         before = reduce(iadd, (self.read, *(new for _, new in self.edited.values())), Tally())
         old = (tally for tally, _ in self.edited.values())
@@ -192,7 +192,7 @@ def filters_of(settings: Any) -> list[Filter]:
 def word_tokenizer(
     words: Callable[[str], list[str]] = str.split, sentences: Callable[[str], list[str]] = lambda text: [text]
 ) -> Any:
-    """Builds a datatrove WordTokenizer from functions; datatrove's tokenizer for English requires spaCy."""
+    """Builds a datatrove WordTokenizer from functions, because datatrove's one for English needs spaCy."""
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     methods = {
@@ -226,8 +226,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 class NamedFilter:
     """A filter that users select by name.
 
-    `options` are arguments of the datatrove block. For `language`: languages, threshold (default: 0.65) and
-    model, a fastText model file (default: py3langid).
+    `options` are arguments of the datatrove block. The filter `language` has the options languages, threshold
+    (default: 0.65) and model, a fastText model file (without it, py3langid is used).
     """
 
     name: str  # one of `NAMES`

@@ -27,7 +27,7 @@ class ReadFiles:
     """First step: reads every `num_tasks`-th file and applies the rules of `moe_exp.data.documents`.
 
     Columns or fields other than text and id become metadata, as in datatrove's readers. A document without an
-    id gets `FILE/NUMBER`.
+    id gets the id `FILE/NUMBER`.
     """
 
     root: str
@@ -153,7 +153,7 @@ class WriteChunk:
     """Last step: writes a temporary file, reads it back, and publishes it if all counts agree.
 
     Args:
-        stem: prefix of each task's file, such as `STEM.00003.jsonl`.
+        stem: start of the name of each task's file, such as `STEM.00003.jsonl`.
         reader, filters: the preceding steps of the pipeline.
         counts_folder: folder for each task's counts, such as `00003.json`.
     """

@@ -160,7 +160,7 @@ def _plan(
     source: Source, folder: Path, settings: dict[str, Any] | None, list_now: Callable[[], Listing],
     bytes_per_second: float,
 ) -> list[Path]:  # fmt: skip
-    """Prints what remains to download; returns all paths. `settings` identify a download to be resumed."""
+    """Prints what remains to download; returns all paths. `settings`: of a download to resume, or None."""
     listing, place, server = None, folder, source.url or endpoint()
     if settings is not None:  # a finished or interrupted download has stored its listing
         begun_folder = folder.with_name(folder.name + ".partial")
@@ -287,7 +287,7 @@ def _hash_file(path: Path, listed: StoredFile) -> _Hashes | None:
 
 
 def endpoint() -> str:
-    """URL of the Hub. huggingface_hub itself reads HF_ENDPOINT only once, at import."""
+    """URL of the Hub, from the current HF_ENDPOINT; huggingface_hub itself reads it only at import."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
@@ -362,6 +362,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _response(error: BaseException) -> Any:
-    """The server's response that an error or its causes contain, or None."""
+    """The server's response stored in an error or one of its causes, or None."""
     responses = (getattr(cause, "response", None) for cause in _causes(error))
     return next((one for one in responses if one is not None), None)

@@ -79,7 +79,9 @@ def resolve_source(
     name_or_path: str, *, patterns: Sequence[str] = (), text_field: str | None = None,
     revision: str | None = None,
 ) -> Source:  # fmt: skip
-    """Returns the source for a name, tried in this order as registered name, URL, local path and Hub dataset.
+    """Returns the source for a name, which may be a registered name, URL, local path or Hub dataset.
+
+    The name is looked up in this order.
 
     Args:
         name_or_path: name as given by the user. A folder with the same name as a registered source must be
@@ -201,8 +203,8 @@ def model_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -
 
 
 def check_names(names: Collection[str], server: str, reserved: Collection[str]) -> None:
-    """Raises ValueError if a listed path is outside the download folder, is the parent folder of another, or
-    is `reserved` for files that the download itself writes.
+    """Raises ValueError if a listed path is outside the download folder, is a parent folder of another one,
+    or is `reserved` for files that the download itself writes.
     """
     known, fix = set(names), "exclude it with --pattern, or choose another dataset"
     for name in names:
@@ -292,7 +294,7 @@ def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[
 
 
 def path_hash(path: str) -> bytes:
-    """Sort key for ordering or splitting files; does not depend on the other files."""
+    """Hash of a path, by which files are ordered or split; it does not depend on other files."""
     return hashlib.sha256(path.encode()).digest()
 
 

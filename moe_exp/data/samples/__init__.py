@@ -1,1 +1,1 @@
-"""Training samples from token files; the only part of `data` that imports torch."""
+"""Training samples from token files; the only folder of `data` that imports torch."""

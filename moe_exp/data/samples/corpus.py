@@ -1,4 +1,7 @@
-"""Windows of a token file in successive epochs, and keyed shuffles of documents and windows. No torch."""
+"""Windows of a token file in successive epochs, and keyed shuffles of documents and windows.
+
+Does not import torch.
+"""
 
 import hashlib
 from bisect import bisect_left, bisect_right, insort
@@ -40,9 +43,9 @@ class Epoch:
 
 
 class Corpus:
-    """Windows of the token files at one prefix: in each epoch, the documents are concatenated and cut.
-    Arguments and errors are those of `SampleStream`; `key` is the shuffle key. Memory use per document is 8
-    bytes, plus 16 bytes per cached epoch.
+    """Windows of the token files at one prefix: in each epoch, the documents are concatenated and cut into
+    windows. Arguments and errors are those of `SampleStream`; `key` is the shuffle key. Memory use per
+    document is 8 bytes, plus 16 bytes per cached epoch.
     """
 
     def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
@@ -165,8 +168,8 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Item(NamedTuple):
-    """The pieces of a group that have the same length. `each`: number of these pieces in each sample;
-    `first`: index of the first one among all pieces of this length.
+    """Pieces of one length in the samples of a group: `each` is their number in each sample, and `first` the
+    index of the group's first piece among all pieces of this length.
     """
 
     length: int
@@ -176,7 +179,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Samples that are all filled with pieces of the same lengths."""
+    """Samples that all consist of pieces of the same lengths."""
 
     count: int
     items: tuple[Item, ...] = ()
@@ -218,11 +221,12 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
 
 
 class PackedCorpus(Corpus):
-    """Windows of whole documents, padded with end-of-document tokens. Uses the memory of `Corpus`, plus 16
-    bytes per document and cached epoch.
+    """Windows of whole documents, padded with end-of-document tokens. Needs 16 bytes per document and cached
+    epoch more than `Corpus`.
 
-    In each epoch, each token of a piece except its last one is used as an input exactly once. A piece's last
-    token is also the first token of the document's next piece, if any. Documents of one token are omitted.
+    Documents longer than a window are cut into pieces. In each epoch, each token of a piece except the last
+    token is used as an input exactly once. A piece's last token is also the first token of the document's
+    next piece, if any. Documents of one token are omitted.
     """
 
     def _count_windows(self, files: TokenFiles) -> int:
@@ -265,7 +269,7 @@ class PackedCorpus(Corpus):
 
 
 def piece_counts(lengths: Int64Array, seq_len: int) -> Int64Array:
-    """Number of pieces of each length in tokens, [seq_len + 2], when documents of these lengths are cut."""
+    """Cuts documents of these lengths; returns the number of pieces of each length, [seq_len + 2]."""
     num_full, rest = _cut(lengths, seq_len)
     counts = np.bincount(rest, minlength=seq_len + 2)
     counts[0], counts[-1] = 0, num_full.sum()
@@ -279,7 +283,7 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Fraction of documents that samples of `seq_len` tokens cut, and fraction of padding (`filler`).
+    """Fraction of documents that are cut by samples of `seq_len` tokens, and fraction of padding (`filler`).
 
     `concatenated`: a document of n tokens is cut with probability (n - 1) / seq_len. `best_fit`: only
     documents longer than a sample are cut. `filler` is given for best fit.

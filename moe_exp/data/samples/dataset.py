@@ -70,7 +70,7 @@ class SampleStream:
     """Endless shuffled sequence of training samples from one token file or a weighted blend of files.
 
     In each epoch of a file, the documents are shuffled and concatenated, then cut into windows of `seq_len`
-    tokens, which are shuffled again. A sample is a window plus the next token, which is the last label.
+    tokens; the windows are shuffled too. A sample is a window plus the next token, which is the last label.
     Except for a remainder shorter than a window, every token is the input of exactly one sample per epoch.
     Each file of a blend has its own epochs (see `blend_position`).
 
@@ -83,7 +83,7 @@ class SampleStream:
         seed: key of the shuffles of documents and windows.
         shuffle: if False, keep the file order, as is done for validation.
         share: range of each file's documents to use, as fractions from 0 to 1 (see `parse_split`).
-        packing: DOCUMENT_PACKING; "best_fit" uses `PackedCorpus`.
+        packing: value of DOCUMENT_PACKING; "best_fit" uses `PackedCorpus`.
 
     Raises:
         ValueError: if a file is missing, damaged or smaller than one window.
@@ -102,7 +102,7 @@ class SampleStream:
         self._append(blend, seq_len, first_sample=0, key=self._key)
 
     def add_stage(self, blend: Sequence[tuple[float, str]], *, seq_len: int, first_sample: int) -> None:
-        """Switches to another blend at `first_sample`; files of the old blend continue where they are.
+        """Switches to another blend at `first_sample`; files in both blends continue at their position.
 
         If `seq_len` changes, each file drops the rest of its epoch and starts a new one; the new `seq_len`
         must be a multiple of the first stage's. `first_sample` must be on a sample boundary of the previous
@@ -155,8 +155,8 @@ class SampleStream:
         return corpus, taken + window
 
     def batch(self, first: int, count: int) -> torch.Tensor:
-        """Samples with numbers [first, first + count): int64 token ids [count/F, S1]; each covers F numbers.
-        Raises ValueError if the numbers do not cover whole samples of one stage.
+        """Samples with the numbers [first, first + count): int64 token ids [count/F, S1], because each sample
+        covers F numbers (see the class). Raises ValueError if these are not whole samples of one stage.
         """
         number, seq_len, _ = self.stage_at(first)
         # A longer sample covers several numbers.
@@ -227,7 +227,7 @@ def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, 
 
 
 def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
-    """Number of samples from each dataset among the first `count` of a blend (see `blend_position`)."""
+    """Number of samples of each dataset among a blend's first `count` samples, see `blend_position`."""
     if len(cumulative_weights) == 2:
         return [count]
     middle = (len(cumulative_weights) - 1) // 2
@@ -251,7 +251,7 @@ def split_batch(
     Args:
         positions_BS: positions of the tokens in their documents, int64. Default: positions in the sample.
         masked_id: end-of-document token; predictions at its positions do not count in the loss. Default: all
-            count.
+            predictions count.
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
     if positions_BS is None:
@@ -276,8 +276,8 @@ def future_batch(
     Returns:
         `future_tokens`, int64 [B, S, K+1]: the tokens 1 to K+1 positions ahead, 0 beyond the sample. Layer k
         reads the token k positions ahead and predicts the token k+1 positions ahead. `future_mask`, float32
-        [B, S, K]: 1 if the predicted token exists and counts in `loss_mask`, and the tokens at positions i
-        and i+k are in the same document according to `position_ids`.
+        [B, S, K]: for position i and layer k, 1 if the predicted token exists and counts in `loss_mask`, and
+        the tokens at positions i and i+k are in the same document according to `position_ids`.
     """
     num_tokens = batch["tokens"].size(1)
     ahead = torch.nn.functional.pad(tokens_BS1[:, 1:], (0, depth)).to(batch["tokens"].device)
@@ -300,7 +300,7 @@ def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
 def context_part(
     batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
 ) -> dict[str, torch.Tensor]:
-    """The tokens [B, S/C] of a batch [B, S] that are in a context-parallel rank's `ranges`."""
+    """The tokens of a batch [B, S] in a context-parallel rank's `ranges`: [B, S/C] if there are C ranks."""
     if len(ranges) == 1:
         return dict(batch)
     return {
@@ -328,7 +328,9 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 
 
 def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
-    """Stream index of the consumed sample with number `consumed` (from 0). `skipped`: result of `merged`."""
+    """Index of consumed sample `consumed` (from 0) in the stream, which also contains the skipped samples.
+    `skipped`: result of `merged`.
+    """
     for first, end in skipped:
         if consumed < first:
             break
@@ -337,7 +339,7 @@ def stream_number(consumed: int, skipped: Sequence[Range]) -> int:
 
 
 def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range, ...]:
-    """Ranges of the stream indices of the consumed samples [first, end). `skipped`: result of `merged`."""
+    """Stream indices of the consumed samples [first, end), as ranges. `skipped`: result of `merged`."""
     numbers = (stream_number(consumed, skipped) for consumed in range(first, end))
     return merged((number, number + 1) for number in numbers)
 
@@ -345,9 +347,9 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
 def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
-    """Ranges to skip after resuming: those in the checkpoint (`saved`), and those requested by the run
-    (`wanted`) that are after the checkpoint's position. Earlier samples were skipped only if the checkpoint
-    says so.
+    """Ranges to skip after resuming: the ranges in the checkpoint (`saved`), and the part of the ranges that
+    the run requests (`wanted`) that is after the checkpoint's position. Earlier samples were skipped only if
+    the checkpoint says so.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.
@@ -356,7 +358,7 @@ def skipped_from(
 
 
 class SkippingSamples:
-    """`samples` without the `skipped` ranges, numbered in order of consumption.
+    """The samples of `samples` outside of the `skipped` ranges, numbered in order of consumption.
 
     `length`: number of samples of a finite stream (Megatron's order); None for an endless stream. A finite
     stream repeats its first samples at the end to make up for the skipped ones.

@@ -65,7 +65,7 @@ class MegatronSamples:
         return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
 
     def origin(self, index: int) -> Origin:
-        """Origin of a sample; `documents` contains the indices of the sequences in the file."""
+        """Origin of a sample; its `documents` are the indices of the sequences in the file."""
         dataset = self._dataset
         if isinstance(dataset, BlendedDataset):
             dataset[index]  # opens its index files
@@ -78,7 +78,7 @@ class MegatronSamples:
 
 @dataclass(frozen=True)
 class MegatronOrder:
-    """Settings that Megatron's order depends on."""
+    """Settings that determine Megatron's sample order."""
 
     train: str  # TRAIN_DATA
     valid: str  # VALID_DATA; empty with `split` or without evaluation
@@ -192,7 +192,7 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
 
 
 def _blend(text: str) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights as Megatron parses them; the weights are None if `text` contains none."""
+    """Prefixes and weights as Megatron parses them; the weights are None if `text` has no weights."""
     blend = parse_blend(text)
     is_one_path = text.strip().startswith(blend[0][1])  # a path may contain spaces
     _, weights = get_blend_from_list([blend[0][1]] if is_one_path and len(blend) == 1 else text.split())

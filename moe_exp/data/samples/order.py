@@ -46,7 +46,7 @@ class SampleOrder:
         cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = ()
     ) -> "SampleOrder":
         """Order for `config` and token files with this fingerprint and content hash. `stage_prints`: for each
-        later stage, a hash of its fingerprint and content.
+        stage after the first, a hash of its fingerprint and content.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -95,7 +95,7 @@ def order_of_files(config: Config) -> SampleOrder | None:
 
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether two `SampleOrder.facts` agree in the facts that both contain; older versions saved fewer."""
+    """Whether the facts that are in both `facts` and `saved` are equal; older versions saved fewer facts."""
     return not _differing(facts, saved)
 
 
@@ -132,11 +132,11 @@ class Change:
 def order_changes(
     config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str, next_sample: int
 ) -> list[Change]:
-    """Differences between `order`, which belongs to `config`, and the checkpoint's; empty if training can
-    resume.
+    """Differences between the sample order of `config` (`order`) and that of a checkpoint (`saved`, as
+    `SampleOrder.facts`); empty if training can resume.
 
-    Ignores facts that are missing in the checkpoint's `SampleOrder.facts` (`saved`), and stages that begin at
-    or after `next_sample`, the first sample after the checkpoint.
+    Ignores facts that `saved` does not contain, and stages that begin at or after `next_sample`, the first
+    sample after the checkpoint.
     """
     differing = _differing(order.facts(), saved)
     changes: list[Change] = []
@@ -213,7 +213,7 @@ def _other_stage(
     checkpoint: str,
     next_sample: int,
 ) -> str:
-    """First difference between the stages begun in this run and in a checkpoint; empty if all agree."""
+    """First difference between the stages that have begun in this run and in a checkpoint, if any."""
     past, past_of_saved = (begun_stages(one, next_sample) for one in (stages, stages_of_saved))
     for number, (ours, theirs) in enumerate(zip_longest(past, past_of_saved), 1):
         # Only stages that have begun are compared: later ones may change.
@@ -233,7 +233,7 @@ def _shown(value: Any) -> str:
 
 
 def _manifest(train_data: str) -> str | None:
-    """Hash (16 hex digits) of the whole-file hashes in all manifests; None if any hash is missing."""
+    """Hash (16 hex digits) of the file hashes that all manifests list; None if any of these is missing."""
     digest = hashlib.blake2b(digest_size=8)
     for _, prefix in parse_blend(train_data) if train_data else []:
         listed = manifest_of(prefix).get("outputs")

@@ -52,11 +52,12 @@ def microbatch_starts(
 
 
 class ReadAhead:
-    """`Samples` that prefetches the next batches of the schedule. Batches outside the schedule can be read
-    too, but the rank reads them itself or restarts the workers.
+    """Implements `Samples` and prefetches the next batches of the schedule. Other batches can be read too,
+    but then the rank reads them itself or restarts the workers.
 
     Args:
-        starts: given a batch's first sample, yields (first sample, number of samples) from this batch on.
+        starts: takes a batch's first sample and yields (first sample, number of samples) of this batch and of
+            each later batch.
         num_workers: number of processes (at least 1), started at the first batch.
         pin_memory: copy batches to page-locked memory for asynchronous copies to the GPU.
     """
@@ -152,7 +153,7 @@ def _end_with_rank(rank_pid: int, worker: int) -> None:
 
 @dataclass
 class _Batches:
-    """Dataset of the workers, indexed by (first sample, number of samples)."""
+    """Dataset that the workers read, indexed by (first sample, number of samples)."""
 
     samples: Samples
 

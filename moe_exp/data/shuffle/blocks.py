@@ -52,7 +52,7 @@ class LineBlocks:
         self.view = memoryview(self.buffer)
 
     def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
-        """Yields each block's lines in `buffer` as (begin, end), with the last LF but without a BOM.
+        """For each block, yields (begin, end) of its lines in `buffer`, with the last LF but without a BOM.
         `start`, `end`: byte range to read, which must begin and end at line boundaries; not for streams.
 
         Raises:
@@ -238,22 +238,22 @@ class Slice:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the slice in bytes, as stored in the file (compressed if the file is)."""
+        """Size of the slice in the file, in bytes; for a compressed file, the compressed size."""
         return self.path.stat().st_size if self.end is None else self.end - self.start
 
     def bounds(self) -> tuple[int, int | None]:
-        """Byte offsets of the start of the first line and the end of the last (None: the end of the file)."""
+        """Byte offsets where the first line starts and the last line ends (None: the end of the file)."""
         if self.end is None:
             return 0, None
         return _line_start(self.path, self.start), _line_start(self.path, self.end)
 
     def line_number(self, number: int) -> int:
-        """Converts a line number in the slice to one in the file; reads the file up to the slice."""
+        """Converts a line number in the slice to one in the file, by counting the lines before the slice."""
         return number + lines_before(self.path, self.start)
 
     @contextmanager
     def numbered_errors(self) -> Iterator[None]:
-        """Converts the line number in a block's error to one in the whole file."""
+        """Context manager that converts an error's line number in the slice to one in the whole file."""
         try:
             yield
         except BadDocument as error:

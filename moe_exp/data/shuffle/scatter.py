@@ -1,14 +1,15 @@
 """First two passes of a shuffle: index the documents, and sort them into buckets.
 
 Every document gets a 64-bit key, computed from the seed and the document's number among all input documents.
-The shuffled order is the order of the keys, so it does not depend on buckets or memory. Keys are distinct:
-splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) is a bijection
-of its counter.
+The shuffled order is the order of the keys, so it does not depend on buckets or memory. No two keys are
+equal, because splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
+maps different counters to different keys.
 
 A document's key depends on how many documents precede it, so `index` first finds, checks and hashes all
-documents. `scatter` then reads the inputs in blocks, sorts the lines of each block by bucket, and appends
-them to one file and their records to another. A bucket holds either training or validation documents, with
-keys in one range. A single task does both passes at once (`index_and_scatter`).
+documents. `scatter` then reads the inputs in blocks, sorts the lines of each block by bucket, and appends the
+lines to one file and their records (keys and sizes) to another. A bucket holds only training or only
+validation documents, and their keys are in one range. If there is only one task, it does both passes at once
+(`index_and_scatter`).
 
     indexed/      00003.documents   00003.json
     scattered/    00003.lines       00003.records   00003.index   00003.json
@@ -69,21 +70,21 @@ def mix(values: Keys) -> Keys:
 
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
-    """Keys of `count` documents from number `first`: outputs of splitmix64, seeded with a hash of `seed`."""
+    """Keys of `count` documents from document number `first` on: splitmix64, seeded with a hash of `seed`."""
     # A counter with increment _GAMMA, so that any key can be computed without the preceding ones.
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
 
 
 def text_choices(seed: int, text_digests: bytes) -> Keys:
-    """A number for each text, computed from text and seed; validation texts have the smallest numbers."""
+    """A number for each text, from its digest and `seed`; texts with the smallest numbers are held out."""
     start = xxhash.xxh3_64_intdigest(f"validation {seed}".encode())
     return mix(np.frombuffer(text_digests, dtype=">u8")[::2].astype(np.uint64) ^ np.uint64(start))
 
 
 @dataclass
 class ValidTally(Counted):
-    """Counts of validation documents: those with `text_choices` below `threshold`, else the smallest."""
+    """Counts of validation documents: `text_choices` below `threshold` (if none is: the smallest value)."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -119,7 +120,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets; with more, a bucket's segment of a block is too small to read separately."""
+    """Maximum number of buckets, so that a bucket's segment of a block is large enough for its own read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 
@@ -167,7 +168,9 @@ class TaskShuffle:
         return LineBlocks(block_bytes, self.longest_bytes, **how)
 
     def buckets_for(self, num_bytes: float, valid_share: float) -> tuple[int, int]:
-        """Numbers of training and validation buckets for documents that take `num_bytes` of memory."""
+        """Numbers of training and validation buckets for documents that take `num_bytes` of memory.
+        `valid_share`: fraction of validation documents.
+        """
         num_full = num_bytes / (BUCKET_FILL * self.bucket_bytes)
         train, valid = (max(1, math.ceil(share * num_full)) for share in (1, valid_share))
         return min(self.most_buckets, train), min(self.most_buckets, valid)
@@ -205,7 +208,7 @@ class Buckets:
 
 
 class _Found:
-    """Counts and hashes of the documents of a task's slices, updated as `blocks` yields them."""
+    """Counts and hashes of the documents in a task's slices, updated while `blocks` yields the documents."""
 
     def __init__(self, job: TaskShuffle, rank: int):
         self.job, self.rank = job, rank
@@ -240,7 +243,7 @@ class _Found:
 
 
 def index(job: TaskShuffle, rank: int) -> int:
-    """First pass: records the position and `text_choices` of a task's documents; returns their number."""
+    """First pass: records position and `text_choices` of each document of a task; returns the count."""
     found = _Found(job, rank)
     with complete_files([job.place("indexed", rank, ".documents")]) as (path,), path.open("wb") as file:
         for documents, _, _ in found.blocks(_BLOCK_BYTES):
@@ -291,7 +294,7 @@ def index_and_scatter(job: TaskShuffle) -> int:
 
 
 def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: Iterator[_Block]) -> int:
-    """Copies the lines of blocks. `first`: index of their first document among all documents."""
+    """Copies the lines of blocks. `first`: number of the blocks' first document among all documents."""
     num_documents, written = 0, np.zeros(2, dtype=np.int64)
     paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
     total = np.zeros((buckets.number, 2), dtype=np.int64)
@@ -357,7 +360,7 @@ def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_
 
 
 def check_size(path: Path, num_bytes: int) -> None:
-    """Raises ValueError if a file does not have the size that its task wrote."""
+    """Raises ValueError unless the file's size is `num_bytes`, as recorded by the task that wrote it."""
     found = path.stat().st_size if path.exists() else 0
     if found != num_bytes:
         raise ValueError(f"{path}: has {found} bytes instead of {num_bytes}. Fix: add --start-over.")

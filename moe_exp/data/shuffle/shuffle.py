@@ -3,13 +3,14 @@
 The output bytes depend only on the seed, the inputs and their order, not on memory, number of tasks, machine
 or interruptions. Shards are ranges of the shuffled order and differ in size by at most one document. A
 document is held out for validation if a hash of its text and the seed is below the requested fraction, so
-duplicates stay together; if no hash is, the smallest is chosen. Lines are written with LF line endings and
-without a BOM.
+documents with the same text stay together. If no hash is below the fraction, the text with the smallest hash
+is held out. Lines are written with LF line endings and without a BOM.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
 
-Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and write (write.py). A single
-task runs the first two passes as one. Peak disk use: inputs, scattered lines and outputs.
+Tasks of datatrove's executors run three passes: index, scatter (scatter.py) and write (write.py). If there is
+only one task, it runs the first two passes as one. At its peak, a shuffle needs disk space for inputs,
+scattered lines and outputs.
 """
 
 import math
@@ -44,9 +45,9 @@ _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 
 class Memory(NamedTuple):
-    """How a memory budget is divided: `longest_bytes` for the read buffer and the longest line (parsing takes
-    six times as much), `piece_bytes` for the documents sorted at once. The interpreter (about 45 MB) is not
-    included.
+    """How a memory budget is divided: `longest_bytes` limits the read buffer and the length of a line
+    (parsing a line takes six times as much), `piece_bytes` limits the documents that are sorted at once. The
+    budget does not include the interpreter (about 45 MB).
     """
 
     budget_bytes: int
@@ -70,13 +71,16 @@ def shuffle_documents(
 ) -> dict[str, Any] | None:  # fmt: skip
     """Shuffles documents into shards and a validation file, and returns the manifest.
 
-    To resume an interrupted shuffle with its unfinished tasks, repeat the call; the memory budget may change.
+    To resume an interrupted shuffle, repeat the call: only unfinished tasks run. The memory budget may
+    change.
 
     Args:
-        inputs: files of a kind listed in `moe_exp.data.kinds`, or folders of such files. The order matters.
+        inputs: files of a kind listed in `moe_exp.data.kinds`, or folders of such files. The result depends
+            on their order.
         name: prefix of the output file names.
-        tasks: number of tasks in each pass; the last pass has at most one per output file. Must not
-            change when resuming. Default: the number of local workers of `execution`, or 1 (in this process).
+        tasks: number of tasks in each pass; the last pass has at most one per output file. A resumed shuffle
+            requires the same number. Default: the number of local workers of `execution`, or 1 (in this
+            process).
         execution: where the tasks run (default: this machine).
         seed: random seed that determines the order and the validation documents.
         num_shards: number of training files; some are empty if there are fewer documents.
@@ -87,7 +91,8 @@ def shuffle_documents(
         start_over: see `run_stage`.
 
     Returns:
-        The manifest, or None while SLURM jobs are running. After the jobs end, repeat the call to publish.
+        The manifest, or None while SLURM jobs are running. After the jobs end, repeat the call to publish the
+        files.
 
     Raises:
         ValueError: if a setting or an input is invalid, there is too little free space, no document is left
@@ -130,7 +135,7 @@ def shuffle_documents(
 
 
 def _default_memory(execution: Execution, tasks: int) -> int:
-    """Memory budget of a task: a share of this machine's free memory; on a cluster, most of the job's."""
+    """Memory budget of a task: a share of the free memory here, or most of the memory of its cluster job."""
     if execution.executor == "local":
         all_bytes = available_memory_bytes() // 4
         return max(SMALLEST_MEMORY_BYTES, all_bytes // min(tasks, num_workers(execution)))
@@ -151,7 +156,8 @@ def _begin(
     begun |= read_json(path, fix=MAKE_AGAIN) if path.exists() else {"tasks": tasks}
     if begun["tasks"] != tasks:
         fix = f"set --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or add --start-over"
-        raise input_error(f"tasks={tasks}", f"{stage.output} was started with {begun['tasks']} tasks", fix)
+        rule = f"must be {begun['tasks']}, because {stage.output} was started with {begun['tasks']} tasks"
+        raise input_error(f"tasks={tasks}", rule, fix)
     # Not from this call's budget: the scattered files of the first call were sorted by these buckets.
     begun.setdefault("bucket_bytes", memory.piece_bytes)
     cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
@@ -220,7 +226,7 @@ def _clean(output: Path) -> None:
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
-    """Estimates a shuffle's sizes (`line_bytes`: approximate decompressed size), buckets and seconds."""
+    """Estimates sizes (`line_bytes`: of decompressed inputs), number of buckets and seconds of a shuffle."""
     memory = Memory.of(memory_bytes or _default_memory(Execution(), 1))
     line_bytes = estimate_line_bytes(inputs)
     return {

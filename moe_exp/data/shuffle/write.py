@@ -219,7 +219,7 @@ class _Writer:
 
 
 class LineBuffer:
-    """Reusable buffer for the lines of documents sorted at once."""
+    """Reusable buffer for the lines of the documents that are sorted at the same time."""
 
     view = memoryview(b"")
 

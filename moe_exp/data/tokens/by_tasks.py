@@ -42,7 +42,7 @@ class TaskTokens:
     num_input_bytes: int
 
     def begin(self, jobs_folder: Path) -> None:
-        """Records the number of tasks and the block size; if either has changed, all tasks run again."""
+        """Records the number of tasks and the block size. If one of them has changed, all tasks run again."""
         path, facts = self.folder / TASKS, {"tasks": self.num_tasks, "block_bytes": self.block_bytes}
         if path.exists() and read_json(path, fix=MAKE_AGAIN) != facts:
             check_no_jobs(jobs_folder)
@@ -94,7 +94,7 @@ class _Placed(NamedTuple):
 
 
 def join_parts(job: TaskTokens, rank: int) -> int:
-    """Second pass: writes a task's blocks of the .bin, verifying the parts; returns the byte count."""
+    """Second pass: verifies parts and writes a task's blocks of the .bin; returns the number of bytes."""
     made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
     bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
     found = zip(job.parts, made, bounds, strict=True)

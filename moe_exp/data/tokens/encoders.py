@@ -1,8 +1,8 @@
 """Encoders from texts to token ids: the tokenizer's own package, or gigatoken if it gives the same ids.
 
 gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 260,000 code points (letters
-and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether this
-changes the ids depends on the merges, so testing a sample of texts is not enough. Therefore each
+and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether such a
+difference changes the ids depends on the merges, so testing a sample of texts is not enough. Therefore each
 non-ASCII character is encoded once with a vocabulary that reveals the splits. The tokenizer's own package
 encodes all documents with characters that the two packages split differently.
 """
@@ -48,7 +48,7 @@ _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 class CheckedGigatoken:
     """Encodes with gigatoken, except documents with characters that the tokenizer's own package (`own`)
-    splits differently. ValueError if gigatoken cannot load the tokenizer.
+    splits differently. Raises ValueError if gigatoken cannot load the tokenizer.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -104,8 +104,8 @@ def one_thread() -> Iterator[None]:
 def choose_backend(
     tokenizer: TextTokenizer, requested: str, sample: Sequence[str]
 ) -> tuple[str, str, Encoder]:
-    """Chooses gigatoken or tokenizers (the package that defines the tokenizer); returns the backend, the
-    reason, and the encoder.
+    """Chooses the backend: gigatoken, or `tokenizers`, which stands for the package that defines the
+    tokenizer. Returns the backend, the reason for it, and the encoder.
 
     `auto` uses gigatoken if it is installed, can load the tokenizer, and returns the same ids as the
     tokenizer's own package. Raises ValueError if gigatoken was requested but cannot be used.
@@ -134,7 +134,7 @@ def choose_backend(
 
 
 def probe_texts(tokenizer: TextTokenizer) -> list[str]:
-    """Short random texts of strings that tokenizers often encode differently, including special tokens."""
+    """Short random texts made of strings that packages often encode differently, including special tokens."""
     pieces = [*_PLAIN, *_ODD]
     if tokenizer.kind == "huggingface":
         added = orjson.loads(tokenizer.content).get("added_tokens") or []

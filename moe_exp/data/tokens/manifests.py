@@ -1,4 +1,4 @@
-"""Tokenizer, vocabulary and document tokens of a run's token files, from their manifests. No torch."""
+"""Reads tokenizer, vocabulary and document tokens of a run's token files from manifests. No torch."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +40,7 @@ class DocumentTokens:
     bos_id: int | None = None
 
     def tokenizer(self, name: str, *, allow_special: bool = False) -> TextTokenizer:
-        """Tokenizer `name` with the given tokens; ValueError if `name` is invalid or lacks `eod_id`."""
+        """Tokenizer `name` with these document tokens; ValueError if `name` is invalid or lacks `eod_id`."""
         found = load_named_tokenizer(name, allow_special=allow_special)
         # The tokenizer's files may name another end-of-document token than the training used.
         if self.eod_id not in (None, found.eod_id):
@@ -65,7 +65,7 @@ def documents_of(blend: str) -> DocumentTokens | None:
 def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentTokens | None:
     """The tokens that begin and end documents of a run's training data; None if unknown.
 
-    `order`: `SampleOrder.facts` of the checkpoint; if the tokens are not in it, the token files are read.
+    `order`: `SampleOrder.facts` of the checkpoint; if it lacks the tokens, they are read from the manifests.
     """
     if (order.get("eod_id"), order.get("bos_id")) != (None, None):
         return DocumentTokens(order["eod_id"], order["bos_id"])
@@ -107,7 +107,7 @@ def tokenizer_problems(config: Config) -> Iterator[str]:
 
 
 def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int | None]:
-    """Returns errors if end-of-document tokens are missing or differ, and the id of the first token found."""
+    """Returns (errors about missing or different end-of-document tokens, first end-of-document id found)."""
     name = "document_mask" if config.document_mask else "eod_mask_loss"
     problems, found = [], {}
     for prefix in dict.fromkeys(prefixes):
@@ -130,7 +130,7 @@ def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int 
 
 
 def with_document_tokens(config: Config, blend: str) -> Config:
-    """Returns `config`; sets DOCUMENT_TOKENS from the token files of `blend` if it is needed but not set."""
+    """Returns `config`, with DOCUMENT_TOKENS computed from the token files of `blend` if needed and unset."""
     if not config.document_mask or config.document_tokens or not blend:
         return config
     weights, prefixes = zip(*parse_blend(blend), strict=True)
@@ -143,13 +143,13 @@ def with_document_tokens(config: Config, blend: str) -> Config:
 def with_vocab_size(
     config: Config, given: Container[str], recorded: Path | None = None
 ) -> tuple[Config, str]:
-    """Returns `config` with the vocabulary size of its data, and the source of the size. If VOCAB_SIZE is
-    `given` or the size is unknown, returns `config` unchanged, and ''. The result is the same on all ranks
-    and nodes.
+    """Returns `config` with the vocabulary size of its data, and a text that names the source of the size. If
+    VOCAB_SIZE is in `given` or the size is unknown, returns the unchanged `config` and ''. The result is the
+    same on all ranks and nodes.
 
     Args:
         given: names of the settings that were set explicitly rather than by a preset or default.
-        recorded: config.yaml of the run folder; if the file exists, the run resumes with its VOCAB_SIZE.
+        recorded: config.yaml of the run folder; if it exists, the run resumes with the VOCAB_SIZE in it.
     """
     if "vocab_size" in given:
         return config, ""

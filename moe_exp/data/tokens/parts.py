@@ -75,7 +75,7 @@ def default_part_bytes(paths: Sequence[Path]) -> int:
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Splits plain JSONL files into parts of `part_bytes`; others are one part; empty files have none."""
+    """Splits plain JSONL files into parts of `part_bytes`; other files are one part, empty files no part."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
@@ -125,7 +125,8 @@ class PartEncoder:
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
         """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` to `folder`. `advance` receives the
-        number of bytes read. Raises BadDocument for an invalid line, and ValueError for wrong token ids.
+        number of bytes read. Raises BadDocument for an invalid line, and ValueError for ids outside the
+        vocabulary.
         """
         counts, lengths = PartCounts(), [np.empty(0, np.int32)]
         digest, blocks = xxhash.xxh3_128(), BlockHash(CHECKED_BYTES)
@@ -238,7 +239,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Excerpts to compare: of the first document, random ones, and the first with unusual characters."""
+    """Excerpts to compare: from the first document, random ones, and the first with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)
@@ -268,7 +269,7 @@ def is_complete(part: Part, folder: Path) -> bool:
 
 
 class JoinedParts:
-    """The file to which the parts in a folder are appended in order. Resumes earlier calls.
+    """The file to which the parts in a folder are appended in order. `resume` continues an earlier call.
 
     Parts are joined while later parts are still being made. A joined part's own .bin is removed, so that the
     tokens are stored only once. After a crash, the file is checked against the hashes of the parts.
@@ -283,7 +284,7 @@ class JoinedParts:
         self._num_bytes = 0
 
     def take_back(self) -> None:
-        """Moves a complete .bin back if an earlier call was killed before publishing the manifest."""
+        """Moves a published .bin back if an earlier call was killed before it published the manifest."""
         if not self.bin_path.exists() and self._published.exists():
             self._published.replace(self.bin_path)
 
@@ -336,7 +337,7 @@ class JoinedParts:
         path.unlink()
 
     def write_index(self) -> None:
-        """Writes the .idx after all parts are joined; raises ValueError if the counts disagree."""
+        """Writes the .idx after all parts are joined; raises ValueError if counts and files disagree."""
         paths = [self.folder / f"{part.stem}.lengths" for part in self.parts]
         sizes = [path.stat().st_size // 4 for path in paths]
         # Not concatenated: billions of lengths should not be in memory twice.

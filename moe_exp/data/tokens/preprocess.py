@@ -1,7 +1,7 @@
 """Tokenization of document files into .bin/.idx, reproducible and resumable after any crash.
 
 The inputs are cut into parts (parts.py). Worker processes tokenize the parts in any order while this process
-joins them in input order; alternatively, tasks on many machines do both (by_tasks.py).
+joins them in input order; alternatively, tasks on many machines tokenize and join the parts (by_tasks.py).
 """
 
 import logging
@@ -72,17 +72,19 @@ def tokenize_documents(
     Args:
         inputs: files of a kind listed in `moe_exp.data.kinds`.
         output: path without suffix, see `tokenized_prefix`.
-        tasks: number of tasks that make and join parts; may change when resuming. Until the files are
-            published, the tokens are stored on disk twice. Default: local processes, no tasks.
+        tasks: number of tasks that make and join parts; may change when resuming. With tasks, the tokens are
+            stored on disk twice until the files are published. Default: no tasks, but worker processes on
+            this machine.
         execution: where the tasks run (default: this machine).
-        backend: auto, gigatoken or tokenizers (the package that defines the tokenizer).
+        backend: auto, gigatoken, or tokenizers, which stands for the package that defines the tokenizer.
         start_over: replace existing files.
         part_bytes: input size per part (default: `default_part_bytes`).
         block_bytes: size of the blocks of the .bin; each block is copied and hashed by one task. If there are
             several blocks, the hash in the manifest is a hash of the block hashes.
 
     Returns:
-        The manifest, or None while SLURM jobs are running. After the jobs end, repeat the call to publish.
+        The manifest, or None while SLURM jobs are running. After the jobs end, repeat the call to publish the
+        files.
 
     Raises:
         ValueError: if a setting or a line is invalid, there is too little free space, a part is damaged (the
@@ -108,11 +110,12 @@ def tokenize_documents(
             return stage.manifest
         # a run without tasks cannot be resumed with tasks, or vice versa
         if tasks is not None and (stage.folder / JOINED).exists():
-            rule, fix = f"{stage.output} was started without --tasks", "omit --tasks, or add --start-over"
+            rule = f"cannot be set, because {stage.output} was started without --tasks"
+            fix = "omit --tasks, or add --start-over"
             raise setting_error("tasks", tasks, rule, fix)
         if tasks is None and (stage.folder / TASKS).exists():
             before = read_json(stage.folder / TASKS, fix=MAKE_AGAIN)["tasks"]
-            rule = f"{stage.output} was started with {before} tasks"
+            rule = f"must be {before}, because {stage.output} was started with {before} tasks"
             raise setting_error("tasks", "", rule, f"set --tasks {before}, or add --start-over")
         parts = plan_parts(inputs if tasks is None else stage.inputs, part_bytes)
         joined = JoinedParts(stage.folder, output, parts, settings)
@@ -163,7 +166,7 @@ def _check_backend(backend: str) -> None:
 
 
 def usable(workers: int) -> int:
-    """Number of workers, limited to the cores of this process."""
+    """`workers`, but at most the number of cores that this process may use."""
     available = num_cores()
     if workers > available:
         what = "%d workers requested, but starting only %d because this process has no more cores"
@@ -179,7 +182,7 @@ def _pinned_backend(
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]
         if requested not in ("auto", begun):
-            rule = f"{stage.output} was started with {begun}"
+            rule = f"cannot be used, because {stage.output} was started with {begun}"
             raise setting_error("backend", requested, rule, f"set --backend {begun}, or add --start-over")
         logger.info("backend: %s (as when %s was started)", begun, stage.output)
         return begun
@@ -337,10 +340,10 @@ def _ranges(prefix: Path, index: token_files.Index) -> Iterator[tuple[int, int]]
 
 
 def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
-    """Joins token files in order, including those of other programs, and returns the manifest.
+    """Joins token files, also of other programs, in the order of `prefixes`; returns the manifest.
 
     Raises:
-        ValueError: if a file is missing or damaged, dtypes differ, or `output` is one of the shards.
+        ValueError: if a file is missing or damaged, dtypes differ, or `output` is one of `prefixes`.
     """
     indices, needed_bytes = _check_shards(prefixes, output)
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
@@ -397,7 +400,7 @@ def _check_shards(prefixes: Sequence[Path], output: Path) -> tuple[list[token_fi
     if len(dtypes) > 1:
         places = " and ".join(f"{dtype} in {prefix}" for dtype, prefix in dtypes.items())
         fix = "merge only shards tokenized with the same tokenizer"
-        raise setting_error("merge", prefixes[0], f"tokens are stored as {places}", fix)
+        raise setting_error("merge", prefixes[0], f"dtypes differ: tokens are stored as {places}", fix)
     if wrong := token_files.other_tokenizer(map(str, prefixes)):
         logger.warning("merge: %s", wrong)
     num_tokens = sum(map(token_files.bin_idx_tokens, prefixes))

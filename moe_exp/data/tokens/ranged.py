@@ -50,7 +50,7 @@ def prefix_of(name: str) -> str:
 
 
 def split_url(url: str) -> tuple[Store, str]:
-    """Store folder and file name of a prefix; `url` may end in .bin or .idx."""
+    """Splits `url` into its folder as a Store and the file name without suffix (.bin or .idx)."""
     parent, _, name = prefix_of(url.rstrip("/")).rpartition("/")
     if not name or not parent.partition("://")[2]:
         raise ValueError(f"{url}: has no file name. Fix: set a prefix such as s3://bucket/corpus/train.")
@@ -72,8 +72,8 @@ def remote_manifest(url: str) -> dict[str, Any]:
 
 
 def find_tokens(url: str) -> dict[str, StoredFile]:
-    """Token files of a prefix in a store, by suffix. Raises ValueError if a file is missing or access is
-    denied, ConnectionError if the store keeps failing.
+    """The .bin and .idx files of a URL (a prefix in a store), by suffix. Raises ValueError if a file is
+    missing or access is denied, ConnectionError if the store keeps failing.
     """
     store, name = split_url(url)
     found = {}

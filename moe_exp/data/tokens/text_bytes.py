@@ -1,8 +1,9 @@
 """Number of UTF-8 text bytes per token, which makes losses of different tokenizers comparable.
 
-Tokens are not decoded but looked up in a table with two byte counts per token, so text cut within a character
-is counted exactly. If the tokenizer is lossless, the byte counts of a document's tokens add up to the length
-of its text (otherwise, see `TokenBytes.note`). Special tokens and the unknown token count as 0 bytes.
+Byte counts are looked up in a table (two counts per token), without decoding the tokens, so counts are exact
+even if a text is cut within a character. If the tokenizer is lossless, the byte counts of a document's tokens
+add up to the length of its text (otherwise, see `TokenBytes.note`). Special tokens and the unknown token
+count as 0 bytes.
 """
 
 import re
@@ -96,8 +97,8 @@ class TokenBytes:
     def count_samples(
         self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool = False
     ) -> tuple[int, int]:
-        """Total bytes and number of labels (all tokens but the first) in samples [B, S1]. `eod_mask_loss`
-        excludes the label after each EOD.
+        """Number of bytes and of labels in samples [B, S1]; each token but a sample's first is a label.
+        `eod_mask_loss` excludes the label after each EOD.
         """
         before, labels = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()
         is_after_end = before == (-1 if self.eod_id is None else self.eod_id)

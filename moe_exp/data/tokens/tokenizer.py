@@ -3,8 +3,8 @@
 The tokenizers encode only the text: truncation, padding, dropout and post-processors (which add BOS) are
 removed, because Megatron encodes with `add_special_tokens=False`. Special tokens in a text are treated as
 plain text unless `allow_special` is set. Unigram and WordLevel models have `</s>` in their own vocabulary and
-cannot read it as text; documents whose ids include a special token (`special_tokens`) are treated like
-invalid lines.
+cannot encode it as plain text. A document whose ids include a special token (see `special_tokens`) is treated
+like an invalid line.
 """
 
 import logging
@@ -75,7 +75,7 @@ class TextTokenizer:
         return facts if self.bos_id is None else facts | {"bos_id": self.bos_id}
 
     def processor(self) -> Any:
-        """The tokenizer as an object of its own package (tokenizers, sentencepiece); None for bytes."""
+        """The tokenizer as an object of its own package (tokenizers, sentencepiece); None for `bytes`."""
         if self.kind == "bytes":
             return None
         if self.kind == "huggingface":
@@ -87,7 +87,7 @@ class TextTokenizer:
         return sentencepiece.SentencePieceProcessor(model_proto=self.content)
 
     def token(self, index: int) -> str | None:
-        """Token with this id; None for tokenizer `bytes` or an unknown id."""
+        """Token with id `index`; None for tokenizer `bytes` or an unknown id."""
         if self.kind == "sentencepiece" and 0 <= index < self.vocab_size:
             return str(self.processor().id_to_piece(index))
         return token_text(orjson.loads(self.content), index) if self.kind == "huggingface" else None
@@ -106,7 +106,7 @@ class TextTokenizer:
 
 
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two tokenizers (see `recorded`) give the same ids; older manifests lack `ids`."""
+    """Whether two tokenizers give the same ids, judged by `recorded`; older manifests have no `ids`."""
     return one["hash"] == other["hash"] or ("ids" in one and one["ids"] == other.get("ids"))
 
 
@@ -189,8 +189,8 @@ def tokenizer_vocab_size(path: str | Path) -> int:
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: first the 16 digits of older
-    checkpoints, then 16 that depend on everything that determines the ids of a text. Raises the errors of
+    """Fingerprint of a tokenizer (32 hex digits) for `same_fingerprint`: 16 digits as in older checkpoints,
+    then 16 digits that depend on everything that determines the ids of a text. Raises the errors of
     `tokenizer_vocab_size`.
     """
     content = _read_tokenizer_json(Path(path), "tokenizer")
@@ -371,7 +371,7 @@ def token_id(content: Mapping[str, Any], token: str) -> int | None:
 
 
 def token_text(content: Mapping[str, Any], index: int) -> str | None:
-    """The token with this id; the inverse of `token_id`."""
+    """The token with id `index`; the inverse of `token_id`."""
     for added in content.get("added_tokens") or []:
         if added["id"] == index:
             return str(added["content"])

@@ -24,7 +24,7 @@ def train_bpe(
 ) -> Tokenizer:
     """Trains a byte-level BPE tokenizer deterministically. The special tokens have the first ids.
 
-    `vocab_size`: maximum size including special tokens and the 256 bytes (ValueError if too small for these);
+    `vocab_size`: maximum size including special tokens and the 256 bytes (a smaller value raises ValueError);
     a small corpus may yield fewer tokens.
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special_tokens)

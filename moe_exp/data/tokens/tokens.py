@@ -2,8 +2,8 @@
 
 Layout of the .idx file (little-endian), as in `megatron.core.datasets.indexed_dataset`: magic, version, dtype
 code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in bytes and
-int64 document indices. The .bin file has the tokens. We write one sequence per document, in order; only
-`moe-exp data tokenize --merge` accepts files in another order, and puts them in order.
+int64 document indices. The .bin file has the tokens. We write one sequence per document, in order. Only
+`moe-exp data tokenize --merge` accepts files with sequences in another order, and puts them in order.
 """
 
 import math
@@ -121,7 +121,7 @@ def read_index(prefix: str | Path) -> Index:
 
 
 def order_problem(prefix: str | Path) -> str | None:
-    """Error that names the first out-of-order sequence in `prefix`.idx, or None."""
+    """Error that names the first out-of-order sequence in `prefix`.idx; None if all are in order."""
     dtype, sizes, pointers, _ = read_index(prefix)
     start = 0
     for expected in _pointers_in_order(sizes, dtype):
@@ -257,14 +257,14 @@ class TokenFiles:
 
     @cached_property
     def sequence_bounds(self) -> Int64Array:
-        """First token of each sequence, then the end of the last one: [sequences + 1]."""
+        """Position of the first token of each sequence, then end of the last sequence: [sequences + 1]."""
         bounds = np.zeros(self.num_sequences + 1, dtype=np.int64)
         np.cumsum(self._lengths, dtype=np.int64, out=bounds[1:])
         return bounds
 
     @cached_property
     def document_bounds(self) -> Int64Array:
-        """First token of each document, then the end of the last one: [documents + 1]."""
+        """Position of the first token of each document, then end of the last document: [documents + 1]."""
         return self.sequence_bounds[self._documents]
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:

@@ -46,8 +46,9 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     Both factors are Sylvester's Hadamard matrix H (H H' = n I, all elements 1 or -1, n a power of two;
     Sylvester 1867). The rows of the left factor and the columns of the right factor get a random order and
     random signs, so the product is n times a signed permutation matrix. Each partial sum is an integer of
-    magnitude at most n; over an aligned power-of-two range, the magnitude is 0 or the length of the range. So
-    any tiling of the sum is exact with fp32 accumulation, and so are results in fp32, tf32, bf16, fp16.
+    magnitude at most n. The magnitude of a sum over an aligned range of power-of-two length is 0 or that
+    length. So any tiling of the sum is exact with fp32 accumulation, and so are results in fp32, tf32, bf16
+    and fp16.
 
     Returns `wrong` (number of wrong elements over all patterns) and `teraflops` of the fastest product.
     `size` is n (default: 512 on a CPU, 8192 on a GPU).
@@ -119,7 +120,7 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """Bytes to check per rank: 90% of free GPU memory; on a CPU, 20% (at most 1 GiB) in total."""
+    """Bytes to check per rank: 90% of free GPU memory; CPU ranks share 20% of free RAM (at most 1 GiB)."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     # files in /dev/shm are in memory
@@ -146,7 +147,7 @@ class LinkError(RuntimeError):
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Inside the block, the default process group consists of the global `ranks`; only it may use `store`."""
+    """Inside the block, the global `ranks` form the default process group; no other group may use `store`."""
     # Not subgroups: they need a group of all ranks first, which one bad link prevents, and torch numbers them
     # per process, so names would differ between ranks that were in different numbers of them.
     of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately

@@ -117,7 +117,7 @@ THROTTLING = {
 
 
 def query_gpus() -> tuple[list[dict[str, str]], str]:
-    """Values of each GPU for the FIELDS that nvidia-smi supports, and nvidia-smi's error or ''."""
+    """For each GPU, the values of the FIELDS that nvidia-smi supports; also nvidia-smi's error or ''."""
     fields = list(FIELDS)
     # nvidia-smi reports only the first unknown field: each round removes or renames one
     for _ in FIELDS:

@@ -105,7 +105,7 @@ _WENT_AWAY = Finding("failed", "disconnected during the checks")
 
 
 def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
-    """Verdict if nodes are missing, without findings on the nodes that joined."""
+    """Verdict on a job with missing nodes; the nodes that joined (`came`) get no findings."""
     verdict, missing = Verdict.on(came), sorted(set(range(config.nnodes)) - set(came))
     text = f"did not join within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
     late = Finding("failed", text, is_its_fault=len(missing) <= max(1, config.nnodes // _MOST_MISSING))
@@ -114,7 +114,7 @@ def verdict_without(config: Config, came: Mapping[int, Mapping[str, Any]], names
 
 
 def run_ranks(config: Config, key: str) -> list[dict[str, Any]]:
-    """Runs this node's ranks with a timeout and returns the results in rank order; `key`: node 0's key."""
+    """Runs this node's ranks with a timeout; returns results by rank. `key`: rendezvous key from node 0."""
     first = config.node_rank * config.gpus_per_node
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
         folder = Path(name)

@@ -213,7 +213,7 @@ _MOST_PEERS = 64  # in larger jobs, only peers at power-of-two distances
 
 
 def knock(address: str, port: int) -> str:
-    """Asks a node's server for the time; returns '' or, if this fails, the reason."""
+    """Asks a node's server for the time; returns '' if the server answers, else the error."""
     try:
         with socket.create_connection((address, port), timeout=_KNOCK_SECONDS) as connection:
             connection.sendall(b'{"ask": "time"}\n')

@@ -42,7 +42,7 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """Worst grade of the findings; `ok` if there are none."""
+    """Worst grade of the findings; `ok` without findings."""
     return max((finding.grade for finding in findings), key=GRADES.index, default="ok")
 
 
@@ -105,7 +105,9 @@ class Verdict:
 
 
 def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes: int) -> Verdict:
-    """Judges the nodes' reports (see `node.preflight`); `needed_bytes`: space for a checkpoint in RUN_DIR."""
+    """Judges the nodes' reports (see `node.preflight`). `slow`: PREFLIGHT_SLOW; `needed_bytes`: space that a
+    checkpoint needs in RUN_DIR.
+    """
     verdict = Verdict.on(reports)
     all_ranks = [rank for report in reports.values() for rank in report["ranks"]]
     has_gpus = any(rank["device"].startswith("cuda") for rank in all_ranks)
@@ -307,7 +309,7 @@ def rounds_of_pairs(count: int) -> list[dict[int, int]]:
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:
-    """Nodes that explain failed pairs (greedily: the node in most remaining pairs), and unexplained pairs."""
+    """Blames nodes greedily (most remaining failed pairs first); returns the nodes and unexplained pairs."""
     left = {(min(pair), max(pair)) for pair in pairs}
     blamed = []
     while left:

@@ -224,13 +224,15 @@ Departed = tuple[Tensor, _Flight]  # edge in the graph and tensors in flight; pa
 
 
 def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
-    """Launches the exchange of `tensors` (the first must be floating-point). Backward waits for `reverse`."""
+    """Launches the exchange of `tensors` (the first must be floating-point). Backward waits for the
+    reverse exchange.
+    """
     flight = _Flight(exchange)
     return _Depart.apply(flight, *tensors), flight
 
 
 def arrive(departed: Departed) -> tuple[Tensor, ...]:
-    """Waits for the tensors of `depart`. A second call is an error: each call would send gradients."""
+    """Waits for the tensors of `depart`. A second call fails, because it would send gradients again."""
     if departed[1].outward is None:
         raise RuntimeError("arrive: called twice for one depart. Fix: reuse the first result.")
     return _Arrive.apply(*departed)
@@ -242,7 +244,9 @@ def exchange_rows(exchange: Exchange, x_RD: Tensor) -> Tensor:
 
 
 def gather_rows(x_RD: Tensor, group: ProcessGroup) -> Tensor:
-    """Concatenates the rows of all ranks (the same number each). Gradients are summed over ranks."""
+    """Concatenates the rows of all ranks; every rank must have the same number of rows. Gradients are summed
+    over ranks.
+    """
     return exchange_rows(GatherRows(group=group, sizes=[x_RD.size(0)] * group.size()), x_RD)
 
 

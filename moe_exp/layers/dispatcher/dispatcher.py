@@ -177,7 +177,7 @@ class SpreadDispatcher(Dispatcher):
 
 
 class _ExchangeSizes(NamedTuple):
-    """Numbers of rows."""
+    """Numbers of rows that this rank sends and receives, and of rows per expert."""
 
     send: tuple[int, ...]  # to each rank of the expert parallel group, [EP]
     receive: tuple[int, ...]  # from each rank of the expert parallel group, [EP]

@@ -35,7 +35,8 @@ def _check_activation(name: str) -> None:
 class Experts(nn.Module):
     """y_r = (act(x_r W1^T + b1) * w_r) W2^T + w_r b2 for each row r with router weight w_r.
 
-    The router weight is applied before W2, so the router gradient needs no outputs. The code paths are:
+    The router weight is applied before W2, so the router's gradient can be computed without the experts'
+    outputs. The code paths are:
 
         backend              input                        function
         triton               Dispatched or RoutedTokens   fused.py: Triton kernels that gather the rows
@@ -129,7 +130,7 @@ class Experts(nn.Module):
         return self.backend not in FUSED
 
     def takes_tokens(self, x: Tensor, *, few_kept: bool = False) -> bool:
-        """Whether `forward` accepts RoutedTokens on the device of `x`."""
+        """Whether `forward` accepts RoutedTokens on the device of `x`; `few_kept`: few slots are kept."""
         # Fused experts do not wait for the number of kept slots and allocate a row for every slot. That would
         # waste memory if few are kept.
         return (self.backend in FUSED and not few_kept) or self._is_loop_on_cpu(x)

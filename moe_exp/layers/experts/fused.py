@@ -23,7 +23,7 @@ def fused_experts(
     slot_R: Tensor | None = None, row_TK: Tensor | None = None, adds_to_main_grad: bool = False,
     recompute_hidden: bool = False, fp8: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert; for tokens, sums of their rows, [T, D].
+    """For rows sorted by expert: y_r = w_r * expert(x_r), [R, D]; for tokens: sum of y_r per token, [T, D].
 
     The host never waits for the device.
 

@@ -1,8 +1,9 @@
 """Grouped GEMM: a matrix product per expert, for rows sorted by expert. Shape suffixes: see `moe_exp.layers`.
 
 Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, except the backends in
-FUSED, which compute whole experts in one function. `choose_backend` selects a backend. The backends in
-PACKAGES have not been run yet: they follow the sources of github.com/tgale96/grouped_gemm, nv-grouped-gemm
+FUSED, which compute whole experts in one function. `splits`: number of rows of each expert, or None if the
+host does not know it. `choose_backend` selects a backend. The backends in PACKAGES have not been run
+yet: they follow the sources of github.com/tgale96/grouped_gemm, nv-grouped-gemm
 (github.com/fanshiqing/grouped_gemm, same import name), megablocks and Transformer Engine 2.x.
 """
 
@@ -178,14 +179,14 @@ FUSED = ("triton",)
 
 
 def fused_problem(*, dtype: torch.dtype, device_type: str = "cpu", failure: str = "") -> str:
-    """Reason why the `triton` backend cannot run; empty if it can."""
+    """Reason why the `triton` backend cannot run; empty if it can run."""
     if dtype == torch.float64:
         return "its kernels do not support float64"
     return failure or ("" if device_type == "cpu" else launch.missing())
 
 
 def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: str = "") -> tuple[str, str]:
-    """Chooses the expert backend; returns its name and the reason.
+    """Chooses the expert backend; returns its name and the reason for the choice.
 
     Args:
         name: `auto`, or a name in BACKENDS or FUSED.

@@ -167,7 +167,7 @@ def activation_grad_torch(
 def activation_backward_torch(
     dactive_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the results of `activation_grad` from dy W2, in fp32 like the kernel."""
+    """Computes the results of `activation_grad` from `dactive_RF` = dy W2, in fp32 like the kernel."""
     wide = torch.promote_types(hidden_RW.dtype, torch.float32)
     weights_R1 = weights_R.to(wide).unsqueeze(1)
     dhidden_RW, dweights_R, product_RF = weighted_activation_backward(

@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary that may be split over ranks; forward and backward read logits once each.
 
-loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Shapes: N tokens, V vocabulary entries of this rank,
-D hidden, C tokens of a chunk.
+The loss of a token with logits z is log(sum_v exp(z_v)) - z_target, in fp32. Shapes: N tokens, V vocabulary
+entries of this rank, D hidden, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def cross_entropy_gradient_torch(
 def cross_entropy_gradient(
     logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int
 ) -> Tensor:
-    """(softmax - onehot) times the gradient of each token's loss, in the dtype of the logits.
+    """Gradient of the logits in their dtype: (softmax - onehot) times the gradient of each token's loss.
 
     Args:
         logits_NV, target_N, first: as for `cross_entropy_statistics`.
@@ -126,7 +126,7 @@ def cross_entropy_gradient(
 def _write_gradient(
     logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int, dlogits_NV: Tensor
 ) -> None:
-    """Launches the kernel; `dlogits_NV` may be `logits_NV`."""
+    """Writes the gradient to `dlogits_NV`, which may be the same tensor as `logits_NV`."""
     num_rows, width = logits_NV.shape
     target_N, log_sum_N, grad_N = launch.contiguous(target_N, log_sum_N, grad_N)
     if num_rows:
@@ -141,7 +141,7 @@ def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> t
     """Chooses the cross entropy (`megatron`, `triton` or `linear`); returns the choice and the reason.
 
     Args:
-        name: one of the three, or `auto` (triton on a GPU that can run the Triton kernels, else megatron).
+        name: one of these choices, or `auto`: triton on a GPU that can run the Triton kernels, else megatron.
         failure: why `auto` must not choose the kernels, see `launch.failure_of`.
     """
     if name == "megatron":
@@ -162,13 +162,13 @@ def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> t
 
 
 def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """log(sum_v exp(z_v)) - z_target of each token, fp32 [...], equal on all ranks of the group.
+    """Loss of each token, log(sum_v exp(z_v)) - z_target, fp32 [...], equal on all ranks of the group.
 
     Args:
         logits: logits of this rank's vocabulary entries, [..., V]. On a GPU, backward overwrites them with
             the gradient.
         target: target ids in the whole vocabulary, [...].
-        group: ranks that share the vocabulary, split evenly in rank order; None: this rank alone.
+        group: ranks that share the vocabulary, split evenly in rank order; None: it is not split.
     """
     flat_NV = logits.reshape(-1, logits.size(-1))
     return _TokenLosses.apply(flat_NV, target.reshape(-1), group).view(target.shape)
@@ -223,15 +223,15 @@ def linear_losses(
 ) -> Tensor:
     """`token_losses` of the logits `hidden @ weight_VD.t()`, computed one chunk of tokens at a time.
 
-    Computes the gradients together with the losses, before the gradient of the losses is known. The gradient
-    of the losses must therefore be c * mask for a scalar c (otherwise the results are NaN), and backward
-    multiplies by c.
+    The forward pass also computes the gradients of `hidden` and `weight_VD`, for loss gradients equal to
+    `mask`. Backward only multiplies these by a scalar c, so the loss gradients must be c * mask (otherwise,
+    the results are NaN).
 
     Args:
         hidden: input of the output layer, [..., D], the same on all ranks of the group. Its gradient is this
             rank's share; the shares of all ranks add up to the full gradient.
-        weight_VD: output weight for this rank's vocabulary entries. Its gradient is added to Megatron's
-            `main_grad`, if it has one.
+        weight_VD: output weight for this rank's vocabulary entries. If the weight has Megatron's `main_grad`,
+            its gradient is added to that.
         target, group: see `token_losses`.
         mask: 1 for tokens that count, else 0, fp32 [...].
     """
@@ -288,7 +288,7 @@ class _LinearLosses(torch.autograd.Function):
 
 
 def _add_product(total_MN: Tensor, a_MC: Tensor, b_CN: Tensor) -> None:
-    """total += a b, as a 16-bit product accumulated in fp32 if torch supports it."""
+    """Adds the product a b to `total`; 16-bit operands are multiplied into fp32 if torch supports this."""
     if total_MN.dtype == a_MC.dtype:
         total_MN.addmm_(a_MC, b_CN)
     elif launch.multiplies_16_bits(a_MC, b_CN):

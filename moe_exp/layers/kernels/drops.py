@@ -108,12 +108,12 @@ def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Te
     twin=keep_within_torch,
 )
 def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
-    """Mask of the slots that are kept if each expert has a limit on its slots, bool [T, K].
+    """Bool mask [T, K] of the slots that are kept if each expert keeps a limited number of slots.
 
     Args:
         expert_TK: chosen experts, int32 or int64; E for a padding slot, which is never kept.
-        weights_TK: fp32 router weights; slots of highest weight are kept (ties: by position). None: each
-            expert keeps its first slots.
+        weights_TK: fp32 router weights; each expert keeps its slots of highest weight (of equal weights, the
+            first). None: each expert keeps its first slots.
         limits_E: maximum number of kept slots of each expert, int32, on the device.
     """
     if weights_TK is not None and weights_TK.dtype != torch.float32:

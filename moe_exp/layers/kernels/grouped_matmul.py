@@ -25,8 +25,8 @@ CONFIGS = configs(
 
 
 def _by_library(at: dict[str, Any]) -> None:
-    """Calls torch._grouped_mm in place of `_kernel`; both leave rows past the last expert uninitialized. `y`
-    takes over the memory of the result.
+    """Calls torch._grouped_mm in place of `_kernel`; both leave rows after the last expert's rows
+    uninitialized. `y` takes over the memory of the result.
     """
     memory = at["y"].untyped_storage()
     size = memory.nbytes()

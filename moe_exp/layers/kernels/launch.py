@@ -1,9 +1,9 @@
 """Functions shared by all kernels: selection, launch sizes and torch.compile support.
 
 A kernel's module contains the kernel, a plain-torch reference for CPUs and tests (`..._torch`, also called
-the twin), and the public function that calls the kernel; where no kernel can run, `compilable` calls the
-reference instead. If TRITON_INTERPRET=1 is set before the first import, Triton interprets the kernels
-(slowly) on CPU tensors, in place of the references.
+the twin), and the public function that calls the kernel. Where no kernel can run, `compilable` makes this
+function call the reference. If TRITON_INTERPRET=1 is set before the first import, Triton interprets the
+kernels (slowly) on CPU tensors, in place of the references.
 """
 
 import functools
@@ -55,7 +55,7 @@ def runs_kernel(x: Tensor) -> bool:
 
 
 def multiplies_16_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether torch.mm on these tensors accumulates and returns fp32; products are exact in fp32."""
+    """Whether torch.mm can multiply these 16-bit tensors with sums and result in fp32."""
     # on NVIDIA GPUs in PyTorch 2.8 and newer; torch.compile supports it only in later versions
     is_known = a.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
     is_16_bit = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
@@ -244,7 +244,7 @@ def processors(device: torch.device) -> int:
 
 
 def dot_constants(x: Tensor) -> dict[str, Any]:
-    """Constants for kernels that call `tiles.dot`: TF32 only if PyTorch may use TF32; fp32 if interpreted."""
+    """PRECISION (TF32 only if PyTorch may use it) and INTERPRET, for kernels that call `tiles.dot`."""
     allows_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return {"PRECISION": "tf32" if allows_tf32 else "ieee", "INTERPRET": INTERPRETED}
 
@@ -268,7 +268,7 @@ def compilable(
     Args:
         fake: function with the same arguments that returns uninitialized results.
         twin: plain-torch reference with the same arguments, used where no kernel can run; None: the function
-            has no kernel, or chooses by itself.
+            has no kernel, or decides itself whether to use it.
         takes_fp64: if False, fp64 tensors use the twin because the kernel computes in fp32.
         mutates: names of the arguments that the function writes to.
     """
@@ -302,7 +302,7 @@ _by_twins = False
 
 
 def by_twins(function: Function) -> Function:
-    """The function, in which every kernel call is replaced by a call of the kernel's twin."""
+    """Wraps a function so that it calls the twins of all kernels instead of the kernels."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ def gather_rows_torch(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     twin=gather_rows_torch,
 )  # fmt: skip
 def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
-    """x[index // divisor], [R, D] or [R]; zero where the index is past the last row of x.
+    """Returns the rows x[index // divisor], [R, D] or [R]; zero for an index past the last row of x.
 
     Args:
         x: [T, D] or [T], any dtype.
@@ -104,15 +104,15 @@ def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     twin=chunk_order_torch,
 )
 def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row order that transposes chunks of rows from [source, expert] to [expert, source] order.
+    """Row order that sorts chunks of rows by expert, then source; they arrive by source, then expert.
 
     Args:
-        rows_SL: number of rows of every chunk, int64 or int32, on the device.
+        rows_SL: rows that each of S sources has for each of L experts, int64 or int32, on the device.
         num_rows: R, the sum of `rows_SL`, below 2^31.
 
     Returns:
         slot_R: original index of each sorted row, int32.
-        row_R: the inverse permutation.
+        row_R: sorted index of each original row, int32.
     """
     slot_R, row_R = (rows_SL.new_empty(num_rows, dtype=torch.int32) for _ in range(2))
     if num_rows == 0:

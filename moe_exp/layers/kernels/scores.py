@@ -1,4 +1,4 @@
-"""Router scores, choice and weights for a tile of logits [tokens, experts], in fp32; router losses."""
+"""Router scores, chosen experts and weights of a tile of logits [tokens, experts] in fp32; router losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST: tl.constexpr = tl.constexpr(-(2**31)) if tl else None
 
 @jit
 def softmax(z):
-    """Softmax over experts, and log-sum-exp."""
+    """Softmax and log-sum-exp of the logits z over experts."""
     most = tl.max(z, 1)
     x = tl.exp(z - most[:, None])
     total = tl.sum(x, 1)
@@ -67,14 +67,14 @@ def log_scores(z, SCORE: tl.constexpr):
 
 @jit
 def key_of(x):
-    """Maps floats to ordered integers above LEAST; NaN is largest (as in torch.topk), -0 equals 0."""
+    """Maps floats to integers > LEAST in the same order; NaN is largest (as in torch.topk), -0 equals 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The TOPK best experts and their values, [BLOCK_T, BLOCK_K], and `key` with LEAST at these experts."""
+    """The TOPK best experts and their values, [BLOCK_T, BLOCK_K], and `key` with LEAST in their places."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -140,15 +140,15 @@ def router_losses(
     score_sums_E: Tensor, lse_squares: Tensor, counts_E: Tensor, total: Tensor | None, num_tokens: int,
     topk: int, aux_coeff: float, z_coeff: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`load_balancing_loss_share` and `z_loss_share` of `layers.losses`, from a routing kernel's sums.
+    """Computes `load_balancing_loss_share` and `z_loss_share` (`layers.losses`) from a routing kernel's sums.
 
     Args:
         counts_E: int64, slots per expert in the whole micro-batch.
         total: number of tokens of the micro-batch; None: max(`num_tokens`, 1).
 
     Returns:
-        Three losses: aux_coeff * balance + z_coeff * z, balance, and z; and the gradient of the first with
-        respect to `score_sums_E` and `lse_squares`, [E + 1].
+        Three losses, [3]: the weighted sum aux_coeff * balance + z_coeff * z, balance, and z. Gradient of the
+        weighted sum with respect to `score_sums_E` and `lse_squares`, [E + 1].
     """
     num_experts = score_sums_E.size(0)
     losses, unit_E1 = score_sums_E.new_empty(3), score_sums_E.new_empty(num_experts + 1)

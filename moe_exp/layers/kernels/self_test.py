@@ -112,7 +112,7 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
         sizes: sizes of the model; the interpreter uses small widths instead.
 
     Raises:
-        RuntimeError: if the device is out of memory or unusable; names the kernel.
+        RuntimeError: if the device is out of memory or unusable; the message names the kernel.
     """
     cases = {"experts": _expert_cases, "routing": _routing_cases, "cross entropy": _cross_entropy_cases}
     if launch.INTERPRETED and device.type == "cpu":
@@ -165,7 +165,7 @@ def compare(case: Case, device: torch.device) -> KernelCheck:
 
 
 def error_of(results: Outputs, expected: Outputs) -> float:
-    """Largest error of a row, relative to its norm or, if larger, the mean norm; inf if integers differ."""
+    """Largest row error, relative to the larger of row norm and mean norm; inf if integers differ."""
     errors = []
     for one, other in zip(results, expected, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -206,7 +206,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """For each `rows_class`, calls with the run's sizes for all kernels that have several configs."""
+    """Calls to time: for each `rows_class`, all kernels with several configs, at the run's sizes."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts
@@ -338,7 +338,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def _with_gradient(function: Any) -> Any:
-    """Returns a function that also computes the logits' gradient from random output gradients."""
+    """Wraps a router function to also return the logits' gradient for random gradients of its outputs."""
 
     @functools.wraps(function)
     def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:

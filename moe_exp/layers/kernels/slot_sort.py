@@ -92,7 +92,7 @@ def slot_sort(
     """Sorts the N = T*K slots by expert, then by position; dropped slots come last.
 
     Args:
-        expert_TK: expert of every slot, int32 or int64; dropped if outside [0, E). N is below 2^31.
+        expert_TK: expert of every slot, int32 or int64; outside [0, E): the slot is dropped. N is below 2^31.
         kept_TK: bool, True for slots that are not dropped; None: no slot is dropped.
 
     Returns:

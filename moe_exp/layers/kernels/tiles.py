@@ -34,7 +34,7 @@ def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
 
 @jit
 def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Row and column index of the tile."""
+    """Row and column index of tile `tile` if tiles are ordered in groups of GROUP_M rows of tiles."""
     # GROUP_M rows of tiles use the same columns consecutively, while these are in the L2 cache.
     tiles_in_group = GROUP_M * num_n
     first_m = (tile // tiles_in_group) * GROUP_M
@@ -47,7 +47,7 @@ def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
 def tile_place(
     tile, num_m, num_n, tile_ends, offsets, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):  # fmt: skip
-    """Results of `row_tile`, and the column index, of tile `tile` in a grid of num_m x num_n tiles."""
+    """For tile `tile` in a grid of num_m x num_n tiles: the results of `row_tile`, and the column index."""
     tile_m, tile_n = in_groups(tile, num_m, num_n, GROUP_M)
     expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
     return expert, row, row_end, tile_n

@@ -72,9 +72,9 @@ class _Launcher:
 class Tuned:
     """A kernel with several configs: `kernel[grid](...)` launches the fastest. Arguments: see `tuned`.
 
-    The configs are timed at the first launch with a new key. The values of the arguments in `key` and the
-    dtypes of all tensors form the key. A config that fails is dropped with one warning, and another config is
-    used. After `take_choices`, no config is timed, and a new key uses the config of the most similar key.
+    The configs are timed at the first launch with a new key, which consists of the values of the arguments in
+    `key` and the dtypes of all tensors. A config that fails is dropped with one warning, and another config
+    is used. After `take_choices`, no config is timed, and a new key uses the config of the most similar key.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Tuned:
 
     @contextmanager
     def only(self, config: KernelConfig) -> Iterator[None]:
-        """Inside the context, uses only `config`; UnsuitedError if `config` does not support the operands."""
+        """Launches in the context use `config`, or raise UnsuitedError if it does not suit the operands."""
         self._only = config
         try:
             yield
@@ -200,7 +200,7 @@ class Tuned:
     def _launch(
         self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
     ) -> Any:
-        """Launches one config by Triton; returns the compiled kernel, None if interpreted or PyTorch's."""
+        """Launches one config; returns the compiled kernel, or None (interpreted, or a PyTorch function)."""
         if config.constants.get("LIBRARY"):
             assert self.library is not None
             return self.library(dict(zip(self.fn.arg_names, args, strict=False)))
@@ -274,7 +274,7 @@ class Tuned:
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """File that shares the choice with other processes; its name is a hash of all the inputs."""
+        """File that shares the choice with other processes; its name hashes all inputs of the choice."""
         on = device_facts()
         if not on:
             return None
@@ -346,13 +346,14 @@ def tuned(
     If `is_trial` is 1, the kernel must leave the output unchanged.
 
     Args:
-        configs: see KernelConfig. The keyword argument HAS_TMA says whether there are tensor descriptors.
+        configs: see KernelConfig. A launch passes HAS_TMA, which says whether there are tensor descriptors.
             With deterministic algorithms, and in the interpreter, only the first config is used.
         key: names of kernel arguments; configs are timed again for each new combination of argument values.
-        blocks: function of all arguments that maps each descriptor's argument name to its block shape; called
-            before each launch with TMA=1, which requires 2-byte values.
+        blocks: function that takes a dict of all arguments, and returns a dict from the name of each
+            descriptor argument to its block shape; called before each launch with TMA=1, which requires
+            2-byte values.
         library: PyTorch function that computes the same result from a dict of the positional arguments;
-            becomes the last config. The keyword argument HAS_LIBRARY says whether `library` supports the
+            becomes the last config. A launch passes HAS_LIBRARY, which says whether `library` supports the
             operands.
     """
     # Without `is_trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
@@ -385,7 +386,7 @@ _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 
 def rows_class(num_rows: int, num_groups: int = 1) -> int:
-    """Class of the number of rows per group: 0 (below 64), 1 (below 512) or 2. Tiles differ by class."""
+    """Class of the rows per group: 0 (below 64), 1 (below 512) or 2; each class is tuned separately."""
     # Part of the tuning keys, so that a process that first generates a few tokens does not use their config
     # for training. Coarse, because every class is timed.
     return sum(num_rows >= num_groups * size for size in (64, 512))

@@ -1,4 +1,4 @@
-"""Gradients of the experts' matrices: sums of products over rows. Both operands may be gathered.
+"""Gradients of the experts' matrices: sums of products over rows. Rows of both operands may be gathered.
 
 Each program computes one tile of an expert's matrix from all rows of the expert, without atomics, so results
 are bitwise reproducible. Shape suffixes: see `moe_exp.layers`.
@@ -124,7 +124,7 @@ def _rows_of(index, rows, is_row):
 
 @jit
 def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.constexpr, EVEN: tl.constexpr):
-    """A block of an operand, zero where `is_row` is False; its dimensions follow the order of the indices."""
+    """A block of an operand, in the broadcast shape of `rows` and `columns`; zero where `is_row` is False."""
     block = x + rows.to(tl.int64) * STRIDE + columns
     if is_row is None:
         values = load_where(block, columns < num_columns, EVEN)
@@ -184,7 +184,7 @@ def weight_grad(
         adds: add to `out`; False: overwrite it.
 
     Returns:
-        `out`, or a new [L, M, N] in the dtype of `a`, zero for experts without rows.
+        `out`, or a new tensor [L, M, N] in the dtype of `a`, which is zero for experts without rows.
     """
     if out is None:
         return _new_grad(a, b, offsets_L1, a_index_R, b_index_R, order_L)
@@ -252,7 +252,7 @@ def _launch(
 
 
 def main_grad_of(parameter: Any) -> Tensor | None:
-    """Megatron's `main_grad` if backward may add to it (the rule in Megatron's tensor_parallel/layers.py)."""
+    """Megatron's `main_grad`, if backward may add to it by the rule in its tensor_parallel/layers.py."""
     # Megatron-FSDP creates `main_grad` on access, without valid old values.
     return None if hasattr(parameter, "__fsdp_param__") else getattr(parameter, "main_grad", None)
 

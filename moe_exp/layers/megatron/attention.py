@@ -194,7 +194,7 @@ class CausalAttention(_SplitModule):
         return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
 
     def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-        """Attends in all segments, concatenated: [queries, H, d] and [keys, G, d] to [queries, H, d]."""
+        """Result [queries, H, d] for the concatenated segments: query [queries, H, d], key [keys, G, d]."""
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
@@ -229,7 +229,7 @@ class CausalAttention(_SplitModule):
         return [torch.cat(pair) if len(pair[0]) else pair[1].clone() for pair in pairs]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Result [Q, B, H, v] for queries [Q, B, H, d], keys [K, B, G, d]. The last query sees all keys."""
+        """Result [Q, B, H, v]: Q queries [Q, B, H, d] see K keys [K, B, G, d]; the last sees all keys."""
         rule = self.rule
         if rule.window and (unseen := key.size(0) - query.size(0) - rule.window + 1) > 0:
             key, value = key[unseen:], value[unseen:]
@@ -305,7 +305,7 @@ class ProjectionNorm(_SplitModule):
         self.num_channels, self.eps, self.tp_group = num_channels, config.layernorm_epsilon, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalizes x [S, B, h, d], keeping its dtype."""
+        """Normalizes x [S, B, h, d], where h counts this rank's heads; keeps the dtype."""
         flat = x.flatten(-2)
         if self.tp_group.size() == 1:
             return nn.functional.rms_norm(flat, self.weight.shape, self.weight, self.eps).view_as(x)

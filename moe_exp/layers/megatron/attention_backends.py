@@ -35,7 +35,7 @@ class AttentionRule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether only the causal mask applies."""
+        """Whether the rule is only the causal mask, without window, soft cap or sinks."""
         return not (self.window or self.softcap or self.has_sinks)
 
 
@@ -46,9 +46,9 @@ def choose_attention(
     """Chooses the backend of a layer; returns its name and the reason.
 
     Args:
-        requested: ATTENTION_BACKEND.
+        requested: value of ATTENTION_BACKEND.
         by_document: whether micro-batches may be split into documents.
-        other_value_size: v differs from d.
+        other_value_size: whether the head size of values differs from that of queries and keys.
 
     Raises:
         ValueError: if the `requested` backend cannot compute the layer on this device.
@@ -131,15 +131,15 @@ class _Block(NamedTuple):
     mask: Tensor  # additive, [rows, keys] of a block; a row: a query of one of a group's heads
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """View [number of blocks, B * G, queries, H/G, ...] of x [Q, B * G, H/G, ...]."""
+        """View of x [Q, B * G, H/G, ...] by blocks, [number of blocks, B * G, queries, H/G, ...]."""
         return x[self.queries].unfold(0, self.size, self.step).movedim(-1, 2)
 
     def stacked(self, x: Tensor) -> Tensor:
-        """Rows [number of blocks, B * G, rows, ...] of x [Q, B * G, H/G, ...]."""
+        """Reshapes x [Q, B * G, H/G, ...] to [number of blocks, B * G, rows, ...]; rows: queries x H/G."""
         return self.rows_of(x).flatten(2, 3)
 
     def keys_of(self, x: Tensor) -> Tensor:
-        """View [number of blocks, B * G, keys, channels] of x [K, B * G, channels]."""
+        """View of x [K, B * G, channels] by blocks, [number of blocks, B * G, keys, channels]."""
         return x[self.keys].unfold(0, self.mask.size(1), self.step).movedim(-1, 2)
 
 
@@ -186,12 +186,12 @@ class _Blocks(torch.autograd.Function):
 
 
 def _by_group(x: Tensor, num_groups: int) -> Tensor:
-    """Rows [Q, B * G, H/G, channels] of [Q, B, H, channels]."""
+    """Reshapes x [Q, B, H, channels] to [Q, B * G, H/G, channels]."""
     return x.unflatten(2, (num_groups, -1)).flatten(1, 2)
 
 
 def _of_groups(sinks: Tensor, key: Tensor) -> Tensor:
-    """Sinks of each row, [B * G, H/G]."""
+    """Sinks of all heads, repeated for each sample, [B * G, H/G]."""
     return sinks.to(_wide(key)).view(key.size(2), -1).repeat(key.size(1), 1)
 
 
@@ -247,7 +247,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 def _gradients(
     of_rows: list[Tensor], k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. `of_rows`: gradient, query, result and log sum of each row."""
+    """Gradients of queries, keys and values. `of_rows`: result's gradient, query, result, log sum."""
     grad, q, out, log_sum = of_rows
     if _has_fused(q, v, rule):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -277,7 +277,7 @@ def attend_by_flex(
 ) -> Tensor:  # fmt: skip
     """Result [Q, B, H, v] of torch's FlexAttention, compiled on a GPU; arguments as in `attend_by_blocks`.
 
-    If `documents` is given, `key` and `value` cover whole samples, and `query` this rank's part of them.
+    If `documents` is given, `key` and `value` cover whole samples, but `query` covers only this rank's part.
     """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 

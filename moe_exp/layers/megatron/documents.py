@@ -1,4 +1,4 @@
-"""Document boundaries in a micro-batch, for attention and positions. Does not import megatron.
+"""Document boundaries in a micro-batch, for attention and positions. This module does not import megatron.
 
 Megatron passes a `Documents` to every layer as `packed_seq_params`, in place of PackedSeqParams, which
 describes one long sequence. Tokens keep their shape [S, B], so capacity and losses still apply per
@@ -71,7 +71,7 @@ class Documents:
 
     @cached_property
     def ids(self) -> Tensor:
-        """The index of each token's document, if CP does not split samples; int64 [B, S], on the CPU."""
+        """Document index of each token, int64 [B, S], on the CPU; not for samples that are split by CP."""
         rows = [torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in self.lengths]
         return torch.stack(rows)
 

@@ -1,6 +1,6 @@
 """Layer features that Megatron lacks: norms after attention and MLP (OLMo 2, arXiv:2501.00656, section 3.2),
 attention and MLP in parallel (GPT-J, Cohere2), constant factors (Granite 3.0), and, on a GPU, one kernel for
-the residual sum after attention and its norm.
+the residual sum after attention and the norm of this sum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ResidualAdd(nn.Module):
     """residual + multiplier * Norm(result) after attention or MLP; replaces Megatron's `*_bda` function.
 
     Args:
-        norm: class of the norm; IdentityOp: none.
+        norm: class of the norm; IdentityOp: no norm.
         multiplier: factor on the result.
     """
 
@@ -86,7 +86,7 @@ def change_residuals(spec: ModuleSpec, config: Any, *, placement: str, multiplie
 
 
 def scale_ends(chunk: Any, *, embedding: float, logits: float) -> None:
-    """Multiplies the embeddings of a model chunk, and divides its logits."""
+    """Multiplies a model chunk's embeddings by `embedding`, and divides its logits by `logits`."""
     if embedding != 1 and hasattr(chunk, "embedding"):
         chunk.embedding.register_forward_hook(lambda module, args, embedded: embedded * embedding)
     if logits != 1 and chunk.post_process:
@@ -95,8 +95,8 @@ def scale_ends(chunk: Any, *, embedding: float, logits: float) -> None:
 
 
 def change_norms(chunk: Any, *, qk_epsilon: float, has_bias: bool) -> None:
-    """Sets the epsilon of the query and key norms, or of the norms of their compressed vectors (0: no
-    change), and removes the biases of all LayerNorms unless `has_bias` is True.
+    """Sets the epsilon of the query and key norms, or of the norms of their compressed vectors, to
+    `qk_epsilon` (0: no change), and removes the biases of all LayerNorms unless `has_bias` is True.
     """
     of_qk = ("q_layernorm", "k_layernorm", "kv_layernorm")
     for name, module in chunk.named_modules():
@@ -147,7 +147,7 @@ class SumAndNorm:
 
 
 class SumNorm(torch.autograd.Function):
-    """(x, residual, weight, epsilon) to x + residual and its RMSNorm; see `sum_norm`."""
+    """Maps (x, residual, weight, epsilon) to the sum x + residual and the sum's RMSNorm; see `sum_norm`."""
 
     @staticmethod
     def forward(
@@ -167,7 +167,7 @@ class SumNorm(torch.autograd.Function):
 def _kernel(
     x, residual, weight, total, normalized, scale, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row per program."""
+    """Each program processes one row."""
     columns = tl.arange(0, BLOCK)
     is_column, row = columns < WIDTH, tl.program_id(0).to(tl.int64)
     places = row * WIDTH + columns
@@ -249,7 +249,7 @@ def sum_norm_gradient_torch(
 def sum_norm_gradient(
     dtotal: Tensor, dnormalized: Tensor, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of both inputs (identical) and the weight, from the gradients of `sum_norm`'s results."""
+    """Gradients of the inputs (equal for both) and the weight, from the gradients of `sum_norm`'s results."""
     dtotal, dnormalized, total, weight = launch.contiguous(dtotal, dnormalized, total, weight)
     dx, num_rows, width = torch.empty_like(total), scale.numel(), weight.numel()
     if num_rows == 0:

@@ -1,4 +1,4 @@
-"""Rotary embedding (RoPE, arXiv:2104.09864): one kernel each for queries and keys in forward and backward.
+"""Rotary embedding (RoPE, arXiv:2104.09864): one kernel for queries and one for keys in each direction.
 
 Shapes: S sequence length, B batch, H heads, D head size, P rotated channels of a head.
 """
@@ -28,7 +28,7 @@ _TILE = 1024  # pairs that a program rotates
 
 
 def install_rotary() -> bool:
-    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's kernel is used."""
+    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's is used instead."""
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate
@@ -52,7 +52,7 @@ class TwoRotaries(nn.Module):
         self.get_rotary_seq_len = rotary.get_rotary_seq_len
 
     def get_emb(self, *args: Any, **options: Any) -> Any:
-        """Angles without context parallelism; with YaRN, also YaRN's factor."""
+        """Angles of all positions, without context parallelism; with YaRN, also YaRN's factor."""
         return self._joined([rotary.get_emb(*args, **options) for rotary in self.rotaries])
 
     def forward(self, *args: Any, **options: Any) -> Any:
@@ -135,7 +135,7 @@ def _kernel(
     WIDTH: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotates BLOCK_H heads of one token; BLOCK: at least WIDTH / 2 and DIM - WIDTH."""
+    """Rotates BLOCK_H heads of one token; BLOCK must be at least WIDTH / 2 and at least DIM - WIDTH."""
     token = tl.program_id(0).to(tl.int64)
     position, sample = token // num_samples, token % num_samples
     heads, places = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -159,7 +159,7 @@ def _kernel(
 
 @launch.compilable("rotated", lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format))
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """Rotates x by the angle or, if the sign is -1, by its negative, in fp32 with one rounding."""
+    """Rotates x by the angle or, if the sign is -1, by minus the angle, in fp32 with one rounding."""
     x, y = launch.last_contiguous(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     cos, sin = launch.contiguous(cos, sin)
     num_positions, num_samples, num_heads, dim = x.shape

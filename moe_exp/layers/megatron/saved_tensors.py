@@ -49,7 +49,7 @@ class ChunkHooks(ABC):
 
 
 class _Result:
-    """The result of a norm. `x` returns the input of the norm."""
+    """The result of a norm; calling `x` returns the norm's input."""
 
     def __init__(self, norm: nn.Module, x: Callable[[], Tensor], result: Tensor):
         self._norm, self._x = norm, x
@@ -77,8 +77,8 @@ class NormRecompute(ChunkHooks):
     """Makes the norms in a model chunk's transformer layers recompute their results in backward.
 
     The layers after a norm save its result, which is as large as the hidden state that the norm itself saves.
-    A handle replaces the saved result; the first layer that needs it in backward recomputes it for all
-    layers. Unlike Megatron's recomputation of norms, this class reads no random state, so it works in CUDA
+    A handle replaces the saved result; the first layer that needs the result in backward recomputes it for
+    all. Unlike Megatron's recomputation of norms, this class reads no random state, so it works in CUDA
     graphs, and it does not depend on the order of the layers in backward.
     """
 
@@ -195,7 +195,7 @@ class _Group:
         self._state = "returning"
 
     def arrive(self) -> None:
-        """Makes the device wait for the copies to the device, and starts those of the previous group."""
+        """Makes the device wait for the group's copies to it; starts the copies of the previous group."""
         self.fetch()
         if self._state == "returning":
             self._streams.current_stream().wait_event(self._copied)
@@ -225,7 +225,7 @@ class ActivationOffload(ChunkHooks):
         to device    attention 2   experts 1     attention 1
 
     The device thus holds the tensors of two modules. The last module's tensors stay on the device until the
-    model chunk starts its next forward pass, so a backward pass before that need not fetch them.
+    model chunk starts its next forward pass, so a backward pass that comes first need not copy them back.
 
     `modules`: names of OFFLOAD_MODULES. A storage is offloaded only if one of these modules is the first to
     save it; otherwise, the module that saved it first keeps it on the device anyway.

@@ -5,10 +5,11 @@ With hidden states h^0 of the main model after its final norm, layer k computes 
 
     h^k_i = Norm(Layer_k(M_k [Norm(Emb(t_{i+k})); Norm(h^{k-1}_i)]))
 
-and predicts t_{i+k+1}. All depths share the embedding and the output layer. Parameters are named as in
-Megatron-Core 0.16's MultiTokenPredictionBlock, but only the block's list of layers is used. Names and
-arguments of Megatron's layers change between 0.16 and 0.19; these layers do not pass on `padding_mask`, and
-with context parallelism they average over each rank's own tokens.
+and predicts t_{i+k+1}; t are tokens, Emb is the embedding, M_k a matrix and [a; b] a concatenation. All
+layers share the embedding and the output layer. Parameters are named as in Megatron-Core 0.16's
+MultiTokenPredictionBlock, but only its list of layers is used, not Megatron's layers: their names and
+arguments change between 0.16 and 0.19, they do not pass on `padding_mask`, and with context parallelism they
+average over each rank's own tokens.
 """
 
 from contextlib import nullcontext
@@ -37,7 +38,7 @@ def prediction_spec(layer: ModuleSpec, num_layers: int) -> MultiTokenPredictionB
 
 
 class PredictionLayer(MegatronModule):  # type: ignore[misc]
-    """Prediction layer k (`layer_number`, from 1) in the formula above; transformer layer NUM_LAYERS + k."""
+    """Layer k (`layer_number`, from 1) in the module's formula; contains transformer layer NUM_LAYERS + k."""
 
     def __init__(
         self, config: TransformerConfig, layer_spec: ModuleSpec, layer_number: int,
@@ -84,7 +85,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
         self, *args: Any, future_tokens: Any = None, future_mask: Any = None, future_weight: Any = None,
         padding_mask: Any = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Like GPTModel, but returns losses [1+K, B, S] given the `future_...` tensors of `read_microbatch`.
+        """Like GPTModel, but with the `future_...` tensors of `read_microbatch`, losses are [1+layers, B, S].
 
         If the loss weight is 0, the prediction layers' balancing losses have no gradient either, so these
         layers do not train, and the main model trains as if they did not exist.

@@ -82,7 +82,7 @@ def sinkhorn(
 def zipf_experts(
     num_tokens: int, *, num_experts: int, topk: int, exponent: float, device: torch.device
 ) -> Tensor:
-    """Draws K distinct experts per token in proportion to (e + 1)^-exponent, to benchmark imbalance.
+    """Draws K distinct experts e per token in proportion to (e + 1)^-exponent, to benchmark imbalance.
 
     The draw is the top-k of log weights plus Gumbel noise. A fixed seed makes all calls return the same draw.
     """

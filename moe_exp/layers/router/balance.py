@@ -2,7 +2,7 @@
 
 The state of a rule is in buffers of the router, where Megatron's finalize_model_grads and checkpoints expect
 it. A rule updates its counts in each training forward pass, and its state at the end of the global batch.
-Shape suffixes: see `moe_exp.layers`; B: number of bins.
+Shape suffixes: see `moe_exp.layers`; B: number of histogram bins.
 """
 
 import math
@@ -104,7 +104,7 @@ class GlobalFractions(BalanceRule):
 
 
 class L1Factor(BalanceRule):
-    """Multiplies the loss `l1` by 1.2 if tokens used more than K experts on average, divides it if fewer.
+    """Multiplies the loss `l1` by 1.2 if tokens used over K experts on average; divides it if under K.
 
     ReMoE (arXiv:2412.14711), equation 8.
     """

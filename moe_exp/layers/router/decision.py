@@ -90,7 +90,7 @@ def without_dropped(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int)
 
 
 def kept_slots(used_TK: Tensor | None, valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
-    """Mask of the used slots of non-padding tokens; None: all."""
+    """Mask of the used slots of non-padding tokens; None: all slots."""
     if valid_T is None:
         return used_TK
     valid_TK = valid_T.unsqueeze(1).expand_as(expert_TK)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 
 def in_backward() -> bool:
-    """Whether autograd runs backward on this thread; a forward pass is then a recomputation."""
+    """Whether autograd is running backward on this thread, so that a forward pass is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_counted_forward() -> bool:
-    """Whether this forward pass counts: True exactly once per micro-batch, with or without recompute.
+    """Whether routing counts this forward pass: True exactly once per micro-batch, with or without recompute.
 
     Under torch.compile, every pass with gradients counts, because compiled layers cannot detect recompute.
     """
@@ -28,7 +28,7 @@ def is_counted_forward() -> bool:
 
 
 class RoutingReplay:
-    """Decisions of one router: one [T, K] tensor per forward pass, in order.
+    """Decisions of one router: for each forward pass in order, a [T, K] tensor of chosen experts.
 
     A replay still computes the weights from the scores of the current pass, so that gradients reach the
     router.
@@ -44,7 +44,7 @@ class RoutingReplay:
         self._to_recompute: deque[Tensor] = deque()
 
     def apply(self, expert_TK: Tensor, *, training: bool) -> Tensor:
-        """The experts to use: the router's own choice or, in a replay, the recorded one."""
+        """The experts to use: the router's choice `expert_TK` or, in a replay, the recorded choice."""
         # A recomputation reuses the decision of its forward pass. In Megatron's schedules, backward passes
         # have the order of the forward passes.
         if in_backward() and self._to_recompute:
@@ -59,7 +59,7 @@ class RoutingReplay:
             chosen_TK = self.decisions[self._next].to(expert_TK.device)
             self._next += 1
             if chosen_TK.shape != expert_TK.shape:
-                rule = f"pass {self._next} recorded {tuple(chosen_TK.shape)} tokens and experts"
+                rule = f"the recorded decision of pass {self._next} has shape {tuple(chosen_TK.shape)}"
                 fix = "replay the same micro-batches"
                 raise ValueError(f"routing replay={tuple(expert_TK.shape)}: {rule}. Fix: {fix}.")
         if training:

@@ -38,18 +38,18 @@ class Router(nn.Module):
     the bias.
 
     Args:
-        microbatch_group: ranks that hold the micro-batch's other tokens; Sinkhorn balances over these ranks.
+        microbatch_group: ranks that share a micro-batch's tokens; Sinkhorn balances over all these ranks.
 
     Attributes:
         weight: [E, D]; here and below, E includes null experts.
         bias: [E], added to the logits, or None.
         expert_bias: [E], fp32, if configured.
         l1_factor: fp32 scalar that multiplies the coefficient of the loss `l1`; only with ReLU scores.
-        slots_and_tokens: [2], int64, counts of the current global batch; only with ReLU scores.
-        gap_counts: [E, B], int64, counts of the current global batch; only for quantile balancing.
+        slots_and_tokens: [2], int64, slots and tokens of the current global batch; only with ReLU scores.
+        gap_counts: [E, B], int64, B-bin histograms of the current global batch; only for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, initially zero.
         replay: RoutingReplay that records or replays decisions, or None.
-        needs_scores: whether scores and logits are needed, not only their sums; if True, no kernel can route.
+        needs_scores: whether losses need scores and logits, not only sums; if True, no kernel can route.
     """
 
     bias: nn.Parameter | None
@@ -112,7 +112,7 @@ class Router(nn.Module):
         return _LinearIn.apply(x_TD, self.weight, dtype)
 
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
-        """Routes tokens by their logits; `valid_T` (bool): True for tokens that are not padding; None: all.
+        """Routes tokens by their logits; `valid_T` (bool) is False for padding; None: no padding.
 
         A subclass may override this method and return `RoutingDecision.of(...)`. `forward` counts the
         decision's slots for the expert bias (rule `sign`) and the losses.
@@ -160,7 +160,7 @@ class Router(nn.Module):
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert [E] as the losses do: experts are chosen by score alone."""
+        """Counts a micro-batch's slots per expert [E], choosing experts by score alone, as the losses do."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
@@ -170,14 +170,14 @@ class Router(nn.Module):
 
         Args:
             group: all (data, context and tensor parallel) ranks that route tokens to these experts.
-            kinds: kinds of rules to update (default: all; Megatron itself updates SignBias).
+            kinds: classes of rules to update (default: all); Megatron programs update SignBias themselves.
         """
         for rule in self.rules:
             if isinstance(rule, kinds or BalanceRule):
                 rule.end_of_batch(self, group)
 
     def counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor | None:
-        """The slots that a token uses, including those of null experts, bool [T, K]; None: all."""
+        """Whether each slot is used, bool [T, K], including slots of null experts; None: all are used."""
         if SCORES[self.config.score].uses_positive:
             return scores_TE > 0
         if self.config.top_p < 1:
@@ -280,7 +280,7 @@ def bf16_grads(
 
 
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
-    """Why kernels/topk.py cannot route with this config, or "". `needs_scores`: see Router."""
+    """The reason why kernels/topk.py cannot route with this config, or "". `needs_scores`: see Router."""
     by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
     problems = {
         f"the router kernel supports only top-k, not {config.assignment}": config.assignment != "topk",

@@ -1,13 +1,14 @@
 """Activation memory of a micro-batch, tensor by tensor. No torch.
 
-Bytes per token, with hidden size h, channels q, k and v of all query, key and value heads, MLP width f, a
-heads, sequence length s, w bytes per number in the compute type (2 or 4), and tensor-parallel size t. Each
-tensor is counted once, at the last operation that reads it:
+The table lists bytes per token. h is the hidden size; q, k and v are the channels of all query, key and value
+heads; a is the number of heads, s the sequence length, f the width of an MLP or expert, E the number of
+experts, K the experts per token, V the vocabulary size, w the bytes per number in the compute type (2 or 4),
+and t the tensor-parallel size. Each tensor is counted once, at the last operation that reads it:
 
     norm             w*h input, 4 of statistics; on CPUs 8*h: PyTorch's RMSNorm keeps fp32 input and output
     QKV projection   w*h input
     attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused w*a*s/t scores after softmax instead
-    projection       w*q/t input, a transposed copy of the result (neither on CPUs nor unfused)
+    projection       w*q/t input; also a transposed copy of the result, except on CPUs and if unfused
     norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t unfused
     MoE, per token   w*h input, 4*E scores, K*(8+4) choice and weights
     MoE, per row     w*h row, 2*w*f, and w*f after the activation, which applies the router's weight, so the
@@ -15,8 +16,9 @@ tensor is counted once, at the last operation that reads it:
     latent size l    w*h and w*l inputs of the projections down and up, another w*l if the experts gather
                      their rows themselves; rows are w*l instead of w*h
     loss             4*V/t probabilities in fp32, and w*V/t logits during the loss; CROSS_ENTROPY=triton:
-                     w*V/t logits, and another w*V/t for their gradient during the loss; =linear: w*h gradient
-                     instead of the input, and 4*h*V/t (not per token) for the weight's gradient
+                     w*V/t logits, and another w*V/t for their gradient during the loss;
+                     CROSS_ENTROPY=linear: w*h gradient instead of the input, and 4*h*V/t (not per
+                     token) for the weight's gradient
 
 With FP8, the input of a product is kept in FP8, one byte per number. The experts' grouped GEMM has no weights
 of its own (`grouped_gemm._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
@@ -24,8 +26,9 @@ columns, for each micro-batch: 2 bytes per weight. This size has not been valida
 
 The unfused case without dropout, sequence parallelism or gates is from Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout). With sequence parallelism (section 4.2.2),
-terms above without t are also divided by t. We add gates, grouped queries, experts and kernels. Checked
-against the tensors that autograd saves on a CPU, and the peak memory of four GPU runs.
+terms above without t are also divided by t. The terms for gates, grouped queries, experts and kernels are
+ours. The sums were checked against the tensors that autograd saves on a CPU, and against the peak memory of
+four GPU runs.
 """
 
 from dataclasses import dataclass
@@ -57,9 +60,9 @@ class Activations:
     moved_moe: Parts  # the same for an MoE layer; modules in the order in which they run
 
     def in_transit(self, num_dense: int, num_moe: int) -> tuple[float, float]:
-        """Returns the offloaded bytes on the device: during backward of a chunk's last layers (minus the
-        bytes these layers have freed), and at the start of backward. During backward, the device holds the
-        offloaded tensors of two consecutive modules. Layers with dense MLPs come first.
+        """Returns how many offloaded bytes are on the device at two times: during backward of a chunk's last
+        layers (minus the bytes that these layers have freed), and at the start of backward. During backward,
+        the device holds the offloaded tensors of two consecutive modules. Layers with dense MLPs come first.
         """
         kinds = ((num_dense, self.moved_dense, self.dense_parts), (num_moe, self.moved_moe, self.moe_parts))
         stack = [kind for number, *kind in kinds for _ in range(min(2, number)) if kind[0]]
@@ -74,7 +77,7 @@ class Activations:
 
 
 def activations_of(job: PlannedJob, hardware: Hardware, imbalance: float = 1.0) -> Activations:
-    """Returns a micro-batch's activations. `imbalance`: a rank's rows / its fair share, if dropless."""
+    """Returns a micro-batch's activations. `imbalance`: a dropless rank's rows relative to its fair share."""
     return _Account(job, hardware, imbalance).activations()
 
 
@@ -84,7 +87,7 @@ def width_of(job: PlannedJob) -> int:
 
 
 class _Account:
-    """Sums up the tensors. Layers use `_all_tokens` in their matrix products and `_tokens` elsewhere."""
+    """Sums up tensor sizes. Layers use `_all_tokens` in their matrix products and `_tokens` elsewhere."""
 
     def __init__(self, job: PlannedJob, hardware: Hardware, imbalance: float):
         config, on_cpu = job.config, hardware.is_cpu
@@ -303,7 +306,7 @@ class _Account:
 
     @cached_property
     def _windowed(self) -> float:
-        """Share of the layers that gather only the ends of blocks."""
+        """Share of the layers that gather only the ends of key and value blocks, as their window is short."""
         config = self._config
         fits = config.sliding_window <= config.seq_len / (2 * config.cp) + 1 and not config.document_mask
         return fits * sum(config.window_layers) / config.num_layers
@@ -372,7 +375,7 @@ class _Account:
 
     @cached_property
     def _rows(self) -> float:
-        """Number of rows that a rank's experts compute, out of the slots sent by all ranks."""
+        """Number of rows that a rank's experts compute; they come from the slots that all ranks send."""
         config, factor = self._config, self._config.expert_capacity_factor
         if factor is not None and config.pad_to_capacity:
             return padded_slots(config, self._tokens)

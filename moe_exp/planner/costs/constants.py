@@ -9,8 +9,9 @@ from typing import Any
 
 
 def free(prior: float, spread: float, meaning: str) -> Any:
-    """Returns a dataclass field with a positive expected value, the standard deviation of the value's
-    logarithm (0.1 if the value is known to within about 10%), and a description with the unit.
+    """Returns a dataclass field for a fitted constant. `prior`: its expected value, above 0; `spread`: the
+    standard deviation of its logarithm (0.1 if it is known to within about 10%); `meaning`: a description
+    with the unit.
     """
     return field(default=prior, metadata={"prior": prior, "spread": spread, "meaning": meaning})
 

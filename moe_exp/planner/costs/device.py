@@ -28,7 +28,7 @@ RECIPIENTS: dict[str, Literal["experts", "ranks", "all"] | None] = {
 
 @cache
 def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
-    """Returns the number of output elements, counting a full tile for each idle SM in the last wave."""
+    """Returns the number of output elements; each idle SM in the last wave counts as a full tile."""
     least = math.inf
     # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
     for height, width in ((128, 256), (256, 128)):
@@ -110,7 +110,7 @@ class Device:
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Memory traffic time for `num_bytes` per element (of a 2-byte dtype) in forward and backward."""
+        """Returns the time to move `num_bytes` (forward, backward) per element of a 2-byte dtype."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
@@ -152,7 +152,7 @@ class Group:
         return sent / (self.bytes_per_second * share) + self.latency_seconds
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach (`older`: value up to Ampere)."""
+        """Returns the share of `bytes_per_second` that rings reach; devices up to Ampere reach `older`."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share
@@ -163,7 +163,7 @@ class Group:
 
     def all_to_all(self, num_bytes: float, share: float, *, to_nodes: float | None = None) -> float:
         """Returns the seconds of an all-to-all in which each rank splits `num_bytes` equally among all ranks.
-        `to_nodes`: total bytes sent to all nodes, if data needed by several ranks of a node are sent once.
+        `to_nodes`: total bytes sent to all nodes, if a node receives data for several ranks only once.
         """
         if self.size == 1:
             return 0.0
@@ -223,7 +223,7 @@ def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> fl
 
 
 def places_of_token(config: Config, num_places: float) -> float:
-    """Returns how many of N nodes or ranks have a token's experts: at most N * (1 - (1 - 1/N)^TOPK)."""
+    """Returns on how many of N nodes or ranks a token has experts: at most N * (1 - (1 - 1/N)^TOPK)."""
     places = num_places * (1 - (1 - 1 / num_places) ** config.experts_per_token)
     if config.num_router_groups:
         places = min(places, config.router_group_topk * max(1.0, num_places / config.num_router_groups))

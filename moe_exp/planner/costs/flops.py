@@ -12,15 +12,16 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     """Returns the model FLOPs of an iteration, forward and backward, over all ranks, for TFLOP/s and MFU.
 
     The formula of Megatron-LM's `num_floating_point_operations` since 2025, with B samples of S tokens, L
-    layers, width h, n heads of size d in g groups, and vocabulary size V:
+    layers of width h, n heads of size d in g groups, topk experts (1 if dense) of width ffn, and V tokens in
+    the vocabulary:
 
         12*B*S*L*h^2 * ((1 + g/n + S/(2*h)) * n*d/h + topk*ffn/(2*h) * (3 if gated, else 2) + V/(2*L*h))
 
     A multiply-add is two operations, and backward costs twice as much as forward: 6 FLOPs per weight
-    that a token uses. Of the S^2 scores, only the half below the causal mask counts; until late 2024,
-    Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in the bracket is
-    DOCUMENT_TOKENS; with SLIDING_WINDOW, `attended_tokens`. With MOE_LATENT_SIZE=l, topk*ffn is multiplied by
-    l/h, and the two projections of an MoE layer add 4*h*l in forward. ATTENTION_GATE adds 2*h*n*d. Each of
+    that a token uses. Of the S^2 attention scores, only the half below the causal mask counts; until late
+    2024, Megatron-LM counted all of them (S/h instead of S/(2*h)). In S/(2*h), S is DOCUMENT_TOKENS with
+    DOCUMENT_MASK, and `attended_tokens` with SLIDING_WINDOW. With MOE_LATENT_SIZE=l, topk*ffn is multiplied
+    by l/h, and the two projections of an MoE layer add 4*h*l in forward. ATTENTION_GATE adds 2*h*n*d. Each of
     the MTP_NUM_LAYERS counts as a layer, an output layer, and a projection (4*h^2 in forward). Norms,
     softmax, router and recompute are not counted; Megatron-LM counts the norms of latent attention.
 
@@ -53,11 +54,12 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
 
 def attended_tokens(config: Config, tile: int = 0) -> float:
-    """Returns keys per query before causal masking, twice what a query sees on average: the sample length, or
-    the document length with DOCUMENT_MASK; averaged over layers with and without SLIDING_WINDOW.
+    """Returns the keys per query before causal masking, twice the keys that a query sees on average: without
+    a window, this is the sample length (with DOCUMENT_MASK, the document length). The result is the mean over
+    layers with and without SLIDING_WINDOW.
 
     Args:
-        tile: queries that a kernel processes at once; each reads all keys in any of their windows.
+        tile: queries that a kernel processes at once; each reads all keys that any of them needs.
     """
     in_document = config.document_mask and config.document_tokens
     length = min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len

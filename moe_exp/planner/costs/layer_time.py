@@ -198,7 +198,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Forward and backward costs of a micro-batch on one rank, for part of a layer or the output layer."""
+    """Costs of one component (of a layer or output layer) in forward and backward of a rank's micro-batch."""
 
     name: str
     flops: float  # a multiply-add counts as two

@@ -159,8 +159,8 @@ def expected_imbalance(config: Config, spread: float) -> float:
 
 
 def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float]:
-    """Returns the number of micro-batches whose activations each stage keeps at once; a model chunk counts as
-    a fraction of a micro-batch.
+    """Returns the number of micro-batches whose activations each stage keeps at once; one of v model chunks
+    counts as 1/v of a micro-batch.
 
     With 1F1B (Narayanan et al. 2021, arXiv:2104.04473), a stage keeps one micro-batch for itself and one for
     each later stage. With the interleaved schedule of v chunks on each of p ranks, Megatron runs
@@ -176,8 +176,9 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
 def _bytes_per_parameter(
     job: PlannedJob, constants: MemoryConstants, hardware: Hardware
 ) -> tuple[float, float, float, float, float]:
-    """Returns the bytes per parameter of a rank: weights, gradients, (sharded) optimizer state of dense and
-    of expert parameters, and extra state of the embedding and output layer.
+    """Returns five numbers of bytes per parameter of a rank: for weights, gradients, (sharded) optimizer
+    state of dense parameters, the same of expert parameters, and extra state of the embedding and output
+    layer.
     """
     config, engine = job.config, job.engine
     if job.of_deepspeed:

@@ -67,7 +67,7 @@ def count_parameters(config: Config) -> ParameterCount:
 
 
 def rank_parameters(config: Config, pp_rank: int = 0) -> RankParameters:
-    """Counts the parameters of each rank in a pipeline stage; they are the same for all its ranks."""
+    """Counts the parameters of one rank in a pipeline stage; all ranks of a stage have equally many."""
     return parameters_of_stages(config, config.stage_layers)[pp_rank]
 
 
@@ -77,7 +77,7 @@ def parameters_of_stages(
     """Counts the parameters per rank for each pipeline stage.
 
     PP is the length of `stage_layers` (a stage may have no layers); TP, EP, ETP and VPP come from the
-    config. `learned_positions`: the embedding has a row per position, replicated over tensor-parallel ranks.
+    config. `learned_positions`: adds an embedding row per position, replicated over tensor-parallel ranks.
     """
     num_moe_before = list(accumulate(config.moe_layers, initial=0))
     dense_layer, moe_layer, mtp, windowed = _layers(config, config.tp, config.etp)
@@ -109,7 +109,7 @@ def parameters_of_stages(
 
 
 def tables_of_stages(config: Config, num_stages: int) -> list[int]:
-    """Counts a rank's embedding and output parameters per stage; tied weights on a stage count once.
+    """Counts a rank's embedding and output parameters per stage; tied weights on the same stage count once.
 
     Multi-token prediction needs a copy of the embedding on the last stage.
     """
@@ -141,10 +141,10 @@ def optimizer_state_bytes(config: Config, hardware: Hardware | None = None) -> f
         muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
     fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto means remainder if the
-    AdamW kernel runs. 8-bit moments have an fp32 scale per block of 256 values (Dettmers et al. 2022,
-    arXiv:2110.02861, section 2; the block size of bitsandbytes). Muon keeps one moment for matrices; the
+    AdamW kernel runs. 8-bit moments have an fp32 scale per block of 256 values, the block size of
+    bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861, section 2). Muon keeps one moment for matrices; the
     embedding and output layer use Adam and need `embedding_moment_bytes` more per parameter. Norms and
-    routers are small, so they are counted as matrices. EMA_DECAY adds 4 for the average of the weights.
+    routers are small, so they are counted as matrices. EMA_DECAY adds 4 bytes for the average of the weights.
     """
     if config.offload_optimizer and not (hardware and hardware.is_cpu):
         return 0.0
@@ -205,8 +205,8 @@ _SPLIT = (
 
 
 def _layers(config: Config, tp: int = 1, etp: int = 1) -> list[RankParameters]:
-    """Parameters per rank, with all routed experts, of a dense layer, an MoE layer, a layer for multi-token
-    prediction, and a dense layer with SLIDING_WINDOW.
+    """Returns the parameters per rank of a dense layer, an MoE layer, a layer for multi-token prediction, and
+    a dense layer with SLIDING_WINDOW. All routed experts are counted, as with EP=1.
     """
     # norms over all heads are split like the heads
     scopes = {"head": _SPLIT, "rotated": _SPLIT, "all": rf"{_SPLIT}|[qk]_layernorm\.weight$"}

@@ -1,4 +1,4 @@
-"""Matrix products of a job, and the expert backend and loss that compute them. No torch."""
+"""Matrix products of a job, and the implementations of the experts and of the loss. No torch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def fp8_parts(config: Config) -> tuple[bool, bool]:
 
 
 def fp8_kept(config: Config) -> tuple[bool, bool]:
-    """Returns whether experts and whether other layers keep FP8 tensors (our kernels keep bf16)."""
+    """Returns whether the experts, and whether the other layers, keep FP8 tensors (our kernels keep bf16)."""
     return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
 def planned_backend(config: Config, hardware: Hardware) -> str:
     """Returns EXPERT_BACKEND or, for `auto`, the choice of `grouped_gemm.choose_backend`. The result `auto`
-    means any GPU backend except triton, as all others need the same memory.
+    means any GPU backend except triton; these all need the same memory.
     """
     backend = priced(config, "expert_backend", {name: name for name in PRICED_BACKENDS})
     if backend != "auto":
@@ -144,7 +144,7 @@ def hidden_bytes(config: Config) -> float:
 
 
 def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float:
-    """Returns a rank's share of a micro-batch's `tokens` outside a layer's tensor-parallel products."""
+    """Returns how many of a micro-batch's `tokens` a rank processes outside tensor-parallel products."""
     return tokens / config.tp if sequence_parallel else tokens
 
 
@@ -170,7 +170,7 @@ def padded_slots(config: Config, tokens: float) -> float:
     """Returns the rows that a rank's experts compute with PAD_TO_CAPACITY, if each rank has `tokens` tokens.
 
     Each rank pads the rows of each expert to the capacity of its tokens (layers/moe_layer.py). With TP or
-    CP, a rank that keeps more than its share sends more rows; these are not counted here.
+    CP, a rank that keeps more slots than its share sends more rows; the extra rows are not counted here.
     """
     share = tokens * config.topk / config.num_experts
     capacity = max(config.min_capacity, math.ceil(share * (config.expert_capacity_factor or 1.0)))

@@ -1,7 +1,7 @@
 """Time lost to checkpoints, failures and evaluation, and disk space of checkpoints. No torch.
 
 With a random failure every M seconds on average and d seconds per save, a save interval of t seconds loses
-(t + d) / 2 per failure and d per save. The best interval:
+(t + d) / 2 per failure and d per save. The best interval is:
 
     Young 1974 (A first order approximation to the optimum checkpoint interval, CACM 17(9)):
         t = sqrt(2 d M)
@@ -11,8 +11,8 @@ With a random failure every M seconds on average and d seconds per save, a save 
 
 The cost of an interval t follows from Daly's model (equation 20), in which saves and restarts can fail:
 
-    T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: from a failure to the
-                                                   next iteration
+    T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: seconds from a failure
+                                                   to the next iteration
 """
 
 import math
@@ -162,7 +162,7 @@ def _num_saves(config: Config, iteration: int) -> int:
 def keep_last_that_fits(
     config: Config, free_bytes: int, *, iteration: int = 0, there: Sequence[int] = ()
 ) -> int:
-    """Returns the largest KEEP_LAST that fits in `free_bytes`, or 0 if none does."""
+    """Returns the largest KEEP_LAST whose checkpoints fit in `free_bytes`; 0 if not even one does."""
 
     def needed_bytes(number: int) -> int:
         tried = config.model_copy(update={"keep_last": number, "keep_every": 0, "keep_best": 0})

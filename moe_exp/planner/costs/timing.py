@@ -52,7 +52,7 @@ class IterationTime:
 
     @property
     def bound(self) -> str:
-        """Largest component other than compute if it exceeds a tenth of the total time, else compute."""
+        """Largest component other than `compute`; `compute` if no other exceeds a tenth of the total time."""
         others = {name: seconds for name, seconds in self.parts().items() if name != "compute"}
         name = max(others, key=others.__getitem__)
         return name if others[name] > self.total / 10 else "compute"
@@ -103,7 +103,7 @@ class StagePass:
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
-    """Returns each stage's passes. Half of the collectives are in forward; a third with recompute."""
+    """Returns each stage's passes. Forward has half of the collectives, or a third of them with recompute."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, parts = layer_times(job, device), _parts_of_stages(job, device)
     found = []
@@ -236,7 +236,7 @@ def _layer(
 def _data_parallel(
     job: PlannedJob, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
 ) -> float:
-    """Returns the seconds to reduce gradients and gather parameters, minus `hidden` (overlapped) seconds."""
+    """Returns the seconds to reduce gradients and gather parameters, minus `hidden` seconds of overlap."""
     config, engine = job.config, job.engine
     gradient = 4 if job.precision in ("bf16_fp32grad", "fp32") else 2
     weight = 4 if job.precision == "fp32" else 2
@@ -264,8 +264,8 @@ def _muon_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants)
     """Returns the seconds of Muon's products on the slowest stage; 0 for other optimizers.
 
     Muon orthogonalizes each [r, c] matrix x, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`):
-    s = x x^T, s^2, and (b s + c s^2) x. The steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole
-    matrix, even with TP. Ranks that hold the same matrices divide the work.
+    s = x x^T, s^2, and (b s + c s^2) x with fixed coefficients b and c. The steps take 5 * (4*r^2*c + 2*r^3)
+    FLOPs in fp32 on the whole matrix, even with TP. Ranks that hold the same matrices divide the work.
     """
     config = job.config
     if config.optimizer != "muon":

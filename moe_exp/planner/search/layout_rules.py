@@ -2,7 +2,8 @@
 
 A layout is a Config whose layout settings are set, so the rules of training apply. `Config.problems` is
 checked level by level (tensor and context parallelism, pipeline, experts, micro-batch), with sizes of later
-levels set to 1. A rejection excludes all layouts below it, so hundreds of checks cover millions of layouts.
+levels set to 1. A rejection at one level excludes all layouts of the later levels, so hundreds of checks
+cover millions of layouts.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Family:
 
 
 def with_layout(config: Config, **layout: Any) -> Config:
-    """Returns the settings with this layout; omitted layout settings become 1, none or 0."""
+    """Returns `config` with this layout; layout settings that are not given become 1, none or 0."""
     return config.model_copy(update=_ONE | layout)
 
 
@@ -172,7 +173,7 @@ def _over_nodes(config: Config) -> Iterator[str]:
 
 
 def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Yields valid layouts in `space`; counts invalid ones in `rejected`. Requires no `model_problems`."""
+    """Yields valid layouts in `space`; counts invalid ones in `rejected`. First check `model_problems`."""
     for tp, cp in product(space.tp, space.cp):
         leaves = len(space.ep) * len(space.etps(tp)) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
         splits = {pp: space.stages or stage_splits(config, pp) for pp in space.pp}
@@ -200,7 +201,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns the reason for the first layout problem; `fallback` for other problems; '' if none."""
+    """Returns the reason for the first layout problem, else `fallback`, or '' without any problem."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 

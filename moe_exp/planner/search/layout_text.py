@@ -126,7 +126,8 @@ def exported_settings(
     that differ from the preset's `defaults`. Node and host settings such as NODE_RANK are omitted.
 
     With `overrides` (for environment variables), unused layout settings are included as empty values to
-    override an earlier layout. ValueError if the preset sets one, as empty values cannot override it.
+    override an earlier layout. ValueError if the preset sets an unused layout setting, as an empty value
+    cannot override it.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.

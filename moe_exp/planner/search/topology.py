@@ -1,4 +1,4 @@
-"""Finds the fastest layout of a model on given GPUs, and explains why others are slower or invalid. No torch.
+"""Finds the fastest layout of a model on given GPUs, and why other layouts are slower or invalid. No torch.
 
 Memory grows with the micro-batch size and model chunks, and shrinks with recompute. For each choice of
 parallel sizes, the search therefore tries increasing micro-batch sizes with as little recompute as fits.
@@ -186,13 +186,13 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """Returns the settings that determine the layer time without recompute, a lower bound."""
+    """Returns the settings that determine the layer time without recompute, which is the shortest."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Comparison of the requested settings with the best layout, or why the settings are rejected."""
+    """Comparison of the requested settings with the best layout, or the reasons why they are rejected."""
 
     wanted: Mapping[str, Any]  # requested layout settings
     candidate: Candidate | None  # fastest valid layout with them, if any

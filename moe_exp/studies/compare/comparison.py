@@ -130,19 +130,24 @@ class Comparison:
         write_json(self.folder / "compare.json", {**options, "variants": entries})
 
     def compare_with_before(self) -> None:
-        """Raises ConfigError if the settings of earlier runs differ. Must be called before `paced`."""
+        """Raises ConfigError if earlier runs had other settings. Must be called before `paced`."""
         if not (kept := self._kept()):
             return
         fix = "restore the old value, or use another RUN_NAME"
         problems = [
-            problem(name, value, f"{self.folder} was started with {kept.get(name)}", fix)
+            problem(name, value, f"must not change; {self.folder} was started with {kept.get(name)}", fix)
             for name, value in (("match", self.options.match), ("seconds", self.options.seconds))
             if kept.get(name) != value
         ]
         for variant in self.variants:
             before = kept["variants"].get(variant.name, {}).get("settings", {})
             problems += [
-                problem(name, value, f"{self.folder} contains {variant.name} with {before[name]}", fix)
+                problem(
+                    name,
+                    value,
+                    f"must not change; {self.folder} contains {variant.name} with {before[name]}",
+                    fix,
+                )
                 for name, value in variant.compared.items()
                 if name in before and before[name] != value
             ]
@@ -180,7 +185,7 @@ class Ended:
 
     @property
     def validated_loss(self) -> float | None:
-        """Validation loss after the last iteration (nats per token); None if it was not measured there."""
+        """Validation loss after the last iteration, in nats per token; None if not measured at that time."""
         table = self.recorded.valid
         if not len(table["iteration"]) or table["iteration"][-1] < self.run.config.train_iters:
             return None

@@ -20,7 +20,7 @@ _MOST_COLUMNS = 6  # up to this number, variants are columns, else rows
 
 def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, measured: bool) -> str:
     """Describes the variants, their sizes, the size mismatch and the expected duration. `seconds`: seconds
-    per iteration by variant, `measured` or predicted; None if unknown.
+    per iteration by variant (None: unknown); `measured`: whether they were measured, not predicted.
     """
     variants, options = comparison.variants, comparison.options
     config = comparison.reference.config
@@ -71,7 +71,7 @@ def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
-    """Returns the Markdown report: sizes, losses at equal tokens, FLOPs and time, pairs, and failures."""
+    """Returns the Markdown report: sizes; losses at equal tokens, FLOPs or time; compared pairs; failures."""
     by_name = {name: [one for one in ended if one.run.variant == name] for name in comparison.names}
     counts = [Counter(one.status for one in runs) for runs in by_name.values()]
     statuses = [
@@ -115,7 +115,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
-    """Compares pairs of variants per seed; if there are many, only pairs with the reference or dense."""
+    """Compares pairs of variants per seed; if there are many, skips pairs of MoEs without the reference."""
     for (name, earlier), (other, later) in combinations(by_name.items(), 2):
         both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
         if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
@@ -167,7 +167,7 @@ def _mean_text(
 
 
 def half_interval(deviation: float, count: int, degrees: int) -> float:
-    """Half-width of Student's 90% interval for a mean of `count` values with this standard deviation."""
+    """Half-width of Student's 90% interval for a mean of `count` values; `degrees`: degrees of freedom."""
     from scipy.stats import t
 
     return float(t.ppf(0.95, degrees)) * deviation / math.sqrt(count)

@@ -65,7 +65,7 @@ def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = 
 
 
 def _climb(ladder: Ladder, executor: str, sbatch: Sequence[str], left: Sequence[Case]) -> dict[str, str]:
-    """Performs the runs in `left`; returns the reasons of failures by run name."""
+    """Performs the runs in `left`; returns why runs failed, by run name."""
     reasons: dict[str, str] = {}
     done, flops_done, started = 0, 0.0, time.monotonic()
     flops_of_all = sum(compute_of(run.config) for run in left)

@@ -40,7 +40,7 @@ RULE = (
 
 @dataclass(frozen=True)
 class Definition:
-    """Models and sizes of a ladder; also the fields of its YAML file."""
+    """Models and sizes of a ladder; a ladder's YAML file has the same fields."""
 
     name: str = ""  # part of the default RUN_NAME (default: the file's name)
     about: str = ""  # the claim that the ladder tests, and its source
@@ -55,7 +55,7 @@ class Definition:
 
     @classmethod
     def read(cls, name: str) -> Definition:
-        """Reads a definition shipped with the package, by name, or a YAML file; ConfigError if invalid."""
+        """Reads a YAML file, or a definition of the package by its name; ConfigError if invalid."""
         own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
         path = own.get(name, Path(name))
         if not path.is_file():

@@ -1,9 +1,10 @@
 """Scaling laws L(C) = E + A C^-alpha of several variants, and effective speedups, with intervals. No torch.
 
-E is the irreducible loss. Models that grow with compute C share E, because they are trained on the same data;
-models of constant size have their own, higher E. The form, with C as its only variable, is from Hoffmann
-et al. 2022 (arXiv:2203.15556, section 3.3). The effective speedup of a variant is the compute that the
-baseline needs to reach the variant's loss, divided by the variant's compute. scipy is imported in functions.
+L is the loss, C the compute and E the irreducible loss. Models that grow with C share E, because they are
+trained on the same data; models of constant size have their own, higher E. The form, with C as its only
+variable, is from Hoffmann et al. 2022 (arXiv:2203.15556, section 3.3). The effective speedup of a variant is
+the compute that the baseline needs to reach the variant's loss, divided by the variant's compute. Only
+functions import scipy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Law:
-    """L(C) = asymptote + coefficient * C^-exponent, in nats per token, C in FLOPs."""
+    """L(C) = asymptote + coefficient * C^-exponent; L in nats per token, C in FLOPs."""
 
     asymptote: float
     coefficient: float
@@ -118,8 +119,8 @@ def fit_laws(
 ) -> Fit:  # fmt: skip
     """Fits the laws by least squares, jointly if they share E; ValueError if `fit_problem` finds a problem.
 
-    Each bootstrap draw adds noise to the mean of each rung (see `Noise`); there are no draws if each has a
-    single seed. `asymptote`: E in nats per token; None: E is fitted.
+    Each bootstrap draw adds noise to the mean of each rung (see `Noise`); there are no draws if no
+    rung has several seeds. `asymptote`: E in nats per token; None: E is fitted.
     """
     if problem := fit_problem(variants, asymptote):
         raise ValueError(problem)
@@ -173,7 +174,7 @@ def _fit_means(
     compute: Mapping[str, Floats], means: Mapping[str, Floats], asymptote: float | None,
     start: Mapping[str, Law] | None,
 ) -> dict[str, Law]:  # fmt: skip
-    """Returns the best fit from several initial guesses of E, or the fit from `start`."""
+    """Returns the best of the fits from several initial guesses of E, or the fit from `start`, if given."""
     from scipy.optimize import least_squares
 
     names = list(means)
@@ -233,7 +234,7 @@ def _fit_means(
 
 
 def estimate(value: float, draws: Sequence[float], covered: float = COVERED) -> Estimate:
-    """Returns the value with its percentile interval over the draws, which may be infinite."""
+    """Returns `value` with the interval that covers the share `covered` of `draws`; draws may be infinite."""
     if not draws:
         return Estimate(value)
     tail = 100 * (1 - covered) / 2
@@ -254,7 +255,7 @@ class Speedup:
 
 
 def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str, *, seed: int = 1) -> Speedup:
-    """Returns per rung the ratio of baseline to variant compute at the variant's mean loss."""
+    """Returns the speedup of a variant per rung: the ratio of baseline to variant compute at equal loss."""
     points, means = variants[name], variants[name].means
     noise, generator = Noise.of(variants), np.random.default_rng(seed)
     values = _ratios(fit.laws[baseline], points.compute, means)

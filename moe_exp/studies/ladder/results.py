@@ -111,7 +111,7 @@ def prediction_file(ladder: Ladder) -> Path:
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts the last rung's losses unless that rung has started; returns why there is none, or ""."""
+    """Predicts losses of the last rung unless it has started; returns why no prediction exists, or ""."""
     # After a rung has started, its losses could no longer be called predicted.
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
         if read_prediction(ladder):
@@ -288,7 +288,7 @@ def page(ladder: Ladder, results: Results) -> str:
 
 
 def draw(ladder: Ladder, results: Results) -> str:
-    """Draws the loss minus its asymptote, and the effective speedup, over compute (log-log); returns SVG."""
+    """Plots loss minus asymptote, and effective speedup, against compute (log-log axes); returns SVG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")

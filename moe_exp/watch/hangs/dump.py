@@ -1,4 +1,4 @@
-"""Dumps stacks of this node's ranks with py-spy, else faulthandler in the rank, else facts from /proc.
+"""Dumps stacks of this node's ranks with py-spy or, if it fails, faulthandler; else only facts from /proc.
 
 py-spy reads the memory of a running or stopped process without stopping it. In a hang, py-spy runs again to
 read C frames, which stops the process for about a second. faulthandler writes stacks on a signal, even while
@@ -51,7 +51,7 @@ def ranks_of_node(local: Path) -> dict[int, int]:
 
 
 def nccl_environment(local: Path) -> dict[str, str]:
-    """Environment that makes NCCL's flight recorder dump when a pipe receives a byte; empty without GPUs."""
+    """Variables that let NCCL's flight recorder write a dump when a pipe gets a byte; empty without GPUs."""
     if not count_gpus():
         return {}
     size, file = "2000", str(local / _NCCL_PREFIX)
@@ -191,7 +191,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`last`: the last collective of each process group, with its number; `entries`: the latest entries."""
+    """`last`: last collective of each process group with its number; `entries`: last entries of `record`."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

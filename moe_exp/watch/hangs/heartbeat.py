@@ -57,12 +57,12 @@ class Heartbeat:
 
 
 def rank_file(folder: Path, rank: int, ending: str) -> Path:
-    """Path of a rank's file, such as its `beat`, `stacks` (by faulthandler), or request `pipe`."""
+    """Path of a rank's file by `ending`: `beat`, `stacks` (from faulthandler), `pipe` (for requests), ..."""
     return folder / f"rank_{rank:05d}.{ending}"
 
 
 def standby_file(folder: Path, pid: int) -> Path:
-    """Path of the file that exists while process `pid` is on standby; `pid` has a rank's environment."""
+    """Path of the file that exists while process `pid` is on standby and thus not yet a rank."""
     return folder / f"standby_{pid}"
 
 
@@ -163,7 +163,7 @@ def begin(iteration: int, num_microbatches: int) -> None:
 
 @contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Reports `phase` until the block ends, even if it enters other phases; also usable as a decorator."""
+    """Reports `phase` until the block ends, even if code in it enters other phases; also a decorator."""
     global _outer
     if _heart is None:
         yield
@@ -179,7 +179,7 @@ def during(phase: str) -> Iterator[None]:
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
-    """Writes torch's flight recorder dump, or {}, for each byte in the pipe; blocks in C code."""
+    """Writes torch's flight recorder dump, or {} without one, for each byte in the pipe; waits in C."""
     # read and write: as a mere reader, `read` would return at once after the other side has closed
     pipe = os.open(rank_file(folder, rank, "pipe"), os.O_RDWR)
     path = rank_file(folder, rank, "collectives.json")

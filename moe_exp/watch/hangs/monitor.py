@@ -132,7 +132,7 @@ class HangWatch:
         return self._hung_at < math.inf
 
     def _begin(self, work: Callable[[], object]) -> None:
-        """Runs `work` in a thread; the job continues even if the disk fails."""
+        """Runs `work` in a thread; its errors, such as a full disk, do not end the job."""
 
         def reported() -> None:
             try:
@@ -214,7 +214,7 @@ class HangWatch:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes this node's stacks; in a hang, awaits the verdict, applies it and returns it (or None)."""
+        """Writes this node's stacks; for a hang, applies and returns the verdict (None: not received)."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         # the requesting launcher decides for all nodes, since it reads the answers of all
@@ -285,7 +285,7 @@ class HangWatch:
         return True
 
     def _named_by_another(self) -> Request | None:
-        """Another node's request for the same hang, or None; node 0 never waits for one."""
+        """Another node's request for the same hang, or None; node 0 does not wait for such a request."""
         # all nodes detect the hang at about the same time, and their stacks belong in one folder
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:

@@ -60,7 +60,7 @@ class Mail:
         return (self.password, *(base64.b64encode(text.encode()).decode() for text in sent if self.password))
 
     def send(self, subject: str, text: str) -> None:
-        """Sends a message; raises OSError or SMTPException on failure, PartlySent if it reached only some."""
+        """Sends a message; OSError or SMTPException on failure, PartlySent if only some recipients got it."""
         message = EmailMessage()
         message["Subject"], message["From"], message["To"] = _line(subject), self.sender, ", ".join(self.to)
         message["Date"] = formatdate(localtime=True)

@@ -106,7 +106,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
 def _scheduling(
     queue: Queue, memory: Memory, limits: Limits, now: float, jobs: str, at: str
 ) -> dict[str, str]:
-    """Problems of jobs: none queued, one that cannot start, or too long a wait; `at`: the run's progress."""
+    """Problems of a run's jobs: no job is queued, or a job cannot start or waits too long; `at`: progress."""
     found = {}
     if queue.stuck:
         found["never_starts"] = "will not start on its own: " + ", ".join(job.text for job in queue.stuck)
@@ -121,7 +121,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (key to text) of a run without a folder; `jobs`, `missing`: texts on its jobs and folder."""
+    """Problems (key to text) of a run without a folder; `jobs`: its jobs; `missing`: text on its folder."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -143,7 +143,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """Reports a failed latest start, unless a job started later (`begun`); `since`: text on later jobs."""
+    """Reports the latest start if it failed, unless a job began later; `since`: text on later jobs."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure
@@ -312,7 +312,7 @@ class Memory:
     failed_channels: dict[str, str] = field(default_factory=dict)  # why the last message failed
 
     def slurm_silence(self, silent: str, now: float) -> dict[str, str]:
-        """Records whether SLURM responds (`silent`: why not); returns a problem after a long silence."""
+        """Records whether SLURM responds (`silent`: error, or ''); returns a problem after a long silence."""
         self.slurm_silent = (self.slurm_silent or now) if silent else 0.0
         if not silent or now - self.slurm_silent < _SLURM_SILENT_SECONDS:
             return {}
@@ -336,7 +336,7 @@ class Memory:
         return news, {key: known.text for key, known in absent.items() if known.is_open}
 
     def confirm(self, news: Mapping[str, str], over: Mapping[str, str], now: float) -> None:
-        """Records that a message was sent."""
+        """Records that a message about `news` and `over` was sent."""
         for key, text in news.items():
             known = self.problems[key]
             known.reported, known.is_open, known.text = now, not key.startswith(EVENT), text

@@ -52,7 +52,7 @@ class RunView:
 
     @property
     def iteration(self) -> int:
-        """Iteration of the last train record, or of the latest start or end."""
+        """Latest known iteration, from the last train record or the latest start or end."""
         begun = [int(event["iteration"]) for event in self.events if event["event"] in _STARTS]
         known = int(self.train[-1]["iteration"]) if self.train else (begun[-1] if begun else 0)
         has_ended = self.events and self.events[-1]["event"] == "end"  # between two log lines
@@ -110,7 +110,7 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """Average with saves and evaluations; a forward pass is assumed to take a third of an iteration."""
+        """Like `seconds_per_iteration`, plus saves and evaluations (forward pass: a third of that time)."""
         if (pace := self.seconds_per_iteration) is None:
             return None
         evaluate, save = int(self.settings["eval_interval"]), int(self.settings["save_interval"])
@@ -154,7 +154,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """Number of latest consecutive starts at the same iteration without a save in between."""
+        """How many starts in a row, up to the latest, were at the same iteration with no save in between."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -195,7 +195,7 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
 
 
 def within(seconds: float, action: Callable[[], _Result]) -> _Result:
-    """Runs `action` in a thread and returns the result; raises TimeoutError after `seconds` (hung disk)."""
+    """Runs `action` in a thread and returns the result; TimeoutError after `seconds`, if the disk hangs."""
     result: Future[_Result] = Future()
 
     def work() -> None:
@@ -252,13 +252,13 @@ class Disk:
 
     @property
     def full_in_seconds(self) -> float | None:
-        """Time until the disk is full at this rate; None if the disk is not filling up."""
+        """Time until the disk is full at the current fill rate; None if it is not filling up."""
         rate = self.bytes_per_second
         return self.free_bytes / rate if rate and rate > 0 else None
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """Adds a sample to the last day's samples; replaces the newest if the newest two are close in time."""
+    """Last day's samples plus a new one, which replaces the newest if the newest two are close in time."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:

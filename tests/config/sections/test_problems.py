@@ -396,7 +396,7 @@ REFUSED = [
     ),
     (
         "lr_decay_style=linear:90%:101%",
-        "LR_DECAY_STYLE=linear:90%:101%: a piece's target must not exceed 100% of LR",
+        "LR_DECAY_STYLE=linear:90%:101%: the final rate of a piece must not exceed 100% of LR",
     ),
     ("lr_decay_style=constant:80%,linear:200", "LR_DECAY_STYLE=...: piece 2 ends at iteration 200, but the "),
     ("lr_decay_style=constant:20,linear", "...: piece 1 ends at iteration 20, but the warm-up ends at 20"),

@@ -1,8 +1,8 @@
 """Grouped GEMMs in e4m3: multiply each row by its expert's matrix, and compute the gradients of the matrices.
 
-Tensor cores sum 128 products at a time; each sum is multiplied by its scales and accumulated in fp32, as in
-DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), because Hopper's tensor cores keep only about 14 bits of FP8
-sums. Each program computes one tile from all rows of an expert, without atomics, so results are bitwise
+Tensor cores sum 128 products at a time; each sum is multiplied by the scales of its two blocks and added in
+fp32, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). Hopper's tensor cores keep only about 14 bits of
+FP8 sums. Each program computes one tile from all rows of an expert, without atomics, so results are bitwise
 reproducible. Shape suffixes: see `moe_exp.layers`; C counts blocks of 128.
 """
 
@@ -27,7 +27,10 @@ def _matmul_kernel(
     x, x_scale, w, w_scale, y, bias, weights, offsets, num_experts, width, depth, BLOCK: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] @ w[e]^T + weights[r] * bias[e] for rows r of expert e; x [R, I], w [L, O, I], y [R, O]."""
+    """y[r] = x[r] @ w[e]^T + weights[r] * bias[e], where e is the expert of row r.
+
+    x [R, I], w [L, O, I], y [R, O]; I is `depth`, O is `width`.
+    """
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK, BLOCK_E)
     num_m, num_n, steps = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK), tl.cdiv(depth, BLOCK)
     tile = tl.program_id(0)
@@ -108,7 +111,10 @@ def _weight_grad_kernel(
     a, a_scale, b, b_scale, dw, offsets, num_experts, size_m, size_n, stride_dl, stride_dm,
     BLOCK: tl.constexpr, ADDS: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """dw[e] (+)= a[rows of e]^T @ b[rows of e]; a [B, M, 128], b [B, N, 128], dw [L, M, N]."""
+    """Writes the sum of a[i] @ b[i]^T over the blocks i of each expert e to dw[e] or, if ADDS, adds it.
+
+    a [B, M, 128] and b [B, N, 128] hold B transposed blocks of 128 rows; dw [L, M, N].
+    """
     tiles_m, tiles_n = tl.cdiv(size_m, BLOCK), tl.cdiv(size_n, BLOCK)
     expert, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
     ends, experts = row_tile_ends(offsets, num_experts, BLOCK, BLOCK_E), tl.arange(0, BLOCK_E)
@@ -160,7 +166,7 @@ def block_weight_grad(
     out_LMN: Tensor, a_BMR: Tensor, a_scale_BM: Tensor, b_BNR: Tensor, b_scale_BN: Tensor, offsets_L1: Tensor,
     adds: bool,
 ) -> None:  # fmt: skip
-    """Writes dw_e = sum_r a_r^T b_r over the rows r of every expert e into `out_LMN`.
+    """Writes each expert's weight gradient, the sum of a_r^T b_r over its rows r, to `out_LMN`.
 
     Args:
         out_LMN: the result, any dtype, last dimension contiguous.

@@ -18,7 +18,7 @@ def grouped_matmul(
     x: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None, *, index_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`kernels.grouped_matmul` in FP8. Row r is read from row index_R[r] of `x`."""
+    """`kernels.grouped_matmul` in FP8. If `index_R` is given, operand row r is row index_R[r] of `x`."""
     operands = *quantize_rows(x, index_R), *quantize_blocks(w_LIO.transpose(1, 2))
     return block_matmul(*operands, offsets_L1, x.dtype, bias_LO, weights_R)
 
