@@ -60,9 +60,9 @@ def saved_progress(path: Path) -> Progress | None:
 
 def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Progress:
     """Loads the iter_ folder `path`, or the newest checkpoint in `path`, into `trained`. A weights-only or
-    Megatron-LM checkpoint provides only weights, and the iteration is 0. All ranks must call
-    this function. Raises ConfigError, before loading anything, if the model or optimizer differs; ValueError
-    if there is no checkpoint or its parameters differ; RestoreError if loaded values differ from saved ones.
+    Megatron-LM checkpoint provides only weights, and the iteration is 0. Raises ConfigError, before loading
+    anything, if model or optimizer differ from `config`; ValueError if there is no checkpoint or its
+    parameters differ from the model's; RestoreError if loaded values differ from saved ones.
     """
     # a rank that alone cannot read a file must not leave the others waiting for it
     folder = on_every_rank(lambda: one_checkpoint(path))
@@ -146,7 +146,7 @@ def compare_restored(
     runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
     """Compares the loaded model and optimizer state with the fingerprints in their iter_ folder, using one
-    all-reduce. `converted` holds the bf16 or 8-bit moments as read; if None, skips the optimizer state.
+    all-reduce. `converted`: bf16 or 8-bit moments as read; None: the optimizer state is not compared.
     Returns the number of tensors compared; raises RestoreError on every rank if a tensor differs.
     """
     # Checksums show that the files are intact. Fingerprints also show that each value was written from and

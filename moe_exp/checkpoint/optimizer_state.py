@@ -14,10 +14,9 @@ rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box i
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0) in the whole [4W, D]
 
 The shards are views of the optimizer's tensors: saving takes no memory, and loading fills them in place. Main
-weights stored as remainders are expanded to fp32 until the next iteration
-(`engine/fused_step.py`). Main weights kept in host memory stay there during saving and loading. Saving
-converts bf16 and 8-bit moments to fp32 on the host; loading converts them back
-(`engine/optimizer_classes.py`).
+weights stored as remainders (MAIN_PARAMS=remainder, `engine/fused_step.py`) are expanded to fp32 until
+the next iteration. Main weights kept in host memory stay there during saving and loading. Saving converts
+bf16 and 8-bit moments to fp32 on the host; loading converts them back (`engine/optimizer_classes.py`).
 """
 
 import itertools

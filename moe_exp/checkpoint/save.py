@@ -117,7 +117,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints one at a time. Never prunes the iterations `loaded` and, on rank 0, `held()`."""
+    """Saves checkpoints one at a time. Never deletes those at iteration `loaded` and in rank 0's `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,

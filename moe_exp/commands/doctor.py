@@ -195,8 +195,8 @@ def check_kernels() -> int:
 
 
 def check_documents() -> int:
-    """Runs each kind of attention with DOCUMENT_MASK on packed and on separate documents, and prints a table
-    that compares the results. Returns 0 if no token attends beyond its document and window, else 1.
+    """Runs each kind of attention (DOCUMENT_MASK=true) on packed and on separate documents, and prints a
+    table that compares the results. Returns 0 if no token attends beyond its document and window, else 1.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -249,7 +249,7 @@ def device_rows() -> list[list[str]]:
 
 
 def optional_rows() -> list[list[str]]:
-    """Returns a row per optional package: version or, if missing, the lost features and how to install it."""
+    """Returns a row per optional package: version or, if missing, what is lost and how to install it."""
     return [
         [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
         for package, *rest in OPTIONAL

@@ -137,8 +137,8 @@ def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
 
 
 def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handler]:
-    """Declares the command `moe-exp PATH`, which runs the decorated function. A command that decorates no
-    function is a group of subcommands.
+    """Declares the command `moe-exp PATH`, which runs the decorated function. Without a decorated function,
+    the command is a group of subcommands.
 
     Args:
         about: description in the list of commands.

@@ -19,11 +19,11 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
 @command("compare", "train dense and MoE models with the same budget and write a report")
 @takes(
     string("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense, "
-           "or none if two or more --variant are given)"),
+           "or no models if --variant is given at least twice)"),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg("--match", "quantity to equalize across models; flops: FLOPs per token; active-params: active "
-        "parameters; time: training time (the first two also equalize the number of "
-        "tokens)", default="flops"),
+        "parameters; time: training time (flops and active-params also equalize the "
+        "number of tokens)", default="flops"),
     arg("--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise", default=1),
     arg("--seconds",
         "training time per model with --match time (seconds; default: time of the MoE for TRAIN_ITERS)",
@@ -56,7 +56,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 )
 @takes(
     arg("definition",
-        "YAML file with the rungs (model sizes), or the name of a built-in ladder (default: see --sizes)",
+        "YAML file with the rungs (model sizes), or the name of a built-in ladder (default: use --sizes)",
         nargs="?"),
     arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; also determines depth, tokens and LR"),
     arg("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense)"),
@@ -205,8 +205,8 @@ def run_mup_check(arguments: argparse.Namespace) -> int:
 )
 def run_mup_transfer(arguments: argparse.Namespace) -> int:
     """Trains models of several sizes with several learning rates and compares the best rate of each size.
-    Repeat the command to train models without results. The exit code is 1 if the best rates differ by a
-    factor of 1.5 or more, or if the best rate of any size is the lowest or highest rate tried.
+    Repeat the command to train the models that have no result yet. The exit code is 1 if the best rates
+    differ by a factor of 1.5 or more, or if the best rate of any size is the lowest or highest rate tried.
     """
     from moe_exp.host.files import write_atomically
     from moe_exp.host.progress import print_table

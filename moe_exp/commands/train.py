@@ -32,7 +32,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 @command("slurm", "submit a training run as a chain of SLURM jobs")
 @takes(
-    flag("--dry-run", "print the sbatch file, and the sbatch commands to stderr, without submitting a job"),
+    flag("--dry-run", "submit no job; print the sbatch file to stdout and the sbatch commands to stderr"),
     lambda parser: add_arguments(parser, SlurmSettings),
     add_arguments,
 )

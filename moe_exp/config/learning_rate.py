@@ -47,7 +47,7 @@ def learning_rate(
     piece, the rate is the target of that piece (default: MIN_LR), or stays the same if the piece is constant.
 
     Args:
-        config: settings without `problems`.
+        config: valid settings (`config.problems()` yields nothing).
         consumed_samples: samples since the start of the run.
         max_lr, min_lr: LR and MIN_LR of a parameter group (default: those of the run).
     """

@@ -43,7 +43,7 @@ def refuse_other_model(
     Args:
         checkpoint: name of the checkpoint in messages.
         with_optimizer: whether the checkpoint contains the optimizer's moments.
-        instead: text that suggests how to start without the checkpoint, for when only one model is MoE.
+        instead: text that suggests how to start without the checkpoint, if only one of the models is MoE.
 
     Raises:
         ConfigError: if settings differ; one line per setting.

@@ -68,7 +68,7 @@ def close_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def parameter_sizes(c: ExpertSettings) -> dict[str, int]:
-    """Returns the size of each parameter by its name in checkpoints; `c` must have no `problems`."""
+    """Returns the size of each parameter by its name in checkpoints; requires valid settings `c`."""
     table = c.padded_vocab_size * c.hidden_size
     sizes = {"embedding.word_embeddings.weight": table}
     layers = [layer_sizes(c, has_window=has_window) for has_window in (False, True)]

@@ -127,7 +127,7 @@ _GROUPS = "must be PATTERN:lr=NUMBER,wd=NUMBER, separated by semicolons, such as
 
 
 class Rule(NamedTuple):
-    """Factors for the parameters whose names match a pattern; None: not set by this rule."""
+    """Factors for the parameters whose names match a pattern; a factor that the rule does not set is None."""
 
     setting: str  # source of the rule
     pattern: str

@@ -33,9 +33,9 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
     """Reads a settings file; returns the text of each value by field name.
 
     The first line with content decides whether the file is YAML or has NAME=value lines, quoted as in a
-    shell. Ignores NAME=value lines with an empty value, and YAML lines with null unless the setting can be
-    `none`. `also`: further valid names. Raises ConfigError if the file cannot be read; for unknown or
-    repeated names, the error has one line per name.
+    shell. Ignores NAME=value lines with an empty value. A YAML null means `none` if the setting can be
+    `none`; otherwise the line is ignored. `also`: further valid names. Raises ConfigError if the file cannot
+    be read, or with one line per unknown or repeated name.
     """
     text = _text(path)
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
@@ -143,8 +143,8 @@ def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()
     """Returns (variable, most similar setting) for each environment variable that looks misspelled, such as
     (NUM_EXPRTS, NUM_EXPERTS).
 
-    A command's settings (`of_command`) may have short names, for which less similarity is enough if the
-    variable's value is a list of sizes: TPZ="1 2" is taken for TPS.
+    A command's settings (`of_command`) may have short names. If a variable's value is a list of sizes, less
+    similarity to these names is enough: TPZ="1 2" is taken for TPS.
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []

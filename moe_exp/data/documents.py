@@ -132,8 +132,8 @@ def data_among(
         where, what: the folder or URL and the setting that names it, for messages.
         text_field: field with the text; "" if `has_text` is not given.
         has_text: returns whether a .json file is a record file, that is, whether its first object has the
-            field. If None (object stores), .json files are selected unless they are named like
-            metadata, but only if there are no other record files.
+            field. If None (object stores), .json files are selected only if there are no other record
+            files, and never if they are named like metadata.
 
     Raises:
         ValueError: the files that are not selected contain most of the bytes.

@@ -62,7 +62,7 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = EMBEDDED_VOCAB_SIZE
         vocab_size: vocabulary size of the BPE, at least 257.
 
     Raises:
-        ValueError: `data_dir` cannot be written, less than 200 MB are free, or `vocab_size` is too small.
+        ValueError: if `data_dir` cannot be written, less than 200 MB are free, or `vocab_size` is too small.
     """
     data_dir = Path(data_dir)
     folder = embedded_folder(data_dir, vocab_size)

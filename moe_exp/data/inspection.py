@@ -1,6 +1,6 @@
 """Summarizes token files or documents: counts, lengths, duplicates, end-of-document tokens, samples.
 
-Holds in memory a block of tokens or the longest document, and about 50 bytes per document for lengths and
+Needs memory for a block of tokens or the longest document, plus about 50 bytes per document for lengths and
 hashes.
 """
 

@@ -182,7 +182,7 @@ def _jobs_there(folder: Path) -> list[str]:
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
     """Submits the remaining tasks, unless earlier jobs are still active; each pass waits for the previous
-    pass. `follows`: whether the last SLURM job of the previous step may submit this one (only once).
+    pass. `follows`: whether the last SLURM job of the previous step may submit this step (only once).
 
     Raises:
         ValueError: sbatch fails, squeue does not answer, or this process runs in a SLURM job that must not

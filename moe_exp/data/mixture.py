@@ -1,4 +1,4 @@
-"""Turns mixture.yaml into token files and an effective weight for each source, and a datasheet.
+"""Turns mixture.yaml into a datasheet and, for each source, token files and an effective weight.
 
 tokenizer: meta-llama/Llama-3.1-8B      # or vocab_size: 32000, to train one
 total_tokens: 20e9
@@ -128,7 +128,7 @@ def effective_weights(
 ) -> list[float]:
     """Returns each source's share of the training tokens, limited by its maximum number of epochs.
 
-    What a limited source cannot provide is divided among the other sources in proportion to their weights.
+    Tokens that a limited source lacks are divided among the other sources in proportion to their weights.
 
     Args:
         weights: requested relative weights.

@@ -304,7 +304,7 @@ def _named_errors(source: TextSource) -> Iterator[None]:
 
 
 def _check_first_documents(source: TextSource) -> None:
-    """Raises ValueError unless the first file of each kind starts with a document that has the text field."""
+    """Raises ValueError unless the first file per format starts with a document that has the text field."""
     if not any(path.stat().st_size for path in source.files):
         raise setting_error(source.setting, source.name, "contains only empty files", "give files with text")
     seen = set()

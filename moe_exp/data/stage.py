@@ -172,7 +172,7 @@ def _place(output: Path) -> Path:
 
 @contextmanager
 def locked(output: Path, waits: str = "") -> Iterator[None]:
-    """Locks an output. If it is locked, logs `waits` and waits, or raises ValueError if `waits` is empty."""
+    """Locks an output. If already locked, logs `waits` and waits, or raises ValueError if `waits` is ''."""
     output.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     try:
@@ -253,7 +253,7 @@ def is_stale(
 
 
 def is_older(output: Path, other: Path) -> bool:
-    """Whether OUTPUT's unfinished step (if none: its manifest) is older than the manifest of `other`."""
+    """Whether OUTPUT's unfinished step (without one: its manifest) is older than the manifest of `other`."""
     output, made = _place(output), _place(other) / "manifest.json"
     begun = output.with_name(output.name + ".partial") / RUNNING
     newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)

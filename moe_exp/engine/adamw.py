@@ -11,10 +11,10 @@ factors that depend on the norm are on the device (`step_factors`), so that the 
 norm.
 
 With MAIN_PARAMS=remainder, w is the bf16 weight (the upper 16 bits) plus a 16-bit remainder, as with
-Transformer Engine's `store_param_remainders`. One pass then moves 28 bytes. w is rounded to nearest, ties to
-even, whereas Transformer Engine rounds ties away from zero. An even bf16 value can therefore have 2^16 + 1
-different remainders, from -2^15 to 2^15 (both are ties). 2^15 does not fit in 16 bits, so the otherwise
-unused sign bit of v marks it.
+Transformer Engine's `store_param_remainders`. One pass then moves 28 bytes. The bf16 weight is w rounded to
+nearest, ties to even, whereas Transformer Engine rounds ties away from zero. An even bf16 value can therefore
+have 2^16 + 1 different remainders, from -2^15 to 2^15 (both are ties). 2^15 does not fit in 16 bits, so the
+otherwise unused sign bit of v marks it.
 """
 
 from __future__ import annotations

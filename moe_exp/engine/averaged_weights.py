@@ -42,7 +42,7 @@ def _states(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[str, Te
 
 
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (main weights, average) of every parameter; nothing without EMA_DECAY."""
+    """Yields (main weights, average) of every parameter; yields nothing without EMA_DECAY."""
     return ((main.detach(), state[AVERAGE]) for main, state in _states(optimizer) if AVERAGE in state)
 
 
@@ -64,7 +64,7 @@ def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -
 
 @contextmanager
 def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Swaps weights and average inside the block. Every rank must call this, in `parameters_in_sync`."""
+    """Swaps weights and average for the block. Every rank must call this inside `parameters_in_sync`."""
 
     @torch.no_grad()
     def exchange() -> None:
@@ -83,7 +83,7 @@ def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataPa
 
 
 def update_model_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    """Copies the main weights, rounded, to the model. Every rank must call this, in `parameters_in_sync`."""
+    """Copies the rounded main weights to the model. Every rank must call this inside `parameters_in_sync`."""
     for part in optimizer.chained_optimizers:
         if not isinstance(part, FP32Optimizer) and not part.is_stub_optimizer:
             part._copy_main_params_to_model_params()

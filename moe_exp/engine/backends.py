@@ -1,8 +1,8 @@
 """Chooses the backend of each part of a run; tests and tunes the run's Triton kernels.
 
-All ranks choose the same backends. If a kernel gives wrong results on any rank, EXPERT_BACKEND=auto,
-ROUTING_KERNELS=auto or CROSS_ENTROPY=auto uses no Triton kernels for that part of the run. If that kernel
-was requested by name, the run fails to start.
+All ranks choose the same backends. If a kernel gives wrong results on any rank and its setting
+(EXPERT_BACKEND, ROUTING_KERNELS or CROSS_ENTROPY) is `auto`, its part of the run uses no Triton kernels. If
+the setting names the kernel, the run fails to start.
 """
 
 import logging
@@ -98,7 +98,7 @@ def backends_of(
 def _attention_backends(
     config: Config, device_type: str, te: tuple[str, str] | None
 ) -> dict[str, tuple[str, str]]:
-    """(backend, reason) for attention layers with and without a window; `te`: pair for Transformer Engine."""
+    """(backend, reason) for attention with and without a window; `te`: (backend, reason) of TE, if used."""
     if te and not (config.document_mask or config.needs_own_attention):
         return {"attention": te}
     found = {}

@@ -98,7 +98,7 @@ def choose_graph(
         expert_backend: the expert backend in use; "" in a dense model.
         has_te: whether Transformer Engine's layers are used.
         overlaps: whether gradients would be exchanged during the backward pass; a graph prevents this.
-        failure: result of `training.microbatch.start_graphs`.
+        failure: the error that `training.microbatch.start_graphs` returned, or "".
     """
     if config.cuda_graph == "off":
         return "off", "requested by CUDA_GRAPH"

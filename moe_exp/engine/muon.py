@@ -118,7 +118,7 @@ class Muon(Adam):
 
 
 def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns each task's rank: tasks by decreasing cost, each on the rank with the lowest total so far."""
+    """Assigns each task, by decreasing cost, to the rank with the lowest total so far; returns the ranks."""
     # The largest total is at most 4/3 of the optimum (Graham 1969, "Bounds on multiprocessing timing
     # anomalies", theorem 2). Ties go to the earlier task and the lower rank: the same result on all ranks.
     ranks, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)
@@ -182,7 +182,7 @@ def _stacked(x: Tensor) -> Tensor:
 
 
 def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | None) -> Tensor:
-    """Orthogonalizes full matrices, scales them to the size of Adam's updates; returns this rank's shard."""
+    """Orthogonalizes full matrices, scales them like Adam's updates, and returns this rank's shard."""
     world = group_size(ranks) if axis else 1
     whole = part
     if world > 1:

@@ -2,9 +2,9 @@
 
 Megatron expects one `step` per parameter group, and only moments in a parameter's state. Each optimizer
 chooses the format of its moments in memory. For checkpoints, `moments` converts them to fp32 in the
-parameter's shape, a format that fits every layout and every optimizer with the same moments; `set_moments`
-converts them back. `p` is a parameter; with Megatron's distributed optimizer, it is a flat fp32 range of a
-model parameter.
+parameter's shape, and `set_moments` converts them back. The format of checkpoints fits every layout and every
+optimizer with the same moments. `p` is a parameter; with Megatron's distributed optimizer, it is a flat fp32
+range of a model parameter.
 """
 
 import math
@@ -82,14 +82,14 @@ class Adam(torch.optim.Optimizer):
             self.state[p][name].copy_(value)
 
     def join(self, p: Tensor) -> None:
-        """If `p` has a remainder, makes `p` hold fp32 main weights instead."""
+        """If `p` is split (see `split`), makes it hold fp32 main weights again."""
         if p in self.stored:
             square = self.state[p]["exp_avg_sq"]
             p.data = join(self.weights[p], self.stored.pop(p), square)
             square.abs_()
 
     def split(self, p: Tensor) -> None:
-        """Replaces the values of `p` by bf16 weights and a remainder, unless `p` already has a remainder."""
+        """Splits `p` into bf16 weights and a 16-bit remainder (MAIN_PARAMS=remainder), if not yet split."""
         if p not in self.stored:
             square = self.state[p]["exp_avg_sq"]
             weight, self.stored[p], signed = split(p.detach(), square)
@@ -246,7 +246,7 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 
 
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest codes, uint8 [n], and the smallest scales that cover all values, fp32 [ceil(n / 256)]."""
+    """Nearest code per value, uint8 [n], and smallest scale that covers each block, fp32 [ceil(n / 256)]."""
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     scales = []

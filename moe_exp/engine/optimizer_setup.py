@@ -125,7 +125,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Checkpoint names of this rank's parameters, by id; names have layer numbers and fit every layout."""
+    """Checkpoint names of this rank's parameters, by id; with layer numbers, equal in all layouts."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -139,7 +139,7 @@ def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
 
 
 def _own_groups(config: Config, model: list[DistributedDataParallel]) -> dict[ParamKey, Any]:
-    """Megatron's overrides for the groups of `config.parameter_groups`."""
+    """Megatron's overrides for the parameter groups of LR_GROUPS and muP (config/parameter_groups.py)."""
     if are_alike(config):
         return {}
     found: dict[Multiples, set[int]] = {}
@@ -258,7 +258,7 @@ class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
         )  # fmt: skip
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """Current learning rate of a parameter group; `{}` is a group that uses LR itself (see LR_GROUPS)."""
+        """Current learning rate of a parameter group; for `{}`, the rate without factors (see LR_GROUPS)."""
         bounds = {name: param_group[name] for name in ("max_lr", "min_lr") if name in param_group}
         return learning_rate(self._config, self.num_steps, **bounds)
 
@@ -351,7 +351,7 @@ class RouterState:
         self._stages = parallel_state.get_pipeline_model_parallel_group() if exchanges else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Hook that copies the routers' state, then updates it (`finalize`, `end_of_global_batch`)."""
+        """Returns a hook that copies the routers' state, then calls `finalize` and `end_of_global_batch`."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:

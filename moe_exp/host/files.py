@@ -32,7 +32,7 @@ def count_text(number: float, digits: int = 3) -> str:
 
 
 def scaled_text(number: float, units: Sequence[str], digits: int = 3) -> str:
-    """Number with `digits` digits, in the first of `units` (in steps of 1000) that keeps it below 1000."""
+    """Number with `digits` digits in the first of `units` (1, 1000, 1000^2, ...) that keeps it below 1000."""
     *smaller, largest = units
     limit = 1000 - 0.5 * 10 ** (3 - digits)  # from here on, rounding reaches the next unit
     for unit in smaller:

@@ -237,7 +237,7 @@ def patiently(
     num_left: Callable[[], int] = lambda: 0, limit_of: Callable[[Exception], int | None] = lambda _: None,
     wait_of: Callable[[Exception], float] = lambda _: 0.0,
 ) -> T:  # fmt: skip
-    """Calls `action`, again after temporary failures, and returns its result.
+    """Calls `action`, repeats it after temporary failures, and returns its result.
 
     Args:
         max_failures: raise the error after this many consecutive failures without a decrease of `num_left`.

@@ -1,4 +1,4 @@
-"""A run's jobs in SLURM's queue: running, waiting, and jobs that will never start. No torch."""
+"""A run's jobs in SLURM's queue: those that run, wait, or will never start. No torch."""
 
 import getpass
 import os

@@ -71,7 +71,7 @@ def decoder_of(tokenizer: TextTokenizer) -> Decoder:
 
 
 class TextStream:
-    """Decodes the tokens after `prompt` one by one and stops before the first text from `stops`. Holds back
+    """Decodes the tokens after `prompt` one by one and stops where any text from `stops` begins. Holds back
     text that may still change: an incomplete character or the beginning of a stop text.
     """
 

@@ -363,7 +363,7 @@ class Agent(LocalElasticAgent):
 
 
 def cause(failure: ProcessFailure) -> str:
-    """One-line error of a rank: its message from `faults`, or else its signal or exit code."""
+    """One-line error of a rank: the message in its error file, or else its signal or exit code."""
     if failure.exitcode == -signal.SIGKILL and _has_hung():
         return _HUNG
     if failure.exitcode < 0:

@@ -387,8 +387,8 @@ def disk_problems(c: Config) -> list[str]:
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Returns existing checkpoints, the problems if the disk lacks space for the next checkpoint, and the
-    problems if it lacks space for all new checkpoints.
+    """Returns existing checkpoints, and the problems if the disk lacks space: first for the next checkpoint,
+    then for all new checkpoints.
     """
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []

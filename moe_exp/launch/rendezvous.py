@@ -5,10 +5,10 @@ but assigns its own node numbers instead of NODE_RANK. In torch 2.13, both give 
 still contains the addresses of dead ranks (unless c10d is used with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
 This file solves all three problems.
 
-A round is one start of all ranks. Agents meet in a store on MASTER_PORT; the store lives as long as node 0's
-agent. The ranks of each round have their own store on a free port. Stores of single-node jobs listen only on
-the loopback interface. Stores of multi-node jobs listen on all interfaces, and anyone who can reach such a
-store can end the job. A store that does not respond for SILENCE_SECONDS counts as lost.
+A round lasts from one start of all ranks to the next. Agents meet in a store on MASTER_PORT; the store lives
+as long as node 0's agent. The ranks of each round have their own store on a free port. Stores of single-node
+jobs listen only on the loopback interface. Stores of multi-node jobs listen on all interfaces, and anyone who
+can reach such a store can end the job. A store that does not respond for SILENCE_SECONDS counts as lost.
 """
 
 import hashlib

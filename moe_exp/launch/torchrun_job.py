@@ -46,7 +46,7 @@ def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
 
 
 def child_environment(config: Config, key: str = "") -> dict[str, str]:
-    """This process's environment plus `key` and variables for threads, allocators, NCCL, DETERMINISTIC."""
+    """`os.environ` plus the rendezvous key and variables for threads, allocators, NCCL, DETERMINISTIC."""
     environ = dict(os.environ)
     environ |= config.deterministic_environment(environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
@@ -73,7 +73,7 @@ _KEY_SECONDS = 10.0  # from the creation of the file until its content is visibl
 
 
 def shared_key(path: Path) -> str:
-    """Key of a multi-node job; the first node writes it to `path`, a file that only the owner can read."""
+    """Rendezvous key of a multi-node job; the first node writes it to `path`, readable only by the owner."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         # O_EXCL: exactly one node creates the file, the others read its key

@@ -164,7 +164,7 @@ def context_ranges(
     several stripes are needed to keep the cost nearly equal.
 
     Args:
-        num_tokens: length of the whole sequence; must be a multiple of 2C * `num_stripes` if C > 1.
+        num_tokens: length of the whole sequence; must be a multiple of 2C * `num_stripes` if C=`cp_size` > 1.
     """
     # With one stripe, as in Megatron's get_batch_on_this_cp_rank, whose arguments differ between versions.
     blocks = sequence_blocks(cp_size, num_stripes)

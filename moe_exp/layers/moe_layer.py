@@ -97,8 +97,8 @@ class MoELayer(nn.Module):
         """Routes tokens to experts, and returns the combined outputs and the auxiliary losses.
 
         Args:
-            x: hidden states of this rank's tokens: [T, D], or two leading dimensions in place of T, of which
-                `batch_dim` is the batch.
+            x: hidden states of this rank's tokens: [T, D], or with two dimensions in place of T; `batch_dim`
+                in the settings is the index of the batch dimension.
             padding_mask: bool, in the shape of `x` without D. True marks padding, which is sent to no expert
                 and is excluded from losses, capacity and statistics.
             with_loss: compute the losses (default: in training or if gradients are enabled).
@@ -136,7 +136,7 @@ class MoELayer(nn.Module):
         return self.router.training
 
     def _dispatcher_for(self, x: Tensor) -> Dispatcher:
-        """`self.dispatcher`, or a TokensDispatcher if all experts are local and accept tokens."""
+        """`self.dispatcher`, or a TokensDispatcher if all experts are local and accept RoutedTokens."""
         # With a slot for every expert, most slots are unused.
         few_kept = SCORES[self.router.config.score].uses_positive
         by_tokens = self.dispatcher.is_local and self.experts.takes_tokens(x, few_kept=few_kept)

@@ -125,7 +125,7 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
 
 
 def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | None:
-    """Predicts a run on a device, given the name its driver reports; None if device or setting is unknown."""
+    """Predicts a run on `device`, a name that a driver reports; None if device or setting is unknown."""
     if not (profile := profile_of(device)):
         return None
     hardware = load_hardware(profile)
@@ -136,7 +136,7 @@ def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | N
 
 
 def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:
-    """Returns up to four single-setting changes that save memory; those that suffice first, then by speed."""
+    """Returns up to four memory-saving single-setting changes: sufficient ones first, each group by speed."""
     found = [lever for lever in levers(config, hardware, load_constants(), prediction) if not lever.problem]
     # a change below the error of the prediction is no help
     found = [lever for lever in found if lever.needed_bytes > 0.01 * prediction.memory_bytes]

@@ -156,7 +156,7 @@ def describe_candidate(candidate: Candidate, found: Search, place: int) -> dict[
 
 
 def describe_search(found: Search, top: int) -> dict[str, Any]:
-    """Returns a search's fastest `top` layouts, and how many layouts were tried, fit or were rejected."""
+    """Returns a search's fastest `top` layouts, and the numbers of tried, fitting and rejected layouts."""
     return {
         "gpu": found.hardware.name,
         "counted_as": counted_as(found.ranked[0].config, found.hardware) if found.ranked else {},
@@ -232,7 +232,7 @@ class PlanPrinter:
     def search(self, found: Search, top: int, changes: Mapping[str, str]) -> None:
         """Prints the fastest layouts, the number of near-equal layouts, and why other layouts were rejected.
 
-        `changes`: settings that had to change for a layout to fit with 8% to spare.
+        `changes`: settings that had to change so that a layout fits with 8% of the memory to spare.
         """
         if changes:
             settings = " ".join(f"{name.upper()}={value}" for name, value in changes.items())
@@ -370,7 +370,7 @@ class PlanPrinter:
         self._rows(title, shares | {"total": f"{stage.activations / _GIBIBYTE:.2f}"})
 
     def _levers(self, levers: Sequence[Lever]) -> None:
-        """Prints the savings from single-setting changes, and which of these changes are invalid."""
+        """Prints what each change of a single setting saves, and which of these changes are invalid."""
         rows = []
         for lever in levers:
             if not lever.problem:

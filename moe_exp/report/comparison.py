@@ -114,7 +114,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Start of the first record if it spans as much as the second; 0 for one record, NaN without records."""
+    """Start of the first record, taken to be as long as the second; 0 for one record, NaN without records."""
     # not always 0: a run started with LOAD_DIR continues the counts of the checkpoint
     known = x[np.isfinite(x)]
     if len(known) < 2:
@@ -178,7 +178,7 @@ def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> dict[str, 
 
 
 def common_loss(runs: Sequence[RunRecords]) -> tuple[float, str | None]:
-    """Lowest smoothed loss that all comparable runs reach (NaN without one), `rounded_up`, and its unit."""
+    """Lowest smoothed loss that all comparable runs reach, `rounded_up` (NaN if unknown), and its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
         return float("nan"), None

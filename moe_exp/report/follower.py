@@ -24,7 +24,7 @@ _TAIL_BYTES = 8192  # a whole record of a small model: the ends of different rec
 
 
 class WorstLayer(NamedTuple):
-    """One MoE layer of a train record: `layer` starts at 1, `dropped` is a fraction; None if not measured."""
+    """One MoE layer of a train record. `layer` starts at 1, `dropped` is a fraction. None: not measured."""
 
     layer: int
     max_over_mean: float | None

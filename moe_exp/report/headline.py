@@ -19,7 +19,7 @@ AXES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Standing:
-    """Mean, lowest and highest loss of a group's runs, except `left_out` (runs without this loss)."""
+    """Mean, lowest and highest loss of a group's runs; runs without this loss are only in `left_out`."""
 
     group: Group
     loss: float
@@ -92,7 +92,7 @@ def headline(runs: Sequence[RunRecords]) -> tuple[str, str]:
     """Describes which run is better at equal tokens and by how much, or the loss of a single run.
 
     Returns:
-        One sentence, and sentences about seeds and excluded runs, which may be empty.
+        The headline (one sentence), and sentences about seeds and excluded runs (may be empty).
     """
     if len(runs) == 1:
         (run,) = runs
@@ -149,7 +149,7 @@ RANKING_RULE = (
 
 
 def other_winners(runs: Sequence[RunRecords]) -> list[str]:
-    """Sentences for equal FLOPs and equal time, each only if another group wins than at equal tokens."""
+    """Sentences for equal FLOPs and equal time, each only if its winner does not win at equal tokens."""
     if not (by_tokens := ranking(runs)):
         return []
     lines = []
@@ -175,7 +175,7 @@ def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
 
 
 def difference(pair: Parity, found: Ranking | None) -> float:
-    """Loss difference `pair.run` - `pair.other` in a ranking, to four places; NaN if unknown."""
+    """Loss of `pair.run` minus loss of `pair.other` in ranking `found`, to four places; NaN if unknown."""
     # matched by run, because a group may contain other seeds in the ranking than in the pair
     losses = [
         round(one.loss, 4)

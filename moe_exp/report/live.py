@@ -277,7 +277,7 @@ def _printable(text: str) -> str:
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """Means of groups of adjacent values (at most `num_buckets`), ignoring None; None if all are None."""
+    """Means of up to `num_buckets` groups of adjacent values, ignoring None; None if a group is all None."""
     count = min(num_buckets, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))

@@ -223,7 +223,7 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices at which `values` reach a new minimum, or `most` evenly spaced ones if there are more."""
+    """Indices at which `values` reach a new minimum; if more than `most`, `most` of them, evenly spaced."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     indices = np.flatnonzero(lowest < np.concatenate([[np.inf], lowest[:-1]]))
     if len(indices) > most:
@@ -238,7 +238,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> tuple[Floats, Floats, Floats, Floats]:
-    """For each bucket: mean, minimum and maximum of its finite values or NaN, and number of other values."""
+    """Mean, minimum and maximum of each bucket's finite values (or NaN), and number of non-finite values."""
     index, finite = starts.astype(int), np.isfinite(values)
     num = np.add.reduceat(finite.astype(float), index)
     sizes = np.diff(np.append(index, len(values)))
@@ -286,7 +286,7 @@ def _list(values: Iterable[float]) -> list[float | int | None]:
 
 
 def _rounded(value: float, digits: int = 6) -> float | int | None:
-    """Rounds to `digits` digits; returns whole numbers as int, and None if not finite."""
+    """Rounds to `digits` significant digits; whole numbers become int, non-finite values None."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}") if abs(value) < 1e6 or value != int(value) else float(f"{value:.9g}")

@@ -82,7 +82,7 @@ def how(rule: str) -> str:
 
 
 def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
-    """Headline, warnings, losses at equal tokens, FLOPs and time, and the cost of reaching the same loss."""
+    """Headline, warnings, losses at equal tokens, equal FLOPs or equal time, and costs of the same loss."""
     text, about_seeds = headline.headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
     lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
@@ -354,7 +354,7 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
 
 
 def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events in order. Checkpoints are dropped first, faults last; older before newer."""
+    """At most `most` events in order. Drops checkpoints first, faults last; of one kind, the oldest first."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         # False comes before True

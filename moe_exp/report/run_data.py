@@ -70,7 +70,7 @@ class LoadHistory:
             self.finish()
 
     def finish(self) -> None:
-        """Sums the added records. Chunks of records amortize the overhead of numpy calls."""
+        """Sums the records added since the last call, many at once, as numpy calls have overhead."""
         waiting, self._waiting = self._waiting, []
         if waiting and not self._count(waiting):
             for one in waiting:  # their shapes differ
@@ -211,7 +211,7 @@ def latest(values: Floats) -> float:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values above SPIKE_FACTOR * median of the SPIKE_WINDOW values before it (>= 10 finite)."""
+    """Indices of values above SPIKE_FACTOR * median of the preceding SPIKE_WINDOW values (>= 10 finite)."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
@@ -228,7 +228,7 @@ def spikes(values: Floats) -> list[int]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecords]:
-    """Reads run folders, skipping duplicates. First raises ConfigError if a path is not a run folder."""
+    """Reads run folders, skipping duplicates. ConfigError before reading if a path is not a run folder."""
     folders = list({path.resolve(): path for path in paths}.values())
     raise_for(run_problems(paths))
     metrics = [RunFolder(path).metrics for path in folders]

@@ -1,4 +1,4 @@
-"""Draws loss curves of one run (PNG) or several (figure), with marks for stages and resumes; groups seeds."""
+"""Draws loss curves of one run (PNG) or several runs (figure), with marks for stages and resumes."""
 
 import io
 import math

@@ -133,7 +133,7 @@ def event_record(name: str, iteration: int, /, **details: Any) -> Record:
 
 
 def append(path: Path, *records: Record) -> None:
-    """Appends all records to a metrics.jsonl; with an OSError, e.g. on a full disk, it appends no record."""
+    """Appends all records to a metrics.jsonl, or no record if it raises an OSError, e.g. on a full disk."""
     left = "".join(json.dumps(json_value(record), allow_nan=False) + "\n" for record in records).encode()
     # Reopened each time, because network file systems show a record to other nodes only after a close.
     with path.open("ab+", buffering=0) as file:
@@ -206,7 +206,7 @@ def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Re
 
 
 def newest_records(path: Path) -> list[Record]:
-    """Records of metrics.jsonl from the last train record that has `training_seconds`; else all records."""
+    """Records from the last train record with `training_seconds` on; all records if there is none."""
     found = []
     for _, line in _backwards(path):
         if line.endswith(b"\n") and (record := parsed_record(line)) is not None:

@@ -7,14 +7,14 @@
     checkpoints/       iter_0001000, ...
     dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
     skipped_samples.json    samples skipped by rollbacks, see training/loss_guard.py
-    bad_steps/ set_aside/   checkpoints not used to resume: saved after MAX_BAD_STEPS bad steps, or newer
-                            than the checkpoint that a rollback returned to
+    bad_steps/         checkpoints saved after MAX_BAD_STEPS bad steps; no run resumes from them
+    set_aside/         checkpoints newer than the checkpoint that a rollback returned to
     tensorboard/ wandb/
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       result of the latest start
     ranks.json         phase times of every rank, from the last minute (watch/slow_ranks.py)
     slurm/             from `moe-exp slurm`: sbatch files, logs, and `submitted`, the ids of all jobs
-    .rendezvous_key    with several nodes: prefix of names in the run's stores; only its user can read it
+    .rendezvous_key    with several nodes: prefix of the keys in torch's stores; only the owner can read it
     EXIT               created by the user to make the run save and end
 
 The environment is never recorded, so that no credentials end up in a shared folder.
@@ -168,7 +168,7 @@ _LOCK_SECONDS = 1.0  # `lock_problems` in another process may hold the lock for 
 
 
 def release_run_folders() -> int:
-    """Releases all locks of `hold_run_folder` without ending the process; returns how many it released."""
+    """Releases all locks of `hold_run_folder` without ending the process; returns their number."""
     num_held = len(_HELD)
     while _HELD:
         _HELD.pop().release()

@@ -36,7 +36,7 @@ class Caller:
     problems: Callable[[Config], Iterable[str]] = Config.problems  # of a suggested run's settings
 
     def command_with(self, **changes: Any) -> str:
-        """The command with changed settings, as flags or variables like in the original command."""
+        """The command with changed settings: as variables if the user set variables, else as flags."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():

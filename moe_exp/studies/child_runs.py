@@ -89,14 +89,14 @@ def train_command(flags: Mapping[str, Any]) -> list[str]:
 
 
 def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
-    """Returns the environment without variables of run settings (passed as flags) or in `also_without`."""
+    """Returns the environment without the run settings (passed as flags) and the names in `also_without`."""
     ours = {name.upper() for name in (*Config.model_fields, *also_without)}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Creates `folder` and locks it in the `with` block; ValueError about `name` if it is already locked."""
+    """Creates `folder` and locks it in the `with` block; ValueError about `name` if `folder` is locked."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):

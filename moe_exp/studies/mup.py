@@ -91,9 +91,8 @@ class Growth:
 
 
 def growths(measured: Mapping[int, Sequence[Sequence[Mapping[str, tuple[float, float]]]]]) -> list[Growth]:
-    """Returns the slopes of outputs and changes over the model sizes in `measured`. Each size has one run per
-    seed; each run has (mean output, mean change) by step and module. Uses outputs of the first
-    step and changes of the last step.
+    """Returns the growth of the first step's outputs, and of the last step's changes, with model size.
+    `measured`: by size, a run per seed; each run has (mean output, mean change) by step and module.
     """
     sizes, found = np.log2(list(measured)), []
 
@@ -121,7 +120,7 @@ class Optimum:
 
 
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
-    """Fits a parabola to `losses`; returns log2 of the best rate, and whether this is an extreme rate."""
+    """Fits a parabola to `losses`; returns log2 of the best rate, and whether it's the first or last rate."""
     logs = np.log2(rates)
     place = int(np.argmin(losses))
     if place in (0, len(rates) - 1):

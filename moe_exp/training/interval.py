@@ -205,7 +205,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Mean balancing, z- and AUX_LOSS_TYPE losses of the MoE layers, and a record for each layer."""
+        """Mean over MoE layers of balancing loss, z-loss and AUX_LOSS_TYPE losses; a record per MoE layer."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
@@ -309,7 +309,7 @@ _seconds_waited = 0.0  # by this process for other ranks, from the first call of
 
 @cache
 def measure_waits() -> None:
-    """Patches `Work.wait`, which all gloo calls use to wait, to add its duration to `_seconds_waited`."""
+    """Patches `Work.wait`, in which all gloo calls wait, to add its duration to `_seconds_waited`."""
     wait: Any = torch.distributed.Work.wait
 
     def measured(*args: Any, **kwargs: Any) -> Any:
@@ -351,7 +351,7 @@ class RankTimes:
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; when due, exchanges COLUMNS and PROCESSORS, which the next call returns."""
+        """Ends an iteration; when due, exchanges COLUMNS and PROCESSORS; the next call returns the result."""
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
         self._rows.append([*self.timers.take(is_late=True).values(), waited])

@@ -284,7 +284,7 @@ def measure(
     job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, recorder: Recorder, step: Step,
     *, is_logged: bool,
 ) -> float | None:  # fmt: skip
-    """Logs, validates, dumps tensors and compares ranks, each when due; returns any validation loss."""
+    """Logs, validates, dumps tensors and compares ranks when due; returns the validation loss or None."""
     config, iteration, valid_loss = job.config, progress.iteration, None
     if metrics is not None and (first_sample := step.first_sample):
         number, seq_len, _ = job.train_stream.stage_at(first_sample)

@@ -111,7 +111,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _before_corruption(self, progress: Progress, error: ReplicaError) -> GuardEnd:
-        """Rolls back to the newest checkpoint not later than the last passed check; may exclude a host."""
+        """Rolls back to the newest checkpoint up to the last passed check; may exclude a host from jobs."""
         config, folder, hosts = self._config, self._folder, sorted(set(error.hosts.values()))
         self._finish_save()
         names = (one.get("event") for one in iter_metrics(folder.metrics))
@@ -233,7 +233,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Step]) -> dict[str, Any]:
-        """Fields for events about these batches: sample numbers, and up to 1000 document numbers per file."""
+        """Event fields on these iterations' batches: samples, and up to 1000 document numbers per file."""
         # Only rank 0 writes events, and looking up documents may build the order of a whole epoch.
         if self._metrics is None:
             return {}
@@ -280,7 +280,7 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """Removes the samples that rollbacks skip when the run resumes from `source`. Called by every rank.
+    """Excludes samples that rollbacks skip; `source`: checkpoint to resume from. Called by every rank.
 
     `sample_order` is `SampleOrder.facts` of this start. ConfigError if the rollbacks cannot be read.
     """

@@ -57,7 +57,7 @@ class Metrics:
         self.event("resume" if start_iteration else "start", start_iteration, **facts)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Writes a train record; `record` has all TRAIN_KEYS except `training_seconds`, which this adds."""
+        """Writes a train record and adds `training_seconds`; `record` has all other TRAIN_KEYS."""
         self._time.add(record)
         full: Record = {"kind": "train", **record, "training_seconds": self._time.until(record["iteration"])}
         if self._config.z_loss_coeff == 0:
@@ -95,7 +95,7 @@ class Metrics:
         self._write(records.event_record(name, iteration, **details))
 
     def close(self, *, failed: bool = False) -> None:
-        """Closes the mirrors; `failed`: whether wandb shows the run as failed."""
+        """Closes TensorBoard, wandb and Prometheus; with `failed`, wandb shows the run as failed."""
         self._for_each_mirror(lambda mirror: mirror.close(failed))
         self._mirrors = []
 
@@ -136,7 +136,7 @@ class Metrics:
 
 @dataclass
 class TrainingTime:
-    """Wall time of training: sum over train records of number of iterations times mean iteration time.
+    """Wall time of training: number of iterations times their mean time, summed over train records.
     Iterations repeated after a crash count once, with the time of the repetition.
     """
 

@@ -39,7 +39,7 @@ def read_microbatch(
 
     Returns:
         The tensors of `split_batch` and `padding_mask` (True for filler), each as this rank's slice [B, S/C]
-        of C context parallel ranks; `num_counted`, the micro-batch's number of counted tokens; `documents`.
+        of C context parallel ranks; `num_counted`, the counted tokens on all C ranks; `documents` or None.
         In training with MTP_NUM_LAYERS=K, also the tensors of `future_batch`; `num_future` [K], the counted
         tokens per layer; and `future_weight`, MTP_LOSS_COEFF / K, a tensor since CUDA graphs freeze numbers.
     """
@@ -114,7 +114,7 @@ def start_graphs(
     config: Config, runtime: Runtime, model: Sequence[Any], samples: Samples, progress: Progress,
     eod_id: int | None,
 ) -> tuple[MicrobatchGraphs | None, str]:  # fmt: skip
-    """Captures and checks the CUDA graph of the next micro-batch; if any rank fails, returns None and why.
+    """Captures and checks the CUDA graph of the next micro-batch; returns None and the error if a rank fails.
 
     Called by every rank. With CUDA_GRAPH=on, a failure raises ConfigError instead.
     """
@@ -165,7 +165,7 @@ def build_graphs(model: Sequence[Any], graph: Callable[[], CudaGraph]) -> Microb
 def graphs_step(
     graphs: MicrobatchGraphs, num_microbatches: int, data_iterator: Any, model: Any
 ) -> tuple[Tensor, Any]:
-    """Forward step for Megatron's schedule; also runs the backward pass, so the loss has no gradient."""
+    """Forward step for Megatron's schedule; also runs the backward pass, so the returned loss is 0."""
     logged = graphs.run(next(data_iterator), num_microbatches)
     return logged, lambda logged: (torch.zeros_like(logged[0]), {"lm_loss": logged})
 

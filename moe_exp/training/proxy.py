@@ -63,7 +63,7 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
     Returns:
         For each step from 0, by module name: mean absolute output and mean absolute change of the output
         since step 0, averaged over layers. For the router and output layer, whose initial weights are smaller
-        in wider models, the change is only what the changes of their own weights contribute.
+        in wider models, the change includes only the effect of updates to their own weights.
     """
     proxy = Proxy(config)
     # always the same micro-batch, so that only the weights change between two recordings
@@ -102,7 +102,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs [number of modules, ...] by name, and by name what weight changes add to these outputs."""
+        """Outputs [number of modules, ...] by name, and changes due to each module's own weights, by name."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

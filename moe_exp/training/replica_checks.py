@@ -177,7 +177,7 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
 
 
 def _problems(held: list[_Held], *, distributed: bool) -> dict[str, dict[int, str]]:
-    """As `replica_problems`, for `held`: tensors that differ between replicas or aren't updated just once."""
+    """`replica_problems` of `held`: tensors that differ between replicas or aren't updated exactly once."""
     lines: dict[str, dict[int, str]] = {}
     hosts = [one.host for one in held]
     of_optimizer: dict[str, list[int]] = defaultdict(list)
@@ -316,9 +316,9 @@ class GradientCheck:
         return self.is_requested or iteration % every == 0 or iteration == last
 
     def expect(self, compute: Callable[..., object]) -> float:
-        """Compares the weights, and computes the gradients that `compared` expects; returns elapsed seconds.
+        """Compares replicas' weights; computes gradients that `compared` expects; returns elapsed seconds.
 
-        `compute` runs the iteration's forward and backward passes on the batch of rank `dp_rank` (DP).
+        `compute(dp_rank=...)` runs the iteration's forward and backward passes on that DP rank's batch.
         """
         dp, wait = self._runtime.groups.dp, torch.cuda.synchronize if torch.cuda.is_initialized() else float
         wait()  # for queued work of the iteration before
@@ -444,8 +444,8 @@ def suspects(
 ) -> tuple[list[int], str]:
     """Ranks suspected of wrong results, and a text on what their gradients differ from.
 
-    Each argument has one value per rank: `replicas`, its model replica; `repeated`, how much its gradient
-    differs when computed again; `by_neighbour`, when computed by the neighbor in the preceding replica.
+    Each argument has one value per rank: `replicas`, its model replica; `repeated` and `by_neighbour`, how
+    much its gradient differs if recomputed by the rank itself, or by its neighbor in the preceding replica.
     """
     if found := [rank for rank, gap in enumerate(repeated) if gap > bound]:
         return found, "that of the same computation, repeated"

@@ -87,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """Moves stage starts given in tokens to batch boundaries of the run, which resumes from `source`."""
+    """Moves stages with from_tokens to batch boundaries; `source`: checkpoint that the run resumes from."""
     if not config.data_stages:
         return config
 

@@ -87,7 +87,7 @@ class CheckpointManager:
     def finish_written(self, ends: Sequence[IterationEnd]) -> float:
         """Finishes a pending save (ASYNC_SAVE) once all ranks have written it; returns the seconds waited.
 
-        `ends`: results of the iterations that training has just read. Every rank must call this function with
+        `ends`: iteration results that training has just read. Every rank must call this function with
         the same `ends`.
         """
         return self.finish() if self.writer.is_pending and ends and not ends[-1].is_writing else 0.0

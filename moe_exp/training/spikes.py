@@ -4,8 +4,8 @@ The measure is a robust z-score of the loss and of the logarithm of the gradient
 
     level      median of the last LEVEL_WINDOW accepted values
     departure  value of an accepted iteration - level before that iteration
-    spread     1.4826 * median |departure - median departure| over the last SPREAD_WINDOW departures, at least
-               a floor: the scaled MAD, which estimates the standard deviation (Iglewicz and Hoaglin 1993)
+    spread     1.4826 * median |departure - median departure| over the last SPREAD_WINDOW departures (scaled
+               MAD, which estimates the standard deviation, Iglewicz and Hoaglin 1993), at least a floor
     z          (value - level) / spread
 
 Medians tolerate outliers in up to half of a window. The spread is measured on differences from the level, so

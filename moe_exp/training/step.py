@@ -86,7 +86,7 @@ def train_step(
     """One iteration: forward and backward over all micro-batches, optimizer, schedule.
 
     `last`: the previous iteration, settled before the optimizer reads the learning rate. `check`:
-    compares the gradients of this iteration when due.
+    when due, recomputes and compares this iteration's gradients.
     """
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
     # The batch ramp-up and the data stage determine the number and size of micro-batches.
@@ -146,9 +146,9 @@ def complete(
 
 
 def end_iteration(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
-    """Starts one all-reduce that shares the stop reason, pending writes and the mean loss among ranks.
+    """Starts one all-reduce that shares the stop reason, `is_writing` and the mean loss among ranks.
 
-    The returned function waits for the all-reduce; settle `step` before calling the returned function.
+    The returned function waits for the all-reduce; settle `step` before calling it.
     """
     # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens. If ranks
     # have different reasons, the first one is used.

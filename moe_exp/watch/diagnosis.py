@@ -130,7 +130,7 @@ def diagnose_logs(
 
 
 def diagnose_failures(records: Sequence[Record], failures: Sequence[Mapping[str, Any]]) -> Diagnosis:
-    """Like `diagnose`, for fields of `rank_failed` events and earlier `records` of metrics.jsonl."""
+    """Like `diagnose`, for `failures` (fields of `rank_failed` events) and the earlier `records`."""
     logs = []
     for one in failures:
         line = f"moe-exp: rank {one['rank']} on {one['host']} ({one['device']}) has failed: {one['cause']}"

@@ -34,7 +34,7 @@ def exclude_list(run_dir: str) -> Path:
 
 
 def read_excluded(path: Path) -> dict[str, str]:
-    """Maps host names, in file order, to date and reason, from the first line of each host.
+    """Maps each host name to the date and reason in its first line; the order is that of the file.
     Empty if there is no file. Raises ValueError on an invalid line.
     """
     reasons: dict[str, str] = {}
@@ -51,7 +51,7 @@ def read_excluded(path: Path) -> dict[str, str]:
 
 
 def exclude(path: Path, host: str, reason: str) -> bool:
-    """Adds a host, without its domain; False if already listed. Raises ValueError on an invalid name."""
+    """Adds a host name without its domain; False if already listed. Raises ValueError on an invalid name."""
     host = slurm_name(host)
     path.parent.mkdir(parents=True, exist_ok=True)
     # two nodes that add a line at the same time must not lose one

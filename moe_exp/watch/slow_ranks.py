@@ -38,8 +38,8 @@ _LOADED_SECONDS = 60.0  # for which a rank has to be slow there
 
 
 def differences(table_RN: Floats, works: Sequence[str]) -> Floats:
-    """How far each rank is from the median of its peers: the difference in each of COLUMNS (for
-    variances, the sum), then the log of the ratio of own times.
+    """Distance of each rank from the median of its peers: a difference for each of COLUMNS (for `variance`, a
+    sum), then the log of the ratio of own times (sums over PHASES).
     """
     own_R1 = table_RN[:, : len(PHASES)].sum(axis=1, keepdims=True)
     values_RN = np.concatenate([table_RN, np.log(np.maximum(own_R1, 1e-9))], axis=1)
@@ -65,8 +65,8 @@ def median_of_others(values_RN: Floats) -> Floats:
 
 def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int, dict[str, Any]]:
     """Slow ranks in the last samples, each with its slowest `phase` and slowdown `factor`. Gaps and
-    ratios come from `differences`; for ranks without peers, minus their past median. `share_R`: variance of
-    this median, relative to the variance of a sample.
+    ratios come from `differences`; for ranks without peers, their past median is subtracted. `share_R`:
+    variance of this median, relative to the variance of a sample.
     """
     slow: dict[int, dict[str, Any]] = {}
     is_slow_now_R = np.median(ratios_SR[-_LENGTHS[0] :], axis=0) > _LEAST
@@ -97,14 +97,14 @@ def slow_ranks(gaps_SRN: Floats, ratios_SR: Floats, share_R: Floats) -> dict[int
 
 
 def processor_seconds() -> NDArray[np.float64]:
-    """Seconds for each of PROCESSORS: `own` since this process started, the other two since boot."""
+    """Seconds for each of PROCESSORS: `own` since this process started, `busy` and `idle` since boot."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     return np.array([time.process_time(), sum(times[:8]) - idle, idle])  # further fields are parts of others
 
 
 class SlowRanks:
-    """Tracks slow ranks. `places`: each rank's host, device and work (same for peers); `table`: JSON file."""
+    """Tracks slow ranks; writes JSON to `table`. `places`: host, device and work (same for peers) by rank."""
 
     def __init__(self, places: Sequence[Mapping[str, str]], table: Path):
         self._places, self._table, self._written = places, table, -math.inf
@@ -118,7 +118,7 @@ class SlowRanks:
         self._loaded: deque[NDArray[np.bool_]] = deque(maxlen=_LOAD_SAMPLES)
 
     def add(self, rows: Sequence[Sequence[float]]) -> list[tuple[str, dict[str, Any]]]:
-        """Adds a sample (COLUMNS and PROCESSORS by rank); returns an event per newly slow or normal rank."""
+        """Adds a sample (COLUMNS and PROCESSORS by rank); returns events of ranks now slow or recovered."""
         table_RN, load_RN = np.split(np.array(rows), [len(COLUMNS)], axis=1)
         if not self._slow and len(self._recent) >= _LENGTHS[0]:
             self._past.append(self._recent[-_LENGTHS[0]])

@@ -1,7 +1,7 @@
 """Save interval and disk space of a run: `moe-exp watch storage`. No torch.
 
 The formulas are in planner/costs/saves.py. With ASYNC_SAVE, training waits for less than the duration d of a
-save, and a failure loses the save in progress. The formulas use d as an upper bound of wait and loss.
+save, and a failure loses the save in progress. In the formulas, d bounds the time waited or lost.
 """
 
 import math

@@ -44,7 +44,10 @@ SOURCE = "{tokenizer: x, sources: [{source: a, %s}]}"
         ("[]", r"must contain settings with a list of sources"),
         ("{tokenizer: x}", r"sources: is missing"),
         ("{tokenizer: x, sources: []}", r"sources=\[\]: List should have at least 1 item"),
-        ("{sources: [{source: a, weight: 1}]}", r"settings: requires either tokenizer or vocab_size, not both"),
+        (
+            "{sources: [{source: a, weight: 1}]}",
+            r"settings: requires either tokenizer or vocab_size, not both",
+        ),
         ("{tokenizer: x, sources: [{source: a}]}", r"sources\.0\.weight: is missing"),
         (SOURCE % "weight: 0", r"sources\.0\.weight=0: must be greater than 0"),
         (SOURCE % "weight: 1, heft: 2", r"sources\.0\.heft=2: is not a setting"),

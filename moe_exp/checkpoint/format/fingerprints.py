@@ -133,7 +133,7 @@ def fingerprints_of(pieces: Iterable[TensorPiece]) -> Fingerprints:
 
 
 def added(shares: Iterable[Mapping[str, Fingerprint]]) -> Fingerprints:
-    """Fingerprints by name, each the sum of several ranks' shares."""
+    """Adds up the ranks' shares of each fingerprint; returns the sums by name."""
     found: Fingerprints = {}
     for of_rank in shares:
         for name, share in of_rank.items():

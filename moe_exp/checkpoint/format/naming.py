@@ -156,8 +156,8 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """Returns the logical name of the tensor at `place` (leading indices) of a key, and the half of a gated
-    projection that it is: `w` (gate), `v` (up) or ''.
+    """Returns the logical name of the tensor at `place` (leading indices) of a key, and which half of a
+    gated projection it is: `w` (gate), `v` (up) or ''.
     """
     numbers = list(place)
     if match := _STACKED.fullmatch(key):

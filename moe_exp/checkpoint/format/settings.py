@@ -62,7 +62,7 @@ def saved_start(common: Mapping[str, Any]) -> Start:
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """Settings of an iter_ folder, changed to one rank and by `changes`; ValueError if missing or damaged."""
+    """Settings of an iter_ folder for one rank, updated by `changes`; ValueError if missing or damaged."""
     name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):

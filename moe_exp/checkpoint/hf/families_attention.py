@@ -44,7 +44,7 @@ GPT_OSS = Architecture(
 
 
 def _windows_but_every(name: str, *default: int, unused: int) -> FieldRule:
-    """Rule if all layers except every n-th have a window and rotary embedding; the field `name` holds n."""
+    """Rule for windows and rotary embedding in all layers but every n-th; the field `name` holds n."""
     return rules.windows(
         lambda i, fields: (i + 1) % given(fields, name, *default) != 0, name, rotated=True, unused=unused
     )

@@ -235,7 +235,7 @@ def _check_counts(folder: ModelFolder) -> None:
 def _match(
     folder: ModelFolder, architecture: Architecture, config: Config, predicting: range
 ) -> tuple[_Sources, int]:
-    """Finds each piece's tensors and their total size (bytes); refuses wrong shapes and unused tensors.
+    """Finds the tensors of each MappedPiece, and their total bytes; refuses wrong shapes and unused tensors.
 
     `predicting`: the multi-token prediction layers, which are skipped if MTP_NUM_LAYERS=0.
     """

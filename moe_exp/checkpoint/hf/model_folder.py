@@ -68,8 +68,8 @@ class StoredWeight:
 
 
 class ModelFolder:
-    """Config and weights of a folder; tensors are read on request. ValueError if incomplete or damaged. Reads
-    the same files as `from_pretrained` in transformers: model.safetensors, or else the files in the index.
+    """Config and weights of a folder; reads tensors on request. Uses the same files as `from_pretrained` in
+    transformers: model.safetensors, or else the files in the index. ValueError if any is absent or damaged.
     """
 
     def __init__(self, path: Path):
@@ -361,7 +361,7 @@ def token_ids(folder: Path) -> dict[str, int | None]:
 
 
 def kept_fields(folder: Path | None) -> dict[str, Any]:
-    """Token ids, max_position_embeddings and class in the folder's config.json."""
+    """Token ids, max_position_embeddings and architectures from the folder's config.json."""
     if folder is None or not (folder / "config.json").is_file():
         return {}
     fields = read_json(folder / "config.json")
@@ -369,7 +369,7 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
 
 
 def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
-    """Token ids used in training, by field, without ids that the same field of `old` already lists."""
+    """Returns `trained` without the token ids that `old` already lists in the same field."""
     lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
     return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
 

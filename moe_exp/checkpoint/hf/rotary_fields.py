@@ -19,9 +19,9 @@ _KNOWN = {"default": set[str](), "llama3": _SCALED | {*_LLAMA3_FACTORS}, "yarn":
 def rope(
     theta: float, *, fraction: float | None = None, stretches: bool = False, default: Fields | None = None
 ) -> FieldRule:
-    """Rule for the rotary embedding. Defaults: `theta` (base), `fraction` (rotated fraction of a head; None:
-    must be 1), `default` (used if `rope_scaling` and `rope_parameters` are missing). `stretches`: whether
-    `alpha` scales the base if the type is `dynamic` (Hunyuan).
+    """Rule for the rotary embedding. Default values: `theta` for the base, `fraction` for the rotated
+    fraction of a head (None: must be 1), `default` for `rope_parameters` if `rope_scaling` is missing, too.
+    `stretches`: whether `alpha` scales the base if the type is `dynamic` (Hunyuan).
     """
     whole = fraction is None
 
@@ -129,7 +129,7 @@ def rope_by_kind(
     """Rule for two rotary embeddings: for layers with a window and for layers without.
 
     Args:
-        windows: the class's rule for windows.
+        windows: the model class's rule for windows.
         full, windowed: default bases for layers without and with a window.
         fraction: see `rope`; must be the same in all layers.
         legacy: whether `rope_theta` and `rope_scaling` apply to layers without a window (OLMo 3). If false,

@@ -8,7 +8,7 @@ key; N is all queries; M is all values plus all keys without the rotary part; O 
 
 Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours"), all reversible:
 
-- plain   one tensor in both formats.
+- plain   the same tensor in both formats.
 - padded  zero rows pad our vocabulary to a multiple of 128. Added tokens without a row in the Hugging Face
           tensor get the mean of its rows, so that no added token is more probable than the average token.
 - rows    concatenated rows, for example of the gate and the up projection, gate first.
@@ -17,8 +17,8 @@ Ways to join Hugging Face tensors ("theirs") into a checkpoint's tensor ("ours")
 - outputs   zero columns pad the output projection to match padded value heads.
 - adjacent heads   like heads, but the channels of a rotary pair are adjacent in theirs and H/2 apart in ours.
 - flat    theirs has an additional first axis of size 1.
-- columns, pairs, pairs of columns   all experts of a layer (gpt-oss). In theirs, the last two axes are
-          swapped (columns), gate and up rows alternate (pairs), or both.
+- columns, pairs, pairs of columns   one tensor for all experts of a layer (gpt-oss). In theirs, the
+          last two axes are swapped (columns), gate and up rows alternate (pairs), or both.
 - halved  our values are theirs divided by 2.
 - zeros   exists only in the Hugging Face folder: all zeros, without effect, but needed by other software.
 """

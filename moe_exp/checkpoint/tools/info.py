@@ -88,7 +88,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def count_parameters(weights: Mapping[str, naming.LogicalTensor]) -> dict[str, int]:
-    """Number of trained parameters in each group (`group_of`), and `total`."""
+    """Number of trained parameters in each group (see `naming.group_of`) and in `total`."""
     counts: Counter[str] = Counter()
     for name, tensor in weights.items():
         if not name.endswith(BUFFERS):
@@ -97,7 +97,7 @@ def count_parameters(weights: Mapping[str, naming.LogicalTensor]) -> dict[str, i
 
 
 def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str, Any]) -> str:
-    """One-line description of a model, from its weight shapes and its settings (may be empty)."""
+    """One-line description of a model, from its weight shapes and `config`, which may be empty."""
     layers = {layer for name in weights if (layer := naming.layer_of(name)[0]) is not None}
     routers = [tensor.shape for name, tensor in weights.items() if name.endswith(".router.weight")]
     words = [f"{len(layers)} layers"]
@@ -115,7 +115,7 @@ def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str,
 
 
 def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
-    """Name, shape, dtype, chunks and bytes of tensors that match a shell pattern; ValueError if none does."""
+    """Name, shape, dtype, chunks, bytes of tensors that match a shell pattern; ValueError without matches."""
     reader = CheckpointReader(folder)
     found = [stored for key, stored in sorted(reader.tensors.items()) if fnmatch.fnmatchcase(key, pattern)]
     if not found:

@@ -86,8 +86,8 @@ class DataSettings(OptimizerSettings):
     )
     document_mask: bool = data(
         False,
-        "restrict attention to tokens of the same document, whose positions start at 0; documents end with "
-        "the end-of-document token",
+        "restrict attention to the same document, and start positions at 0 in each document; documents end "
+        "with the end-of-document token",
         megatron_flags=("--reset-attention-mask", "--reset-position-ids"),
     )
     document_tokens: Rate = data(
@@ -126,7 +126,7 @@ class DataSettings(OptimizerSettings):
     @property
     def context_stripes(self) -> int:
         """Number of stripes per sequence; each stripe is split over all context-parallel ranks. With
-        DOCUMENT_MASK, several stripes balance the attended token pairs per rank.
+        DOCUMENT_MASK, several stripes balance the ranks' attention work.
         """
         wanted = (4, 2) if self.document_mask and self.cp > 1 else ()
         return next((number for number in wanted if self.seq_len % (2 * self.cp * number) == 0), 1)
@@ -176,7 +176,7 @@ class DataSettings(OptimizerSettings):
     def microbatch_samples(self, seq_len: int) -> int:
         """Micro-batch size of a stage whose samples have `seq_len` tokens, in samples of SEQ_LEN tokens.
 
-        It is MBSZ, but at least one sample of the stage.
+        It is MBSZ, or one sample of the stage if that is longer than MBSZ * SEQ_LEN tokens.
         """
         return max(self.mbsz, seq_len // self.seq_len)
 
@@ -184,7 +184,7 @@ class DataSettings(OptimizerSettings):
         self: _Settings, consumed: int = 0, skipped: Sequence[tuple[int, int]] = (),
         begun: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[_Settings, list[str]]:  # fmt: skip
-        """Returns settings in which stages with from_tokens begin with a batch, and a line per moved stage.
+        """Moves stages with from_tokens to the start of a batch; returns settings and a line per moved stage.
 
         `consumed`, `skipped`: see `stage_begin_problems`. Stages in `begun` keep their first sample.
         """

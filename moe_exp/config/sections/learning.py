@@ -120,7 +120,7 @@ class LearningSettings(ParallelSettings):
     lr_power_a: float = learning(
         4.0,
         "factor A of LR_DECAY_STYLE=power: the learning rate is min(LR, GBSZ * A * tokens^B), where tokens "
-        "counts the tokens so far",
+        "is the number of tokens so far",
         gt=0,
     )
     lr_power_b: float = learning(-0.51, "exponent B of LR_DECAY_STYLE=power", lt=0)
@@ -149,7 +149,7 @@ class LearningSettings(ParallelSettings):
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
-        """MTP_LOSS_COEFF after `consumed_samples`; its schedule counts batches of GBSZ, like that of LR."""
+        """MTP_LOSS_COEFF after `consumed_samples`; its schedule and the LR schedule count batches of GBSZ."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))
@@ -178,8 +178,8 @@ class LearningSettings(ParallelSettings):
     def pieces(self) -> list[Piece]:
         """Pieces of the schedule after the warm-up, in order; at least one if there are no `problems`.
 
-        The first piece begins at the end of the warm-up. As in Megatron, a final decay that would begin
-        before the warm-up ends is entered partway. Raises ValueError for an unsupported LR_DECAY_STYLE.
+        The first piece begins at the end of the warm-up. As in Megatron, the warm-up replaces
+        the start of a final decay that overlaps it. Raises ValueError for an unsupported LR_DECAY_STYLE.
         """
         pieces, start = [], self.warmup_iters
         for style, end, target in self._pieces_in_iterations():

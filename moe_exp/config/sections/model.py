@@ -89,7 +89,7 @@ class ModelSettings(LaunchSettings):
     rope_scaling_factor: float = model(1.0, "factor by which ROPE_SCALING extends the sequence length", ge=1)
     rope_original_seq_len: NonNegative = model(
         0,
-        "sequence length before scaling (tokens); 0: 4096 for yarn, 8192 for llama3 (its only allowed value)",
+        "sequence length before scaling (tokens); 0: 4096 for yarn, 8192 for llama3, which allows only 8192",
     )
     yarn_beta_fast: float = model(
         32.0,
@@ -113,7 +113,7 @@ class ModelSettings(LaunchSettings):
         "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
     )
     yarn_truncate: bool = model(
-        True, "round the bounds of the range from YARN_BETA_SLOW to YARN_BETA_FAST to whole channels (yarn)"
+        True, "round the channel numbers that correspond to YARN_BETA_SLOW and YARN_BETA_FAST (yarn)"
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
     embedding_multiplier: float = model(1.0, "factor applied to the embeddings (Granite)", gt=0, costs=False)
@@ -134,7 +134,7 @@ class ModelSettings(LaunchSettings):
     mtp_loss_coeff: RateByIteration = model(
         0.3,
         "coefficient of the multi-token prediction loss (mean over MTP_NUM_LAYERS): a number, or a schedule "
-        "such as 0.3:70%,0.1 (0.3 for 70% of the iterations, then 0.1; iterations as in LR_DECAY_STYLE)",
+        "such as 0.3:70%,0.1 (0.3 for 70% of the iterations, then 0.1) or 0.3:5000,0.1 (for 5000 iterations)",
         costs=False,
     )
     dropout: Probability = model(0.0, "dropout probability after attention, MLPs and the embedding")

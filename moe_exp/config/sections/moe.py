@@ -31,8 +31,8 @@ class ExpertSettings(RouterSettings):
     moe_ffn_hidden_size: OptionalWidth = experts(0, "width of each routed expert; 0: FFN_HIDDEN_SIZE")
     moe_layer_freq: LayerPattern = experts(
         "1",
-        "which layers are MoE; n: every n-th; n:m: n MoE layers, then m dense layers, repeated; or a "
-        "pattern of 1 (MoE) and 0 (dense): '[0]*3+[1]*21', '0,1,1,1'",
+        "which layers are MoE; a number n: every n-th layer; a ratio n:m: repeat n MoE, then m dense layers; "
+        "a list: 1 for each MoE layer and 0 for each dense layer, such as '[0]*3+[1]*21' or '0,1,1,1'",
     )
     first_k_dense: NonNegative = experts(0, "number of dense layers at the start of the model")
     shared_expert_size: OptionalWidth = experts(

@@ -15,8 +15,8 @@ class OutputSettings(DataSettings):
     load_dir: PathText = output(
         "",
         "checkpoint to start from: a checkpoints folder, a run folder, the folder of one iteration, or a URL "
-        "in an object store. Optimizer state and iteration are loaded too, unless ckpt reshape "
-        "--weights-only removed them; empty: the run's own checkpoints",
+        "in an object store; empty: the run's own checkpoints. Optimizer state and iteration are loaded too, "
+        "unless ckpt reshape --weights-only removed them",
     )
     remote_dir: str = output(
         "",

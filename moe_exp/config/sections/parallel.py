@@ -93,7 +93,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def needs_own_layers(self) -> bool:
-        """Whether Transformer Engine, which fuses norms with the next projection, cannot run the layers."""
+        """Whether Transformer Engine cannot run the layers (it fuses norms with the next projection)."""
         return (
             "norm" in self.recomputed
             or (self.norm_placement, self.norm_bias, self.qk_norm_epsilon) != ("pre", True, 0)
@@ -311,7 +311,7 @@ class ParallelSettings(ExpertSettings):
             return
         if vpp == 1:
             rule = "must be at least 2, as one model chunk per rank cannot be interleaved"
-            yield self.problem("vpp", rule, "set VPP=none or VPP to at least 2")
+            yield self.problem("vpp", rule, "set VPP to none or to at least 2")
         if self.pipeline_layers or self.first_stage_layers or self.last_stage_layers:
             odd = next((layers for layers in self.stage_layers if layers % vpp), None)
             if odd is not None:

@@ -50,7 +50,7 @@ class RouterRules:
         scaling_factor: the weights are multiplied by this factor after normalization.
         num_groups: number of expert groups for group-limited top-k; 0: none.
         group_topk: number of groups that a token may use.
-        group_best: groups are ranked by the sum of this many of their highest scores; 0: K / group_topk.
+        group_best: number of highest scores that are added up to rank a group; 0: K / group_topk.
         bias: learn a bias per expert, added to the logits (`add_bias_linear` of a TransformerConfig,
             ADD_BIAS_LINEAR).
         expert_bias: keep a bias per expert that is added to the scores when experts are chosen, but not to
@@ -211,7 +211,7 @@ class RouterRules:
 
     @property
     def has_free_number(self) -> bool:
-        """Whether the scores determine how many experts a token uses; K is their mean (ReLU) or maximum."""
+        """Whether a token's scores set its number of experts; K is the mean (ReLU) or maximum number."""
         return self._uses_positive or self.top_p < 1
 
     @property
@@ -281,7 +281,7 @@ class RouterSettings(AttentionSettings):
     )
     router_bias_update_rate: Rate = experts(
         0.0,
-        "step size of the expert bias (aux-loss-free balancing); 0: off, unless ROUTER_BIAS_RULE=quantile",
+        "step size of expert biases (aux-loss-free balancing); 0: no bias, unless ROUTER_BIAS_RULE=quantile",
     )
     router_bias_rule: Literal["sign", "quantile"] = experts(
         "sign",
@@ -293,7 +293,7 @@ class RouterSettings(AttentionSettings):
         0, "number of groups that a token may use (with NUM_ROUTER_GROUPS)"
     )
     router_group_best: NonNegative = experts(
-        0, "groups are ranked by the sum of this many of their highest scores; 0: TOPK / ROUTER_GROUP_TOPK"
+        0, "number of highest scores that are added up to rank a group; 0: TOPK / ROUTER_GROUP_TOPK"
     )
     force_routing: Literal["none", "balanced", "zipf"] = experts(
         "none",

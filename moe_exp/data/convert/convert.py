@@ -1,4 +1,4 @@
-"""Converts data files to JSONL chunks, with optional filters and deduplication. Accounts for every document.
+"""Converts data files to JSONL chunks, with optional filters and deduplication. Fails if documents are lost.
 
 Each task of the datatrove pipeline reads every num_tasks-th input file; task 3, for example, writes
 `OUTPUT/NAME.chunk.00003.jsonl`. `OUTPUT/datatrove/` contains datatrove's completions, logs, stats and
@@ -37,7 +37,7 @@ _MOST_FINDERS = 64  # each opens a file of every task
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """Settings of a conversion. It fails if a document lacks a metadata field that a filter needs.
+    """Settings of a conversion, which fails if a document lacks a metadata field that a filter needs.
 
     `dedup` keeps one copy of each text; its metadata field `duplicate_count` counts the removed copies.
     `decontaminate` drops documents that share 12 consecutive words with a text of the given benchmarks.
@@ -105,8 +105,8 @@ def convert(
         start_over: discard the results of earlier calls.
 
     Returns:
-        The manifest; None while SLURM jobs are active. Then call again later to check the jobs' progress and
-        to publish the output, unless the last job has published it.
+        The manifest; None while SLURM jobs are active. In that case, repeat the call later: it reports the
+        jobs' progress and publishes the output if the last job has not done so.
 
     Raises:
         ValueError: settings are invalid or differ from those of an existing output; an input or benchmark is

@@ -108,7 +108,7 @@ class Counts(Counted):
     samples: list[dict[str, Any]] = field(default_factory=list)  # some of the dropped documents
 
     def check(self, who: str) -> None:
-        """Raises ValueError unless the texts read are those dropped and written, apart from edits."""
+        """Raises ValueError unless the texts dropped and written add up to the texts read, edits aside."""
         # an edited document enters as its old text and leaves as its new one
         before = reduce(iadd, (self.read, *(new for _, new in self.edited.values())), Tally())
         old = (tally for tally, _ in self.edited.values())
@@ -192,7 +192,7 @@ def filters_of(settings: Any) -> list[Filter]:
 def word_tokenizer(
     words: Callable[[str], list[str]] = str.split, sentences: Callable[[str], list[str]] = lambda text: [text]
 ) -> Any:
-    """Builds a datatrove WordTokenizer from functions, because datatrove's one for English needs spaCy."""
+    """Builds a datatrove WordTokenizer from functions, because datatrove's English tokenizer needs spaCy."""
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     methods = {

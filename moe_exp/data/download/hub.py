@@ -160,7 +160,7 @@ def _plan(
     source: Source, folder: Path, settings: dict[str, Any] | None, list_now: Callable[[], Listing],
     bytes_per_second: float,
 ) -> list[Path]:  # fmt: skip
-    """Prints what remains to download; returns all paths. `settings`: of a download to resume, or None."""
+    """Prints what remains to download; returns all paths. With `settings`, looks for an earlier download."""
     listing, place, server = None, folder, source.url or endpoint()
     if settings is not None:  # a finished or interrupted download has stored its listing
         begun_folder = folder.with_name(folder.name + ".partial")

@@ -168,8 +168,8 @@ def permuted(index: int, size: int, key: int) -> int:
 
 
 class Item(NamedTuple):
-    """Pieces of one length in the samples of a group: `each` is their number in each sample, and `first` the
-    index of the group's first piece among all pieces of this length.
+    """Pieces of one length in a group's samples: each sample contains `each` of them, and `first` is the
+    index of the group's first such piece among all pieces of this length.
     """
 
     length: int
@@ -221,8 +221,8 @@ def best_fit(counts: Int64Array, room: int) -> list[Group]:
 
 
 class PackedCorpus(Corpus):
-    """Windows of whole documents, padded with end-of-document tokens. Needs 16 bytes per document and cached
-    epoch more than `Corpus`.
+    """Windows of whole documents, padded with end-of-document tokens. Needs 16 bytes more than
+    `Corpus` per document and cached epoch.
 
     Documents longer than a window are cut into pieces. In each epoch, each token of a piece except the last
     token is used as an input exactly once. A piece's last token is also the first token of the document's
@@ -283,10 +283,10 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 
 def cut_documents(lengths: Int64Array, seq_len: int) -> dict[str, float]:
-    """Fraction of documents that are cut by samples of `seq_len` tokens, and fraction of padding (`filler`).
+    """Fraction of documents that are cut by samples of `seq_len` tokens, for two kinds of packing.
 
     `concatenated`: a document of n tokens is cut with probability (n - 1) / seq_len. `best_fit`: only
-    documents longer than a sample are cut. `filler` is given for best fit.
+    documents longer than a sample are cut. `filler`: fraction of padding tokens with `best_fit`.
     """
     counts = piece_counts(lengths, seq_len)
     num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))

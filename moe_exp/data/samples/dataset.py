@@ -300,7 +300,7 @@ def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
 def context_part(
     batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
 ) -> dict[str, torch.Tensor]:
-    """The tokens of a batch [B, S] in a context-parallel rank's `ranges`: [B, S/C] if there are C ranks."""
+    """Cuts each tensor [B, S] of a batch to a context-parallel rank's `ranges`: to [B, S/C] with C ranks."""
     if len(ranges) == 1:
         return dict(batch)
     return {
@@ -347,9 +347,8 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
 def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
-    """Ranges to skip after resuming: the ranges in the checkpoint (`saved`), and the part of the ranges that
-    the run requests (`wanted`) that is after the checkpoint's position. Earlier samples were skipped only if
-    the checkpoint says so.
+    """Ranges to skip after a resume: all of `saved` (from the checkpoint), and `wanted` (requested by the
+    run) without the samples before the checkpoint's position. These were skipped only if `saved` has them.
     """
     past = merged(saved)
     # Directly after the last trained sample: ranges that start there are still ahead.

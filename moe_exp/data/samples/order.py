@@ -132,7 +132,7 @@ class Change:
 def order_changes(
     config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str, next_sample: int
 ) -> list[Change]:
-    """Differences between the sample order of `config` (`order`) and that of a checkpoint (`saved`, as
+    """Differences between the sample order of `config` (`order`) and that of a checkpoint (`saved`, see
     `SampleOrder.facts`); empty if training can resume.
 
     Ignores facts that `saved` does not contain, and stages that begin at or after `next_sample`, the first
@@ -233,7 +233,7 @@ def _shown(value: Any) -> str:
 
 
 def _manifest(train_data: str) -> str | None:
-    """Hash (16 hex digits) of the file hashes that all manifests list; None if any of these is missing."""
+    """Hash (16 hex digits) of all file hashes in the manifests; None if one of them is missing."""
     digest = hashlib.blake2b(digest_size=8)
     for _, prefix in parse_blend(train_data) if train_data else []:
         listed = manifest_of(prefix).get("outputs")

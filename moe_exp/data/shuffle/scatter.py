@@ -84,7 +84,7 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally(Counted):
-    """Counts of validation documents: `text_choices` below `threshold` (if none is: the smallest value)."""
+    """Counts validation documents: `text_choices` below `threshold` or, if none are, the smallest value."""
 
     threshold: int  # validation fraction times 2**64
     below: Tally = field(default_factory=Tally)
@@ -120,7 +120,7 @@ def first_key(bucket: int, num_buckets: int) -> int:
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """Maximum number of buckets, so that a bucket's segment of a block is large enough for its own read."""
+    """Maximum number of buckets with which a bucket's segment of a block is still worth its own read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 

@@ -46,8 +46,8 @@ _MEMORY_SHARE = 0.75  # of the memory of a SLURM job or Ray task
 
 class Memory(NamedTuple):
     """How a memory budget is divided: `longest_bytes` limits the read buffer and the length of a line
-    (parsing a line takes six times as much), `piece_bytes` limits the documents that are sorted at once. The
-    budget does not include the interpreter (about 45 MB).
+    (parsing takes six times the line's length), `piece_bytes` limits the documents that are sorted at once.
+    The budget does not include the interpreter (about 45 MB).
     """
 
     budget_bytes: int

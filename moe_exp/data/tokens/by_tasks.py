@@ -1,5 +1,5 @@
 """Tokenization with datatrove's executors, on one or many machines; the output bytes are the same as with one
-process. Until the files are published, the tokens are stored on disk twice.
+process. Until the files are published, the tokens are stored on disk twice. Files per part, and per task:
 
     part.000012.bin  .lengths  .json        made/00003.json        joined/00003.json
 """

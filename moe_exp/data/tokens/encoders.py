@@ -4,7 +4,7 @@ gigatoken 0.10 and tokenizers 0.23 use different Unicode versions: 359 of about 
 and digits added in Unicode 17) are split from their neighbors by only one of the two packages. Whether such a
 difference changes the ids depends on the merges, so testing a sample of texts is not enough. Therefore each
 non-ASCII character is encoded once with a vocabulary that reveals the splits. The tokenizer's own package
-encodes all documents with characters that the two packages split differently.
+encodes every document that contains a character with different splits.
 """
 
 import os

@@ -130,7 +130,7 @@ def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int 
 
 
 def with_document_tokens(config: Config, blend: str) -> Config:
-    """Returns `config`, with DOCUMENT_TOKENS computed from the token files of `blend` if needed and unset."""
+    """Returns `config`; if DOCUMENT_MASK needs DOCUMENT_TOKENS and it is unset, computes it from `blend`."""
     if not config.document_mask or config.document_tokens or not blend:
         return config
     weights, prefixes = zip(*parse_blend(blend), strict=True)

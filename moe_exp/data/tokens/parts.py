@@ -75,7 +75,7 @@ def default_part_bytes(paths: Sequence[Path]) -> int:
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Splits plain JSONL files into parts of `part_bytes`; other files are one part, empty files no part."""
+    """Splits plain JSONL files into parts of `part_bytes`; any other file is one part; skips empty files."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
@@ -239,7 +239,7 @@ class PartEncoder:
 
 
 class _Sample:
-    """Excerpts to compare: from the first document, random ones, and the first with unusual characters."""
+    """Excerpts to compare: first document, random documents, and the first ones with unusual characters."""
 
     def __init__(self, seed: int, scale: float):
         self._random = random.Random(seed)

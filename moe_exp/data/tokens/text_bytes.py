@@ -97,7 +97,7 @@ class TokenBytes:
     def count_samples(
         self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool = False
     ) -> tuple[int, int]:
-        """Number of bytes and of labels in samples [B, S1]; each token but a sample's first is a label.
+        """Number of bytes and of labels in samples [B, S1] (S1 = S + 1); a sample's first token is no label.
         `eod_mask_loss` excludes the label after each EOD.
         """
         before, labels = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()

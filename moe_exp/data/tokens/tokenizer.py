@@ -106,7 +106,7 @@ class TextTokenizer:
 
 
 def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two tokenizers give the same ids, judged by `recorded`; older manifests have no `ids`."""
+    """Whether two tokenizers have the same `hash` or `ids` in `recorded`; older manifests have no `ids`."""
     return one["hash"] == other["hash"] or ("ids" in one and one["ids"] == other.get("ids"))
 
 
@@ -124,7 +124,7 @@ def load_tokenizer(
             Llama2Tokenizer adds a BOS only with `prepend_bos`.
         vocab_file, merge_file: vocab.json and merges.txt of GPT2BPETokenizer.
         eod_token: end-of-document token (default: from the tokenizer's files).
-        allow_special: read special tokens in a text as special tokens.
+        allow_special: treat special tokens in a text as special tokens, not as plain text.
         prepend_bos: start every document with the tokenizer's BOS.
 
     Raises:
@@ -175,7 +175,7 @@ def load_named_tokenizer(
 
 
 def is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
-    """Whether `facts` (`TextTokenizer.recorded`) of token files are those of the tokenizer `name`."""
+    """Whether tokenizer `name` gives the ids of token files with these `facts` (`TextTokenizer.recorded`)."""
     try:
         return same_tokenizer(load_named_tokenizer(name, eod_token=facts.get("eod_token")).recorded(), facts)
     except (ValueError, OSError):  # for example, it lacks the end-of-document token

@@ -50,7 +50,7 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     length. So any tiling of the sum is exact with fp32 accumulation, and so are results in fp32, tf32, bf16
     and fp16.
 
-    Returns `wrong` (number of wrong elements over all patterns) and `teraflops` of the fastest product.
+    Returns `wrong` (number of wrong elements over all products) and `teraflops` of the fastest product.
     `size` is n (default: 512 on a CPU, 8192 on a GPU).
     """
     size = size or (_CUDA_SIZE if device.type == "cuda" else _CPU_SIZE)
@@ -207,7 +207,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 
 
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
-    """Bytes per transfer and number of repeats that suit the speed of the links; equal on all ranks."""
+    """Bytes per transfer and number of repeats, chosen by the slowest rank's speed; equal on all ranks."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
     first = dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True)
     assert first is not None  # torch returns None only to ranks outside the group

@@ -1,7 +1,7 @@
 """Roll call of a job's nodes before torch is loaded: nodes send JSON lines to node 0's MASTER_PORT. No torch.
 
-The main operation is `meet`: each node sends a value and receives the values of all nodes that joined. All
-nodes receive the same values.
+The main operation is `meet`: each node sends a value and receives the values of all nodes that sent one in
+time. All nodes receive the same values.
 """
 
 import contextlib
@@ -167,8 +167,8 @@ class RollCall:
     def meet(self, what: str, value: Any, seconds: float) -> dict[int, Any]:
         """Sends `value` and returns the values of all nodes, by node. Raises ValueError if node 0 is gone.
 
-        Every node calls this with the same unique name `what`; `value` has JSON types. Nodes that call later
-        than `seconds` after the first node are missing from the result, which is the same on every node.
+        Every node calls this with the same unique name `what`; `value` has JSON types. Nodes that call more
+        than `seconds` after the first node are missing from the result.
         """
         ask = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
         answer = self._ask(ask, seconds + _PATIENCE_SECONDS)

@@ -224,9 +224,7 @@ Departed = tuple[Tensor, _Flight]  # edge in the graph and tensors in flight; pa
 
 
 def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
-    """Launches the exchange of `tensors` (the first must be floating-point). Backward waits for the
-    reverse exchange.
-    """
+    """Launches the exchange of `tensors` (the first must be floating-point)."""
     flight = _Flight(exchange)
     return _Depart.apply(flight, *tensors), flight
 

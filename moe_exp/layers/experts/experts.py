@@ -130,7 +130,7 @@ class Experts(nn.Module):
         return self.backend not in FUSED
 
     def takes_tokens(self, x: Tensor, *, few_kept: bool = False) -> bool:
-        """Whether `forward` accepts RoutedTokens on the device of `x`; `few_kept`: few slots are kept."""
+        """Whether `forward` accepts RoutedTokens on the device of `x`; `few_kept`: most slots are unused."""
         # Fused experts do not wait for the number of kept slots and allocate a row for every slot. That would
         # waste memory if few are kept.
         return (self.backend in FUSED and not few_kept) or self._is_loop_on_cpu(x)
@@ -149,7 +149,7 @@ class Experts(nn.Module):
         return self._recomputed(run, rows_RD, weights_R)
 
     def _recomputed(self, run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights_R: Tensor) -> Tensor:
-        """`run(x, weights_R)`, recomputed in backward (up to the last saved tensor) if `recompute_hidden`."""
+        """`run(x, weights_R)`; if `recompute_hidden`, backward recomputes it as far as the gradients need."""
         if not (self.recompute_hidden and torch.is_grad_enabled()):
             return run(x, weights_R)
         return cast(Tensor, checkpoint(run, x, weights_R, use_reentrant=False, preserve_rng_state=False))

@@ -23,12 +23,12 @@ def fused_experts(
     slot_R: Tensor | None = None, row_TK: Tensor | None = None, adds_to_main_grad: bool = False,
     recompute_hidden: bool = False, fp8: bool = False,
 ) -> Tensor:  # fmt: skip
-    """For rows sorted by expert: y_r = w_r * expert(x_r), [R, D]; for tokens: sum of y_r per token, [T, D].
+    """Returns y_r = w_r * expert(x_r) of each row r, [R, D], or each token's sum of y_r, [T, D].
 
     The host never waits for the device.
 
     Args:
-        x: rows [R, D]; with `slot_R` and `row_TK`, tokens [T, D].
+        x: rows [R, D], sorted by expert; with `slot_R` and `row_TK`, tokens [T, D].
         weights: router weights [R] or [T, K], used in fp32.
         offsets_L1: first row of each expert, on the device, see `moe_exp.layers`.
         weight1_LWD: first projection, gate half first.

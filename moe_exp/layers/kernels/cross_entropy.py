@@ -1,7 +1,7 @@
 """Cross entropy over a vocabulary that may be split over ranks; forward and backward read logits once each.
 
 The loss of a token with logits z is log(sum_v exp(z_v)) - z_target, in fp32. Shapes: N tokens, V vocabulary
-entries of this rank, D hidden, C tokens of a chunk.
+entries of this rank, hidden size D, C tokens per chunk.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ def linear_losses(
     Args:
         hidden: input of the output layer, [..., D], the same on all ranks of the group. Its gradient is this
             rank's share; the shares of all ranks add up to the full gradient.
-        weight_VD: output weight for this rank's vocabulary entries. If the weight has Megatron's `main_grad`,
-            its gradient is added to that.
+        weight_VD: output weight for this rank's vocabulary entries. Its gradient is added to Megatron's
+            `main_grad`, if the weight has one.
         target, group: see `token_losses`.
         mask: 1 for tokens that count, else 0, fp32 [...].
     """

@@ -1,4 +1,4 @@
-"""Kernels for expert capacity: they select the slots to keep and pad experts' rows, without device syncs.
+"""Kernels for expert capacity, without device syncs: selection of the kept slots, padding of experts' rows.
 
 The kernels start from the result of `slot_sort`. Shape suffixes: see `moe_exp.layers`.
 """
@@ -108,7 +108,7 @@ def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Te
     twin=keep_within_torch,
 )
 def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
-    """Bool mask [T, K] of the slots that are kept if each expert keeps a limited number of slots.
+    """Bool mask [T, K] of the kept slots: each expert keeps at most `limits_E` slots.
 
     Args:
         expert_TK: chosen experts, int32 or int64; E for a padding slot, which is never kept.

@@ -55,7 +55,7 @@ def runs_kernel(x: Tensor) -> bool:
 
 
 def multiplies_16_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether torch.mm can multiply these 16-bit tensors with sums and result in fp32."""
+    """Whether torch.mm can multiply these 16-bit tensors with fp32 sums and an fp32 result."""
     # on NVIDIA GPUs in PyTorch 2.8 and newer; torch.compile supports it only in later versions
     is_known = a.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
     is_16_bit = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
@@ -120,7 +120,7 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit without specialization on arguments with a prefix in VARYING; no-op without Triton."""
+    """triton.jit without specialization on arguments whose prefix is in VARYING; no-op without Triton."""
     if triton is None:
         return function
     # The name in profilers consists of module and function, such as `up_projection_kernel`.

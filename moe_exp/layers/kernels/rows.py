@@ -104,7 +104,7 @@ def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     twin=chunk_order_torch,
 )
 def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row order that sorts chunks of rows by expert, then source; they arrive by source, then expert.
+    """Row order that sorts chunks by expert, then source, if rows arrive sorted by source, then expert.
 
     Args:
         rows_SL: rows that each of S sources has for each of L experts, int64 or int32, on the device.

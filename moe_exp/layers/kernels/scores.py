@@ -1,4 +1,4 @@
-"""Router scores, chosen experts and weights of a tile of logits [tokens, experts] in fp32; router losses."""
+"""Triton functions that score fp32 logits [tokens, experts] and choose and weigh experts; router losses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def key_of(x):
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The TOPK best experts and their values, [BLOCK_T, BLOCK_K], and `key` with LEAST in their places."""
+    """The TOPK best experts and their values, [BLOCK_T, BLOCK_K], and `key` set to LEAST at these experts."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)

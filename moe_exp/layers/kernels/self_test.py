@@ -1,8 +1,7 @@
 """Compares kernels with plain-torch references before training. Shape suffixes: see `moe_exp.layers`.
 
-Kernels run with the model's widths, as in training, but with few rows, in all configs that may be chosen. To
-choose configs, the same calls are timed with the number of rows in training. PyTorch's global random state is
-unchanged.
+Each kernel runs in every config that may be chosen, with the model's widths but few rows. To choose configs,
+the same calls are timed with as many rows as in training. PyTorch's global random state is unchanged.
 """
 
 import functools
@@ -165,7 +164,7 @@ def compare(case: Case, device: torch.device) -> KernelCheck:
 
 
 def error_of(results: Outputs, expected: Outputs) -> float:
-    """Largest row error, relative to the larger of row norm and mean norm; inf if integers differ."""
+    """Largest error of a row, relative to its norm or, if larger, the mean norm; inf if integers differ."""
     errors = []
     for one, other in zip(results, expected, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -206,7 +205,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Calls to time: for each `rows_class`, all kernels with several configs, at the run's sizes."""
+    """Yields calls to be timed, at the run's sizes: each kernel with several configs, per `rows_class`."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts
@@ -338,7 +337,7 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
 
 
 def _with_gradient(function: Any) -> Any:
-    """Wraps a router function to also return the logits' gradient for random gradients of its outputs."""
+    """Makes a router function also return the gradient of its logits, given random output gradients."""
 
     @functools.wraps(function)
     def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:

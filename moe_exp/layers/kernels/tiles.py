@@ -34,7 +34,7 @@ def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
 
 @jit
 def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Row and column index of tile `tile` if tiles are ordered in groups of GROUP_M rows of tiles."""
+    """Row and column index of tile `tile`; each group of GROUP_M rows of tiles is numbered by columns."""
     # GROUP_M rows of tiles use the same columns consecutively, while these are in the L2 cache.
     tiles_in_group = GROUP_M * num_n
     first_m = (tile // tiles_in_group) * GROUP_M
@@ -57,7 +57,7 @@ def tile_place(
 def row_sources(tokens, rows, row_end, num_tokens):
     """For each row of a tile: the row of the operand to read, and whether it is a token (not padding).
 
-    If `tokens` is None, the operand contains the rows themselves.
+    If `tokens` is None, the operand's rows are already in sorted order.
     """
     # Padding and rows past the end read another row, so that the loop over the depth needs no mask for them.
     source, is_token = tl.minimum(rows, row_end - 1), rows < row_end
@@ -108,7 +108,7 @@ OFFSET: tl.constexpr = tl.constexpr(ACTIVATIONS["clamped_swiglu"].offset) if tl 
 
 @jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation function, which is applied to the gate if there is one."""
+    """Applies the activation function to `x`, the gate of a gated MLP."""
     y, _ = activate_with_derivative(x, ACTIVATION)  # Triton removes the unused derivative
     return y
 

@@ -49,7 +49,7 @@ class TopK(NamedTuple):
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
-    """Logits (-inf past the last expert), and two masks of rows: with a token, with a non-padding token."""
+    """Logits (-inf past the last expert), mask of rows with a token, the same without padding."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -206,7 +206,7 @@ def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]
 
 
 class ScoreFunction(NamedTuple):
-    """A per-expert score: `raw(logits, log(logits))`, `log(logits)` and its derivative `slope(logits)`."""
+    """Per-expert score `raw(logits, log(logits))`, its logarithm `log` and `log`'s derivative `slope`."""
 
     raw: Callable[[Tensor, Tensor], Tensor]
     log: Callable[[Tensor], Tensor]

@@ -200,7 +200,7 @@ class Tuned:
     def _launch(
         self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
     ) -> Any:
-        """Launches one config; returns the compiled kernel, or None (interpreted, or a PyTorch function)."""
+        """Launches one config; returns the compiled kernel, or None if interpreted or a PyTorch function."""
         if config.constants.get("LIBRARY"):
             assert self.library is not None
             return self.library(dict(zip(self.fn.arg_names, args, strict=False)))
@@ -274,7 +274,7 @@ class Tuned:
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """File that shares the choice with other processes; its name hashes all inputs of the choice."""
+        """File that shares the choice with other processes; its name hashes what the choice depends on."""
         on = device_facts()
         if not on:
             return None

@@ -252,7 +252,7 @@ def _launch(
 
 
 def main_grad_of(parameter: Any) -> Tensor | None:
-    """Megatron's `main_grad`, if backward may add to it by the rule in its tensor_parallel/layers.py."""
+    """`main_grad`, or None if backward may not add to it (rule of Megatron's tensor_parallel/layers.py)."""
     # Megatron-FSDP creates `main_grad` on access, without valid old values.
     return None if hasattr(parameter, "__fsdp_param__") else getattr(parameter, "main_grad", None)
 

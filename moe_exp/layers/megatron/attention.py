@@ -229,7 +229,7 @@ class CausalAttention(_SplitModule):
         return [torch.cat(pair) if len(pair[0]) else pair[1].clone() for pair in pairs]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Result [Q, B, H, v]: Q queries [Q, B, H, d] see K keys [K, B, G, d]; the last sees all keys."""
+        """Result [Q, B, H, v]: Q queries [Q, B, H, d] see K keys [K, B, G, d]; the last query sees all K."""
         rule = self.rule
         if rule.window and (unseen := key.size(0) - query.size(0) - rule.window + 1) > 0:
             key, value = key[unseen:], value[unseen:]

@@ -2,7 +2,7 @@
 
 Megatron passes a `Documents` to every layer as `packed_seq_params`, in place of PackedSeqParams, which
 describes one long sequence. Tokens keep their shape [S, B], so capacity and losses still apply per
-micro-batch or sequence.
+micro-batch or sequence. C: context-parallel size; H: query heads; G: key/value heads; d: channels per head.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class Documents:
 
     @cached_property
     def ids(self) -> Tensor:
-        """Document index of each token, int64 [B, S], on the CPU; not for samples that are split by CP."""
+        """Document index of each token, int64 [B, S], on the CPU; cannot be used if CP splits samples."""
         rows = [torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in self.lengths]
         return torch.stack(rows)
 

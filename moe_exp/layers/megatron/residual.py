@@ -110,7 +110,7 @@ def choose_norm(device_type: str, *, problem: str = "", failure: str = "") -> tu
     """Chooses the norm implementation; returns its name and the reason.
 
     Args:
-        problem: why the model has no residual sum followed by a norm, see `sum_problem`.
+        problem: why the kernel cannot compute the model's residual sum and its norm, see `sum_problem`.
         failure: why the kernel must not run, see `launch.failure_of`.
     """
     reason = f"torch.nn.RMSNorm and LayerNorm, with sequence parallelism, on {device_type}"

@@ -28,7 +28,7 @@ _TILE = 1024  # pairs that a program rotates
 
 
 def install_rotary() -> bool:
-    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's is used instead."""
+    """Makes Megatron use `rotate` for `apply_rope_fusion`; returns False if it keeps Transformer Engine's."""
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate
@@ -135,7 +135,7 @@ def _kernel(
     WIDTH: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotates BLOCK_H heads of one token; BLOCK must be at least WIDTH / 2 and at least DIM - WIDTH."""
+    """Rotates WIDTH of DIM channels of BLOCK_H heads of a token; BLOCK >= max(WIDTH / 2, DIM - WIDTH)."""
     token = tl.program_id(0).to(tl.int64)
     position, sample = token // num_samples, token % num_samples
     heads, places = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]

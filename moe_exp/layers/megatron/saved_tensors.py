@@ -195,7 +195,7 @@ class _Group:
         self._state = "returning"
 
     def arrive(self) -> None:
-        """Makes the device wait for the group's copies to it; starts the copies of the previous group."""
+        """Makes the device wait until the group is copied back; starts to copy the previous group back."""
         self.fetch()
         if self._state == "returning":
             self._streams.current_stream().wait_event(self._copied)
@@ -225,10 +225,10 @@ class ActivationOffload(ChunkHooks):
         to device    attention 2   experts 1     attention 1
 
     The device thus holds the tensors of two modules. The last module's tensors stay on the device until the
-    model chunk starts its next forward pass, so a backward pass that comes first need not copy them back.
+    model chunk starts its next forward pass, so a backward pass before that need not copy them back.
 
     `modules`: names of OFFLOAD_MODULES. A storage is offloaded only if one of these modules is the first to
-    save it; otherwise, the module that saved it first keeps it on the device anyway.
+    save it; a storage that another module saved before stays on the device anyway.
     """
 
     def __init__(self, chunk: Any, modules: Collection[str]):  # of GPTModel

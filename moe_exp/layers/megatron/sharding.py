@@ -54,8 +54,8 @@ def shard_experts(
         singleton_local_shards: use the format `experts.<expert index>.X`.
 
     Returns:
-        Dict from `prefix` + our name to a ShardedTensor (a ShardedTensorFactory if there are several shards);
-        includes Megatron's empty `_extra_state` objects.
+        Dict from `prefix` + name in `tensors` to a ShardedTensor (a ShardedTensorFactory if there are several
+        shards); includes Megatron's empty `_extra_state` objects.
     """
     state: dict[str, Any] = {}
     num_local_experts, singleton = tensors["weight1"].size(0), singleton_local_shards

@@ -46,7 +46,7 @@ def sinkhorn(
     logits_TE: Tensor, valid_T: Tensor | None = None, *, group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:  # fmt: skip
-    """exp(logits) with rows and columns scaled so that all tokens have the same mass, as do all experts.
+    """exp(logits) with scaled rows and columns: all tokens have equal mass, and all experts have equal mass.
 
     Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified
     Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like Megatron-Core, when
@@ -56,7 +56,6 @@ def sinkhorn(
     Args:
         valid_T: bool, True for tokens that are not padding; padding has no mass.
         group: ranks that hold the micro-batch's other tokens.
-        tolerance: convergence limit.
 
     Returns:
         [T, E]; each row is proportional to the transport plan's row. The top-k of a row is the assignment.

@@ -104,7 +104,7 @@ class GlobalFractions(BalanceRule):
 
 
 class L1Factor(BalanceRule):
-    """Multiplies the loss `l1` by 1.2 if tokens used over K experts on average; divides it if under K.
+    """Multiplies the factor of `l1` by 1.2 if tokens used over K experts on average, by 1/1.2 if under K.
 
     ReMoE (arXiv:2412.14711), equation 8.
     """

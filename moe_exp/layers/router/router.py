@@ -46,7 +46,7 @@ class Router(nn.Module):
         expert_bias: [E], fp32, if configured.
         l1_factor: fp32 scalar that multiplies the coefficient of the loss `l1`; only with ReLU scores.
         slots_and_tokens: [2], int64, slots and tokens of the current global batch; only with ReLU scores.
-        gap_counts: [E, B], int64, B-bin histograms of the current global batch; only for quantile balancing.
+        gap_counts: [E, B], int64, sums of `count_gaps` in this global batch; only for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, initially zero.
         replay: RoutingReplay that records or replays decisions, or None.
         needs_scores: whether losses need scores and logits, not only sums; if True, no kernel can route.
@@ -156,11 +156,11 @@ class Router(nn.Module):
 
     @property
     def _counting_rules(self) -> tuple[BalanceRule, ...]:
-        """The balance rules to update in this forward pass; empty if the pass does not count."""
+        """The balance rules to update in this forward pass; empty if the pass is not counted."""
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert [E], choosing experts by score alone, as the losses do."""
+        """Counts a micro-batch's slots per expert [E], chosen by score alone as in the losses."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
@@ -177,7 +177,7 @@ class Router(nn.Module):
                 rule.end_of_batch(self, group)
 
     def counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor | None:
-        """Whether each slot is used, bool [T, K], including slots of null experts; None: all are used."""
+        """Mask of the used slots, bool [T, K]; null experts are treated like others. None: all are used."""
         if SCORES[self.config.score].uses_positive:
             return scores_TE > 0
         if self.config.top_p < 1:

@@ -7,9 +7,9 @@ and t the tensor-parallel size. Each tensor is counted once, at the last operati
 
     norm             w*h input, 4 of statistics; on CPUs 8*h: PyTorch's RMSNorm keeps fp32 input and output
     QKV projection   w*h input
-    attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused w*a*s/t scores after softmax instead
-    projection       w*q/t input; also a transposed copy of the result, except on CPUs and if unfused
-    norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t unfused
+    attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused: w*a*s/t softmax scores, no log-sums
+    projection       w*q/t input; also a transposed copy of the result, unless on a CPU or unfused
+    norm, MLP        norm as above; w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t unfused
     MoE, per token   w*h input, 4*E scores, K*(8+4) choice and weights
     MoE, per row     w*h row, 2*w*f, and w*f after the activation, which applies the router's weight, so the
                      experts' results are not kept; EXPERT_BACKEND=triton: 2*w*f, and w*h for remote rows
@@ -166,7 +166,7 @@ class _Account:
         )  # fmt: skip
 
     def _moved(self, parts: Parts) -> Parts:
-        """Removes bytes offloaded by OFFLOAD_MODULES from a layer's `parts`, and returns them by module."""
+        """Removes from a layer's `parts` the bytes that OFFLOAD_MODULES offloads; returns them by module."""
         parts_of = {
             "attention": ("attention",), "mlp": ("dense MLP",), "shared_expert": ("shared expert",),
             "experts": ("dispatch", "experts"),
@@ -306,14 +306,14 @@ class _Account:
 
     @cached_property
     def _windowed(self) -> float:
-        """Share of the layers that gather only the ends of key and value blocks, as their window is short."""
+        """Share of the layers that gather only the ends of key and value blocks: their window is short."""
         config = self._config
         fits = config.sliding_window <= config.seq_len / (2 * config.cp) + 1 and not config.document_mask
         return fits * sum(config.window_layers) / config.num_layers
 
     @cached_property
     def _writes_scores(self) -> bool:
-        """Whether attention scores are kept. Fused CPU attention has no dropout or latent attention."""
+        """Whether attention scores are kept. Fused CPU attention supports no dropout or MLA."""
         config = self._config
         by_blocks = config.sliding_window or config.attention_softcap or config.attention_sinks != "none"
         by_torch = (config.multi_latent_attention and not by_blocks) or config.attention_dropout

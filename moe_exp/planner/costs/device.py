@@ -28,7 +28,7 @@ RECIPIENTS: dict[str, Literal["experts", "ranks", "all"] | None] = {
 
 @cache
 def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
-    """Returns the number of output elements; each idle SM in the last wave counts as a full tile."""
+    """Returns the number of output elements, rounded up to full tiles and to full waves of tiles."""
     least = math.inf
     # tiles of large products on NVIDIA GPUs (NVIDIA, Matrix Multiplication Background User's Guide)
     for height, width in ((128, 256), (256, 128)):
@@ -110,7 +110,7 @@ class Device:
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Returns the time to move `num_bytes` (forward, backward) per element of a 2-byte dtype."""
+        """Returns the time to move `elements` of `num_bytes` each (forward, backward; for a 2-byte dtype)."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
@@ -152,7 +152,7 @@ class Group:
         return sent / (self.bytes_per_second * share) + self.latency_seconds
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach; devices up to Ampere reach `older`."""
+        """Returns the share of `bytes_per_second` that rings reach; `older`: share on Ampere and older."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share

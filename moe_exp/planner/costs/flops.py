@@ -27,7 +27,7 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
     Args:
         batch_size: samples of SEQ_LEN in the iteration (default: GBSZ).
-        seq_len: actual sample length (DATA_STAGES); a sample counts as several samples of SEQ_LEN.
+        seq_len: actual sample length (DATA_STAGES); `batch_size` still counts samples of SEQ_LEN.
     """
     tokens = (config.gbsz if batch_size is None else batch_size) * config.seq_len
     if seq_len not in (None, config.seq_len):
@@ -54,12 +54,12 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
 
 def attended_tokens(config: Config, tile: int = 0) -> float:
-    """Returns the keys per query before causal masking, twice the keys that a query sees on average: without
-    a window, this is the sample length (with DOCUMENT_MASK, the document length). The result is the mean over
-    layers with and without SLIDING_WINDOW.
+    """Returns twice the number of keys that a query sees on average, since causal masking hides half of them.
+    Without a window, this is the sample length, or the document length with DOCUMENT_MASK. The result is the
+    mean over layers with and without SLIDING_WINDOW.
 
     Args:
-        tile: queries that a kernel processes at once; each reads all keys that any of them needs.
+        tile: number of queries that a kernel processes at once; it reads all keys that any of them needs.
     """
     in_document = config.document_mask and config.document_tokens
     length = min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len

@@ -49,7 +49,7 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Forward seconds that backward recomputes, for each value of RECOMPUTE and `Engine.recompute`."""
+        """Seconds of forward that backward repeats, for each value of RECOMPUTE and `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts[True] - self.starts[False]
         norms = forward["norms"] * 0.4  # their share of the residual bytes
@@ -198,7 +198,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Costs of one component (of a layer or output layer) in forward and backward of a rank's micro-batch."""
+    """Costs of a component of a layer or the output layer: forward and backward of a rank's micro-batch."""
 
     name: str
     flops: float  # a multiply-add counts as two

@@ -145,8 +145,8 @@ def _activation_parts(
 
 
 def expected_imbalance(config: Config, spread: float) -> float:
-    """Returns the rows for which a dropless layer needs memory, relative to a rank's fair share: 1 + spread *
-    sqrt((EP - 1) / E).
+    """Returns the number of rows that a dropless layer must hold, as a multiple of a rank's fair share:
+    1 + spread * sqrt((EP - 1) / E).
 
     The loads of all experts have a fixed sum and a standard deviation of `spread` times their mean. The
     summed load of a rank's n = E/EP experts then deviates by spread * sqrt((1 - n/E) / n) of its mean. The
@@ -176,9 +176,8 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
 def _bytes_per_parameter(
     job: PlannedJob, constants: MemoryConstants, hardware: Hardware
 ) -> tuple[float, float, float, float, float]:
-    """Returns five numbers of bytes per parameter of a rank: for weights, gradients, (sharded) optimizer
-    state of dense parameters, the same of expert parameters, and extra state of the embedding and output
-    layer.
+    """Returns a rank's bytes per parameter: weights, gradients, (sharded) optimizer state of dense
+    parameters, that of expert parameters, and extra state of the embedding and output layer.
     """
     config, engine = job.config, job.engine
     if job.of_deepspeed:

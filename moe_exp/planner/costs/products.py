@@ -37,7 +37,7 @@ def fp8_parts(config: Config) -> tuple[bool, bool]:
 
 
 def fp8_kept(config: Config) -> tuple[bool, bool]:
-    """Returns whether the experts, and whether the other layers, keep FP8 tensors (our kernels keep bf16)."""
+    """Whether experts, and whether other layers, save FP8 tensors for backward (our kernels save bf16)."""
     return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
@@ -96,7 +96,7 @@ class Shape(NamedTuple):
 
 
 def products(config: Config, *, sequence_parallel: bool) -> dict[str, list[Shape]]:
-    """Returns the matrix products of all layers and the output layer by part, without attention scores."""
+    """Returns the matrix products of each part (`mlp`, `experts`, `output`...), without attention scores."""
     tokens, hidden = num_tokens(config), config.hidden_size
     experts_in_fp8, others_in_fp8 = fp8_parts(config)
     ways, tp = 2 if config.gated else 1, config.tp
@@ -169,7 +169,7 @@ def projections(config: Config, query: float, heads: float, *, tp: int) -> list[
 def padded_slots(config: Config, tokens: float) -> float:
     """Returns the rows that a rank's experts compute with PAD_TO_CAPACITY, if each rank has `tokens` tokens.
 
-    Each rank pads the rows of each expert to the capacity of its tokens (layers/moe_layer.py). With TP or
+    Each rank pads each expert's rows to the capacity for the rank's tokens (layers/moe_layer.py). With TP or
     CP, a rank that keeps more slots than its share sends more rows; the extra rows are not counted here.
     """
     share = tokens * config.topk / config.num_experts

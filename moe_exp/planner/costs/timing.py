@@ -52,7 +52,7 @@ class IterationTime:
 
     @property
     def bound(self) -> str:
-        """Largest component other than `compute`; `compute` if no other exceeds a tenth of the total time."""
+        """The largest component besides `compute` if it exceeds a tenth of the total time, else `compute`."""
         others = {name: seconds for name, seconds in self.parts().items() if name != "compute"}
         name = max(others, key=others.__getitem__)
         return name if others[name] > self.total / 10 else "compute"
@@ -103,7 +103,7 @@ class StagePass:
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
-    """Returns each stage's passes. Forward has half of the collectives, or a third of them with recompute."""
+    """Returns each stage's passes. The forward pass gets half of the collectives, a third with recompute."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, parts = layer_times(job, device), _parts_of_stages(job, device)
     found = []
@@ -176,8 +176,8 @@ def _link_speed(hardware: Hardware) -> float:
 def _layer(
     job: PlannedJob, device: Device, times: LayerTimes, is_moe: bool, moved: float
 ) -> dict[str, float]:
-    """Returns the seconds of a layer's forward, recompute and backward for one micro-batch, by part. `moved`:
-    bytes offloaded to host memory in forward and reloaded in backward.
+    """Returns a layer's seconds per micro-batch (forward, recompute and backward), by component. `moved`:
+    bytes offloaded to host memory in the forward pass and reloaded in the backward pass.
     """
     config, hardware, constants = job.config, device.hardware, device.constants
     one, repeated = times.layer(is_moe), times.repeated(is_moe)

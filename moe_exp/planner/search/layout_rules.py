@@ -201,7 +201,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns the reason for the first layout problem, else `fallback`, or '' without any problem."""
+    """Returns the reason of the first layout problem, else `fallback`, or '' if there are no problems."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 

@@ -186,7 +186,7 @@ class _Evaluation:
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """Returns the settings that determine the layer time without recompute, which is the shortest."""
+    """Returns the settings that determine a layer's time without recompute (its shortest time)."""
     return config.tp, config.cp, config.ep, config.etp, mbsz
 
 

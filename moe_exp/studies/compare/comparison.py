@@ -145,7 +145,7 @@ class Comparison:
                 problem(
                     name,
                     value,
-                    f"must not change; {self.folder} contains {variant.name} with {before[name]}",
+                    f"must not change; {variant.name} in {self.folder} was started with {before[name]}",
                     fix,
                 )
                 for name, value in variant.compared.items()

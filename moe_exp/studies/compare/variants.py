@@ -190,7 +190,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """Matches variants to the reference by MLP widths that they do not set; ConfigError if impossible."""
+    """Sets MLP widths that variants leave open to match the reference; ConfigError if impossible."""
     reference, measure = reference_of(variants), MEASURES[match]
     target, matched, problems = measure(reference.config), [], []
     for variant in variants:

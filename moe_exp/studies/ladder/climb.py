@@ -42,9 +42,9 @@ def dry_run(ladder: Ladder) -> str:
 
 
 def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = ()) -> int:
-    """Performs the remaining runs of a ladder and updates the reports after each run; raises like
-    `run_comparison`. Returns the exit code: 1 if a run failed, timed out or diverged, else TO_BE_CONTINUED if
-    runs remain.
+    """Performs the remaining runs of a ladder and updates the reports after each run. Raises the
+    errors of `run_comparison`. Returns the exit code: 1 if a run failed, timed out or diverged, else
+    TO_BE_CONTINUED if runs remain.
 
     Args:
         executor: one of EXECUTORS.
@@ -65,7 +65,7 @@ def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = 
 
 
 def _climb(ladder: Ladder, executor: str, sbatch: Sequence[str], left: Sequence[Case]) -> dict[str, str]:
-    """Performs the runs in `left`; returns why runs failed, by run name."""
+    """Performs the runs in `left`; returns the reason of each failed run, by run name."""
     reasons: dict[str, str] = {}
     done, flops_done, started = 0, 0.0, time.monotonic()
     flops_of_all = sum(compute_of(run.config) for run in left)

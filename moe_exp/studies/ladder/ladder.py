@@ -1,4 +1,4 @@
-"""A ladder: the same variants at several sizes (rungs), each a comparison at equal FLOPs per token. No torch.
+"""A ladder: the same variants at several sizes (rungs), compared per rung at equal FLOPs per token. No torch.
 
 $RUN_DIR/NAME/
   rung_1/ rung_2/ ...   comparisons, see studies/compare/comparison.py
@@ -55,7 +55,7 @@ class Definition:
 
     @classmethod
     def read(cls, name: str) -> Definition:
-        """Reads a YAML file, or a definition of the package by its name; ConfigError if invalid."""
+        """Reads a YAML file or, given its name, a definition in this package; ConfigError if invalid."""
         own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
         path = own.get(name, Path(name))
         if not path.is_file():
@@ -91,7 +91,7 @@ class Definition:
             yield problem(name, self.settings[name], "unknown setting", fix)
         if self.asymptote is not None and not 0 <= self.asymptote < math.inf:
             rule = "must be a loss of at least 0 (nats per token)"
-            yield problem("asymptote", self.asymptote, rule, "omit it to fit E")
+            yield problem("asymptote", self.asymptote, rule, "omit it to fit the asymptote")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 L is the loss, C the compute and E the irreducible loss. Models that grow with C share E, because they are
 trained on the same data; models of constant size have their own, higher E. The form, with C as its only
 variable, is from Hoffmann et al. 2022 (arXiv:2203.15556, section 3.3). The effective speedup of a variant is
-the compute that the baseline needs to reach the variant's loss, divided by the variant's compute. Only
-functions import scipy.
+the compute that the baseline needs to reach the variant's loss, divided by the variant's compute. Importing
+this file does not import scipy.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Sweep:
         return settings | self.settings.model_dump(include={"sweep_iters", "sweep_warmup"})
 
     def cases(self) -> list[Case]:
-        """Returns all cases in the order of the lists; ConfigError for problems common to all cases."""
+        """Returns the cases of all combinations of values; ConfigError for problems common to all cases."""
         base = load_config(self.given, {})
         lists = [getattr(self.settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
         shared = {**self.given, **MEASURED_ONLY, "train_iters": self.settings.sweep_iters}
@@ -152,9 +152,9 @@ class Sweep:
         return [first, *others]
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
-        """Returns the rows of all cases in the lists, then the rows of other cases run by earlier calls.
+        """Returns the rows of this sweep's `cases`, then of other cases that earlier calls have run.
 
-        With `retry_failed`, listed cases that failed, ran out of memory or timed out are treated as not run.
+        With `retry_failed`, those of `cases` that failed, ran out of memory or timed out count as not run.
         """
         cases = self.cases()
         names = {case.name for case in cases}
@@ -186,7 +186,7 @@ class Sweep:
 
 
 def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
-    """Describes a sweep with a line per case, without file access; raises what `run_sweep` raises."""
+    """Describes a sweep with a line per case, without running it; raises the errors of `run_sweep`."""
     _compare(sweep)
     rows = sweep.rows(retry_failed=retry_failed)
     _check_files(rows, with_space=False)

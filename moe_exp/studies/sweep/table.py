@@ -119,7 +119,7 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> PlannedJob:
-    """Job that predicts the kind of memory that runs measure: resident (CPU), allocated by PyTorch (GPU)."""
+    """Job that predicts memory as runs measure it: resident on a CPU, allocated by PyTorch on a GPU."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
 
 

@@ -89,7 +89,7 @@ _has_started = False
 
 
 def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
-    """Starts this rank's trace once: at iteration TRACE_CALLS_FROM or, after a resume, a later one."""
+    """Starts this rank's trace, once, at its first iteration that is TRACE_CALLS_FROM or later."""
     global _has_started
     if not _has_started and 0 < config.trace_calls_from <= iteration:
         _has_started = True

@@ -1,8 +1,8 @@
-"""Dumps stacks of this node's ranks with py-spy or, if it fails, faulthandler; else only facts from /proc.
+"""Dumps this node's ranks: stacks from py-spy or, if it fails, faulthandler; if both fail, only /proc facts.
 
 py-spy reads the memory of a running or stopped process without stopping it. In a hang, py-spy runs again to
 read C frames, which stops the process for about a second. faulthandler writes stacks on a signal, even while
-the GIL is held. It reads frames without a lock; this is safe in a hung process and mostly in a running one.
+the GIL is held. It reads frames without a lock; this is safe in a hung process and usually in a running one.
 """
 
 import errno
@@ -191,7 +191,7 @@ def _record(pipe: Path, path: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`last`: last collective of each process group with its number; `entries`: last entries of `record`."""
+    """Each process group's last collective with its number (`last`), and the last `entries` of `record`."""
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
     last: dict[str, dict[str, Any]] = {}

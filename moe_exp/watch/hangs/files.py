@@ -147,7 +147,7 @@ class Frame:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Key that identifies the frame, the same for every tool."""
+        """Identifies the frame, whether py-spy or faulthandler printed it."""
         return self.name.rpartition(".")[2], self.file, self.line
 
     @property

@@ -1,7 +1,7 @@
-"""A rank's heartbeat: its iteration and phase in a small mapped file for its launcher (monitor.py). No torch.
+"""A rank's heartbeat: iteration and phase in a memory-mapped file for its launcher (monitor.py). No torch.
 
 A rank cannot report its state while it is stopped, or stuck in C code that holds the GIL. So each rank only
-records when it enters a phase (in a microsecond or two), and the launcher decides whether a rank is overdue.
+records the start of each phase (a microsecond or two), and its launcher decides whether the rank is overdue.
 The file survives kill -9. In addition, faulthandler writes all stacks into a second file on STACKS_SIGNAL,
 and a sleeping thread writes torch's record of collectives when a pipe receives a byte.
 
@@ -179,7 +179,7 @@ def during(phase: str) -> Iterator[None]:
 
 
 def _write_collectives(folder: Path, rank: int) -> None:
-    """Writes torch's flight recorder dump, or {} without one, for each byte in the pipe; waits in C."""
+    """Writes torch's flight recorder dump ({} if there is none) whenever a byte arrives in the pipe."""
     # read and write: as a mere reader, `read` would return at once after the other side has closed
     pipe = os.open(rank_file(folder, rank, "pipe"), os.O_RDWR)
     path = rank_file(folder, rank, "collectives.json")

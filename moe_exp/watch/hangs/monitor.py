@@ -58,8 +58,8 @@ _ANSWER_SECONDS = 120.0  # time for the other nodes to write their stacks
 def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None) -> float:
     """Time limit of a rank's iteration, or of its phase outside of iterations.
 
-    `hang_timeout`: auto, none or seconds; `other_seconds`: limit outside of iterations and until enough
-    iterations have been timed (None: no limit).
+    `hang_timeout`: auto, none or seconds. `other_seconds`: limit (None: no limit) outside of iterations, and
+    also in iterations until enough of them have been timed.
     """
     other = math.inf if other_seconds is None else float(other_seconds)
     if hang_timeout == "none" or beat.phase == PAUSED:
@@ -111,7 +111,7 @@ class HangWatch:
 
     def poll(self, is_stopping: bool = False) -> bool:
         """Checks at most once a second; starts a thread to answer a request for stacks or to handle a hang.
-        Returns whether the ranks were killed and not restarted; `is_stopping`: a stop was requested.
+        Returns True after the ranks were killed, until they restart. `is_stopping`: a stop was requested.
         """
         now = time.monotonic()
         self._stopping_since = min(self._stopping_since, now) if is_stopping else math.inf

@@ -51,7 +51,7 @@ _ALL_SECONDS = 120.0
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
-    """Main thread's Python frames, innermost first; in a GPU backward pass, after autograd's frames."""
+    """Main thread's Python frames, innermost first; in a GPU backward pass, autograd's frames come first."""
     frames = next((thread.frames for thread in dump.threads if thread.name == MAIN), ())
     if any(frame.name.endswith("_engine_run_backward") for frame in frames[:2]):
         for thread in dump.threads:
@@ -202,7 +202,7 @@ def summarize(folder: Path) -> Summary:
 
 
 def _details(dumps: Sequence[RankDump], named: Mapping[int, str]) -> Iterator[str]:
-    """Yields all stacks, latest calls of suspected ranks (of all if none), and why preferred tools failed."""
+    """Yields all stacks, latest calls of suspected (or else all) ranks, and why preferred tools failed."""
     # one stack per group: thousands of ranks may be in the same place
     for group in groups_of(dumps):
         frames = main_stack(group[0])

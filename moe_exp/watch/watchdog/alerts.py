@@ -217,7 +217,7 @@ class _Flags:
         return AlertFile(path)
 
     def _secret(self, name: str, variable: str) -> str:
-        """First line of the file given by the option `name`, or else the value of `variable`."""
+        """First line of the file given by the option `name`, or else the environment variable `variable`."""
         if not (file := self.options.get(name)):
             return self.environ.get(variable, "")
         flag, secret = f"--{name.replace('_', '-')}", ""

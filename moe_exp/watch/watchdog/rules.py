@@ -106,7 +106,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
 def _scheduling(
     queue: Queue, memory: Memory, limits: Limits, now: float, jobs: str, at: str
 ) -> dict[str, str]:
-    """Problems of a run's jobs: no job is queued, or a job cannot start or waits too long; `at`: progress."""
+    """Problems of a run's jobs: missing, unable to start or waiting too long; `at`: text on its progress."""
     found = {}
     if queue.stuck:
         found["never_starts"] = "will not start on its own: " + ", ".join(job.text for job in queue.stuck)
@@ -121,7 +121,7 @@ def _scheduling(
 def problems_before_start(
     queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
 ) -> dict[str, str]:
-    """Problems (key to text) of a run without a folder; `jobs`: its jobs; `missing`: text on its folder."""
+    """Problems (key to text) of a run without a folder; `jobs`, `missing`: texts on its jobs and folder."""
     silence = memory.slurm_silence(silent, now)
     if silent:
         return silence
@@ -143,7 +143,7 @@ def problems_before_start(
 
 
 def _failed(view: RunView, begun: float = 0.0, since: str = _NO_OTHER) -> dict[str, str]:
-    """Reports the latest start if it failed, unless a job began later; `since`: text on later jobs."""
+    """Reports the latest start if it failed and no job began later; `since`: text on whether jobs follow."""
     if view.status != "failed" or view.failure is None or begun > view.failure[0]:
         return {}
     at, events = view.failure

@@ -52,7 +52,7 @@ class RunView:
 
     @property
     def iteration(self) -> int:
-        """Latest known iteration, from the last train record or the latest start or end."""
+        """Latest known iteration, from the last train record or the latest start or end event."""
         begun = [int(event["iteration"]) for event in self.events if event["event"] in _STARTS]
         known = int(self.train[-1]["iteration"]) if self.train else (begun[-1] if begun else 0)
         has_ended = self.events and self.events[-1]["event"] == "end"  # between two log lines
@@ -110,7 +110,7 @@ class RunView:
 
     @property
     def real_seconds_per_iteration(self) -> float | None:
-        """Like `seconds_per_iteration`, plus saves and evaluations (forward pass: a third of that time)."""
+        """`seconds_per_iteration` plus saves and evaluations (an evaluated batch: 1/3 of an iteration)."""
         if (pace := self.seconds_per_iteration) is None:
             return None
         evaluate, save = int(self.settings["eval_interval"]), int(self.settings["save_interval"])
@@ -154,7 +154,7 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """How many starts in a row, up to the latest, were at the same iteration with no save in between."""
+        """Number of latest starts that were all at the same iteration, without a save between them."""
         begun: list[int] = []
         for event in self.events:
             if event["event"] == "checkpoint":
@@ -258,7 +258,7 @@ class Disk:
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
-    """Last day's samples plus a new one, which replaces the newest if the newest two are close in time."""
+    """Last day's samples and a new one; drops the newest old sample if it is close to the one before it."""
     kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
     closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
     if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:

@@ -105,7 +105,7 @@ class Watchdog:
         check.state = rules.state_line(sight)
 
     def _check_queued(self, check: RunCheck, now: float) -> None:
-        """Checks a run by its jobs alone, before the first job has created the run folder."""
+        """Checks a run that has no run folder yet, by its SLURM jobs alone."""
         name, submitted = check.slurm_name, RunFolder(check.path).submitted
         job_ids = [] if name or not submitted.exists() else submitted.read_text().split()
         queue, silent = self._queue(check, job_ids)

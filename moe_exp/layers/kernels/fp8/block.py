@@ -111,7 +111,7 @@ def _weight_grad_kernel(
     a, a_scale, b, b_scale, dw, offsets, num_experts, size_m, size_n, stride_dl, stride_dm,
     BLOCK: tl.constexpr, ADDS: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sum of a[i] @ b[i]^T over the blocks i of each expert e to dw[e] or, if ADDS, adds it.
+    """Sums a[i] @ b[i]^T over the blocks i of each expert e; writes the sum to dw[e] or, if ADDS, adds it.
 
     a [B, M, 128] and b [B, N, 128] hold B transposed blocks of 128 rows; dw [L, M, N].
     """
@@ -170,8 +170,7 @@ def block_weight_grad(
 
     Args:
         out_LMN: the result, any dtype, last dimension contiguous.
-        a_BMR, a_scale_BM: from `quantize_columns`.
-        b_BNR, b_scale_BN: from `quantize_columns`.
+        a_BMR, a_scale_BM, b_BNR, b_scale_BN: from `quantize_columns`.
         adds: add to `out_LMN` instead of overwriting it.
     """
     num_experts, size_m, size_n = out_LMN.shape

@@ -29,7 +29,7 @@ if tl is not None:
 
 @jit
 def scale_of(values, AXIS: tl.constexpr):
-    """Scale of each block, whose values lie along the given axis; NaN values are ignored."""
+    """Scale of each block of values along the given axis; NaN values are ignored."""
     largest = tl.max(tl.where(values == values, tl.abs(values), 0.0), AXIS)
     return tl.div_rn(tl.maximum(largest, _LEAST), tl.full(largest.shape, _LARGEST, tl.float32))
 
@@ -84,7 +84,7 @@ def _columns_kernel(
     x, index, q, scales, offsets, num_experts, num_sources, width, stride_r, BLOCK_E: tl.constexpr,
     COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes and transposes 128 rows of one expert, COLUMNS columns each; rows past its last are zero."""
+    """Quantizes and transposes COLUMNS columns of 128 rows of one expert; rows past its last row are zero."""
     # FP8 tensor cores require that the summed dimension, here the rows, is contiguous: hence transposed.
     tile = tl.program_id(0)
     tile_ends = row_tile_ends(offsets, num_experts, _BLOCK, BLOCK_E)
@@ -204,9 +204,10 @@ def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None)
 
 @launch.compilable("fp8_quantize_columns", _empty_columns, twin=quantize_columns_torch)
 def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantizes each column in B blocks of 128 rows of one expert: e4m3 [B, M, 128], fp32 scales [B, M].
+    """Quantizes each column in B blocks of 128 rows: e4m3 [B, M, 128], fp32 scales [B, M].
 
-    An expert's last block is padded with zeros. Blocks past the last expert are undefined.
+    Each block belongs to one expert. An expert's last block is padded with zeros. Blocks past the last
+    expert are undefined.
 
     Args:
         x: rows [R, M] sorted by expert or, if `index_R` is given, the tensor [T, M] to gather rows from.
