@@ -99,7 +99,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     to_stdout = arguments.export == "env"
     if to_stdout and arguments.json:
         rule = "cannot be combined with --json, since both write to standard output"
-        raise setting_error("export", arguments.export, rule, "omit --json or --export, or use --export FILE")
+        raise setting_error("export", arguments.export, rule, "omit --json, or give --export a file")
     if arguments.export and not to_stdout:
         check_new_file("export", Path(arguments.export))
     refuse(arguments, *FAILURE_FLAGS)

@@ -218,7 +218,7 @@ def run_watchdog(arguments: argparse.Namespace) -> int:
 
 @command("watch stacks", "show the stacks of a run's ranks and which ranks differ from the others")
 @takes(
-    arg("folder RUN|DIR", "run folder, to request stacks, or a folder in RUN/hang, to show its stacks", Path),
+    arg("folder RUN|DIR", "run folder (requests stacks) or a folder in RUN/hang (shows its stacks)", Path),
     flag("--full", "also print the full stacks, one per group of ranks with the same stack"),
 )
 def run_stacks(arguments: argparse.Namespace) -> None:

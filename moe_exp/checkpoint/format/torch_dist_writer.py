@@ -61,8 +61,8 @@ class TorchDistWriter:
     """Writes a checkpoint in chunks: call `add_chunk` and `add_object` in any order, then `finish`.
     Starts a new file when a file reaches `file_bytes`. A `with` block closes the open file on errors.
 
-    If `rank` is given, this is one of several writers: each writes one file to an existing folder and finally
-    calls `next_file`; `write_metadata` then needs `written` from all ranks.
+    If `rank` is given, this is one of several writers. Each writes one file to an existing folder and calls
+    `next_file` instead of `finish`; one process then calls `write_metadata` with the `written` of all ranks.
     """
 
     def __init__(self, folder: Path, *, rank: int | None = None, file_bytes: int = 4 << 30):
