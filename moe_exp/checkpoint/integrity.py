@@ -123,7 +123,7 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
 
 
 def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
-    """Returns the iter_ folder of UPCYCLE_FROM; ConfigError if it has no compatible dense checkpoint."""
+    """Returns the iter_ folder of UPCYCLE_FROM; ConfigError if there is no compatible dense checkpoint."""
     try:
         folder = folders.one_checkpoint(expanded(config.upcycle_from))
     except ValueError as error:
@@ -159,7 +159,7 @@ class Verification:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the checkpoint has a manifest (Megatron-LM writes no manifest)."""
+        """Whether the checkpoint has a manifest with checksums (Megatron-LM writes no manifest)."""
         return (self.folder / MANIFEST).exists()
 
     def findings(self) -> Iterator[Finding]:

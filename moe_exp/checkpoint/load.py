@@ -1,4 +1,4 @@
-"""Loads checkpoints, and weights from Megatron-LM's checkpoints. All ranks must call these functions."""
+"""Loads this package's checkpoints, or weights saved by Megatron-LM. All ranks must call these functions."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -146,7 +146,7 @@ def compare_restored(
     runtime: Runtime, folder: Path, trained: Trained, converted: Sequence[Owned] | None
 ) -> int:
     """Compares the loaded model and optimizer state with the fingerprints in their iter_ folder, using one
-    all-reduce. `converted`: bf16 or 8-bit moments as read; None: the optimizer state is not compared.
+    all-reduce. `converted`: values read for bf16 or 8-bit moments; None: the optimizer state is not compared.
     Returns the number of tensors compared; raises RestoreError on every rank if a tensor differs.
     """
     # Checksums show that the files are intact. Fingerprints also show that each value was written from and

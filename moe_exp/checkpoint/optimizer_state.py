@@ -6,8 +6,9 @@ For each parameter with key K, a checkpoint stores the following fp32 tensors wi
 `optimizer.state.ema.K` (moving average of the weights).
 
 Megatron's distributed optimizer assigns each data-parallel rank a range of a parameter's values in memory
-order. Megatron writes the same keys (`fully_reshardable`), but gathers the whole state on every data-parallel
-rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box is a shard with its offsets:
+order. Megatron's format `fully_reshardable` has the same keys, but Megatron gathers the whole state on every
+data-parallel rank. Here, a range is split into a few boxes (`boxes_of_range`), and each box is a shard with
+its offsets:
 
     parameter on this rank    [W, D], for example the rows of tensor-parallel rank 2 in a whole [4W, D]
     range of this rank        values 100 to 250 of W * D
@@ -61,7 +62,7 @@ class Owned:
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
-    """Yields this rank's state of each optimizer in the chain (dense parameters, experts)."""
+    """Yields this rank's state of each optimizer that `optimizer` chains (dense parameters, experts)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue

@@ -43,7 +43,7 @@ def remote_run(config: Config) -> str:
 
 
 def ahead_problem(config: Config) -> str:
-    """Describes the conflict if the copy in REMOTE_DIR is ahead of the local run; otherwise empty."""
+    """Error text if the copy in REMOTE_DIR is ahead of the local run; otherwise an empty string."""
     run = RunFolder.of(config)
     there = newest_there(f"{remote_run(config)}/checkpoints")
     here = folders.latest_iteration(run.checkpoints)
@@ -70,7 +70,7 @@ def newest_there(url: str) -> int | None:
 
 
 def _complete(names: Iterable[str]) -> dict[int, str]:
-    """Finds the complete checkpoints among file `names`; maps their iterations, in order, to folder names."""
+    """Folder names of the complete checkpoints among the files `names`, by iteration in ascending order."""
     found = (match for name in names if (match := _WHOLE.fullmatch(name)))
     return dict(sorted((int(match[2]), match[1]) for match in found))
 
@@ -87,7 +87,7 @@ def check_writable(config: Config) -> None:
 
 def send_checkpoint(config: Config, iteration: int) -> int:
     """Uploads a checkpoint and the run's small files, then prunes remote checkpoints (KEEP_LAST). Resumes an
-    interrupted upload. Returns the size (bytes); FileNotFoundError if the local checkpoint does not exist.
+    interrupted upload. Returns the checkpoint's size (bytes); raises FileNotFoundError if it is missing.
     """
     run, store = RunFolder.of(config), Store(remote_run(config))
     folder = folders.iteration_folder(run.checkpoints, iteration)
@@ -258,7 +258,7 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
 
 
 def find_there(url: str) -> tuple[Store, int]:
-    """Folder and iteration of the newest complete checkpoint at a URL; ValueError if the URL has none."""
+    """Newest complete checkpoint at a URL: its folder and iteration. ValueError if there is no checkpoint."""
     if (named := _WHOLE.fullmatch(f"{url.rpartition('/')[2]}/{MANIFEST}")) and Store(url).find(MANIFEST):
         return Store(url), int(named[2])
     for checkpoints in (url, f"{url}/checkpoints"):

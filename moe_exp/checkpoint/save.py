@@ -1,5 +1,5 @@
 """Saves checkpoints atomically: ranks write into a temporary folder, which is renamed on success and removed
-on failure. All ranks must call these functions.
+on failure. All ranks must call `begin` and `finish`.
 
 1. `CheckpointWriter.begin` creates the temporary folder and plans, with collectives, what each rank writes.
 2. A thread writes this rank's files. With ASYNC_SAVE, the thread writes from a host-memory copy of the state
@@ -74,7 +74,7 @@ class CheckpointPlan:
 
 
 def plan_save(state: dict[str, Any], group: ProcessGroup) -> CheckpointPlan:
-    """Divides `state`, built by `whole_state`, among all ranks; modifies it in place. The ranks of `group`
+    """Divides the training state `state` among all ranks; modifies `state` in place. The ranks of `group`
     (data and context parallel) hold the same shards, and each rank writes some of them.
     """
     # Megatron-LM reads this description to choose the keys that it requests.
@@ -117,7 +117,7 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints one at a time. Never deletes those at iteration `loaded` and in rank 0's `held()`."""
+    """Saves checkpoints one at a time; never deletes iteration `loaded` or any in rank 0's `held()`."""
 
     def __init__(
         self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None,
@@ -192,7 +192,7 @@ class CheckpointWriter:
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan)
 
     def finish(self) -> Saved | None:
-        """Waits for all ranks, then publishes; None if no save was started. A failed save raises no error."""
+        """Waits for all ranks, then renames the folder; None if no save began. A failure raises no error."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -261,7 +261,7 @@ def _complete(pending: _Pending, all_written: list[Written]) -> int:
 
 
 def write_rank_files(folder: Path, rank: int, plan: CheckpointPlan) -> Written:
-    """Writes and syncs this rank's data and, on rank 0, `common`; returns an error instead of raising it."""
+    """Writes and syncs this rank's part of `plan`; returns an error instead of raising it."""
     try:
         with TorchDistWriter(folder, rank=rank) as writer:
             for key, values, shape, offsets in plan.chunks:

@@ -39,10 +39,10 @@ def experts_of(
     shards: Mapping[int, Mapping[str, Tensor]], experts: Sequence[int], *, granularity: int,
     weights_sum: float,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Builds the tensors of L `experts` (indices in the whole layer) from the dense MLP's numbered `shards`.
-    `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D], `weight2` [L, D,
-    F/G], and the biases if the MLP has biases. D is the hidden size, F the dense MLP's width, W is F (2F with
-    a gate), and G is `granularity`.
+    """Builds the tensors of L experts from the dense MLP's numbered `shards`. `experts` are their indices in
+    the whole layer; `weights_sum` is c, the sum of a token's router weights. Returns `weight1` [L, W/G, D],
+    `weight2` [L, D, F/G], and the biases if the MLP has biases. D is the hidden size, F is the dense MLP's
+    width, W is F (2F with a gate), and G is `granularity`.
     """
     # The second projection is linear, so applying the whole factor to it is exact for every activation.
     # He et al. scale both projections, which is exact only if the activation is homogeneous; a different
@@ -59,7 +59,7 @@ def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
 
 
 def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
-    """Replaces the initial weights with the weights that the dense run UPCYCLE_FROM saved, in any layout. The
+    """Replaces the initial weights with the dense weights saved in UPCYCLE_FROM (any parallel layout). The
     optimizer starts from zero. The router keeps its initial weights, but rows in a virtual group become
     equal. All ranks must call this function. Returns a one-line summary; ValueError if the dense model does
     not match the MoE model.

@@ -118,13 +118,13 @@ def run_reshape(arguments: argparse.Namespace) -> None:
 @command("ckpt average", "average the weights of checkpoints, as a replacement for learning-rate decay")
 @takes(
     arg("sources source",
-        "iter_ folders, oldest first; a checkpoints or run folder means all its checkpoints", Path,
+        "iter_ folders, oldest first; a checkpoints folder or run folder means all checkpoints in it", Path,
         nargs="+"),
     arg("target", "checkpoints folder to create; its checkpoint has no optimizer state", Path),
     arg("--last N", "average the newest N checkpoints per folder (default: all; with --ema: 1)", default=0),
     flag("--ema", "average the stored moving averages of the weights (EMA_DECAY) instead of the weights"),
-    arg("--weights NAME", "weighting, named after the learning rate decay that it replaces: uniform "
-        "(linear decay), 1-sqrt, cosine or inverse-sqrt; ema (see --ema-decay); or one number per "
+    arg("--weights NAME", "weights of the checkpoints; to replace a learning rate decay: uniform (for linear "
+        "decay), 1-sqrt, cosine or inverse-sqrt; otherwise: ema (see --ema-decay), or one number per "
         "checkpoint, such as 1,2,3", default="uniform"),
     arg("--ema-decay X", "with --weights ema: ratio of a checkpoint's weight to the next newer checkpoint's "
         "weight", default=0.9),
@@ -156,7 +156,7 @@ def run_average(arguments: argparse.Namespace) -> None:
     arg("b", "reference checkpoint: the relative difference of a tensor is ||a-b||/||b||", Path),
     flag("--optimizer", "also compare the optimizer state"),
     arg("--top N", "number of tensors to show, largest differences first", default=10),
-    arg("--rtol X", "exit code 0 if ||a-b||/||b|| <= X for every tensor (default: 0)", default=0.0),
+    arg("--rtol X", "largest ||a-b||/||b|| of any tensor for exit code 0 (default: 0)", default=0.0),
     JSON,
 )
 def run_diff(arguments: argparse.Namespace) -> int:

@@ -249,7 +249,7 @@ def device_rows() -> list[list[str]]:
 
 
 def optional_rows() -> list[list[str]]:
-    """Returns a row per optional package: version or, if missing, what is lost and how to install it."""
+    """Returns a row per optional package: its version, or what is lost without it and how to install it."""
     return [
         [package, version, "", ""] if (version := installed_version(package)) else [package, "missing", *rest]
         for package, *rest in OPTIONAL

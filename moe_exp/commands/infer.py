@@ -74,8 +74,8 @@ def run_score(arguments: argparse.Namespace) -> int:
 @command("eval", "measure loss, perplexity and bits per byte on held-out tokens")
 @takes(
     *_MODEL,
-    arg("--data PREFIX", "prefixes of .bin/.idx files; each gets a row in the table (default: the run's "
-        "VALID_DATA, the validation split of TRAIN_DATA, or the embedded corpus)", nargs="+", default=[]),
+    arg("--data PREFIX", "prefixes of .bin/.idx files; each gets a row in the table (default: VALID_DATA of "
+        "the run, else the validation split of TRAIN_DATA, else the embedded corpus)", nargs="+", default=[]),
     string("--data-of RUN",
            "use the validation data and sequence length of this run instead of the checkpoint's run"),
     flag("--allow-other-data",
@@ -88,8 +88,8 @@ def run_score(arguments: argparse.Namespace) -> int:
     flag("--capacity", "drop tokens above the expert capacity and skip sequences shorter than SEQ_LEN, as in "
          "training (MOE_TYPE=moe)"),
     _DOCUMENT_MASK,
-    string("--tokenizer", "tokenizer for bits per byte: tokenizer.json, its folder, a .model file, or bytes "
-           "for one token per byte (default: as in training)"),
+    string("--tokenizer", "tokenizer for bits per byte: tokenizer.json, its folder, a .model file, or the "
+           "word bytes: one token per byte (default: as in training)"),
     flag("--json", "print one JSON object"),
 )  # fmt: skip
 def run_eval(arguments: argparse.Namespace) -> int:
@@ -104,11 +104,11 @@ def run_eval(arguments: argparse.Namespace) -> int:
     *_MODEL,
     repeated("--prompt", "text to continue (repeatable)"),
     repeated("--prompt-file FILE", "file with a prompt, or - for standard input (repeatable)"),
-    string("--tokenizer", "tokenizer.json, its folder, a .model file, or bytes for one token per byte "
-           "(default: as in training)"),
+    string("--tokenizer", "tokenizer.json, its folder, a .model file, or the word bytes: one token per "
+           "byte (default: as in training)"),
     flag("--allow-special", "parse <s> and other special tokens in prompts instead of treating them as text"),
     arg("--max-new-tokens", "maximum number of new tokens per prompt", default=128),
-    arg("--max-positions", "maximum number of prompt and new tokens together (default: SEQ_LEN of training)",
+    arg("--max-positions", "maximum total number of prompt and new tokens (default: SEQ_LEN of training)",
         default=0),
     arg("--temperature", "sampling temperature; 0: always the most probable token (default: 0)", default=0.0),
     arg("--top-k", "sample from the k most probable tokens; 0: all (default: 0)", default=0),
@@ -160,7 +160,7 @@ def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
 
 
 def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
-    """With one rank, runs `work` in this process; otherwise runs the request's module under torchrun."""
+    """With one rank, runs `work` in this process, else the module of the request's class under torchrun."""
     from moe_exp.inference.ranks import check_files, run_alone
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command

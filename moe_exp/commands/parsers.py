@@ -127,7 +127,7 @@ _declared: dict[str, _Declared] = {}  # by the words after `moe-exp`, in the ord
 
 
 def takes(*arguments: Argument) -> Callable[[Handler], Handler]:
-    """Declares the arguments of the decorated command function, in the order of the help."""
+    """Declares the arguments of the decorated command function, in the order in which `--help` lists them."""
 
     def declare(run: Handler) -> Handler:
         _taken[run] = arguments
@@ -142,7 +142,7 @@ def command(path: str, about: str, **options: Any) -> Callable[[Handler], Handle
 
     Args:
         about: description in the list of commands.
-        options: options of the command's parser; the function's docstring becomes the description.
+        options: options of the command's parser, whose description in `--help` is the function's docstring.
     """
     own = _declared[path] = _Declared(about, options)
 
@@ -215,7 +215,7 @@ def print_json(value: object) -> None:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Formatter that limits the width and keeps the line breaks of examples."""
+    """Formatter that limits the width of the help, and keeps the line breaks of examples."""
 
     def __init__(self, prog: str, **options: Any):
         columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)

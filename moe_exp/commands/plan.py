@@ -80,7 +80,10 @@ def run_plan(arguments: argparse.Namespace) -> None:
         "--explain TP=4,PP=12",
         "explain why this layout is rejected, or how its time compares to that of the best layout",
     ),
-    string("--export FILE", "write the best layout to this file as settings for --config; env: to stdout"),
+    string(
+        "--export FILE",
+        "write the best layout as settings for --config to FILE, or to stdout if FILE is env",
+    ),
     arg("--rank N", "export the N-th best layout (default: 1, or the layout of --explain)", default=1),
     *PLANNED,
 )

@@ -94,7 +94,7 @@ def run_roofline(arguments: argparse.Namespace) -> None:
 @takes(
     *PLANNED,
     arg("--devices A,B", "devices to compare", default=",".join(_COMPARED)),
-    string("--prices A=X,B=Y", "prices per device-hour, in any currency, such as H100=2.1,B200=4"),
+    string("--prices A=X,B=Y", "prices per device-hour in any currency, for example H100=2.1,B200=4"),
 )
 def run_compare_hardware(arguments: argparse.Namespace) -> None:
     from moe_exp.host.progress import print_table, progress

@@ -21,7 +21,7 @@ _NOT_WITH = {
 @command("report", "compare runs in one HTML page, or in Markdown for a pull request")
 @takes(
     arg("runs RUN", "run folders (RUN_DIR/RUN_NAME), or quoted patterns such as 'runs/*'", nargs="+"),
-    arg("--format", "output format; html: page; md: Markdown table (default: html)", choices=("html", "md")),
+    arg("--format", "output format: html, or md for Markdown (default: html)", choices=("html", "md")),
     arg("--out FILE", "output file (default: report.html, or standard output with --format md)", Path),
     string("--title", "heading of the report (default: names of the runs)"),
     string(
@@ -35,7 +35,7 @@ _NOT_WITH = {
     string("--entity", "wandb user or team (default: your default entity)"),
 )
 def run_report(arguments: argparse.Namespace) -> None:
-    """Reads the folders of finished or active runs and writes one self-contained HTML file.
+    """Reads the folders of finished or active runs and writes a self-contained HTML page or Markdown.
     `moe-exp report wandb RUN ... --project P` creates a report on wandb's site instead.
     """
     to_wandb = arguments.runs[0] == "wandb"

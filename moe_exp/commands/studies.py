@@ -18,15 +18,15 @@ _VARIANT = "additional model with other settings, such as fine:NUM_EXPERTS=64,TO
 
 @command("compare", "train dense and MoE models with the same budget and write a report")
 @takes(
-    string("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense, "
-           "or no models if --variant is given at least twice)"),
+    string("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense; "
+           "if --variant is given at least twice: none)"),
     repeated("--variant NAME:SETTING=VALUE,...", _VARIANT),
     arg("--match", "quantity to equalize across models; flops: FLOPs per token; active-params: active "
         "parameters; time: training time (flops and active-params also equalize the "
         "number of tokens)", default="flops"),
     arg("--repeats", "runs per model, with seeds SEED, SEED+1, ..., to estimate noise", default=1),
     arg("--seconds",
-        "training time per model with --match time (seconds; default: time of the MoE for TRAIN_ITERS)",
+        "training time per model with --match time (seconds; default: what the MoE needs for TRAIN_ITERS)",
         default=0.0),
     arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
     flag("--dry-run", "print the models, their sizes and the expected time without starting a run"),
@@ -58,13 +58,13 @@ def run_compare(arguments: argparse.Namespace) -> int:
     arg("definition",
         "YAML file with the rungs (model sizes), or the name of a built-in ladder (default: use --sizes)",
         nargs="?"),
-    arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; also determines depth, tokens and LR"),
+    arg("--sizes", "HIDDEN_SIZE of each rung, such as 16,24,32,48; it also sets depth, tokens and LR"),
     arg("--runs", "comma-separated models: moe (capacity), dmoe (dropless), dense (default: dmoe,dense)"),
     arg("--variant NAME:SETTING=VALUE,...", _VARIANT, action="append"),
     arg("--baseline", "variant to compare the others with (default: dense)"),
     arg("--repeats", "runs per variant and rung, with seeds SEED, SEED+1, ... (default: 3)", int),
     arg("--asymptote", "irreducible loss shared by all variants (nats per token; default: fitted)", float),
-    arg("--executor", "local, or slurm with one job per run (default: $EXECUTOR, or local)"),
+    arg("--executor", "local, or slurm (one job per run); default: $EXECUTOR if set, otherwise local"),
     arg("--sbatch", "options of the SLURM jobs, such as '--partition=gpu' (default: $SBATCH)"),
     arg("--timeout", "time limit of each run (seconds; default: none)", default=0.0),
     flag("--dry-run", "print the rungs without starting or writing anything"),
@@ -165,8 +165,8 @@ def _of_mup(repeats: int) -> tuple[Argument, ...]:
 @takes(arg("--steps", "training iterations per model", default=10), *_of_mup(repeats=12))
 def run_mup_check(arguments: argparse.Namespace) -> int:
     """Runs a coordinate check: trains small models of several sizes for a few steps on one micro-batch, and
-    fits how each module's outputs and their changes scale with model size. Under muP, neither depends on the
-    size; the exit code is 1 if any output or change does.
+    fits how each module's outputs, and the changes of the outputs by training, scale with model size. Under
+    muP, outputs and changes do not depend on the size; the exit code is 1 if any of them does.
     """
     from moe_exp.host.progress import print_table, progress
     from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
@@ -259,7 +259,7 @@ def trained_loss(config: Config) -> float:
 
 
 def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
-    """Returns the models by axis (such as width) and size; they all train on the configured data."""
+    """Returns the models by axis (such as width) and size; all models train on the same data."""
     from moe_exp.studies.mup import models_of_axes
 
     base = load_config(with_file(_flags(arguments), os.environ), {**_MUP_MODEL, **defaults, **os.environ})
@@ -281,7 +281,7 @@ def mup_models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[
 
 
 def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
-    """Parses a comma-separated list of numbers, which may be empty except for `widths`."""
+    """Parses the comma-separated numbers of the option `name`; only `widths` must not be empty."""
     if not text and name != "widths":
         return []
     try:

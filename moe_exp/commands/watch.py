@@ -100,7 +100,7 @@ def run_exclude(arguments: argparse.Namespace) -> None:
 
 @command("watch blame", "find the node, rank and device that caused the errors in logs")
 @takes(
-    arg("logs LOG", "run folders, or log files of ranks, srun or the kernel", Path, nargs="+"),
+    arg("logs LOG", "run folders, or log files (of ranks, of srun or of the kernel)", Path, nargs="+"),
     arg("--exclude FILE",
         "exclude list to which hosts with hardware, driver or link faults are added",
         Path),
@@ -131,7 +131,7 @@ def run_blame(arguments: argparse.Namespace) -> None:
     "watch diagnose", "decide whether a failed job should restart: restart, exclude a node, wait or stop"
 )
 @takes(
-    arg("logs LOG", "run folders, or log files of ranks, srun or the kernel", Path, nargs="+"),
+    arg("logs LOG", "run folders, or log files (of ranks, of srun or of the kernel)", Path, nargs="+"),
     arg("--iterations N", "iterations completed in the failed launch (default: from the logs)", int),
     flag("--trained-before", "assume that an earlier launch with the same settings made progress"),
     JSON,
@@ -168,7 +168,7 @@ def run_diagnose(arguments: argparse.Namespace) -> None:
     arg("--again TIME", "time after which an ongoing problem is reported again", default="6h"),
     string("--stuck TIME", "report a run as stuck if it logs no new record for this time (default: derived "
            "from the run's speed)"),
-    arg("--ahead TIME", "report a run if its SLURM jobs end within this time and before the run does",
+    arg("--ahead TIME", "report a run if its SLURM jobs end within this time but the run needs longer",
         default="24h"),
     arg("--wait TIME", "report a run with queued jobs if no job has run for this long", default="24h"),
     arg("--state FOLDER", "folder for the monitor's state (default: ~/.local/state/moe-exp/watch)", Path),

@@ -1,4 +1,4 @@
-"""Settings of a run, and the rules that they must satisfy. No torch."""
+"""Settings of a run, and the rules that they must satisfy. Does not import torch."""
 
 from moe_exp.config.errors import ConfigError, problem, raise_for, setting_error
 from moe_exp.config.loading import add_arguments, load_config, module_arguments, to_yaml

@@ -87,7 +87,7 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
 
 
 def samples_after(config: Config, iteration: int, start: Start) -> int:
-    """Number of samples that the schedule has counted at `iteration` if `config` applies from `start` on."""
+    """Samples that the schedule has counted by `iteration` in a run that starts at `start` with `config`."""
     iterations = iteration - start.iteration
     return start.scheduled_samples + config.batches.samples_of(iterations, start.consumed_samples)
 
@@ -119,8 +119,8 @@ _LARGEST_JUMP = 0.03
 def schedule_change(config: Config, old: Config, start: Start) -> str | None:
     """Returns an error line if a change of GBSZ since `old` prevents resuming at `start`, else None.
 
-    WARMUP_ITERS, DECAY_ITERS and similar settings count batches of GBSZ. Changing only GBSZ therefore scales
-    the schedule: the learning rate would jump, and might not reach its final value.
+    WARMUP_ITERS, DECAY_ITERS and similar settings count batches of GBSZ samples. Changing only GBSZ therefore
+    scales the schedule: the learning rate would jump, and might not reach its final value.
     """
     if config.gbsz == old.gbsz or not start.consumed_samples:
         return None

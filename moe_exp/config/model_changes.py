@@ -3,7 +3,7 @@
 All other settings may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch size,
 the choice of `moe` or `dmoe`, capacity, rounding, kernels, determinism, dispatcher, dtype, distributed
 optimizer, learning rate, losses, dropout. `moe_exp.training.samples` compares settings that affect the order
-of samples. The optimizer may store its moments in another format (Adam in any precision). Does not
+of samples. The storage format of the optimizer's moments may also change, such as Adam's precision. Does not
 import torch.
 """
 
@@ -43,7 +43,8 @@ def refuse_other_model(
     Args:
         checkpoint: name of the checkpoint in messages.
         with_optimizer: whether the checkpoint contains the optimizer's moments.
-        instead: text that suggests how to start without the checkpoint, if only one of the models is MoE.
+        instead: text that suggests how to start without the checkpoint; used if only one of the two models is
+            MoE.
 
     Raises:
         ConfigError: if settings differ; one line per setting.

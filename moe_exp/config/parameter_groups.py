@@ -20,11 +20,11 @@ m = MOE_FFN_HIDDEN_SIZE and k = TOPK, each divided by the base model's value:
     router                         n^(-1/2)           n^-1             n
     output layer                   n^-1               n^-1             n
 
-Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW: the updates of a matrix add up over its inputs, so
-its learning rate is divided by the number of inputs. Multipliers in the forward pass are folded into initial
-weights and learning rates, which is equivalent for Adam (ibid., lemma J.1), so checkpoints and conversions do
-not change. Each step shrinks weights by weight decay times learning rate, so weight decay is raised to keep
-this product constant. Does not import torch.
+The factors are those of Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW. The updates of a matrix add
+up over its inputs, so its learning rate is divided by the number of inputs. Multipliers in the forward pass
+are folded into initial weights and learning rates; for Adam, this is equivalent (ibid., lemma J.1) and leaves
+checkpoints and conversions unchanged. Each step shrinks weights by weight decay times learning rate, so
+weight decay is raised to keep this product constant. Does not import torch.
 """
 
 import math
@@ -46,7 +46,7 @@ class Multiples(NamedTuple):
 
 
 def are_alike(config: Config) -> bool:
-    """Whether all parameters have the same learning rate, and all but norms and biases the same decay."""
+    """Whether the learning rate is equal for all parameters, and the decay for all but norms and biases."""
     return not config.parameter_rules and config.parametrization == "standard"
 
 

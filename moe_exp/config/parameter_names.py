@@ -55,7 +55,7 @@ def useless_rules(rules: Sequence[Rule], names: Sequence[str]) -> Iterator[tuple
 
 
 def close_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Returns the three names most similar to a pattern, without layer numbers."""
+    """Returns the three names most similar to a pattern, after removing layer numbers from names."""
     words = re.findall(r"\w+", pattern.lower()) or [""]
     likeness = {
         name: sum(

@@ -55,7 +55,7 @@ def iteration_of(point: str, last: int) -> int:
 
 
 def scaled_points(text: str, factor: float) -> str:
-    """Returns `text`, the value of a setting in `POINTS`, with all iterations multiplied by `factor`."""
+    """Returns `text`, the value of a setting like WSD_DECAY_ENDS, with iterations scaled by `factor`."""
     multiplied = lambda found: str(max(1, round(int(found[0]) * factor)))  # noqa: E731
     before = ":" if ":" in text else ","
     return re.sub(rf"(?<={before})[0-9]+(?=[,:]|$)", multiplied, f",{text}")[1:]

@@ -1,6 +1,6 @@
 """Named sets of defaults: a model and its training settings. Every value can be overridden.
 
-A preset's WARMUP_ITERS and DECAY_ITERS apply only with its own TRAIN_ITERS; see `loading.load_config`.
+A preset's WARMUP_ITERS and DECAY_ITERS apply only if its TRAIN_ITERS is kept; see `loading.load_config`.
 """
 
 from typing import Any

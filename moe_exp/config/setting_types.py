@@ -102,7 +102,7 @@ def _losses(text: str) -> None:
     if unknown := [kind for kind in kinds if kind not in (*LOSSES, *NO_LOSS)]:
         raise ValueError(f"{shown(unknown[0] or 'empty text')} is not a loss")
     if len(kinds) > 1 and (set(kinds) & set(NO_LOSS) or len(set(kinds)) < len(kinds)):
-        raise ValueError("must not repeat a loss, nor combine none or sinkhorn with other losses")
+        raise ValueError("must not repeat a loss; none and sinkhorn cannot be combined with other losses")
 
 
 def _modules(text: str, known: Collection[str]) -> None:
@@ -118,7 +118,7 @@ def _numbers(text: str) -> None:
 def _stage_layers(text: str) -> None:
     if text and not re.fullmatch(_STAGES, text):
         raise ValueError(
-            "must be comma-separated numbers of layers, or repetitions such as 9*10 for ten stages of 9"
+            "must be a comma-separated list of layers per stage, in which 9*10 means ten stages of 9 layers"
         )
     if text and (number := sum(times for _, times in stage_terms(text))) > _MOST_STAGES:
         raise ValueError(f"describes {number} stages, more than the limit of {_MOST_STAGES}")
@@ -130,7 +130,7 @@ def _iterations(text: str) -> None:
     # the two ends of a range may be equal
     in_order = all(ends[i] <= ends[i + 1] - i % 2 for i in range(len(ends) - 1))
     if text and not (ends[0] >= 1 and in_order):
-        raise ValueError("must be comma-separated iterations (1 or above, ascending) or ranges such as 10-12")
+        raise ValueError("must be an ascending comma-separated list of iterations (from 1) or ranges (10-12)")
 
 
 def _timeout(value: Any) -> str:
@@ -188,8 +188,8 @@ def is_prepared_first(value: str) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """Whether a corpus is text: its name is a folder, a file, a pattern or a path with a data suffix such as
-    .jsonl, and is not the prefix of existing token files.
+    """Whether a corpus is text rather than token files: `name` is a folder, a file or a pattern, or it ends
+    with a data suffix such as .jsonl.
     """
     if not name or name.endswith((".bin", ".idx")) or Path(f"{name}.bin").is_file():
         return False
@@ -282,7 +282,7 @@ def pattern_of(flags: list[bool]) -> str:
 
 @cache  # called thousands of times in a layout search
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """One flag per layer: whether `pattern` chooses it. The first `num_first_dense` layers are never
+    """Returns for each layer whether `pattern` chooses it. The first `num_first_dense` layers are never
     chosen. If `pattern` is a list, its length replaces `num_layers`.
     """
     if ":" in pattern:

@@ -13,7 +13,7 @@ from moe_exp.config.setting_types import traits
 
 
 class Config(ReliabilitySettings):
-    """All settings of a training run. `--help` and docs/settings.md list the fields in this order."""
+    """All settings of a training run. `--help` and docs/settings.md list the fields in the class's order."""
 
     @property
     def has_static_rows(self) -> bool:

@@ -32,10 +32,10 @@ _FIX = "specify config.yaml of a run, or a file with lines such as NUM_EXPERTS=6
 def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
     """Reads a settings file; returns the text of each value by field name.
 
-    The first line with content decides whether the file is YAML or has NAME=value lines, quoted as in a
-    shell. Ignores NAME=value lines with an empty value. A YAML null means `none` if the setting can be
-    `none`; otherwise the line is ignored. `also`: further valid names. Raises ConfigError if the file cannot
-    be read, or with one line per unknown or repeated name.
+    The first line with content decides whether the file is YAML or has NAME=value lines. These are quoted as
+    in a shell, and ignored if the value is empty. A YAML null means `none` if the setting can be `none`;
+    otherwise the line is ignored. `also`: names that are valid in addition to those of Config. Raises
+    ConfigError if the file cannot be read, or if names are unknown or repeated (one line for each name).
     """
     text = _text(path)
     lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
@@ -143,8 +143,8 @@ def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()
     """Returns (variable, most similar setting) for each environment variable that looks misspelled, such as
     (NUM_EXPRTS, NUM_EXPERTS).
 
-    A command's settings (`of_command`) may have short names. If a variable's value is a list of sizes, less
-    similarity to these names is enough: TPZ="1 2" is taken for TPS.
+    A command's settings (`of_command`) may have short names. A variable whose value is a list of sizes may
+    differ more from such a name than other variables: TPZ="1 2" is taken for TPS.
     """
     ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []
@@ -162,9 +162,9 @@ def _nearest(name: str, ours: tuple[str, ...]) -> list[str]:
 
 
 def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]:
-    """Returns at most two of the settings `names` (default: all settings) that a user may mean by `name`,
-    which is a variable, flag or field. Finds settings with a similar name (num_exprts), with `name` as a part
-    of their name (hidden), or with a similar description (learning-rate finds lr).
+    """Returns at most two settings that a user may mean by `name` (a variable, flag or field), chosen from
+    `names` (default: all settings). A setting is found by a misspelled name (num_exprts), by a part of its
+    name (hidden finds hidden_size), or by words of its description (learning-rate finds lr).
     """
     known = list(Config.model_fields if names is None else names)
     words = re.split(r"[-_\s]+", name.strip("-_ ").lower())

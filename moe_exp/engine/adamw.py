@@ -89,8 +89,8 @@ def step_factors(
     c is the clip factor; if it is NaN, the step is skipped. Does not wait for the device.
 
     Args:
-        norm: norm of all gradients, one fp32 value; None: no clipping or skipping.
-        step: t, the number of steps that were not skipped, including this one, fp64 [].
+        norm: norm of all gradients, one fp32 value; None: no clipping and no skipping.
+        step: t in the formulas: number of steps that were not skipped, including this one; fp64 [].
         clip: maximum gradient norm; 0: no clipping.
     """
     factor = torch.ones_like(step)

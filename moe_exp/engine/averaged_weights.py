@@ -55,7 +55,7 @@ def restart_average(optimizer: MegatronOptimizer) -> None:
 
 @torch.no_grad()
 def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -> None:
-    """Updates the moving average of the weights; in the formula above, n is `number` and d is `decay`."""
+    """Updates the moving average of the weights; in this module's formula, n is `number` and d is `decay`."""
     for main, average in _pairs(optimizer):
         # Without the correction, the initial weights would keep a share of d^n in the average. After about
         # 5 / (1 - d) updates it makes no difference.
@@ -64,7 +64,7 @@ def update_average(optimizer: MegatronOptimizer, *, decay: float, number: int) -
 
 @contextmanager
 def averaged_weights(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Swaps weights and average for the block. Every rank must call this inside `parameters_in_sync`."""
+    """Swaps weights and average inside the block. Every rank must call this inside `parameters_in_sync`."""
 
     @torch.no_grad()
     def exchange() -> None:

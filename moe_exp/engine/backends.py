@@ -2,7 +2,7 @@
 
 All ranks choose the same backends. If a kernel gives wrong results on any rank and its setting
 (EXPERT_BACKEND, ROUTING_KERNELS or CROSS_ENTROPY) is `auto`, its part of the run uses no Triton kernels. If
-the setting names the kernel, the run fails to start.
+the setting requests the kernel by name, the run fails to start.
 """
 
 import logging
@@ -55,7 +55,7 @@ def backends_of(
 ) -> dict[str, tuple[str, str]]:
     """(backend, reason) of each part of a run on `cpu` or `cuda`.
 
-    `kernel_failures` is the result of `check_run`, `graph_failure` is the result of
+    `kernel_failures` is the result of `check_run`, and `graph_failure` is that of
     `training.microbatch.start_graphs`.
     """
 
@@ -98,7 +98,7 @@ def backends_of(
 def _attention_backends(
     config: Config, device_type: str, te: tuple[str, str] | None
 ) -> dict[str, tuple[str, str]]:
-    """(backend, reason) for attention with and without a window; `te`: (backend, reason) of TE, if used."""
+    """(backend, reason) for attention with and without a window; `te`: that of Transformer Engine or None."""
     if te and not (config.document_mask or config.needs_own_attention):
         return {"attention": te}
     found = {}
@@ -203,7 +203,7 @@ def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]
 
 
 def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
-    """Parts of the run (keys of PARTS) that use Triton kernels with these settings."""
+    """Parts of the run (keys of PARTS) that use Triton kernels with the settings in `config`."""
     kind, is_fused = device.type, transformer_config(config).apply_rope_fusion and not use_te(config)
     # routing: not with Triton's interpreter, see `choose_routing`
     runs = {
@@ -262,7 +262,7 @@ def why_unchecked(device: torch.device) -> str:
 
 
 def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
-    """Checks of `moe-exp doctor --kernels`, yielded one by one, because GPU compilation is slow."""
+    """The checks of `moe-exp doctor --kernels`, yielded one by one, because GPU compilation is slow."""
     for changes in _DOCTOR_CASES:
         for part in PARTS if "router" in changes else ["experts"]:
             yield from _checks(part, replace(_DOCTOR_SIZES, **changes), device)

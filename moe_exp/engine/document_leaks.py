@@ -82,7 +82,7 @@ def find_leaks() -> Iterator[Leak]:
 
 
 def _leak(config: Config, device: torch.device, model: Any) -> tuple[float, float, int]:
-    """(logits_error, gradients_error, num_changed), as in `Leak`."""
+    """Returns logits_error, gradients_error and num_changed, as in `Leak`."""
     drawn = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, config.vocab_size, (2, config.seq_len), generator=drawn).to(device)
     weights = torch.randn(2, config.seq_len, config.padded_vocab_size, generator=drawn).to(device)

@@ -58,8 +58,8 @@ class StopRules:
         stop: stop signal of this rank.
         exit_file: on rank 0, the file that requests a stop (checked at most once a second); None on other
             ranks.
-        exit_minutes: stop this many minutes after the launch, even after restarts (only rank 0 checks); 0: no
-            limit.
+        exit_minutes: stop this many minutes after the launch (restarts do not reset this time; only rank 0
+            checks); 0: no limit.
         exit_interval: stop at multiples of this many iterations; 0: never.
     """
 

@@ -27,9 +27,9 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 
 def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
-    """`whole` (the kernel does the whole step), `update` (the kernel only replaces torch's AdamW) or `torch`.
+    """Returns `whole` (kernel does the whole step), `update` (kernel only replaces torch's AdamW) or `torch`.
 
-    `failure` is the result of the kernel's self-test.
+    `failure`: why the kernel's self-test failed, or '' if it passed.
     """
     is_on_device = device_type == "cuda" and not config.offload_optimizer
     if config.optimizer not in ("adam", "muon") or not is_on_device or launch.missing() or failure:
@@ -39,16 +39,17 @@ def choose_step(config: Config, *, device_type: str, failure: str = "") -> str:
 
 
 def keeps_remainders(config: Config, step: str) -> bool:
-    """Whether main weights are kept as 16-bit remainders (MAIN_PARAMS), given `step` from `choose_step`."""
+    """Whether main weights are stored as 16-bit remainders (see MAIN_PARAMS); `step`: from `choose_step`."""
     if config.main_params == "auto":
         return step == "whole" and config.dtype == "bf16" and not config.qk_clip
     return config.main_params == "remainder"
 
 
 def store_main_weights(part: Any) -> None:
-    """Makes one of the chained optimizers store split main weights (`Adam.split`), and allocates moments.
+    """Makes `part` (a chained optimizer) split its main weights (see `Adam.split`); allocates its moments.
 
-    Code that needs main weights joins them first. The next iteration or copy to the model splits them again.
+    Code that needs main weights joins them first. They are split again in the next iteration, or when they
+    are next copied to the model.
     """
     adam, zero_grad, copy = part.optimizer, part.zero_grad, part._copy_model_params_to_main_params
     adam.weights, adam.stored = dict(_weights(part)), {}
@@ -77,7 +78,7 @@ def store_main_weights(part: Any) -> None:
 
 
 def use_kernel(optimizer: MegatronOptimizer, *, whole_step: bool) -> None:
-    """Makes every Adam in `optimizer` use `adamw_step`; `whole_step`: whether `choose_step` is `whole`."""
+    """Makes every Adam in `optimizer` use `adamw_step`; `whole_step`: whether `choose_step` chose `whole`."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in parts:
         assert isinstance(part.optimizer, Adam)

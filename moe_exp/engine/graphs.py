@@ -1,4 +1,4 @@
-"""CUDA graph (CUDA_GRAPH) with which the host launches forward and backward of a micro-batch at once.
+"""With a CUDA graph (CUDA_GRAPH), the host launches forward and backward of a micro-batch at once.
 
 Megatron's schedule is unchanged. Its forward step replays a graph that also contains the backward pass, and
 returns a loss that requires no gradient, so that the schedule runs no backward pass:
@@ -92,7 +92,7 @@ def choose_graph(
     config: Config, *, device_type: str, expert_backend: str = "", has_te: bool = False,
     overlaps: bool = False, failure: str = "",
 ) -> tuple[str, str]:  # fmt: skip
-    """`on` or `off` (whether micro-batches run as CUDA graphs), and the reason.
+    """Decides whether micro-batches run as CUDA graphs; returns `on` or `off`, and the reason.
 
     Args:
         expert_backend: the expert backend in use; "" in a dense model.
@@ -126,7 +126,7 @@ class MicrobatchGraphs:
     """Graphs of the micro-batches of this rank's model.
 
     Args:
-        region: takes the number of micro-batches, runs the forward and backward pass of one micro-batch, and
+        region: takes a micro-batch and the number of micro-batches, runs the forward and backward pass, and
             returns the tensor to log.
         parameters: trained parameters. If a parameter or gradient changes address, all graphs are recaptured.
         statistics: statistics of the MoE layers.
@@ -173,8 +173,8 @@ class MicrobatchGraphs:
     def check(self, batch: Batch, num_microbatches: int) -> str:
         """Compares a replayed micro-batch with an eager one before training; returns the difference or "".
 
-        Loss and gradients must be equal bit for bit. If gradients differ even between two eager micro-batches
-        (on some GPUs, attention has no fixed summation order), their norms must agree within 0.1%.
+        Loss and gradients must be equal bit for bit. Where two eager micro-batches already differ (on some
+        GPUs, attention has no fixed summation order), only the norms must agree, within 0.1%.
         Resets the gradients, the statistics and `state`.
         """
         before, found = [(x, x.clone()) for x in self._state], []

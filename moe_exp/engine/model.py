@@ -262,7 +262,7 @@ def router_problem(config: Config) -> str:
 
 
 def sum_problem(config: Config) -> str:
-    """Why SumAndNorm's kernel cannot compute the sum after attention and the sum's norm; empty if it can."""
+    """Why SumAndNorm's kernel cannot compute the residual sum and its norm; empty if it can."""
     problems = {
         "Transformer Engine's layers": use_te(config),
         f"NORMALIZATION={config.normalization}": config.normalization != "RMSNorm",
@@ -446,7 +446,7 @@ class GPTModelWithLinearLoss(PredictingModel):
     def _output(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Output layer; returns losses [S, B] (without labels: logits) and the bias (None)."""
+        """Output layer; returns losses [S, B] and None or, without labels, logits and the bias."""
         if self._targets is None:
             return self._project(hidden, weight, runtime_gather_output)
         if self.config.sequence_parallel:

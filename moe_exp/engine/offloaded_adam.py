@@ -1,9 +1,9 @@
 """AdamW on the host, with main weights and moments in host memory (OFFLOAD_OPTIMIZER).
 
 As in ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840), the device keeps only bf16 weights and gradients. A
-step processes the values in buckets. While the host updates a bucket, the device sends the gradients of the
-next one and receives the weights of the previous one (g: gradients, u: update, w: weights, with the number of
-the bucket):
+step processes the parameters in buckets. While the host updates a bucket, the device sends the gradients of
+the next bucket and receives the weights of the previous one (for bucket 1, g1: gradients, u1: update, w1:
+weights):
 
     device to host    g1   g2   g3   ...
     host                   u1   u2   u3   ...
@@ -31,7 +31,7 @@ _Piece = tuple[Tensor, slice, slice]
 
 
 class _Staging:
-    """Host buffers for copying the gradients and weights of a bucket, and events after the copies."""
+    """Host buffers for the gradients and weights of a bucket, and events that mark the end of copies."""
 
     def __init__(self, size: int, device: torch.device):
         module, is_pinned = torch.get_device_module(device), device.type == "cuda"
@@ -43,7 +43,7 @@ class _Staging:
 class OffloadedAdam(Adam):
     """Adam that stores the fp32 main weights and the moments of bf16 weights in host memory.
 
-    `join` leaves main weights on the host, so that saving takes no device memory.
+    `join` makes a parameter hold its main weights on the host, so that saving takes no device memory.
     """
 
     _staging: tuple[_Staging, ...] = ()

@@ -1,10 +1,10 @@
 """Optimizers driven by Megatron's wrappers: AdamW with fp32, bf16 or 8-bit moments, and SGD with momentum.
 
-Megatron expects one `step` per parameter group, and only moments in a parameter's state. Each optimizer
-chooses the format of its moments in memory. For checkpoints, `moments` converts them to fp32 in the
-parameter's shape, and `set_moments` converts them back. The format of checkpoints fits every layout and every
-optimizer with the same moments. `p` is a parameter; with Megatron's distributed optimizer, it is a flat fp32
-range of a model parameter.
+Megatron expects that each parameter group has one `step`, and that a parameter's state contains only moments.
+Each optimizer chooses the format of its moments in memory. For checkpoints, `moments` converts them to fp32
+in the parameter's shape, and `set_moments` converts them back. Checkpoints can therefore be loaded with every
+layout and every optimizer that has the same moments. `p` is a parameter; with Megatron's distributed
+optimizer, it is a flat fp32 range of a model parameter.
 """
 
 import math
@@ -99,7 +99,7 @@ class Adam(torch.optim.Optimizer):
             p.data = p.new_full((), math.nan).expand_as(p)
 
     def update_stored(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        """Updates `params`, whose values are all in `stored` (see `split`)."""
+        """Updates `params`, which are all split (see `split`)."""
         for p in params:
             with joined(self, p):
                 self._update(group, [p])
@@ -246,7 +246,7 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 
 
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Nearest code per value, uint8 [n], and smallest scale that covers each block, fp32 [ceil(n / 256)]."""
+    """Nearest code per value, uint8 [n], and smallest scale for 256 values each, fp32 [ceil(n / 256)]."""
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
     scales = []

@@ -73,7 +73,7 @@ def choose_optimizer(config: Config, *, device_type: str = "cpu", failure: str =
 
 @contextmanager
 def _megatron_builds(config: Config, step: str) -> Iterator[None]:
-    """Inside the block, Megatron builds the chosen optimizer and can use it in its distributed optimizer."""
+    """Inside the block, Megatron builds the chosen optimizer and accepts it in the distributed optimizer."""
     # Megatron has no argument for the class, but looks up names in its modules: patch and restore them.
     fp32 = (step == "torch" and not keeps_remainders(config, step) and _FUSED_ADAM) or Adam
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else fp32
@@ -125,7 +125,7 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
-    """Checkpoint names of this rank's parameters, by id; with layer numbers, equal in all layouts."""
+    """Checkpoint names of this rank's parameters, by id; with layer numbers, and the same in all layouts."""
     names = {}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model:
@@ -258,7 +258,7 @@ class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
         )  # fmt: skip
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
-        """Current learning rate of a parameter group; for `{}`, the rate without factors (see LR_GROUPS)."""
+        """Current learning rate of a parameter group; for `{}`, the rate without the factors of LR_GROUPS."""
         bounds = {name: param_group[name] for name in ("max_lr", "min_lr") if name in param_group}
         return learning_rate(self._config, self.num_steps, **bounds)
 
@@ -308,9 +308,10 @@ class _NotFiniteError(Exception):
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the gradient is not finite.
 
-    Steps skipped by fp16's loss scaler still return `(False, None, None)`, and `FusedStep` returns `(None,
-    norm, zeros)`, because it does not know yet whether its step is skipped. Every skipped step restores the
-    router state (expert bias, state of balancing losses). Call this function after `set_megatron_hooks`.
+    Steps skipped by fp16's loss scaler still return `(False, None, None)`, and the fused optimizer step
+    (`FusedStep`) returns `(None, norm, zeros)`, because it does not know yet whether it is skipped. Every
+    skipped step restores the router state (expert bias, state of balancing losses). Call this function after
+    `set_megatron_hooks`.
     """
     routers = RouterState(model)
     settings = get_model_config(model[0])
@@ -351,7 +352,7 @@ class RouterState:
         self._stages = parallel_state.get_pipeline_model_parallel_group() if exchanges else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Returns a hook that copies the routers' state, then calls `finalize` and `end_of_global_batch`."""
+        """Hook that copies the router state, then calls `finalize` and the routers' `end_of_global_batch`."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
@@ -375,7 +376,7 @@ class RouterState:
 
     @torch.no_grad()
     def restore(self, unless: torch.Tensor | None = None) -> None:
-        """Restores the routers' state from the copy, but not if `unless` (bool [], on the device) is true."""
+        """Restores the routers' state from the copy, unless the device tensor `unless` (bool []) is true."""
         for kept, before in zip(self._kept, self._before, strict=True):
             kept.copy_(before if unless is None else torch.where(unless, kept, before))
 

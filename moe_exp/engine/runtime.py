@@ -43,12 +43,12 @@ class Runtime:
 
 
 def choose_communication() -> tuple[str, str]:
-    """(backend of torch.distributed, reason)."""
+    """Returns (backend of torch.distributed, reason for it)."""
     return ("nccl", "found a CUDA device") if torch.cuda.is_available() else ("gloo", "no CUDA device")
 
 
 def stand_by() -> None:
-    """In a standby process (see `launch.agent.StandBys`), waits for the environment of its rank."""
+    """In a standby process (see `launch.agent.StandBys`), waits for its rank's environment variables."""
     if STANDS_BY not in os.environ:
         return
     # the first optimizer and the first log would import these
@@ -65,7 +65,7 @@ def stand_by() -> None:
 
 
 def start(config: Config) -> Runtime:
-    """Joins torchrun's job, or an existing process group, which `stop` then keeps.
+    """Joins torchrun's job, or an existing process group, which `stop` does not destroy.
 
     Raises ValueError if the number of ranks is not NNODES * GPUS_PER_NODE, or if environment variables
     contradict DETERMINISTIC.
@@ -74,8 +74,9 @@ def start(config: Config) -> Runtime:
     rank, world_size = _place()
     if world_size != config.world_size:
         raise ValueError(
-            f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} requires {config.world_size}"
-            f" ranks, but torchrun started {world_size}. Fix: start torchrun with the same nodes and GPUs."
+            f"GPUS_PER_NODE={config.gpus_per_node}: requires {config.world_size} ranks with"
+            f" NNODES={config.nnodes}, but torchrun started {world_size}."
+            " Fix: start torchrun with the same nodes and GPUs."
         )
     device = _device(config, int(os.environ.get("LOCAL_RANK") or rank % config.gpus_per_node))
     if is_in_group():
@@ -121,7 +122,7 @@ def is_in_group() -> bool:
 
 
 def _place() -> tuple[int, int]:
-    """Rank and world size, from the process group or else from torchrun's environment."""
+    """Rank and world size from the process group if there is one, else from torchrun's environment."""
     if is_in_group():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -146,7 +147,7 @@ def start_alone(config: Config) -> Runtime:
 
 
 def share_alone(config: Config) -> Runtime:
-    """Runtime of a single rank; creates its process group once and keeps it. ValueError with more ranks."""
+    """Runtime of a single rank, whose process group is created once; ValueError if there are more ranks."""
     global _alone
     if not torch.distributed.is_initialized():
         atexit.register(_leave)
@@ -179,7 +180,7 @@ def joined(config: Config, rank: int, device: torch.device) -> Runtime:
 
 
 def make_deterministic(config: Config) -> None:
-    """Enables deterministic algorithms; operations without one raise an error. Call before GPU work."""
+    """Enables deterministic algorithms; an operation that has none raises an error. Call before GPU work."""
     if torch.cuda.is_available():
         for line in config.environment_problems(os.environ):
             raise ValueError(line)
@@ -217,7 +218,7 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def seed_everything(config: Config) -> None:
-    """Seeds the random streams of Python, numpy, PyTorch and Megatron; `initial_weights.py` has its own."""
+    """Seeds the random streams of Python, numpy, PyTorch and Megatron, not those of `initial_weights.py`."""
     # Megatron adds the tensor parallel rank, so that dropout differs between ranks.
     seed = config.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
@@ -266,7 +267,7 @@ T = TypeVar("T")
 
 
 def on_first_rank(make: Callable[[], T]) -> T | None:
-    """Result of `make` on rank 0, None elsewhere. Every rank must call it; errors as in `from_first_rank`."""
+    """Like `from_first_rank`, but returns None on the other ranks. All ranks must call this."""
     made: list[T] = []
     from_first_rank(lambda: made.append(make()))
     return made[0] if made else None

@@ -1,1 +1,1 @@
-"""This machine: devices, processes, files, the SLURM queue, and Megatron-Core without CUDA."""
+"""Code for this machine: devices, processes, files, the SLURM queue, and Megatron-Core without CUDA."""

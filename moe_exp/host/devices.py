@@ -124,7 +124,7 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Memory still available to this process: minimum over the machine and its cgroups (v2 or v1)."""
+    """Memory still available to this process: minimum over the machine and the process's cgroups."""
     lines = (line for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:"))
     found = [int(line.split()[1]) * 1024 for line in lines]
     for line in _lines(proc / "self/cgroup"):

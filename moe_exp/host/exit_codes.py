@@ -36,7 +36,7 @@ CAUSED_BY_ANOTHER = (
 
 
 def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
-    """Reports the job's exit code to this node's launcher, from local rank 0; False without a launcher."""
+    """Reports `code` to this node's launcher, by default only from local rank 0; False without a launcher."""
     # torchrun only distinguishes 0 and failure, so ranks that have reported a code exit with 0
     path = os.environ.get(EXIT_CODE_FILE)
     if path and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
@@ -90,7 +90,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff
 
 
 def printable(text: str) -> str:
-    """`text` with control characters, e.g. from file names, escaped as in Python strings."""
+    """Escapes control characters in `text`, e.g. from file names, as in Python strings."""
     return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 

@@ -80,7 +80,7 @@ def ending(name: str | os.PathLike[str]) -> str:
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """`path` with ~ expanded; unlike with `Path.expanduser`, an unknown user after ~ raises no error."""
+    """`path` with ~ expanded. Unlike `Path.expanduser`, this raises no error for an unknown user after ~."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -149,7 +149,7 @@ def sync_folder(folder: Path) -> None:
 class HashedFile:
     """A new binary file that computes its checksum while it is written.
 
-    Use it in a `with` block; leaving the block syncs the file to disk or raises the first error.
+    Use it in a `with` block; leaving the block syncs the file to disk, or raises the first write error.
     """
 
     def __init__(self, path: Path):
@@ -200,7 +200,7 @@ class HashedFile:
 
 
 def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
-    """XXH3-128 of a file, 32 hex digits; if the file has several blocks, the result of `BlockHash.of_all`."""
+    """XXH3-128 of a file, 32 hex digits. A file of several blocks gets the hash from `BlockHash.of_all`."""
     digest, buffer = BlockHash(block_bytes), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):  # one buffer, as allocation takes longer than hashing
@@ -236,7 +236,7 @@ class BlockHash:
 
     @staticmethod
     def of_all(digests: Iterable[bytes], block_bytes: int) -> str:
-        """Hash of a file from its blocks' digests: `BYTES-` (block size), then the hash of all digests."""
+        """Hash of a file from its blocks' digests: the block size, a hyphen, and the hash of all digests."""
         # a file with a single block has the same hash for every block size
         several = list(digests)
         if len(several) <= 1:

@@ -2,8 +2,8 @@
 
 `moe_exp/__init__.py` passes only imports of `megatron.*` to `find_spec`. Without a CUDA device the name
 `torch` in Megatron's modules is a stand-in, CUDA literals in their code become CPU literals, and a few
-functions are replaced. torch itself does not change for other code, except for one private method on Tensor
-and Module (`_KEYWORD`).
+functions are replaced. For other code, torch itself does not change, except that Tensor and Module get one
+private method.
 """
 
 import builtins
@@ -124,7 +124,7 @@ def _for_cpu(const: Any) -> Any:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one Megatron module with the stand-in for `torch` and CPU literals."""
+    """Loads one Megatron module with CPU literals and the stand-in for `torch`."""
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         code: types.CodeType | None = _for_cpu(super().get_code(fullname))
@@ -148,7 +148,7 @@ def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = 
 def find_spec(
     fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Import spec of a Megatron module, with `_Loader`; None (Python's own loader) on a host with CUDA."""
+    """Import spec of a Megatron module, with `_Loader`; None with CUDA, where Python's own loader is used."""
     if not INSTALLED:
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)

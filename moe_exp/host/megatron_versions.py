@@ -24,7 +24,7 @@ def quiet_loggers() -> None:
 
 
 def patch_router(moe_utils: Any) -> None:
-    """Without Transformer Engine, fixes a NameError of Megatron 0.16's router (used only in comparisons)."""
+    """Fixes a NameError that Megatron 0.16's router raises if Transformer Engine is missing."""
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
 
@@ -53,7 +53,7 @@ def refuse_cuda_graphs(capturable: bool) -> None:
 
 
 def write_in_the_rank(filesystem_async: Any, write: Callable[..., None], results: Any) -> None:
-    """Makes the rank itself write checkpoints with `write`, which puts its results into `results`."""
+    """Makes each rank write checkpoints itself by calling `write`, which puts results into `results`."""
     # 0.16 writes in forked processes. From 0.17 on the rank writes in threads, and the queue has another name
     # and is in another process.
     filesystem_async._get_write_results_queue = lambda *args: results

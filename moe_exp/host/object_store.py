@@ -176,7 +176,7 @@ class Store:
             self._asked(name, lambda fs, place: fs.rm_file(place))
 
     def upload(self, path: Path, name: str) -> None:
-        """Copies a file to the store; FileNotFoundError if it is missing, ConnectionError if sizes differ."""
+        """Uploads `path`; FileNotFoundError if it is missing, ConnectionError if the copy's size differs."""
         num_bytes = path.stat().st_size
         # by default, s3fs holds ten parts of each file in memory
         options = {"max_concurrency": 2} if self.protocol == "s3" else {}
@@ -187,7 +187,7 @@ class Store:
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: try again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Downloads or resumes a file, in parts; ConnectionError if it is no longer the `known` version."""
+        """Downloads a file in parts, resuming an earlier try; ConnectionError if it differs from `known`."""
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -277,11 +277,11 @@ def first_line(error: BaseException) -> str:
 
 
 def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:
-    """Uploads `files` (name in the store to local path), then publishes them by writing `manifest`.
+    """Uploads `files` (keys: names in the store), then publishes them by writing `manifest`.
 
     The manifest's `content` must be unique to these files. A repeated call resumes an interrupted upload.
-    Files published with another manifest are replaced; the old manifest is removed first, because a mix of
-    old and new files would look complete. Returns whether anything was uploaded.
+    Files published with other `content` are replaced; the old manifest is removed first, because otherwise a
+    mix of old and new files would look complete. Returns whether anything was uploaded.
     """
     # The manifest of an unfinished upload: with the same content it is resumed, otherwise started over.
     begun = f"{manifest}.partial"

@@ -49,7 +49,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
 @contextmanager
 def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str = "bytes") -> Iterator[None]:
-    """Shows the block's progress; calls `how_far` once a second to get the number of completed units."""
+    """Shows progress during a `with` block; `how_far`, called every second, returns the completed units."""
     done, stop = how_far(), threading.Event()
     with progress(what, total, unit=unit, done=done) as advance:
 

@@ -1,4 +1,4 @@
-"""Formats numbers like the report's `assets/format.js`; a dash means that a value was not measured."""
+"""Formats numbers as `assets/format.js` in the report does; a dash means that a value was not measured."""
 
 import math
 from datetime import timedelta
@@ -41,7 +41,7 @@ def percent(value: float, places: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds with three digits below two minutes, else days and `H:MM:SS`; only days for huge values."""
+    """Duration: seconds (three digits) below two minutes, else days and `H:MM:SS`, or only days if huge."""
     if not math.isfinite(seconds):
         return "–"
     if seconds >= 1e10:  # three centuries: beyond that no hour matters

@@ -96,8 +96,8 @@ class NoSqueue(QueueError):
 
 
 def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
-    """Reads the jobs in `job_ids`; if it is empty, all jobs of `user` (default: this user) that are named
-    `name`. Raises QueueError.
+    """Reads the jobs in `job_ids` or, if `job_ids` is empty, all jobs of `user` (default: this user) with
+    the name `name`. Raises QueueError.
     """
     chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     chosen = [f"--jobs={','.join(job_ids)}"] if job_ids else chosen
@@ -158,7 +158,7 @@ def job_environment() -> str:
 
 
 def _squeue(*options: str) -> str:
-    """Runs squeue; returns its output. NoSqueue if it is not on PATH, QueueError if it fails or times out."""
+    """Returns squeue's output. Raises NoSqueue if it is not on PATH, QueueError if it fails or times out."""
     # Drop the user's own settings, which may hide jobs, truncate long array ids or change the time format.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}

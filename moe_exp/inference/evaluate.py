@@ -117,7 +117,7 @@ class HeldOut:
     def count_bytes(
         self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes, masked_id: int | None
     ) -> int:
-        """Bytes of predicted tokens, except any right after `masked_id`; `first`: index of `sequences[0]`."""
+        """Bytes of predicted tokens that do not follow `masked_id`; `first`: index of `sequences[0]`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
@@ -129,7 +129,7 @@ class HeldOut:
         return total
 
     def id_problem(self, vocab_size: int) -> str | None:
-        """Describes the first token id outside the model's vocabulary; None if all ids are in it."""
+        """Describes the first token id outside the model's vocabulary; None if there is no such id."""
         last = int(self.ends[-1])
         for begin in range(int(self.begins[0]), last, _SCANNED_TOKENS):
             ids = self.files.read(begin, min(begin + _SCANNED_TOKENS, last))
@@ -324,8 +324,8 @@ def _compare_tokenizers(
     trained: DocumentTokens | None,
     sources: Sequence[HeldOut],
 ) -> None:
-    """Raises ValueError if data has another tokenizer; only warns if the data is the run's own or if
-    --allow-other-data is given.
+    """Raises ValueError if data was tokenized differently from the training data; only warns if the data is
+    the run's own or if --allow-other-data is given.
     """
     for source in sources:
         facts = token_files.tokenizer_facts(token_files.manifest_of(source.prefix))

@@ -56,7 +56,7 @@ class Sampling:
 
 
 class Sampler:
-    """Samples a text's tokens from the text's own random stream, the same on every rank and device."""
+    """Samples a text's tokens. Each text has its own random stream, equal on every rank and device."""
 
     def __init__(self, sampling: Sampling, text_index: int = 0):
         self.sampling = sampling
@@ -78,7 +78,7 @@ class Sampler:
 
 
 def candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Float64 probabilities (over the full vocabulary) and ids of the K candidates, most probable first."""
+    """Float64 probabilities (not renormalized) and ids of the K candidates, most probable first."""
     logits_V = logits_V.double() / sampling.temperature
     probs_V, tokens_V = logits_V.softmax(0).sort(descending=True, stable=True)
     if sampling.top_k:

@@ -1,5 +1,5 @@
-"""A trained model in this process (`moe_exp.load_model`), and a layer-by-layer comparison of a converted
-model with transformers' model (`convert from-hf --verify`).
+"""A trained model loaded into this process (`moe_exp.load_model`), and a layer-by-layer comparison of a
+converted model with transformers' model (`convert from-hf --verify`).
 """
 
 import os
@@ -84,8 +84,8 @@ class Model:
     def score(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Next-token logits at each position of `tokens`.
 
-        Attention crosses document boundaries, even if the model was trained with DOCUMENT_MASK. `moe-exp
-        score` limits attention as in training.
+        Attention crosses document boundaries, even if the model was trained with DOCUMENT_MASK. The
+        command `moe-exp score` instead limits attention as in training.
 
         Args:
             tokens: ids, integers [B, S].

@@ -137,15 +137,15 @@ class Request:
 
 
 def batch_size_of(saved: Config, seq_len: int, most: int, *, capacity: bool) -> int:
-    """Default batch size: with `capacity`, training's MBSZ; else `most`, but at most 256 MB of logits."""
+    """Default batch size: with `capacity`, training's MBSZ; else `most`, or fewer to fit logits in 256 MB."""
     return saved.mbsz if capacity else max(1, min(most, (256 << 20) // (4 * seq_len * saved.vocab_size)))
 
 
 def shared_batches(
     batches: Sequence[T], rank: Runtime, what: str, unit: str, size_of: Callable[[T], int]
 ) -> Iterator[tuple[T, bool]]:
-    """Yields this rank's batches, each with a flag: false for a repeat of another replica's batch, which does
-    not count. Batch i belongs to replica i modulo the number of replicas. Rank 0 shows a progress bar.
+    """Yields this rank's batches, each with a flag, False for a batch that repeats another replica's and
+    must not count. Batch i belongs to replica i modulo the number of replicas. Rank 0 shows a progress bar.
     """
     # Expert parallelism may span replicas, so all of them must run every step: replicas without a batch in
     # the last step repeat its first batch, which then does not count.

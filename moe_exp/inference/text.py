@@ -24,10 +24,10 @@ def tokenizer_for(
     saved: Config, name: str, *, order: Mapping[str, Any] | None = None, allow_special: bool = False
 ) -> TextTokenizer:
     """Returns a tokenizer that encodes documents as in a run's training. `saved`: settings of the run;
-    `order`: result of `saved_order` for the run. `name`: a tokenizer.json or its folder, a SentencePiece
-    .model file, or `bytes`; empty: the run's tokenizer. `allow_special`: parse special tokens such as <s> in
-    the text. ValueError if the tokenizer is not found, has ids beyond the vocabulary, or lacks the
-    end-of-document token.
+    `order`: facts on the training data from the run's checkpoint. `name`: a tokenizer.json or its folder, a
+    SentencePiece .model file, or `bytes`; empty: the run's tokenizer. `allow_special`: parse special tokens
+    such as <s> in the text. ValueError if the tokenizer is not found, has ids beyond the vocabulary, or lacks
+    the end-of-document token.
     """
     give = "pass --tokenizer with tokenizer.json or its folder"
     trained = (order or {}).get("tokenizer") or ""
@@ -54,7 +54,7 @@ def tokenizer_for(
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids of a text, with a BOS token if documents start with BOS, and without an end token."""
+    """Token ids of a text, after a BOS token if training documents start with BOS; no end token is added."""
     ids, _ = own_package(tokenizer)([text])
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return begin + [int(token) for token in ids]

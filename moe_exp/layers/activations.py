@@ -21,7 +21,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 class Activation(NamedTuple):
-    """function(h); with a gate, function(gate) * (up + offset), where h [..., 2F] is (gate, up).
+    """Computes function(h) or, if `gated`, function(gate) * (up + offset) with h [..., 2F] = (gate, up).
 
     With a `limit`, `gate` is first clamped to at most `limit`, and `up` to the range [-limit, limit].
     """
@@ -33,7 +33,7 @@ class Activation(NamedTuple):
     offset: float = 0.0
 
     def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Splits `hidden` into halves [..., F]; returns the clamped gate and the clamped up plus `offset`."""
+        """Splits `hidden` into gate and up [..., F] and clamps both; returns gate, and up + `offset`."""
         gate, up = hidden.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)

@@ -4,16 +4,16 @@ Every loss is a mean over tokens of a micro-batch, a sequence or the global batc
 parallel rank holds a part of the tokens, and every function returns the scalar *share* of its rank. The
 shares of all ranks add up to the loss. Ranks exchange only values without a gradient (token counts, sums), so
 the gradients of the shares add up to the gradient of the loss, and no differentiable collective is needed.
-The trainer averages losses over micro-batches and data parallel ranks like the main loss, so the gradient
-does not depend on TP, EP, PP, CP, DP or the number of micro-batches.
+The trainer averages these losses over micro-batches and data parallel ranks, as it does the main loss, so
+the gradient does not depend on TP, EP, PP, CP, DP or the number of micro-batches.
 
-Arguments that several functions share (shape suffixes: `moe_exp.layers`; B sequences of S tokens):
+Arguments that several functions share (shape suffixes as in `moe_exp.layers`; B: sequences of S tokens):
     scores: router scores of this rank's tokens, [T, E], each row summing to 1 (padding: all zero); or, from a
         routing kernel, the sums of the scores over tokens, [E], which require `num_tokens`.
-    tokens_per_expert_E: number of slots per expert in the whole micro-batch (over `group`), before dropping.
+    tokens_per_expert_E: slots per expert in the micro-batch (all ranks of `group`), including dropped slots.
     valid_T: bool, True for tokens that are not padding; None: no token is padding.
     num_tokens: number of tokens of the micro-batch; None: all ranks hold the same number of tokens.
-    group: ranks that share the micro-batch (for the sequence loss: that share each sequence).
+    group: ranks that share the micro-batch or, for the sequence loss, each sequence.
 """
 
 import inspect
@@ -128,11 +128,11 @@ def load_balancing_loss_share(
     """This rank's share of the load-balancing loss of a micro-batch, E * sum_e f_e * P_e.
 
     f_e is the fraction of the T*K slots assigned to expert e, and P_e its mean score; perfect balance gives
-    1.0. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), but f counts all K slots of a
-    token, as in Megatron-Core.
+    1.0. The loss is from Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), but f counts
+    all K slots of a token, as in Megatron-Core.
 
-    The loss `l1` (ReMoE's L1 loss with load balancing, arXiv:2412.14711, equation 11) calls this function
-    with the target K as `topk` and with a ReLU router's weights as `scores`, whose rows do not sum to 1.
+    The loss `l1` (ReMoE's L1 loss with load balancing, arXiv:2412.14711, equation 11) calls this function.
+    For `l1`, `topk` is the target K, and `scores` are a ReLU router's weights, whose rows do not sum to 1.
 
     Args:
         topk: number of slots per token (their mean number if it varies).
@@ -150,11 +150,12 @@ def sequence_balancing_loss_share(
 ) -> Tensor:  # fmt: skip
     """This rank's share of the mean over sequences of E * sum_e f_e * P_e, with f and P per sequence.
 
-    DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, where f includes the factor E/K; Megatron's `seq_aux_loss`.
+    The loss is from DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, whose f includes the factor E/K. Megatron
+    calls it `seq_aux_loss`.
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        counted_BSK: bool, slots that a token uses, if their number varies; None: all slots.
+        counted_BSK: bool, True for slots that a token uses, if their number varies; None: all are used.
     """
     num_sequences, _, num_experts = scores_BSE.shape
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
@@ -183,9 +184,9 @@ def global_balancing_loss_share(
     """This rank's share of E * sum_e F_e P_e, with F of the global batch and P of the micro-batch.
 
     F_e is the fraction of slots assigned to expert e, and P_e its mean score. Qiu et al. 2025, Demons in the
-    Detail (arXiv:2501.11873). The mean over micro-batches and data parallel ranks is the loss of the global
-    batch. The paper and Megatron-Core compute F from the counts accumulated so far; this function uses the
-    counts of the previous global batch or, in the first global batch, of this micro-batch.
+    Detail (arXiv:2501.11873). The mean of this loss over micro-batches and data parallel ranks is the
+    loss of the global batch. The paper and Megatron-Core compute F from the counts accumulated so far; this
+    function uses the counts of the previous global batch or, in the first global batch, of this micro-batch.
 
     Args:
         global_tokens_per_expert_E: slots per expert in the previous global batch; zeros in the first.

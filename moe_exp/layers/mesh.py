@@ -1,4 +1,4 @@
-"""The MoE layer in a torch-native model whose tensor parallel ranks hold the same tokens (RowwiseParallel).
+"""The MoE layer in a torch-native model whose tensor parallel ranks hold the same tokens.
 
 No tokens are exchanged: every rank routes all tokens and computes its shard of every expert, and the outputs
 are summed over ranks. Shape suffixes: see `moe_exp.layers`.
@@ -56,7 +56,7 @@ class TensorParallelDispatcher(LocalDispatcher):
         self.group: ProcessGroup = tp_mesh.get_group()
 
     def start(self, x_TD: Tensor, decision: RoutingDecision, rows_per_expert: int | None = None) -> Pending:
-        """Sorts the slots by expert; in backward, sums the gradients of tokens and weights over ranks."""
+        """Sorts the slots by expert; backward sums the gradients of tokens and routing weights over ranks."""
         if group_size(self.group) > 1:
             x_TD = _Summed.apply(x_TD, self.group, False)
             decision = replace(decision, weights_TK=_Summed.apply(decision.weights_TK, self.group, False))
@@ -69,7 +69,7 @@ class TensorParallelDispatcher(LocalDispatcher):
 
 
 def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: DeviceMesh) -> Tensor:
-    """This rank's part of an expert weight; its full width F must be a multiple of the number of ranks.
+    """This rank's part of an expert weight; the full width F must be a multiple of the number of ranks.
 
     Args:
         weight: full `weight1` [E, 2F or F, D] or `weight2` [E, D, F].

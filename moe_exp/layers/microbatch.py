@@ -164,7 +164,7 @@ def context_ranges(
     several stripes are needed to keep the cost nearly equal.
 
     Args:
-        num_tokens: length of the whole sequence; must be a multiple of 2C * `num_stripes` if C=`cp_size` > 1.
+        num_tokens: length of the whole sequence; with C=`cp_size` > 1, a multiple of 2C * `num_stripes`.
     """
     # With one stripe, as in Megatron's get_batch_on_this_cp_rank, whose arguments differ between versions.
     blocks = sequence_blocks(cp_size, num_stripes)
@@ -184,8 +184,8 @@ def expert_capacity(
 ) -> Any:
     """Slots per expert: max(min_capacity, ceil(capacity_factor * num_tokens * topk / num_experts)).
 
-    Returns an int if `num_tokens` is an int, else a device tensor. Lepikhin et al. 2020, GShard
-    (arXiv:2006.16668); rounded as in Megatron-Core.
+    Returns an int if `num_tokens` is an int, else a device tensor. The formula is from GShard
+    (Lepikhin et al. 2020, arXiv:2006.16668), rounded as in Megatron-Core.
     """
     if isinstance(num_tokens, Tensor):
         slots = num_tokens.double() * topk / num_experts * capacity_factor

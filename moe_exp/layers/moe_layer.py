@@ -53,7 +53,7 @@ class MoELayer(nn.Module):
 
     Attributes:
         statistics: sums for the log, collected in training.
-        timers: measure the phases `all_to_all` (dispatch and combine) and `experts` in training, or None.
+        timers: timers of the phases `all_to_all` (dispatch, combine) and `experts` in training, or None.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class MoELayer(nn.Module):
         """Routes tokens to experts, and returns the combined outputs and the auxiliary losses.
 
         Args:
-            x: hidden states of this rank's tokens: [T, D], or with two dimensions in place of T; `batch_dim`
-                in the settings is the index of the batch dimension.
+            x: hidden states of this rank's tokens: [T, D], or with two dimensions in place of T;
+                `settings.batch_dim` is the index of the batch dimension.
             padding_mask: bool, in the shape of `x` without D. True marks padding, which is sent to no expert
                 and is excluded from losses, capacity and statistics.
             with_loss: compute the losses (default: in training or if gradients are enabled).
@@ -210,8 +210,8 @@ class MoELayer(nn.Module):
 
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The experts chosen by score alone (without expert bias and groups), for the losses. Returns slots
-        per expert [E], experts [T, K] (may be None after a routing kernel), and a mask of the counted slots
-        [T, K] (None: all).
+        per expert [E], the experts [T, K] (can be None if a kernel did the routing), and a mask [T, K] of the
+        slots that count (None: all count).
         """
         # As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss on the biased choice would work against the
         # bias.

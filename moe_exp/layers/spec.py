@@ -190,14 +190,14 @@ def decoder_spec(
     norm_placement: str = "pre", residual_multiplier: float = 1.0,
     attention: Mapping[str, Any] | None = None, **moe_options: Any,
 ) -> TransformerBlockSubmodules:  # fmt: skip
-    """The layers of this pipeline stage; MoE layers follow `config.moe_layer_freq` (interval or 0/1 list).
+    """The layers of this pipeline stage; `config.moe_layer_freq` (interval or 0/1 list) selects MoE layers.
 
     Args:
         use_te: use Transformer Engine's layers around the MoE layer.
         vp_stage: index of the model chunk in an interleaved pipeline.
         projection_norm: normalize queries and keys over all heads together, see ProjectionNorm.
         own_attention: with `use_te`, use our attention core, see `te_layer_spec`.
-        rotated_norm: normalize queries and keys after the rotary embedding; not with `use_te`.
+        rotated_norm: normalize queries and keys after the rotary embedding; not supported with `use_te`.
         norm_placement: see NORM_PLACEMENT. With `use_te`, only `pre` is supported.
         residual_multiplier: factor on the results of attention and MLP.
         attention: arguments of our attention core, see CausalAttention.
@@ -253,13 +253,13 @@ class ProjectionNormAttention(GroupedAttention):
 
 
 class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
-    """MLASelfAttention, built from the modules of its spec; positions can restart at each document."""
+    """MLASelfAttention that uses the modules of its spec and can restart positions at each document."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Any, key_value_states: Any = None, position_ids: Any = None,
         packed_seq_params: Any = None, **options: Any,
     ) -> Any:  # fmt: skip
-        """Calls Megatron's method without `packed_seq_params`: with them, it drops a batch dimension of 1."""
+        """Calls Megatron's method without `packed_seq_params`, which make it drop a batch dimension of 1."""
         self.rotary_pos_emb.documents = packed_seq_params  # for RestartingPositions
         try:
             return super().get_query_key_value_tensors(

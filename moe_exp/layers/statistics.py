@@ -35,7 +35,7 @@ class MoEStatistics:
 
     @property
     def tokens_per_expert_E(self) -> Tensor:
-        """Number of slots assigned to each expert, int64."""
+        """Number of slots (token-expert pairs) of each expert, int64."""
         update([self])
         return self._tokens_per_expert_E
 
@@ -50,11 +50,11 @@ class MoEStatistics:
         self, decision: RoutingDecision, scores: Tensor, *, load_balancing_loss: Tensor, z_loss: Tensor,
         aux_losses: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Records a micro-batch. `scores`: see `RoutingDecision.for_losses`; losses are without coefficients.
+        """Records a micro-batch. `scores`: see `RoutingDecision.for_losses`. Losses exclude coefficients.
 
         Raises:
-            RuntimeError: if a CUDA graph is being captured outside `recorded`, because replays of the graph
-                would not be counted.
+            RuntimeError: if a CUDA graph is being captured outside the context `recorded`, because replays of
+                the graph would not be counted.
         """
         if not _is_recorded and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             rule = "the replays of a CUDA graph that contains the MoE layer are not counted"
@@ -103,7 +103,7 @@ _is_recorded = False
 
 @contextmanager
 def recorded(layers: Sequence[MoEStatistics]) -> Iterator[None]:
-    """Allows capturing a CUDA graph that ends with `update`; the capture itself records no statistics."""
+    """Context in which a CUDA graph ending with `update` can be captured; capture records no statistics."""
     global _is_recorded
     numbers, _is_recorded = [layer.num_microbatches for layer in layers], True
     try:

@@ -1,7 +1,7 @@
 """Fits the planner's constants to measured runs. Imports no torch; `fit` imports numpy and scipy.
 
-For each constant, the fit optimizes x = ln(constant / prior) / spread. It minimizes the sum over runs of
-soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum(x^2).
+For each constant, the fit optimizes x = ln(constant / prior) / spread (see `constants.free`). It minimizes
+the sum over runs of soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum(x^2).
 """
 
 import csv
@@ -43,7 +43,7 @@ def log_time_ratio(run: MeasuredRun, constants: TimeConstants) -> float:
 
 @dataclass(frozen=True)
 class Fit(Generic[T]):
-    """Fitted memory or time constants and their errors."""
+    """Fitted memory or time constants and their prediction errors."""
 
     constants: T
     errors: dict[str, float]  # row_id to predicted / measured - 1
@@ -165,8 +165,8 @@ class Calibration:
 def calibrate(
     runs: Sequence[MeasuredRun], prior: Constants | None = None, rest: Constants | None = None
 ) -> Calibration:
-    """Fits all constants to trusted measurements; ValueError if there are none. With few rows, the fit needs
-    a `prior`. Constants that affect no row are taken from `rest`, or from the prior.
+    """Fits all constants to trusted measurements; ValueError if no run has any. With few runs, the fit needs
+    a `prior`. Constants that affect no run are taken from `rest`, or without `rest` from the prior.
     """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:

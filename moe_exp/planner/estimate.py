@@ -80,7 +80,7 @@ def cost_of(
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:
-    """Returns `config` with TRAIN_ITERS and decay adapted to `num_tokens`; None: `config` unchanged."""
+    """Returns `config` with its schedule adapted to `num_tokens`, or unchanged if `num_tokens` is None."""
     if num_tokens is None:
         return config
     iterations = sum(step.num_iterations for step in config.batches.steps(-(-num_tokens // config.seq_len)))
@@ -125,7 +125,7 @@ def levers(config: Config, hardware: Hardware, constants: Constants, prediction:
 
 
 def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | None:
-    """Predicts a run on `device`, a name that a driver reports; None if device or setting is unknown."""
+    """Predicts a run on `device` (name from its driver); None if the planner lacks data for this run."""
     if not (profile := profile_of(device)):
         return None
     hardware = load_hardware(profile)
@@ -136,7 +136,7 @@ def predicted_on(device: str, config: Config) -> tuple[Hardware, Prediction] | N
 
 
 def memory_advice(config: Config, hardware: Hardware, prediction: Prediction) -> str:
-    """Returns up to four memory-saving single-setting changes: sufficient ones first, each group by speed."""
+    """Returns up to four changes of one setting that save memory: sufficient ones first, then by speed."""
     found = [lever for lever in levers(config, hardware, load_constants(), prediction) if not lever.problem]
     # a change below the error of the prediction is no help
     found = [lever for lever in found if lever.needed_bytes > 0.01 * prediction.memory_bytes]

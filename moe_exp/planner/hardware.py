@@ -49,7 +49,7 @@ class Hardware:
 
     @property
     def is_recent(self) -> bool:
-        """Whether the device is newer than Ampere; newer devices have separate `TimeConstants`."""
+        """Whether the device is newer than Ampere; these have their own constants for predicting time."""
         return self.architecture not in ("cpu", "volta", "ampere")
 
     @property
@@ -83,7 +83,7 @@ def hardware_names() -> tuple[str, ...]:
 
 @cache
 def profile_of(device: str) -> str:
-    """Returns the profile name whose words all occur in `device`, such as `NVIDIA A100-SXM4-80GB`, or ""."""
+    """Returns the name of the profile for a device such as `NVIDIA A100-SXM4-80GB`, or "" if none fits."""
     # Drivers insert words such as SXM4 or PCIe into the name, so compare sets of words.
     words = set(device.upper().replace("-", " ").split())
     return next((name for name in hardware_names() if set(name.upper().split("-")) <= words), "")

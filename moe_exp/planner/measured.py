@@ -282,7 +282,7 @@ def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[st
 
 
 def _stage_layers(row: Mapping[str, str], config: Config, of_deepspeed: bool) -> Sequence[int]:
-    """Layers per stage: from the row's layout if it lists all layers, else by the training program's rule."""
+    """Layers per stage: by `pipeline_layout` if it lists all layers, else by the training program's rule."""
     num_layers, pp = config.num_layers, config.pp
     layout = row.get("pipeline_layout") or ""
     if layout.startswith("E") and " " not in layout:

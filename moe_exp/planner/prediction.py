@@ -1,4 +1,4 @@
-"""Predicts memory and time of a job on a device, and whether it fits. No torch."""
+"""Predicts memory and time of a job on a device, and whether it fits. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONSTANTS = PROFILES / "constants.json"
 
 @dataclass(frozen=True)
 class Constants:
-    """All fitted constants and their expected errors."""
+    """All fitted constants, and the expected errors of predictions made with them."""
 
     memory: MemoryConstants  # of the memory formulas
     time: TimeConstants  # of the time formulas
@@ -115,7 +115,7 @@ def _filled(kind: type[Any], values: dict[str, float]) -> Any:
 
 
 def kind_of(job: PlannedJob, hardware: Hardware) -> str:
-    """Returns the category of a run for looking up published errors, such as `MoE within NVLink, FP8`."""
+    """Returns the category of a run, such as `MoE within NVLink, FP8`, to find errors of published runs."""
     config = job.config
     in_domain = config.ep * config.etp <= hardware.link_domain(config.gpus_per_node)
     model = ("MoE within NVLink" if in_domain else "MoE across nodes") if config.use_moe else "dense"

@@ -106,7 +106,7 @@ def plan_run(
     config: Config, hardware: Hardware, constants: Constants, *, num_tokens: int | None = None,
     price_per_gpu_hour: float | None = None, failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:  # fmt: skip
-    """Predicts a run; `failures` are arguments of `goodput_of`. Raises ConfigError for invalid settings."""
+    """Predicts a run and, with `failures` (see `goodput_of`), goodput. ConfigError for invalid settings."""
     raise_for(config.problems())
     budget: Any = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
     cost = cost_of(config, hardware, **budget, constants=constants)
@@ -118,7 +118,7 @@ def plan_run(
 
 
 def _memory_report(prediction: Prediction) -> dict[str, Any]:
-    """Returns the bytes of each stage by component, the stage with the peak, and the margin."""
+    """Returns the bytes of each stage by component, the stage that needs the most, and the bytes left."""
     return {
         "stages": [asdict(stage) | {"total": stage.total} for stage in prediction.stages],
         "peak_stage": prediction.peak_stage,
@@ -230,7 +230,7 @@ class PlanPrinter:
         self._rows("time of an iteration", times | {"total": f"{_seconds(total)} s"})
 
     def search(self, found: Search, top: int, changes: Mapping[str, str]) -> None:
-        """Prints the fastest layouts, the number of near-equal layouts, and why other layouts were rejected.
+        """Prints the fastest layouts, how many are almost as fast, and why other layouts were rejected.
 
         `changes`: settings that had to change so that a layout fits with 8% of the memory to spare.
         """
@@ -450,5 +450,5 @@ def _number(value: object) -> str:
 
 
 def _short(number: float) -> str:
-    """Formats a number with three significant digits, or without decimals from 100 on."""
+    """Formats a number with three significant digits, or without decimals if it is at least 100."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,7 +1,7 @@
-"""Views of a plan: the timeline of an iteration by stage, and the most similar published runs. No torch.
+"""Views of a plan: the timeline of an iteration by stage, and the most similar published runs.
 
 The schedules are Megatron-Core's: 1F1B, and the interleaved schedule with VPP model chunks per rank
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Only `as_svg` imports matplotlib.
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Imports no torch, and matplotlib only in `as_svg`.
 """
 
 import csv

@@ -4,7 +4,7 @@
         --valid_file_name fineweb_edu_10bt.val --output_file_name fineweb_edu_10bt_shuffled_merged
     # writes data/fineweb_edu_10bt_shuffled_merged.jsonl and .manifest.json; 1.5 s of CPU time per GB
 
-`--dry-run` prints the estimated resources, `--help` all options. Same as `moe-exp data merge`.
+`--dry-run` prints the estimated resources; `--help` lists all options. Same as `moe-exp data merge`.
 """
 
 import importlib.util

@@ -7,7 +7,7 @@
 writes data/processed/llama3_fineweb_train_text_document.bin and .idx, and prints the setting TRAIN_DATA=...
 that trains on these files. One core processes about 50 MB of text per second with gigatoken (pip install
 gigatoken), and 2 MB/s without it. --dry-run estimates tokens, disk space and time from a sample. Repeat
-the command to resume. Same as `moe-exp data tokenize`.
+the command to resume. `moe-exp data tokenize` does the same.
 """
 
 import importlib.util

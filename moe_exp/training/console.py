@@ -66,7 +66,7 @@ def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
-    """Remaining time, tokens per second and expert load balance, which Megatron's line lacks."""
+    """Line with what Megatron's line lacks: remaining time, tokens per second, expert load balance."""
     eta = timedelta(seconds=round(record["eta_seconds"]))
     parts = [f"eta {eta}, {record['tokens_per_second']:.0f} tokens/s"]
     if experts := record["experts"]:
@@ -100,7 +100,8 @@ def validation_lines(record: Mapping[str, Any]) -> list[str]:
 class _Lines(logging.Formatter):
     """Prefixes WARNING and above with time, host name, rank and device; optionally prefixes INFO with time.
 
-    Records with the attribute `bare` need no prefix. Terminals show a record's shorter `on_terminal`, if any.
+    INFO records with the attribute `bare` get no prefix. Terminals show the shorter text in a
+    record's attribute `on_terminal`, if any.
     """
 
     def __init__(self, rank: int, *, with_time: bool, is_terminal: bool):

@@ -6,8 +6,8 @@
 or `breakpoint()` with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace. Call set_trace in code that
 every rank runs. Other ranks wait at the same place, outside any collective, until the debugger continues.
 While the debugger steps, other ranks run up to their next collective, whose timeout is set to a week. The
-debugger reads the standard input of its node's launcher (`moe-exp train`, `run_moe_from_scratch.sh` or
-torchrun), and continues when the input ends. `quit` ends the job as failed.
+debugger reads the standard input of its node's launcher (`moe-exp train`,
+`run_moe_from_scratch.sh` or torchrun), and continues when the input ends. `quit` ends the job as failed.
 """
 
 import os
@@ -55,7 +55,7 @@ def set_trace(rank: int = 0) -> None:
 
 
 class Debugger(pdb.Pdb):
-    """pdb with `rank` in its prompt; calls `release` to let the other ranks continue when pdb continues."""
+    """pdb with `rank` in its prompt; when it resumes its rank, it calls `release` for the other ranks."""
 
     def __init__(self, rank: int, release: Callable[[], None]):
         # nosigint: Ctrl-C keeps its meaning in a run, save and exit.

@@ -205,7 +205,7 @@ class Interval:
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Mean over MoE layers of balancing loss, z-loss and AUX_LOSS_TYPE losses; a record per MoE layer."""
+        """Balancing loss, z-loss and AUX_LOSS_TYPE losses, mean over MoE layers; also a record per layer."""
         config = self.config
         if not config.use_moe:
             return {"load_balancing_loss": None, "z_loss": None, "aux_losses": {}}, []
@@ -223,7 +223,7 @@ class Interval:
 
 
 def expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
-    """One layer's entry in `experts`, from the sums of `MoEStatistics` over `num_shares` micro-batches."""
+    """A layer's entry in a train record's `experts`, from `row`, its sums over `num_shares` micro-batches."""
     counts = row[: config.num_experts]
     sums = dict(zip(statistics_names(config.balancing_losses), row[config.num_experts :], strict=True))
     slots, tokens = max(1, sum(counts)), sums["tokens"]  # ReLU scores may select no expert at all
@@ -251,7 +251,7 @@ PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "che
 
 
 class PhaseTimers:
-    """Times each phase on this rank from `start` to `stop`; `clock` returns the seconds in CPU runs."""
+    """Times each phase on this rank from `start` to `stop`; in CPU runs, `clock` returns the time."""
 
     is_on = True  # for all instances
 
@@ -325,9 +325,9 @@ def measure_waits() -> None:
 class RankTimes:
     """This rank's own seconds in each of RANK_PHASES, exchanged every SLOW_RANK_EVERY iterations.
 
-    Own time excludes waits for other ranks. On a GPU (not measured yet), the host does not wait: the
-    events around a phase are read one iteration later. There, own time includes the collectives in a phase
-    (tensor and expert parallelism, optimizer), and a CUDA graph counts as one phase, forward.
+    Own time excludes waits for other ranks. On a GPU, where this was not measured yet, the host does not
+    wait: the events around a phase are read one iteration later. On a GPU, own time also includes the
+    collectives of tensor and expert parallelism and of the optimizer, and a CUDA graph counts as forward.
     """
 
     def __init__(self, config: Config, runtime: Runtime, model: Sequence[Any]):
@@ -351,7 +351,7 @@ class RankTimes:
         self._exchanged: Callable[[], list[list[float]]] | None = None
 
     def end(self, iteration: int) -> list[list[float]] | None:
-        """Ends an iteration; when due, exchanges COLUMNS and PROCESSORS; the next call returns the result."""
+        """Ends an iteration; when due, exchanges times and CPU loads, which the next call returns."""
         read, self._exchanged = self._exchanged, None
         waited, self._waited = _seconds_waited - self._waited, _seconds_waited
         self._rows.append([*self.timers.take(is_late=True).values(), waited])

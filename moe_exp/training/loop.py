@@ -318,7 +318,7 @@ def measure(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Records the losses of raw and averaged weights; returns the raw loss (nats per token) and seconds."""
+    """Records losses of raw and averaged weights; returns the raw loss (nats per token) and seconds taken."""
     start, model, ema_loss = time.monotonic(), job.trained.model, None
     for chunk in model:
         chunk.eval()

@@ -1,5 +1,5 @@
-"""Reacts to bad losses or computations: ends the run after consecutive bad steps, logs spikes or rolls them
-back, and rolls back silent corruption.
+"""Reacts to bad losses and corrupt computations: ends the run after consecutive bad steps, logs loss spikes
+or rolls back to before them, and rolls back after silent corruption.
 
 Every rank calls the guard with the same numbers after every iteration, so ranks agree without a collective.
 """
@@ -111,7 +111,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _before_corruption(self, progress: Progress, error: ReplicaError) -> GuardEnd:
-        """Rolls back to the newest checkpoint up to the last passed check; may exclude a host from jobs."""
+        """Rolls back to the newest checkpoint not newer than the last passed check; may exclude a host."""
         config, folder, hosts = self._config, self._folder, sorted(set(error.hosts.values()))
         self._finish_save()
         names = (one.get("event") for one in iter_metrics(folder.metrics))
@@ -227,13 +227,13 @@ class LossGuard:
         raise GuardEnd(f"{line}; the same command resumes from that iteration", code)
 
     def _stream(self, iterations: Sequence[Step]) -> tuple[Range, ...]:
-        """The samples of these iterations, as ranges of sample numbers in the stream."""
+        """The samples of these iterations, as ranges of stream numbers (which count skipped samples too)."""
         ends = [(done.first_sample, done.first_sample + done.batch_size) for done in iterations]
         return merged(pair for first, end in ends for pair in stream_ranges(first, end, self._skipped))
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Step]) -> dict[str, Any]:
-        """Event fields on these iterations' batches: samples, and up to 1000 document numbers per file."""
+        """Describes these iterations' batches for an event: samples, up to 1000 document numbers per file."""
         # Only rank 0 writes events, and looking up documents may build the order of a whole epoch.
         if self._metrics is None:
             return {}
@@ -280,9 +280,10 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """Excludes samples that rollbacks skip; `source`: checkpoint to resume from. Called by every rank.
+    """Removes from `samples` what earlier rollbacks decided to skip. Called by every rank.
 
-    `sample_order` is `SampleOrder.facts` of this start. ConfigError if the rollbacks cannot be read.
+    `sample_order`: order of `samples` (`SampleOrder.facts`); `source`: checkpoint to resume from. Raises
+    ConfigError if the rollbacks cannot be read.
     """
 
     def skipped() -> tuple[Range, ...]:

@@ -38,10 +38,11 @@ def read_microbatch(
     `dp_rank` (default: this rank).
 
     Returns:
-        The tensors of `split_batch` and `padding_mask` (True for filler), each as this rank's slice [B, S/C]
-        of C context parallel ranks; `num_counted`, the counted tokens on all C ranks; `documents` or None.
-        In training with MTP_NUM_LAYERS=K, also the tensors of `future_batch`; `num_future` [K], the counted
-        tokens per layer; and `future_weight`, MTP_LOSS_COEFF / K, a tensor since CUDA graphs freeze numbers.
+        The tensors of `split_batch` and `padding_mask` (True for filler), each of shape [B, S/C], this
+        rank's slice among C context parallel ranks; `num_counted`, the number of counted tokens on all C
+        ranks; and `documents`, or None without document masking. In training with MTP_NUM_LAYERS=K, also the
+        tensors of `future_batch`; `num_future` [K], the number of counted tokens per layer; and
+        `future_weight`, MTP_LOSS_COEFF / K, a tensor because a CUDA graph would freeze a Python number.
     """
     groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = config.microbatch_samples(seq_len)
@@ -78,9 +79,9 @@ def run_schedule(
     config: Config, model: list[Any], microbatches: Sequence[dict[str, Any]], *, seq_len: int,
     forward_only: bool = False, graphs: MicrobatchGraphs | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs Megatron's schedule; with `graphs`, each training micro-batch replays its CUDA graph. Returns
-    each micro-batch's `lm_loss` for the log, [2] or, in training with MTP_NUM_LAYERS=K, [2 * (1+K)]; returns
-    [] on all pipeline stages but the last.
+    """Runs Megatron's schedule; with `graphs`, each training micro-batch replays its CUDA graph. On the
+    last pipeline stage, returns each micro-batch's `lm_loss` for the log: [2], or [2 * (1+K)] in training
+    with MTP_NUM_LAYERS=K. Other stages return [].
     """
     step = forward_step if graphs is None or forward_only else partial(graphs_step, graphs, len(microbatches))
     # With VPP, Megatron expects an iterator per chunk. It counts samples of `seq_len` tokens, we of SEQ_LEN.
@@ -171,7 +172,7 @@ def graphs_step(
 
 
 def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup) -> None:
-    """Sets the `weight` that excludes fully masked micro-batches from the mean. Called by every rank."""
+    """Sets each `weight` so that fully masked micro-batches do not lower the mean. Called by every rank."""
     # Megatron averages over all micro-batches of all data parallel ranks. One that EOD_MASK_LOSS masks
     # completely has loss 0 and would lower the mean.
     num_counting = torch.stack([batch["num_counted"] > 0 for batch in microbatches]).sum()
@@ -183,9 +184,10 @@ def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup)
 def lm_loss(
     loss_mask: Tensor, num_counted: Tensor, losses: Tensor, *, weight: Tensor | float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of a micro-batch's mean cross entropy; context parallel shares sum to the mean.
+    """This rank's share of a micro-batch's mean cross entropy; all context parallel ranks' shares sum to it.
 
-    Megatron multiplies the loss by the context parallel size C and averages gradients over DP*C ranks.
+    Megatron multiplies the loss by the context parallel size C and averages gradients over DP*C ranks, so the
+    C shares are summed.
 
     Args:
         loss_mask: [B, S], 1 for each counted token.

@@ -61,8 +61,8 @@ def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, f
     """Coordinate check: sizes of a model's activations during its first steps on one micro-batch.
 
     Returns:
-        For each step from 0, by module name: mean absolute output and mean absolute change of the output
-        since step 0, averaged over layers. For the router and output layer, whose initial weights are smaller
+        For each step from 0, a dict by module name of (mean absolute output, mean absolute change since
+        step 0), averaged over layers. For the router and output layer, whose initial weights are smaller
         in wider models, the change includes only the effect of updates to their own weights.
     """
     proxy = Proxy(config)
@@ -102,7 +102,7 @@ class _Recorder:
 
     @torch.no_grad()
     def outputs(self, batch: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Outputs [number of modules, ...] by name, and changes due to each module's own weights, by name."""
+        """Outputs [number of modules, ...] and changes due to each module's own weights, both by name."""
         self._found.clear()
         self._learned.clear()
         self._model.eval()

@@ -1,13 +1,14 @@
-"""Profiler traces, GPU memory snapshots and tensor dumps of chosen iterations and ranks. No cost when off.
+"""Profiler traces, GPU memory snapshots and tensor dumps of chosen iterations and ranks.
+They cost nothing when off.
 
     RUN/profile/trace_rank_R_iter_A-B.json.gz    PROFILE_ITERS, for https://ui.perfetto.dev or chrome://tracing:
         operators with shapes and CPU memory; on a GPU, also kernels and GPU memory
     RUN/profile/memory_rank_R_iter_A-B.pickle    MEMORY_SNAPSHOT, for https://pytorch.org/memory_viz: every
         allocation of the caching allocator with its Python stack
     RUN/dumps/iter_0000010/rank_00003.safetensors    DUMP_ITERS, after the optimizer step of iteration 10:
-        NAME                     this rank's shard of a parameter; layers are numbered across stages
+        NAME                     this rank's shard of a parameter; layers are numbered across pipeline stages
         gradient of NAME         as the optimizer uses it: reduced over the replicas and clipped
-        main weights of NAME     fp32, only with DTYPE=bf16 and fp16
+        main weights of NAME     fp32, only with DTYPE=bf16 or fp16
         exp_avg of NAME, ...     the optimizer's moments and, with EMA_DECAY, the weight average (ema), fp32
 
 With the distributed optimizer, all tensors except NAME itself cover only the elements of the parameter that
@@ -59,7 +60,7 @@ class Recorder:
         self._profiler: profile | None = None
 
     def begin(self, iteration: int) -> None:
-        """Starts recordings before an iteration. A run resumed mid-range records the rest of the range."""
+        """Starts recordings before an iteration. A run resumed inside a recording records the rest of it."""
         for what, ranges in self._ranges.items():
             lasts = [min(last, self._last) for first, last in ranges if first <= iteration <= last]
             if what in self._begun or not lasts or iteration > lasts[0]:
@@ -114,7 +115,7 @@ def is_dumped(config: Config, iteration: int) -> bool:
 
 @heartbeat.during("dump")
 def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress: Progress) -> None:
-    """Writes this rank's dump if it is in DUMP_RANKS. Called by every rank; failures are only logged."""
+    """Writes a dump if this rank is in DUMP_RANKS. Called by every rank; failures are only logged."""
     path = dump_file(run, progress.iteration, runtime.rank)
     with parameters_in_sync(trained.model):
         if config.dump_ranks and runtime.rank not in map(int, config.dump_ranks.split(",")):
@@ -155,7 +156,7 @@ def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class DumpedTensor:
-    """A tensor in a dump for `diff.compare_tensors`; it is read from the file on demand."""
+    """A tensor of a dump, read from the file only when `diff.compare_tensors` needs it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

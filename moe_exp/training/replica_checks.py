@@ -65,7 +65,7 @@ _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Replicas or repeated computations differ, or parameter groups are wrong; a line of text per problem.
+    """Replicas or repeated computations differ, or parameter groups are wrong; each line names a problem.
 
     `hosts`: host of each rank known to have computed or stored wrong values.
     """
@@ -79,7 +79,7 @@ class ReplicaError(RuntimeError):
 def check_replicas(
     config: Config, runtime: Runtime, trained: Trained, progress: Progress, metrics: Metrics | None
 ) -> float:
-    """Compares all replicas; returns elapsed seconds. ReplicaError on every rank if there is a problem."""
+    """Compares replicas; returns elapsed seconds. Raises ReplicaError on all ranks if there is a problem."""
     start = time.monotonic()
     if problems := replica_problems(config, runtime, trained):
         if metrics is not None:
@@ -107,7 +107,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> dict
 
 
 class _Held(NamedTuple):
-    """Fingerprints of one rank by name; in the first exchange, only their sum per kind, with the name ''."""
+    """Fingerprints of one rank by name; the first exchange has only a sum per kind, under the name ''."""
 
     host: str
     problems: list[str]  # of the parameter groups
@@ -177,7 +177,7 @@ def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
 
 
 def _problems(held: list[_Held], *, distributed: bool) -> dict[str, dict[int, str]]:
-    """`replica_problems` of `held`: tensors that differ between replicas or aren't updated exactly once."""
+    """Problems in `held`, such as tensors that differ between replicas or aren't updated exactly once."""
     lines: dict[str, dict[int, str]] = {}
     hosts = [one.host for one in held]
     of_optimizer: dict[str, list[int]] = defaultdict(list)
@@ -293,7 +293,7 @@ def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str,
 
 
 class GradientCheck:
-    """Recomputes gradients on the same rank and a neighbor; ReplicaError on all ranks if they differ."""
+    """Recomputes gradients on the same rank and a neighbor; a difference raises ReplicaError on all ranks."""
 
     def __init__(self, config: Config, runtime: Runtime, trained: Trained, progress: Progress):
         self._config, self._runtime, self._trained, self._progress = config, runtime, trained, progress
@@ -316,7 +316,7 @@ class GradientCheck:
         return self.is_requested or iteration % every == 0 or iteration == last
 
     def expect(self, compute: Callable[..., object]) -> float:
-        """Compares replicas' weights; computes gradients that `compared` expects; returns elapsed seconds.
+        """Compares replicas' weights; computes reference gradients for `compared`; returns elapsed seconds.
 
         `compute(dp_rank=...)` runs the iteration's forward and backward passes on that DP rank's batch.
         """
@@ -347,7 +347,7 @@ class GradientCheck:
         return seconds
 
     def compared(self) -> AbstractContextManager[None]:
-        """Context manager for the iteration; compares its gradients before they are summed over ranks."""
+        """Context manager for the iteration; before gradients are summed, compares them to expected ones."""
         finalize = get_model_config(self._trained.model[0]).finalize_model_grads_func
 
         def compare_and_sum(*args: Any, **kwargs: Any) -> None:
@@ -361,7 +361,7 @@ class GradientCheck:
 
     @contextmanager
     def _before_sum(self, finalize: Callable[..., None]) -> Iterator[None]:
-        """In the block, Megatron's schedule calls `finalize` before gradients are summed over ranks."""
+        """In the `with` block, Megatron calls `finalize` before gradients are summed over ranks."""
         settings = get_model_config(self._trained.model[0])
         kept = settings.finalize_model_grads_func, settings.no_sync_func
         settings.finalize_model_grads_func, settings.no_sync_func = finalize, None
@@ -444,8 +444,9 @@ def suspects(
 ) -> tuple[list[int], str]:
     """Ranks suspected of wrong results, and a text on what their gradients differ from.
 
-    Each argument has one value per rank: `replicas`, its model replica; `repeated` and `by_neighbour`, how
-    much its gradient differs if recomputed by the rank itself, or by its neighbor in the preceding replica.
+    Each argument has one value per rank: `replicas`, its model replica; `repeated`, how much its gradient
+    differs if the rank computes it again; `by_neighbour`, how much it differs if the rank's neighbor in the
+    preceding replica computes it.
     """
     if found := [rank for rank, gap in enumerate(repeated) if gap > bound]:
         return found, "that of the same computation, repeated"

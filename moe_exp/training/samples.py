@@ -1,4 +1,4 @@
-"""Samples of a run: their files and order, compared with the data of the checkpoint."""
+"""Reads a run's samples, and compares their files and order with the data of the checkpoint."""
 
 import logging
 import os
@@ -87,7 +87,7 @@ def check_tokenizers(config: Config) -> None:
 
 
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
-    """Moves stages with from_tokens to batch boundaries; `source`: checkpoint that the run resumes from."""
+    """Moves data stages that begin at a token number to batch boundaries; `source`: checkpoint to resume."""
     if not config.data_stages:
         return config
 

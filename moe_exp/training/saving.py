@@ -87,8 +87,8 @@ class CheckpointManager:
     def finish_written(self, ends: Sequence[IterationEnd]) -> float:
         """Finishes a pending save (ASYNC_SAVE) once all ranks have written it; returns the seconds waited.
 
-        `ends`: iteration results that training has just read. Every rank must call this function with
-        the same `ends`.
+        `ends`: one for each iteration whose results training has just read. Every rank must call this
+        function with the same `ends`.
         """
         return self.finish() if self.writer.is_pending and ends and not ends[-1].is_writing else 0.0
 
@@ -106,7 +106,7 @@ class CheckpointManager:
                 self._metrics.event(kind, iteration, **facts)
 
     def stopped_code(self, progress: Progress) -> int:
-        """Exit code of a stopped run: TO_BE_CONTINUED if this start saved a checkpoint, else FAILED."""
+        """Exit code of a stopped run: TO_BE_CONTINUED if it has saved since its last start, else FAILED."""
         if self.last_iteration is not None:
             return TO_BE_CONTINUED
         # Otherwise a chain of jobs would restart at the same iteration forever.
@@ -117,8 +117,8 @@ class CheckpointManager:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """Newest checkpoint of the run, also from REMOTE_DIR; if there is none, the newest in LOAD_DIR, or
-    ConfigError if LOAD_DIR has no checkpoint. None if LOAD_DIR is not set either.
+    """Newest checkpoint of the run, also from REMOTE_DIR. If the run has none: the newest checkpoint in
+    LOAD_DIR, None if LOAD_DIR is not set, or ConfigError if LOAD_DIR has no checkpoint.
     """
     try:
         if config.remote_dir:  # only has work to do under bare torchrun: our launcher has fetched the run

@@ -1,8 +1,8 @@
 """One iteration of training: micro-batches, optimizer and schedule.
 
-`train_step` launches an iteration. With `FusedStep` (engine/fused_step.py), it returns before the host knows
-whether the optimizer has updated the weights. `settle`, called at the latest in the next iteration, waits for
-the gradient norm.
+`train_step` launches an iteration. If the step is fused (engine/fused_step.py), `train_step` returns before
+the host knows whether the optimizer has updated the weights. `settle`, called at the latest in the next
+iteration, waits for the gradient norm.
 """
 
 import math
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass
 class Step:
-    """One iteration on this rank. `complete` sets `updated` and `grad_norm`, which all ranks share."""
+    """One iteration on this rank. `complete` sets `updated` and `grad_norm`, which are equal on all ranks."""
 
     iteration: int
     first_sample: int
@@ -148,7 +148,7 @@ def complete(
 def end_iteration(job: Job, step: Step, stop: str, *, is_writing: bool) -> Callable[[], IterationEnd]:
     """Starts one all-reduce that shares the stop reason, `is_writing` and the mean loss among ranks.
 
-    The returned function waits for the all-reduce; settle `step` before calling it.
+    The returned function waits for the all-reduce; call it after settling `step`.
     """
     # A sum over ranks cannot carry text: one slot for each reason, then writing, loss and tokens. If ranks
     # have different reasons, the first one is used.
@@ -172,7 +172,7 @@ def forward_backward(
     job: Job, stream: Samples, first_sample: int, num_microbatches: int, *, forward_only: bool = False,
     interval: Interval | None = None, dp_rank: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Reads the micro-batches of `dp_rank` (None: this rank) and returns the losses from `run_schedule`."""
+    """Reads and runs the micro-batches of `dp_rank` (None: this rank); returns `run_schedule`'s losses."""
     config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
     timers, own_timers = (interval.timers, interval.own_timers) if interval else (None, None)
     heartbeat.enter("data")
@@ -192,7 +192,7 @@ def forward_backward(
 
 
 def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
-    """Updates the moving average of the weights after every AVERAGE_EVERY-th step (EMA_DECAY)."""
+    """Updates the moving average of the weights after every AVERAGE_EVERY-th step if EMA_DECAY is set."""
     config = job.config
     if config.ema_decay and progress.num_steps % config.average_every == 0:
         progress.num_averaged += 1

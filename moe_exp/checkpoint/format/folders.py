@@ -74,8 +74,9 @@ def first_few(names: Sequence[str], most: int = 5) -> str:
 
 def usable(path: Path) -> list[Path]:
     """Folders of the checkpoints, intact or damaged, that a run may resume from, newest first. `path` is a
-    checkpoints, run or iter_ folder. Skips checkpoints newer than the iteration in the `LATEST` file: to go
-    back, users write an older iteration into it. Raises ValueError if the file contains no number.
+    checkpoints, run or iter_ folder. Skips checkpoints newer than the iteration in
+    latest_checkpointed_iteration.txt; users write an older iteration into this file to resume from an
+    earlier checkpoint. Raises ValueError if the file contains no number.
     """
     for checkpoints in (path, path / "checkpoints"):
         newest, found = latest_iteration(checkpoints), iterations(checkpoints)
@@ -94,7 +95,7 @@ def holds_checkpoints(path: Path) -> bool:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether the weights come from `convert from-hf`, unchanged or averaged, rather than from training."""
+    """Whether the weights were converted by `convert from-hf` (and possibly averaged) rather than trained."""
     manifest = Manifest.read(folder)
     return manifest is not None and "converted_from" in manifest.facts
 
@@ -141,7 +142,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest | None":
-        """Reads the manifest of `folder`; None if missing, ValueError if damaged, or NewerFormatError."""
+        """Manifest of `folder`, None if missing; ValueError if damaged, NewerFormatError if too new."""
         path = folder / MANIFEST
         try:
             return cls.parse(regular(path).read_bytes(), str(folder))
@@ -152,7 +153,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, folder: str) -> "Manifest":
-        """Parses `text`, the manifest of `folder`. Raises NewerFormatError, or ValueError if damaged."""
+        """Parses `text`, the manifest of `folder`. ValueError if damaged, NewerFormatError if too new."""
         path = f"{folder}/{MANIFEST}"
         try:
             content = json.loads(text)
@@ -331,15 +332,15 @@ def check_target(target: Path) -> None:
 
 
 def checkpoints_folder(path: Path) -> Path | None:
-    """Returns `path` if it is a checkpoints folder, or the checkpoints folder of the run `path`, or None."""
+    """Returns `path` if it is a checkpoints folder, `path`/checkpoints if it is a run folder, else None."""
     both = (path, path / "checkpoints")
     return next((one for one in both if (one / LATEST).exists() or iterations(one)), None)
 
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> dict[Path, int]:
     """Returns the size (bytes) of each checkpoint that no rule of `which_to_remove` keeps; `path` is a
-    checkpoints or run folder. The latest checkpoint is always kept; the `last` newest are counted back from
-    it. ValueError if the folder has no checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a
+    checkpoints or run folder. The `last` newest are counted back from the latest checkpoint, which is always
+    kept. ValueError if the folder has no checkpoints, if `last` < 1, or if `best` > 0 and no checkpoint has a
     validation loss.
     """
     checkpoints = checkpoints_folder(path)

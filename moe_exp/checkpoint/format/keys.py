@@ -2,9 +2,9 @@
 
 Megatron has several key styles for the same model. This package reads all of them:
 
-- Layers: if all layers are alike, `decoder.layers.X` with a prepended layer axis, where X is the name within
-  the layer. If there are dense and MoE layers, or with `singleton_local_shards` (set by Megatron-LM's
-  script), `decoder.layers.<layer>.X`.
+- Layers: if all layers are alike, the key is `decoder.layers.X`, where X is the name within the layer, and
+  the tensor has a layer axis in front. If there are dense and MoE layers, or if `singleton_local_shards` is
+  set (as by Megatron-LM's script), the key is `decoder.layers.<layer>.X`.
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE layer: `pre_mlp_layernorm.weight` in the Transformer Engine spec and in this package,
   `mlp.linear_fc1.layer_norm_weight` in Megatron's local spec. Dense MLPs use the second key in all specs.
@@ -40,8 +40,8 @@ _OPTIONAL = (_ROUTER_BIAS, *LOSS_STATE)
 def model_state(
     model: GPTModel, metadata: Mapping[str, Any], reader: CheckpointReader | None = None
 ) -> dict[str, Any]:
-    """Sharded state of an unwrapped model, under Megatron's keys or, when reading a checkpoint, the keys of
-    `reader`. `metadata` must contain `dp_cp_group`.
+    """Sharded state of an unwrapped model, under Megatron's keys or, if `reader` is given, under the keys of
+    its checkpoint. `metadata` must contain the process group `dp_cp_group`.
     """
     if reader is None:
         return model.sharded_state_dict(metadata=dict(metadata))
@@ -111,7 +111,7 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
 
 @torch.no_grad()
 def read_tensors(state: Any, reader: CheckpointReader) -> None:
-    """Copies a checkpoint's values into a sharded state; missing optional tensors become zero."""
+    """Copies a checkpoint's values into a sharded state; optional tensors that it lacks become zero."""
     lacks_biases = False
     for shard in sharded_tensors(state):
         if shard.key not in reader.tensors and shard.key.endswith(_OPTIONAL):
@@ -132,7 +132,7 @@ def read_tensors(state: Any, reader: CheckpointReader) -> None:
 
 def read_state(state: Any, reader: CheckpointReader) -> None:
     """Like `read_tensors`, but also replaces each sharded object with its stored value. All ranks must
-    call this function. ValueError on every rank if a file is damaged or contains code.
+    call this function. Raises ValueError on every rank if a file is damaged or contains code.
     """
 
     def value_of(part: Any) -> Any:

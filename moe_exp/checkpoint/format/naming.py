@@ -3,8 +3,8 @@
 A logical tensor has the same name in every style: `decoder.layers.3.self_attention.linear_qkv.weight`,
 `decoder.layers.3.mlp.experts.5.linear_fc1.weight` [W, D] with the gate as the first half of W, and
 `decoder.layers.3.pre_mlp_layernorm.weight` for the norm before every MLP, dense or MoE. Tensors outside
-layers keep their keys. A logical tensor is a box of one stored tensor, or two joined boxes (gate and up
-projection). It can be read without reading other tensors.
+layers keep their keys. A logical tensor is a box (index ranges) of one stored tensor, or two joined
+boxes (gate and up projection). It can be read without reading other tensors.
 
 The optimizer states `param` (fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema` (moving average of the
 weights) have the same names as their weights.
@@ -123,8 +123,8 @@ def states(reader: CheckpointReader) -> list[str]:
 
 
 def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[str, LogicalTensor]:
-    """Returns the logical tensors of an optimizer state, or of the weights if `state` is None, by name. The
-    order lets a reader with `keep_bytes=KEEP_BYTES` read most chunks only once.
+    """Returns the logical tensors of an optimizer state, or of the weights if `state` is None, by name. In
+    this order, a reader that keeps KEEP_BYTES of recently read chunks reads most chunks only once.
     """
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):

@@ -30,12 +30,12 @@ _LAYOUT: dict[str, Any] = {
 
 
 def saved_order(folder: Path) -> dict[str, Any]:
-    """`SampleOrder.facts` of the training data, as stored in a checkpoint; empty if not stored."""
+    """Order of the training data (`SampleOrder.facts`) stored in a checkpoint; empty if not stored."""
     return order_in(read_common(folder))
 
 
 def order_in(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Like `saved_order`, but from the result of `read_common`."""
+    """Like `saved_order`, but takes what `read_common` read from a checkpoint."""
     # Weights-only checkpoints store it outside `progress`.
     return (common.get("progress") or common).get("sample_order") or {}
 
@@ -62,7 +62,7 @@ def saved_start(common: Mapping[str, Any]) -> Start:
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """Settings of an iter_ folder for one rank, updated by `changes`; ValueError if missing or damaged."""
+    """Settings in an iter_ folder, adapted to one rank and `changes`; ValueError if missing or damaged."""
     name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
     if not isinstance(saved, dict):

@@ -2,12 +2,13 @@
 
 torch.distributed.checkpoint defines the format. A tensor has a key, a shape and a dtype, and is divided into
 chunks (non-overlapping boxes). A chunk is the output of `torch.save` at an offset in a `.distcp`
-file. The pickle `.metadata` stores shapes and offsets. Objects are one-item lists, also written
+file. The pickle `.metadata` stores shapes and offsets. Other objects are one-item lists, also written
 by `torch.save`, under keys such as `rng_state/shard_0.0_1.1`. Megatron adds metadata.json (the name of the
 format) and common.pt (unsharded state); since 0.19, the object `common_state` replaces common.pt.
 
-No code from files is executed: `.metadata` may use only the format's classes, and other files only tensors
-and plain values. Reading a chunk checks its CRC-32, which `torch.save` stores and `torch.load` ignores.
+No code from files is executed: `.metadata` may use only the format's classes; other files may only use
+tensors and plain values. Reading a chunk checks its CRC-32, which `torch.save` stores and `torch.load`
+ignores.
 """
 
 import contextlib
@@ -141,7 +142,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 def read_common(folder: Path) -> dict[str, Any]:
     """Reads the unsharded state: optimizer settings, schedule, progress, config. Megatron-LM's arguments
-    become `Inert` copies. Raises ValueError if the file is missing, is damaged, or refers to other code.
+    become `Inert` copies (without code). Raises ValueError if the file is missing, is damaged, or refers to
+    code outside Megatron-LM.
     """
     path = folder / COMMON
     # Since Megatron 0.19, an object replaces this file.
@@ -190,7 +192,7 @@ _INERT_PICKLE = types.SimpleNamespace(
 
 
 def _load_foreign(file: IO[bytes]) -> Any:
-    """Loads tensors and plain values; Megatron-LM's objects become `Inert` copies."""
+    """Loads tensors and plain values; Megatron-LM's objects become `Inert` copies, without their code."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -244,9 +246,10 @@ class StoredTensor:
 
 
 class CheckpointReader:
-    """Reads an iter_ folder; values are read on request. With `keep_bytes` > 0, the last chunk and up to
-    `keep_bytes` of recent chunks stay in memory, for callers that read a chunk slice by slice. If `checksums`
-    is false, reads are faster but do not check CRC-32s. Raises ValueError if the metadata is damaged.
+    """Reads an iter_ folder; values are read on request. With `keep_bytes` > 0, the chunk read last stays
+    in memory, and earlier ones do if all fit in `keep_bytes`, for callers that read a chunk slice by slice.
+    If `checksums` is false, reads are faster but do not check CRC-32s. Raises ValueError if the metadata is
+    damaged.
     """
 
     def __init__(self, folder: Path, *, keep_bytes: int = 0, checksums: bool = True):
@@ -310,7 +313,7 @@ class CheckpointReader:
         return result
 
     def read_object(self, key: str) -> Any:
-        """Reads an object of the checkpoint; Megatron-LM's arguments become `Inert` copies."""
+        """Reads an object; Megatron-LM's arguments become `Inert` copies, without their code."""
         return self._load(self.objects[key], foreign=key == COMMON_OBJECT)
 
     def common(self) -> dict[str, Any]:

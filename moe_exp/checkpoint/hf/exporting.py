@@ -1,5 +1,5 @@
 """Converts checkpoints to Hugging Face folders and chooses the transformers architecture. To save memory, one
-process reads one tensor of one layer (of all its experts) at a time.
+process reads one tensor of one layer at a time, for all experts of the layer.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def to_hf(
         max_shard_bytes: maximum size of the tensors in each file.
         tokenizer: tokenizer folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
         like: Hugging Face folder that provides generation_config.json, token ids, max_position_embeddings
-            and, if several classes are equivalent, the class;
+            and, if several transformers classes are equivalent to the model, the class to write;
             None: the folder that the checkpoint, or its run's LOAD_DIR, was converted from.
 
     Raises:
@@ -182,7 +182,7 @@ class _Weights:
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
     def values(self, piece: MappedPiece) -> Tensor:
-        """Reads a piece's values. Reads all experts of a layer at once, since one chunk may contain them."""
+        """Reads a piece's values. Reads all experts of a layer together, as one chunk may hold them all."""
         stored = self.stored[piece.key]
         num_axes = len(piece.theirs[0].shape) - (piece.join == "flat") + (piece.expert is not None)
         num_layer_axes = len(piece.shape) - num_axes

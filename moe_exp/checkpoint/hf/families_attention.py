@@ -1,5 +1,5 @@
-"""Tables of architectures with sliding windows, sinks, layers without rotary embedding, nonstandard norms or
-value heads, or parallel attention and MLP; and ARCHITECTURES (all tables).
+"""Tables of architectures with at least one of: sliding windows, sinks, layers without rotary embedding,
+nonstandard norms, nonstandard value heads, attention parallel to the MLP. ARCHITECTURES has all tables.
 """
 
 from dataclasses import replace
@@ -44,7 +44,7 @@ GPT_OSS = Architecture(
 
 
 def _windows_but_every(name: str, *default: int, unused: int) -> FieldRule:
-    """Rule for windows and rotary embedding in all layers but every n-th; the field `name` holds n."""
+    """Rule for windows and rotary embedding in all layers except every n-th layer; field `name` holds n."""
     return rules.windows(
         lambda i, fields: (i + 1) % given(fields, name, *default) != 0, name, rotated=True, unused=unused
     )

@@ -44,7 +44,7 @@ class FieldRule:
 def field_rule(
     *names: str, write: Callable[[Config], dict[str, Any]], traits: Traits | None = None
 ) -> Callable[[Callable[[Fields], Settings]], FieldRule]:
-    """Decorator that turns a function that reads fields into the rule for these fields."""
+    """Decorator that makes a rule for fields from the function that reads these fields."""
     return lambda read: FieldRule(names, read, write, traits or {})
 
 
@@ -130,12 +130,12 @@ def windows(
 
     Args:
         has_window: tells whether the layer at an index has a window, if `sliding_window` is not null and
-            `layer_types` is missing. None: the class ignores `layer_types`, and either all layers have a
-            window or no layer has one.
+            `layer_types` is missing. None: transformers' class ignores `layer_types`, and either all
+            layers have a window or no layer has one.
         names: further fields that `has_window` reads.
         switched: whether `use_sliding_window=false` disables windows.
-        rotated: if `sliding_window` is not null, a layer has a rotary embedding only if it has a window or
-            `also_rotated` is true for it.
+        rotated: whether, if `sliding_window` is not null, only layers with a window and layers for which
+            `also_rotated` is true have a rotary embedding.
         unused: value of `sliding_window` for a model without windows, if null is not allowed.
     """
 
@@ -258,8 +258,8 @@ def last_layer_is_moe(fields: Fields) -> Settings:
 
 def dense_layers_by_type(num_dense: Callable[[Fields], int] | None = None) -> FieldRule:
     """Rule for a field that lists the kind of each layer. If the field is missing, the first
-    `num_dense(fields)` layers are dense; if `num_dense` is None, only the first layer is dense (transformers,
-    unlike other software, ignores first_k_dense_replace).
+    `num_dense(fields)` layers are dense; if `num_dense` is None, only the first layer is dense, as in
+    transformers, which, unlike other software, ignores first_k_dense_replace.
     """
 
     def read(fields: Fields) -> Settings:
@@ -321,8 +321,8 @@ def hunyuan_experts(fields: Fields) -> Settings:
 
 
 def limited_groups(best: int, *, methods: tuple[str, str] | None = None) -> FieldRule:
-    """Rule for group-limited top-k in classes that rank a group by its top `best` experts. `methods`: values
-    of `topk_method` without groups and with groups.
+    """Rule for group-limited top-k in model classes that rank a group by its top experts (number: `best`).
+    `methods`: values of `topk_method` without groups and with groups.
     """
 
     def read(fields: Fields) -> Settings:
@@ -367,8 +367,8 @@ SIGMOID_ROUTING = FieldRule(
 
 
 def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
-    """Rule for the coefficients of balancing loss and z-loss. DeepSeek's class computes no loss: a missing
-    `aux_loss_alpha` means 0, and `seq_aux` selects a loss per sequence (true, default) or per batch (false).
+    """Rule for the coefficients of balancing loss and z-loss. DeepSeek's class computes no loss, so a missing
+    `aux_loss_alpha` means 0; `seq_aux` selects a loss per sequence (true, default) or per batch (false).
     """
     is_optional = weight == "aux_loss_alpha"
     names = [weight, "router_z_loss_coef", *(("router_aux_loss_coef", "seq_aux") if is_optional else ())]

@@ -220,7 +220,7 @@ def settings_of(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Refuses layer and expert counts above the number of tensors or rows, before generating tensor names."""
+    """Refuses layer or expert counts too large for the folder's tensors, before generating tensor names."""
     rows = (weight.shape[0] for weight in folder.weights.values() if weight.shape)
     most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:
@@ -235,7 +235,7 @@ def _check_counts(folder: ModelFolder) -> None:
 def _match(
     folder: ModelFolder, architecture: Architecture, config: Config, predicting: range
 ) -> tuple[_Sources, int]:
-    """Finds the tensors of each MappedPiece, and their total bytes; refuses wrong shapes and unused tensors.
+    """Finds the tensors to import, and their total bytes; refuses wrong shapes and unused tensors.
 
     `predicting`: the multi-token prediction layers, which are skipped if MTP_NUM_LAYERS=0.
     """

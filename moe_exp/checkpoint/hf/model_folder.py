@@ -97,7 +97,7 @@ class ModelFolder:
         self._packed = self._take_packed() if is_mxfp4(self.config) else {}
 
     def _index(self) -> dict[str, str] | None:
-        """Maps each tensor to its file; None if all tensors are in the file SINGLE."""
+        """Maps each tensor to its file; None if all tensors are in model.safetensors."""
         has_index, is_single = ((self.path / name).is_file() for name in (INDEX, SINGLE))
         used = SINGLE if is_single else INDEX
         if (named := self.config.get("transformers_weights") or used) != used:
@@ -270,7 +270,7 @@ def copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies a folder's tokenizer files, or one tokenizer.json; returns whether a tokenizer.json exists."""
+    """Copies the tokenizer file(s) that `source` is or contains; returns whether a tokenizer.json exists."""
     files = {name: source / name for name in TOKENIZER_FILES}
     files = {"tokenizer.json": source} if source.is_file() else files
     found = {name: path for name, path in files.items() if path.is_file()}
@@ -289,7 +289,7 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
-    """Sets the BOS (if any) and EOS tokens of a copied tokenizer as in training; returns their ids."""
+    """Gives a copied tokenizer the BOS (if any) and EOS tokens used in training; returns their ids."""
     content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     eod = None if documents.eod_id is None else tokenizers.token_text(content, documents.eod_id)
     named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
@@ -391,7 +391,7 @@ def write_model_card(
     folder: Path, title: str, facts: str, *, source: Path, iteration: int, original: Path | None
 ) -> None:  # fmt: skip
     """Writes a README.md that names the model and its origin. For imported weights, the license and base
-    model come from `original`, a folder with the source's DESCRIPTION files.
+    model come from `original`, a folder with the model card and license files of the imported model.
     """
     fields, missing = [], "license, training data and evaluation"
     if original is not None:

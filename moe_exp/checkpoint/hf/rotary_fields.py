@@ -20,7 +20,8 @@ def rope(
     theta: float, *, fraction: float | None = None, stretches: bool = False, default: Fields | None = None
 ) -> FieldRule:
     """Rule for the rotary embedding. Default values: `theta` for the base, `fraction` for the rotated
-    fraction of a head (None: must be 1), `default` for `rope_parameters` if `rope_scaling` is missing, too.
+    fraction of a head (None: only 1 is allowed), `default` if both `rope_parameters` and `rope_scaling` are
+    missing.
     `stretches`: whether `alpha` scales the base if the type is `dynamic` (Hunyuan).
     """
     whole = fraction is None
@@ -180,7 +181,7 @@ def rope_by_kind(
 
 
 def rope_by_layer(windows: FieldRule, theta: float) -> FieldRule:
-    """Rule for `layer_rope_theta`, each layer's rotary base, or 0 for no rotary embedding (GraniteMoeSWA)."""
+    """Rule for `layer_rope_theta` (GraniteMoeSWA): each layer's rotary base; 0 means no rotary embedding."""
     flat, name = rope(theta), "layer_rope_theta"
 
     def read(fields: Fields) -> Settings:

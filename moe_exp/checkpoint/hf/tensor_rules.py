@@ -205,7 +205,7 @@ class Theirs:
 
 @dataclass(frozen=True)
 class MappedPiece:
-    """A box of one of our tensors, and the Hugging Face tensors it is built from."""
+    """A rectangular part (box) of one of our tensors, and the Hugging Face tensors it is built from."""
 
     key: str  # our key; empty for a tensor that only the Hugging Face folder has
     shape: tuple[int, ...]  # shape of the whole tensor under that key
@@ -267,8 +267,8 @@ def _pieces_of(
 
 
 def by_expert(piece: MappedPiece) -> Iterator[tuple[MappedPiece, int | None]]:
-    """If the join reorders each expert's values (which takes a copy), yields each expert's box and index;
-    otherwise yields the piece and None.
+    """If the piece's `join` reorders each expert's values (which takes a copy), yields a piece and index for
+    each expert; otherwise yields the whole piece and None.
     """
     if piece.join not in _OF_EXPERTS:
         yield piece, None

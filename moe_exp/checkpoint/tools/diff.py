@@ -1,4 +1,4 @@
-"""Compares two checkpoints tensor by tensor, regardless of parallel layout and style of keys."""
+"""Compares two checkpoints tensor by tensor, regardless of parallel layout and Megatron key style."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -41,7 +41,7 @@ def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Facts about an iter_ folder in display order (None: unknown); ValueError if damaged."""
+    """Facts about an iter_ folder in display order; unknown facts are None. ValueError if it is damaged."""
     reader, manifest = CheckpointReader(folder), folders.Manifest.read(folder)
     common, weights = reader.common(), naming.logical_tensors(reader)
     config, progress = common.get("config") or {}, common.get("progress") or {}
@@ -115,7 +115,7 @@ def model_line(weights: Mapping[str, naming.LogicalTensor], config: Mapping[str,
 
 
 def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
-    """Name, shape, dtype, chunks, bytes of tensors that match a shell pattern; ValueError without matches."""
+    """Name, shape, dtype, chunks and bytes of tensors that match a shell pattern; ValueError if none does."""
     reader = CheckpointReader(folder)
     found = [stored for key, stored in sorted(reader.tensors.items()) if fnmatch.fnmatchcase(key, pattern)]
     if not found:

@@ -189,7 +189,7 @@ class _Work:
             yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
 
     def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
-        """Returns a logical tensor's key in the new style, and (index, size) of its layer and expert axes."""
+        """Returns a logical tensor's key in the new style; for layer and expert axes, (index, axis size)."""
         key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
         key = key[:-2] if key.endswith(("_w", "_v")) else key
         (layer, _), expert, axes = naming.layer_of(name), _expert_of(name), []
@@ -241,10 +241,10 @@ def _expert_of(name: str) -> int:
 
 
 def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]:
-    """Weights of `number` checkpoints, oldest first; they sum to 1. `name` is the learning rate decay that
-    the average replaces (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`), `ema` (each weight
-    is `ema_decay` times the next), or comma-separated numbers. ValueError if the name is unknown or the
-    numbers are invalid.
+    """Weights of `number` checkpoints, oldest first; they sum to 1. `name` is one of: the learning rate
+    decay that the average replaces (`uniform` for linear decay, `1-sqrt`, `cosine`, `inverse-sqrt`); `ema`,
+    where each weight is `ema_decay` times the next; comma-separated numbers. ValueError if the name is
+    unknown or the numbers are invalid.
     """
     if name in _DECAYS:
         decay = [1.0, *(_DECAYS[name](i, number) for i in range(1, number)), 0.0]
@@ -268,7 +268,7 @@ def weights_of(name: str, number: int, *, ema_decay: float = 0.9) -> list[float]
 
 
 def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
-    """Returns the iter_ folders in `paths`: all, or the `last` newest per path; ValueError for duplicates."""
+    """Returns the `last` newest iter_ folders of each path (0: all folders); ValueError for duplicates."""
     if last < 0:
         raise setting_error("last", last, "must not be negative", "use the number of checkpoints to average")
     found: list[Path] = []

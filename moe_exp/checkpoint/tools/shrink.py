@@ -57,8 +57,8 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
 
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
-    """Rewrites a torch.save file if this makes it smaller and the new file loads the same values.
-    `target` must not exist; None replaces the old file. The new file keeps permissions and times.
+    """Rewrites a torch.save file if the new file is smaller and contains the same values. Writes to `target`,
+    which must not exist, or replaces the old file if None. The new file keeps permissions and times.
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
@@ -180,7 +180,7 @@ class _Island:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes after rewriting."""
+        """Storage size in bytes after rewriting."""
         covered = self.high - self.low
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 

@@ -24,8 +24,8 @@ class AttentionSettings(ModelSettings):
     )
     window_pattern: LayerPattern = model(
         "1",
-        "which layers use SLIDING_WINDOW; n: every n-th layer, starting with the first (gpt-oss: 2); n:m: n "
-        "layers with a window, then m without, repeated; or a list of 1 and 0 as in MOE_LAYER_FREQ",
+        "which layers use SLIDING_WINDOW; n: every n-th layer, starting with the first (gpt-oss: 2); n:m: in "
+        "turn n layers with a window and m without; or a list of 1 and 0 as in MOE_LAYER_FREQ",
     )
     rotary_layers: LayersOrWindowed = model(
         "1",
@@ -44,8 +44,8 @@ class AttentionSettings(ModelSettings):
     )
     value_head_dim: OptionalWidth = model(
         0,
-        "channels per value head, if value heads are smaller than query/key heads (MiMo-V2-Flash); the "
-        "missing channels have zero weights; 0: as many as query/key heads",
+        "channels of each value head, if fewer than those of a query/key head (MiMo-V2-Flash); the "
+        "missing channels have zero weights; 0: as many as a query/key head has",
         costs=False,
     )
     value_scale: float = model(1.0, "factor applied to values (MiMo-V2-Flash)", gt=0, costs=False)

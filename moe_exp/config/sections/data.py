@@ -6,7 +6,7 @@
       train_data: good
       seq_len: 4096
 
-A stage inherits values that it does not set from the previous stage. Samples are always counted in units of
+If a stage does not set a value, the previous stage's value applies. Samples are always counted in units of
 SEQ_LEN tokens: a sample of F * SEQ_LEN tokens counts as F samples. The tokens per batch therefore stay the
 same, and the schedules of learning rate and batch size continue unchanged.
 """
@@ -58,9 +58,9 @@ class DataSettings(OptimizerSettings):
 
     train_data: Blend = data(
         "",
-        "training data: 'PATH' or 'WEIGHT PATH WEIGHT PATH ...'; each PATH is a folder, file or pattern of "
-        "text (.txt, .md, .jsonl, .json, .parquet, .arrow) or the prefix of Megatron .bin/.idx files; empty: "
-        "the embedded corpus",
+        "training data: 'PATH' or 'WEIGHT PATH WEIGHT PATH ...'; each PATH is a folder, file or file "
+        "pattern with text (.txt, .md, .jsonl, .json, .parquet, .arrow), or the prefix of Megatron .bin/.idx "
+        "files; empty: the embedded corpus",
     )
     valid_data: Blend = data(
         "", "validation data, in the format of TRAIN_DATA; empty: hold out part of the text (docs/corpus.md)"
@@ -73,7 +73,7 @@ class DataSettings(OptimizerSettings):
     split: OptionalNumbers = data(
         "",
         "relative shares of TRAIN_DATA's documents for training, validation and test, such as '99,1' or "
-        "'969,30,1'; replaces VALID_DATA",
+        "'969,30,1'; use it instead of VALID_DATA",
     )
     data_stages: Stages = data(
         "",
@@ -125,8 +125,8 @@ class DataSettings(OptimizerSettings):
 
     @property
     def context_stripes(self) -> int:
-        """Number of stripes per sequence; each stripe is split over all context-parallel ranks. With
-        DOCUMENT_MASK, several stripes balance the ranks' attention work.
+        """Number of equal stripes that a sequence is cut into; each is split over all context-parallel
+        ranks. With DOCUMENT_MASK, several stripes balance the ranks' attention work.
         """
         wanted = (4, 2) if self.document_mask and self.cp > 1 else ()
         return next((number for number in wanted if self.seq_len % (2 * self.cp * number) == 0), 1)
@@ -139,8 +139,8 @@ class DataSettings(OptimizerSettings):
 
     @property
     def stages(self) -> list[DataStage]:
-        """The initial stage (TRAIN_DATA and SEQ_LEN), then the stages in DATA_STAGES. A stage with
-        from_tokens may start inside a batch here; `with_stage_begins` moves it to a batch boundary.
+        """The initial stage (TRAIN_DATA and SEQ_LEN), then the stages in DATA_STAGES. In this
+        list, a stage with from_tokens may start inside a batch; `with_stage_begins` moves its start.
         """
         stages = [DataStage(0, self.train_data, self.seq_len)]
         for given in self._given_stages:
@@ -176,7 +176,7 @@ class DataSettings(OptimizerSettings):
     def microbatch_samples(self, seq_len: int) -> int:
         """Micro-batch size of a stage whose samples have `seq_len` tokens, in samples of SEQ_LEN tokens.
 
-        It is MBSZ, or one sample of the stage if that is longer than MBSZ * SEQ_LEN tokens.
+        It is MBSZ, but at least one sample of the stage (seq_len / SEQ_LEN).
         """
         return max(self.mbsz, seq_len // self.seq_len)
 
@@ -184,7 +184,7 @@ class DataSettings(OptimizerSettings):
         self: _Settings, consumed: int = 0, skipped: Sequence[tuple[int, int]] = (),
         begun: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[_Settings, list[str]]:  # fmt: skip
-        """Moves stages with from_tokens to the start of a batch; returns settings and a line per moved stage.
+        """Moves stages with from_tokens to a batch start; returns new settings and a message per moved stage.
 
         `consumed`, `skipped`: see `stage_begin_problems`. Stages in `begun` keep their first sample.
         """

@@ -38,7 +38,7 @@ class Batches(NamedTuple):
 
     RAMPUP_BATCH_SIZE is START INCREMENT SAMPLES. SAMPLES is divided equally among n = (GBSZ - START) /
     INCREMENT steps, so after c samples the batch size is START + floor(c / (SAMPLES / n)) * INCREMENT.
-    Megatron-Core has had no such calculator since version 0.18.
+    Megatron-Core has had no calculator for such ramp-ups since version 0.18.
     """
 
     gbsz: int
@@ -80,7 +80,7 @@ class Batches(NamedTuple):
 
 
 class LearningSettings(ParallelSettings):
-    """Settings of the section Optimization, up to RAMPUP_BATCH_SIZE."""
+    """First settings of the section Optimization, from LR to RAMPUP_BATCH_SIZE."""
 
     lr: float = learning(0.0006, "peak learning rate", gt=0)
     min_lr: float = learning(6e-05, "final learning rate", ge=0)
@@ -88,7 +88,7 @@ class LearningSettings(ParallelSettings):
     expert_lr_mult: float = learning(1.0, "multiplier of LR and MIN_LR for routed experts", gt=0)
     lr_groups: ParameterGroups = learning(
         "",
-        "multipliers of LR and MIN_LR (lr) and of WEIGHT_DECAY (wd) by parameter name: "
+        "multipliers of LR and MIN_LR (lr) and of WEIGHT_DECAY (wd) by parameter name, such as "
         "'*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; the first matching pattern applies "
         "(docs/learning_rate.md)",
     )
@@ -107,7 +107,7 @@ class LearningSettings(ParallelSettings):
     )
     decay_iters: NonNegative = learning(0, "iteration at which MIN_LR is reached; 0: same as TRAIN_ITERS")
     wsd_decay_iters: NonNegative = learning(
-        0, "length of the final decay (LR_DECAY_STYLE=WSD or power) or of every decay (WSD-S), in iterations"
+        0, "length in iterations of the final decay (LR_DECAY_STYLE=WSD, power) or of every decay (WSD-S)"
     )
     wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
         "linear", "shape of each decay phase (WSD_DECAY_ITERS long); minus_sqrt: 1 - sqrt(elapsed fraction)"
@@ -149,7 +149,7 @@ class LearningSettings(ParallelSettings):
         return Batches(self.gbsz, self.rampup, self.train_iters)
 
     def mtp_loss_coeff_at(self, consumed_samples: int) -> float:
-        """MTP_LOSS_COEFF after `consumed_samples`; its schedule and the LR schedule count batches of GBSZ."""
+        """MTP_LOSS_COEFF after `consumed_samples`; its schedule, like LR's, counts GBSZ-sized batches."""
         batches, last = consumed_samples / self.gbsz, self.decay_end
         pieces = parsers.value_pieces(str(self.mtp_loss_coeff))
         return next(float(value) for value, end in pieces if not end or batches < iteration_of(end, last))
@@ -176,7 +176,7 @@ class LearningSettings(ParallelSettings):
 
     @property
     def pieces(self) -> list[Piece]:
-        """Pieces of the schedule after the warm-up, in order; at least one if there are no `problems`.
+        """Pieces of the schedule after the warm-up, in order; at least one if the settings are valid.
 
         The first piece begins at the end of the warm-up. As in Megatron, the warm-up replaces
         the start of a final decay that overlaps it. Raises ValueError for an unsupported LR_DECAY_STYLE.
@@ -188,7 +188,7 @@ class LearningSettings(ParallelSettings):
         return pieces
 
     def _pieces_in_iterations(self) -> list[tuple[str, int, float | None]]:
-        """Style, last iteration and target of each piece."""
+        """Style, last iteration and target (see Piece) of each piece."""
         style, end, decay = self.lr_decay_style, self.decay_end, self.wsd_decay_iters
         if is_composed(style):
             return [(name, iteration_of(until, end), target) for name, until, target in composed(style)]
@@ -235,7 +235,7 @@ class LearningSettings(ParallelSettings):
             yield self.problem("rampup_batch_size", rule, "correct GBSZ first" if self.gbsz % size else fix)
 
     def _broken_ramp_rule(self, replicas: int) -> str:
-        """Returns the rule that RAMPUP_BATCH_SIZE breaks, or '' if it is valid."""
+        """Returns the rule that RAMPUP_BATCH_SIZE breaks, or '' if it breaks none."""
         try:
             start, increment, samples = self.rampup or (0, 0, 0)
         except ValueError:

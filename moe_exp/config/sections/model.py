@@ -61,7 +61,7 @@ class ModelSettings(LaunchSettings):
         "where possible",
     )
     activation: Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"] = model(
-        "swiglu", "activation function of MLPs and experts; clamped_swiglu: clamped to 7, as in gpt-oss"
+        "swiglu", "activation function of MLPs and experts; clamped_swiglu: inputs clamped to 7 (gpt-oss)"
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "type of the norm layers")
     norm_epsilon: float = model(1e-05, "epsilon added to the variance in norm layers", gt=0, costs=False)
@@ -89,7 +89,7 @@ class ModelSettings(LaunchSettings):
     rope_scaling_factor: float = model(1.0, "factor by which ROPE_SCALING extends the sequence length", ge=1)
     rope_original_seq_len: NonNegative = model(
         0,
-        "sequence length before scaling (tokens); 0: 4096 for yarn, 8192 for llama3, which allows only 8192",
+        "sequence length before scaling (tokens); 0: 4096 for yarn, 8192 for llama3 (its only valid value)",
     )
     yarn_beta_fast: float = model(
         32.0,
@@ -104,7 +104,7 @@ class ModelSettings(LaunchSettings):
     )
     yarn_mscale: Rate = model(
         1.0,
-        "scale of queries and keys: f(YARN_MSCALE) / f(YARN_MSCALE_ALL_DIM), where f(m) = 1 + "
+        "queries and keys are scaled by f(YARN_MSCALE) / f(YARN_MSCALE_ALL_DIM), where f(m) = 1 + "
         "0.1*m*ln(ROPE_SCALING_FACTOR) (yarn)",
     )
     yarn_mscale_all_dim: Rate = model(
@@ -113,7 +113,7 @@ class ModelSettings(LaunchSettings):
         "f(YARN_MSCALE_ALL_DIM)^2 (yarn)",
     )
     yarn_truncate: bool = model(
-        True, "round the channel numbers that correspond to YARN_BETA_SLOW and YARN_BETA_FAST (yarn)"
+        True, "round the channel indices at which YARN_BETA_SLOW and YARN_BETA_FAST are reached (yarn)"
     )
     tie_embeddings: bool = model(False, "share weights between the embedding and the output layer")
     embedding_multiplier: float = model(1.0, "factor applied to the embeddings (Granite)", gt=0, costs=False)
@@ -176,7 +176,7 @@ class ModelSettings(LaunchSettings):
 
     @property
     def rope_seq_len(self) -> int:
-        """ROPE_ORIGINAL_SEQ_LEN, or the default for this ROPE_SCALING."""
+        """ROPE_ORIGINAL_SEQ_LEN; if that is 0, the default for this ROPE_SCALING."""
         return self.rope_original_seq_len or (8192 if self.rope_scaling == "llama3" else 4096)
 
     @property
@@ -225,7 +225,7 @@ class ModelSettings(LaunchSettings):
         )  # fmt: skip
 
     def _attention_problems(self) -> Iterator[str]:
-        """Checks the number and size of attention heads and the rotated channels."""
+        """Checks the number of attention heads, their size, and the number of rotated channels."""
         yield from self.must_divide("num_query_groups", "NUM_HEADS", self.num_heads)
         if not self.head_dim:
             yield from self.must_divide("num_heads", "HIDDEN_SIZE", self.hidden_size)
@@ -288,8 +288,8 @@ class ModelSettings(LaunchSettings):
                 yield self.problem(name, f"has no effect while {other}", f"{fix}, or {name.upper()}={usual}")
 
     def layers_in(self, pattern: str, first: int = 0) -> list[bool]:
-        """Whether each layer is chosen by `pattern`; layers before `first` are never chosen. If `pattern` is
-        a list, the result is as long as that list.
+        """Whether each layer is chosen by `pattern`; layers before `first` are never chosen. If `pattern`
+        is a list of zeros and ones, the result is as long as this list.
         """
         return list(layers_of_pattern(pattern, self.num_layers, first))
 

@@ -121,7 +121,7 @@ class ExpertSettings(RouterSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """Whether each layer is an MoE layer. A list in MOE_LAYER_FREQ sets the length of the result."""
+        """Whether each layer is an MoE layer. If MOE_LAYER_FREQ is a list, the result has its length."""
         if not self.use_moe:
             return [False] * self.num_layers
         return self.layers_in(self.moe_layer_freq, self.first_k_dense)
@@ -229,8 +229,8 @@ class ExpertSettings(RouterSettings):
         yield from self.broken(
             (self.router_weights_sum is None, "topk" if self.topk == 1 else "router_normalize",
              "upcycling requires router weights with the same sum for every token",
-             "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or, with softmax scores,"
-             " ROUTER_PRE_SOFTMAX=false"),
+             "set ROUTER_NORMALIZE=true with TOPK of at least 2, or ROUTER_PRE_SOFTMAX=false"
+             " with softmax scores"),
             (self.shared_expert_size, "shared_expert_size",
              "a shared expert would change the output of the dense model",
              "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"),

@@ -26,7 +26,7 @@ ENVIRONMENT = {
 
 
 class OptimizerSettings(LearningSettings):
-    """Settings of the section Optimization, from OPTIMIZER on."""
+    """Settings of the section Optimization, from OPTIMIZER to DTYPE."""
 
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = learning(
         "adam",
@@ -39,7 +39,7 @@ class OptimizerSettings(LearningSettings):
     main_params: Literal["auto", "fp32", "remainder"] = learning(
         "auto",
         "storage of fp32 main weights in bf16 runs; fp32: a full copy; remainder: only the 16 bits that the "
-        "bf16 weights lack (same results); auto: remainder on a GPU with OPTIMIZER=adam",
+        "bf16 weights lack (same results); auto: remainder if possible (GPU, OPTIMIZER=adam), else fp32",
         costs=True,
         compared=False,
     )
@@ -52,7 +52,7 @@ class OptimizerSettings(LearningSettings):
     offload_optimizer: bool = learning(
         False,
         "keep fp32 main weights and moments in host memory, and update them there; the GPU keeps 6 bytes per "
-        "parameter (OPTIMIZER=adam, DTYPE=bf16)",
+        "parameter; requires OPTIMIZER=adam and DTYPE=bf16",
         costs=True,
         compared=False,
     )
@@ -63,7 +63,7 @@ class OptimizerSettings(LearningSettings):
     qk_clip: Rate = learning(
         0.0,
         "maximum attention logit: after each step, the query and key projections of heads with larger logits "
-        "are scaled down (QK-clip; MuonClip if OPTIMIZER=muon; 100 in Kimi K2); 0: off",
+        "are scaled down (QK-clip, or MuonClip with OPTIMIZER=muon; Kimi K2 uses 100); 0: off",
         costs=True,
     )
     weight_decay: Rate = learning(

@@ -48,12 +48,12 @@ class OutputSettings(DataSettings):
     )
     keep_every: NonNegative = output(
         0,
-        "also keep checkpoints at multiples of this number of iterations (with KEEP_LAST); 0: off",
+        "if KEEP_LAST is set, also keep checkpoints at multiples of this number of iterations; 0: off",
         compared=False,
     )
     keep_best: NonNegative = output(
         0,
-        "also keep this many checkpoints with the lowest validation loss (with KEEP_LAST); 0: off",
+        "if KEEP_LAST is set, also keep this many checkpoints with the lowest validation loss; 0: off",
         compared=False,
     )
     verify_checkpoint: bool = output(
@@ -110,7 +110,7 @@ class OutputSettings(DataSettings):
             (evaluate and self.train_data and not has_valid, "valid_data",
              f"must be set for EVAL_INTERVAL={evaluate}, as TRAIN_DATA={shown(self.train_data)} is not a"
              " folder or file of text on this machine",
-             "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0, or correct TRAIN_DATA if it should be text"),
+             "set VALID_DATA or SPLIT=99,1 or EVAL_INTERVAL=0, or correct TRAIN_DATA if it should be text"),
             (evaluate and shares and not sum(shares[1:2]), "split",
              f"has no validation share, but EVAL_INTERVAL={evaluate}",
              "set for example SPLIT=99,1, or EVAL_INTERVAL=0"),

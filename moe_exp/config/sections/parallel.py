@@ -93,7 +93,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def needs_own_layers(self) -> bool:
-        """Whether Transformer Engine cannot run the layers (it fuses norms with the next projection)."""
+        """Whether Transformer Engine's layers, which fuse norms with the next projection, cannot be used."""
         return (
             "norm" in self.recomputed
             or (self.norm_placement, self.norm_bias, self.qk_norm_epsilon) != ("pre", True, 0)
@@ -107,7 +107,7 @@ class ParallelSettings(ExpertSettings):
 
     @property
     def stage_layers(self) -> list[int]:
-        """Number of layers in each pipeline stage, including all its model chunks."""
+        """Number of layers in each pipeline stage, in all model chunks of the stage together."""
         if self.pipeline_layers:
             return [layers for layers, times in stage_terms(self.pipeline_layers) for _ in range(times)]
         first, last = self.first_stage_layers, self.last_stage_layers
@@ -195,9 +195,9 @@ class ParallelSettings(ExpertSettings):
              "remove shared_expert, or set SHARED_EXPERT_SIZE"),
             (bool(recomputed), "offload_modules",
              f"backward recomputes {','.join(recomputed)}, so nothing is left to offload",
-             "remove it from OFFLOAD_MODULES or RECOMPUTE_MODULES"),
+             "remove these modules from OFFLOAD_MODULES or RECOMPUTE_MODULES"),
             ("attention" in chosen and "mla_up_proj" in again, "offload_modules",
-             "attention cannot be offloaded while Megatron frees and recomputes its submodule mla_up_proj",
+             "attention cannot be offloaded while its submodule mla_up_proj is freed and recomputed",
              "remove attention from OFFLOAD_MODULES, or mla_up_proj from RECOMPUTE_MODULES"),
             (self.recompute in ("selective", "full"), "offload_modules",
              f"cannot be combined with RECOMPUTE={self.recompute}, which keeps only layer inputs",
@@ -280,13 +280,13 @@ class ParallelSettings(ExpertSettings):
              f"adds up to {sum(stages)} layers, but NUM_LAYERS={num_layers}",
              f"distribute {num_layers} layers"),
             (empty, "pipeline_layers",
-             "only the first stage (embedding) and the last (output layer) may have no layers",
+             "every stage except the first (embedding) and the last (output layer) must have a layer",
              f"assign a layer to stage {empty} of {len(stages)}, or remove the stage"),
         )  # fmt: skip
 
     def _given_end_problems(self) -> Iterator[str]:
-        """Checks that layers outside FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS divide equally among the other
-        stages, with at least one layer each.
+        """Checks that the layers left by FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS divide equally among the
+        other stages, with at least one layer in each of these.
         """
         given = [name for name in ("first_stage_layers", "last_stage_layers") if getattr(self, name)]
         layers = [getattr(self, name) for name in given]
@@ -306,7 +306,7 @@ class ParallelSettings(ExpertSettings):
     def _chunk_problems(self, vpp: int) -> Iterator[str]:
         """Checks that all model chunks of a stage have the same number of layers, at least one."""
         if self.pp == 1:
-            fix = "set VPP=none or PP to at least 2"
+            fix = "set VPP=none, or set PP to at least 2"
             yield self.problem("vpp", "requires several pipeline stages, but PP=1", fix)
             return
         if vpp == 1:

@@ -34,14 +34,14 @@ class RouterRules:
 
     Args:
         hidden_size: model width D.
-        num_experts: number of experts E, without null experts.
-        topk: number of experts per token K.
+        num_experts: number of experts E; null experts are not counted.
+        topk: number of experts per token (K).
         score: `softmax`, `sigmoid` (DeepSeek-V3), `sqrtsoftplus` (square root of softplus) or `relu` (ReMoE,
             arXiv:2412.14711). With `relu`, a token uses the experts with positive logits, and the logits
             are their weights; the loss `l1` adjusts the mean number of these experts to K.
         top_p: a token uses the fewest of its K experts whose scores add up to this fraction; 1: all K.
-        num_null_experts: experts that compute nothing, in addition to E. A token that is routed to a null
-            expert uses one real expert fewer. Null experts are balanced like other experts.
+        num_null_experts: number of experts that compute nothing, besides the E experts. A token routed to a
+            null expert uses one real expert fewer. Null experts are balanced like other experts.
         pre_softmax: apply the softmax to all experts before top-k (Switch, OLMoE); False: only to the chosen
             K (Mixtral).
         normalize: divide the chosen weights by their sum. None: follow the literature, that is, True for
@@ -50,12 +50,12 @@ class RouterRules:
         scaling_factor: the weights are multiplied by this factor after normalization.
         num_groups: number of expert groups for group-limited top-k; 0: none.
         group_topk: number of groups that a token may use.
-        group_best: number of highest scores that are added up to rank a group; 0: K / group_topk.
+        group_best: groups are ranked by the sum of this many of their highest scores; 0: K / group_topk.
         bias: learn a bias per expert, added to the logits (`add_bias_linear` of a TransformerConfig,
             ADD_BIAS_LINEAR).
         expert_bias: keep a bias per expert that is added to the scores when experts are chosen, but not to
             the weights (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
-        bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` moves it one step
+        bias_rule: how to set the expert bias after a batch (ROUTER_BIAS_RULE): `sign` moves it one step
             towards the mean load, `quantile` sets it to the value that would have balanced the batch
             (router/balance.py).
         bias_update_rate: step size of the rule `sign` (ROUTER_BIAS_UPDATE_RATE).
@@ -63,12 +63,12 @@ class RouterRules:
             `global_aux_loss`.
         dtype: `fp32` or `fp64`, for logits, scores and weights regardless of the input dtype.
         jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
-        assignment: how experts are chosen: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or, for benchmarks,
+        assignment: how experts are chosen: `topk` or `sinkhorn` (AUX_LOSS_TYPE=sinkhorn); for benchmarks,
             `balanced` or `zipf` (FORCE_ROUTING), which ignore the scores.
         zipf_exponent: with `zipf`, expert e is chosen in proportion to (e + 1)^-exponent.
         use_kernels: True: use Triton kernels to route, drop and order rows; False: use plain PyTorch; None:
             use the kernels on CUDA devices that support them. On a CPU, True is only for tests: with
-            TRITON_INTERPRET=1 Triton's interpreter runs the kernels, otherwise equivalent PyTorch code runs.
+            TRITON_INTERPRET=1 Triton's interpreter runs the kernels; else, equivalent PyTorch code runs.
     """
 
     hidden_size: int
@@ -211,7 +211,7 @@ class RouterRules:
 
     @property
     def has_free_number(self) -> bool:
-        """Whether a token's scores set its number of experts; K is the mean (ReLU) or maximum number."""
+        """Whether a token's scores set its number of experts. K is then its maximum (with ReLU its mean)."""
         return self._uses_positive or self.top_p < 1
 
     @property
@@ -250,8 +250,8 @@ class RouterSettings(AttentionSettings):
     topk: NumExperts = experts(1, "experts per token")
     null_experts: NonNegative = experts(
         0,
-        "number of null experts, which compute nothing, in addition to NUM_EXPERTS. With balanced loads, a "
-        "token uses TOPK * NUM_EXPERTS / (NUM_EXPERTS + NULL_EXPERTS) experts on average",
+        "number of null experts, which compute nothing; NUM_EXPERTS does not include them. With balanced "
+        "loads, a token uses TOPK * NUM_EXPERTS / (NUM_EXPERTS + NULL_EXPERTS) experts on average",
     )
     router_score: Annotated[str, one_of(SCORES)] = experts(
         "softmax",
@@ -260,12 +260,12 @@ class RouterSettings(AttentionSettings):
     )
     router_top_p: float = experts(
         1.0,
-        "top-p routing: use the fewest of a token's TOPK experts whose scores add up to this fraction; "
-        "1: use all",
+        "top-p routing: of a token's TOPK experts, use the fewest whose scores add up to at least this "
+        "fraction; 1: use all",
         gt=0,
         le=1,
     )
-    router_pre_softmax: bool = experts(True, "apply softmax before top-k; false: only over the top-k logits")
+    router_pre_softmax: bool = experts(True, "apply softmax before top-k; false: to the top-k logits only")
     router_normalize: Literal["auto", "true", "false"] = experts(
         "auto",
         "divide a token's router weights by their sum; auto: only with "
@@ -286,7 +286,7 @@ class RouterSettings(AttentionSettings):
     router_bias_rule: Literal["sign", "quantile"] = experts(
         "sign",
         "update of the expert bias after each iteration; sign: move by ROUTER_BIAS_UPDATE_RATE towards equal "
-        "load; quantile: set to the value that would have balanced the iteration (no step size)",
+        "load; quantile: set to the value that would have balanced the iteration's loads (no step size)",
     )
     num_router_groups: NonNegative = experts(0, "number of expert groups for group-limited top-k; 0: none")
     router_group_topk: NonNegative = experts(
@@ -302,9 +302,9 @@ class RouterSettings(AttentionSettings):
     )
     aux_loss_type: LossKinds = experts(
         "aux_loss",
-        "load-balancing losses, one or a comma-separated list: "
+        "one or more load-balancing losses, separated by commas: "
         + ", ".join(f"{name} ({loss.text})" if loss.text else name for name, loss in LOSSES.items())
-        + "; or sinkhorn (Sinkhorn routing), or none",
+        + "; or only sinkhorn (Sinkhorn routing) or none",
     )
     aux_loss_coeff: Numbers = experts(
         "0.01",

@@ -63,7 +63,7 @@ class AllGatherDispatcher(SpreadDispatcher):
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), rows_L, record, splits)
 
     def _exchange_sizes(self, decision: RoutingDecision, travelling: SortedSlots | None) -> "_Sizes":
-        """Exchanges every rank's token count and the row counts of this rank's experts. Synchronizes."""
+        """Gathers all ranks' token counts and the row counts of this rank's experts. Waits for the device."""
         counts_E = count_kept(decision.expert_TK, decision.kept_TK, self.num_experts)
         num_tokens = counts_E.new_full((1,), decision.expert_TK.size(0))
         if travelling is not None:

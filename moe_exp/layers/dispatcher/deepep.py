@@ -29,7 +29,7 @@ SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 class DeepEPDispatcher(SpreadDispatcher):
     """Splits experts over `ep_group`. Requires bf16 rows, a CUDA device per rank and NVLink within a node.
 
-    While the rows are sent, the host waits in `start` for the row counts, which DeepEP writes to host memory.
+    `start` blocks the host during the exchange until DeepEP has written the row counts to host memory.
     `ep_group` must be an NCCL group; `etp_group` must be None or have one rank.
     """
 
@@ -140,7 +140,7 @@ class _Send:
 
 
 class _Return:
-    """Reverse of a `_Send`: sums each token's results, and returns the gradients of the router weights."""
+    """Reverse of a `_Send`: sums each token's results or gradients and sends back router weight gradients."""
 
     def __init__(self, there: _Send):
         self.there = there

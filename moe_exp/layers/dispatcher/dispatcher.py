@@ -1,7 +1,7 @@
-"""Token dispatchers: from tokens to rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
+"""Token dispatchers turn tokens into rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
-`start` sends the tokens and `finish` receives the rows, so that other work can run in between. The result
-includes the record that `combine` needs; the dispatcher itself only caches sizes.
+`start` sends the tokens and `finish` receives the rows, so that other work can run in between. `finish`
+also returns the record that `combine` needs; the dispatcher itself only caches sizes.
 
     start:   tokens [T, D] -> rows sorted by expert (RowOrder) -> exchange departs
     finish:  exchange arrives -> rows sorted by local expert [R, D] (a second RowOrder)
@@ -42,7 +42,7 @@ from moe_exp.layers.router import RoutingDecision
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """Record of the steps of `start` and `finish`, which `combine` reverses."""
+    """Steps of `start` and `finish`, recorded so that `combine` can reverse them."""
 
     order: RowOrder | None  # from this rank's tokens to the rows it sent; None: unchanged
     back: tuple[Exchange, ...] = ()  # exchanges that return the results, in order
@@ -81,8 +81,8 @@ Pending = Callable[[], Dispatched | RoutedTokens]  # a dispatch in flight; pass 
 class Dispatcher(ABC):
     """Sends tokens to the ranks of their experts, and sends the results back.
 
-    Tokens without a kept slot (such as padding) are not sent, and their result is zero. Every rank of the
-    dispatcher's groups must participate, even a rank without tokens.
+    Tokens whose slots are all dropped (such as padding) are not sent, and their result is zero. Every rank of
+    the dispatcher's groups must participate, even a rank without tokens.
     """
 
     is_local = False  # all experts are on this rank

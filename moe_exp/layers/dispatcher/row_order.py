@@ -1,7 +1,8 @@
 """Moves slots to rows sorted by expert, and back. Shape suffixes: see `moe_exp.layers`.
 
 Both directions are gathers without atomics, so results are bitwise reproducible. On a CUDA device, Triton
-kernels compute the same order and sums, with int32 indices. RouterConfig explains the argument `use_kernels`.
+kernels compute the row order and the sums, with int32 indices. RouterConfig explains the argument
+`use_kernels`.
 """
 
 from dataclasses import dataclass, replace
@@ -115,7 +116,7 @@ def order_by_expert(
     splits: tuple[int, ...] | None = None, rows_per_expert: int | None = None,
     use_kernels: bool | None = None,
 ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:  # fmt: skip
-    """Row order by expert, and the rows per expert on the device and on the host (None if unknown).
+    """Row order by expert; rows per expert on the device; the same on the host, or None if unknown there.
 
     Args:
         expert_TK, kept_TK, counts_E: as for `sort_by_expert`.

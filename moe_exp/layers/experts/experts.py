@@ -40,7 +40,7 @@ class Experts(nn.Module):
 
         backend              input                        function
         triton               Dispatched or RoutedTokens   fused.py: Triton kernels that gather the rows
-        loop, on a CPU       Dispatched or RoutedTokens   loop.py: expert by expert, in the cache
+        loop, on a CPU       Dispatched or RoutedTokens   loop.py: one expert at a time, in the CPU's cache
         others, loop on GPU  Dispatched                   two grouped GEMMs, weighted activation in between
 
     Weights are in PyTorch's (out, in) order: `weight1` [L, 2F or F, D], gate half first; `weight2` [L, D, F];
@@ -49,7 +49,7 @@ class Experts(nn.Module):
     Args:
         ffn_size: F on this rank (width of an expert / expert tensor parallel size).
         backend: a name in grouped_gemm.BACKENDS or FUSED.
-        bias: add a bias after both projections. The second bias is multiplied by the router weight like the
+        bias: add a bias after each projection. The second bias is multiplied by the router weight like the
             rest of the output, so that padding rows remain zero.
         etp_rank, etp_size: rank in the expert tensor parallel group, and size of the group. Each rank stores
             D / etp_size columns of the second bias and adds them to its partial sum.
@@ -149,7 +149,7 @@ class Experts(nn.Module):
         return self._recomputed(run, rows_RD, weights_R)
 
     def _recomputed(self, run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights_R: Tensor) -> Tensor:
-        """`run(x, weights_R)`; if `recompute_hidden`, backward recomputes it as far as the gradients need."""
+        """Calls `run(x, weights_R)`; with `recompute_hidden`, backward recomputes what the gradients need."""
         if not (self.recompute_hidden and torch.is_grad_enabled()):
             return run(x, weights_R)
         return cast(Tensor, checkpoint(run, x, weights_R, use_reentrant=False, preserve_rng_state=False))

@@ -57,7 +57,7 @@ def loop_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, split
 
 
 def torch_backend(x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Splits) -> Tensor:
-    """torch.nn.functional.grouped_mm: one kernel on Hopper and newer, without synchronizing.
+    """Calls torch.nn.functional.grouped_mm, which is one kernel on Hopper and newer and never synchronizes.
 
     Rows must be aligned to 16 bytes; fp64 is not supported.
     """
@@ -104,7 +104,7 @@ def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
     if dtype not in dtypes:
         *names, name_given = (str(one).removeprefix("torch.") for one in (*dtypes, dtype))
         rule = f"supports {', '.join(names)}, not {name_given}"
-        raise ValueError(f"expert_backend={name}: {rule}. Fix: use auto, or one of these dtypes.")
+        raise ValueError(f"expert_backend={name}: {rule}. Fix: use auto, or a supported dtype.")
 
 
 def check_installed(name: str) -> None:
@@ -298,7 +298,7 @@ def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
 
 
 def te_row_multiple() -> int:
-    """Multiple to which each expert's rows must be padded in the active FP8 autocast; 1 without autocast."""
+    """Multiple to which each expert's row count must be padded in an FP8 autocast; 1 without autocast."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():
@@ -307,12 +307,12 @@ def te_row_multiple() -> int:
 
 
 def padded_splits(splits: Sequence[int], multiple: int) -> list[int]:
-    """Rows of each expert, rounded up to a multiple of `multiple`."""
+    """Number of rows of each expert, rounded up to a multiple of `multiple`."""
     return [-(-rows // multiple) * multiple for rows in splits]
 
 
 def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
-    """Appends zero rows to each expert, up to `padded_splits`. Zero rows do not affect weight gradients."""
+    """Appends zero rows until experts have `padded_splits` rows. Zero rows do not affect weight gradients."""
     zeros = x_RD.new_zeros(multiple, x_RD.size(1))
     added = [padded - rows for padded, rows in zip(padded_splits(splits, multiple), splits, strict=True)]
     if not any(added):

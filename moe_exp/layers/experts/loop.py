@@ -1,6 +1,6 @@
-"""The `loop` backend on a CPU: one expert after another, so that an expert's data stays in the cache.
+"""The `loop` backend on a CPU computes one expert after another, so that an expert's data stays in the cache.
 
-A tensor of R rows is allocated only if backward or the next step needs it: on a CPU, writing to newly
+A tensor with all rows is allocated only if backward or the next step needs it: on a CPU, writing to newly
 allocated memory costs as much as the computation. Shape suffixes: see `moe_exp.layers`.
 """
 
@@ -77,7 +77,7 @@ class _ExpertLoop(torch.autograd.Function):
 
 
 def _tokens(order: RowOrder | None) -> Tensor | None:
-    """Token index of each row (T for padding); None if `x` already contains the rows."""
+    """Token index of each row (padding: number of tokens); None if `x` already contains the rows."""
     if order is None or order.topk == 1:
         return None if order is None else order.slot_R
     return order.slot_R // order.topk
@@ -225,7 +225,7 @@ def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[
 def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
     """Calls `task(group)` for every group, without autograd; tasks must not write to the same memory.
 
-    While several threads run tasks, torch's thread count is 1 (for the whole process if the BLAS is MKL).
+    While several threads run tasks, torch's thread count is 1; with MKL, this affects the whole process.
 
     Args:
         rows: number of rows of each group.

@@ -194,7 +194,7 @@ def activation_grad(
     With a = activation(h): da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a.
 
     Args:
-        dy: gradient of the outputs in the dtype of the weights: rows [R, D], or tokens [T, D] with `token_R`.
+        dy: output gradient, in the dtype of the weights; rows [R, D], or tokens [T, D] if `token_R` is given.
         weight2_LDF: second projection of the experts, in PyTorch's (out, in) order.
         hidden_RW: pre-activation, gate half first.
         token_R: int32, token index of each row; T for a padding row, whose gradient is zero.
@@ -202,7 +202,7 @@ def activation_grad(
 
     Returns:
         The gradient of hidden_RW; a * w [R, F], from which the gradient of W2 is computed (both in the dtype
-        of hidden_RW); and the gradient of the weights [R], in fp32. Rows >= offsets[L] are undefined.
+        of hidden_RW); and the gradient of the router weights [R], in fp32. Rows >= offsets[L] are undefined.
     """
     num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
     dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)

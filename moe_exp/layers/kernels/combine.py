@@ -48,11 +48,11 @@ def combine_torch(y_RD: Tensor, row_TK: Tensor) -> Tensor:
     takes_fp64=False,
 )  # fmt: skip
 def combine(y_RD: Tensor, row_TK: Tensor) -> Tensor:
-    """Sum of each token's K rows, [T, D] in the dtype of y; added in fp32 in slot order.
+    """Adds each token's K rows in fp32 in slot order; returns the sums [T, D] in the dtype of `y_RD`.
 
     Args:
         y_RD: rows.
-        row_TK: row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing.
+        row_TK: row index of each slot, int32 or int64; indices >= R mark dropped slots, which add nothing.
     """
     (num_tokens, topk), width = row_TK.shape, y_RD.size(1)
     out_TD = y_RD.new_empty(num_tokens, width)

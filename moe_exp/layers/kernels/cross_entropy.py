@@ -141,7 +141,7 @@ def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> t
     """Chooses the cross entropy (`megatron`, `triton` or `linear`); returns the choice and the reason.
 
     Args:
-        name: one of these choices, or `auto`: triton on a GPU that can run the Triton kernels, else megatron.
+        name: one of these choices, or `auto` (triton on a GPU that runs the Triton kernels, else megatron).
         failure: why `auto` must not choose the kernels, see `launch.failure_of`.
     """
     if name == "megatron":
@@ -223,13 +223,13 @@ def linear_losses(
 ) -> Tensor:
     """`token_losses` of the logits `hidden @ weight_VD.t()`, computed one chunk of tokens at a time.
 
-    The forward pass also computes the gradients of `hidden` and `weight_VD`, for loss gradients equal to
-    `mask`. Backward only multiplies these by a scalar c, so the loss gradients must be c * mask (otherwise,
-    the results are NaN).
+    The forward pass also computes the gradients of `hidden` and `weight_VD`, assuming that the gradient of
+    each loss is its `mask` value. Backward only multiplies them by a scalar c, so the loss gradients must be
+    c * mask (otherwise, the results are NaN).
 
     Args:
-        hidden: input of the output layer, [..., D], the same on all ranks of the group. Its gradient is this
-            rank's share; the shares of all ranks add up to the full gradient.
+        hidden: input of the output layer, [..., D], the same on all ranks of the group. Backward returns this
+            rank's share of its gradient; the shares of all ranks add up to the full gradient.
         weight_VD: output weight for this rank's vocabulary entries. Its gradient is added to Megatron's
             `main_grad`, if the weight has one.
         target, group: see `token_losses`.
@@ -288,7 +288,7 @@ class _LinearLosses(torch.autograd.Function):
 
 
 def _add_product(total_MN: Tensor, a_MC: Tensor, b_CN: Tensor) -> None:
-    """Adds the product a b to `total`; 16-bit operands are multiplied into fp32 if torch supports this."""
+    """Adds a @ b to `total`; the product of 16-bit operands is computed in fp32 if torch supports this."""
     if total_MN.dtype == a_MC.dtype:
         total_MN.addmm_(a_MC, b_CN)
     elif launch.multiplies_16_bits(a_MC, b_CN):

@@ -26,7 +26,7 @@ CONFIGS = configs(
 
 def _by_library(at: dict[str, Any]) -> None:
     """Calls torch._grouped_mm in place of `_kernel`; both leave rows after the last expert's rows
-    uninitialized. `y` takes over the memory of the result.
+    uninitialized. The output `y` takes over the result's memory.
     """
     memory = at["y"].untyped_storage()
     size = memory.nbytes()
@@ -122,12 +122,12 @@ def grouped_matmul(
     x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor, bias_LO: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiplies each row by its expert's matrix; returns [R, O]. Rows from offsets[L] on are undefined.
+    """Multiplies each row by its expert's matrix; returns [R, O], undefined from row offsets[L] on.
 
     Args:
         x_RI: rows sorted by expert.
         w_LIO: the experts' matrices, with any strides (for example a transposed view).
-        bias_LO: bias of each expert; multiplied by the row's weight, then added to the row. None: no bias.
+        bias_LO: bias of each expert, multiplied by the row's weight and added to the result. None: no bias.
         weights_R: fp32, factor on the bias for each row.
     """
     (num_rows, depth), (num_experts, _, width) = x_RI.shape, w_LIO.shape

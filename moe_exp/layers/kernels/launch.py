@@ -1,9 +1,9 @@
 """Functions shared by all kernels: selection, launch sizes and torch.compile support.
 
 A kernel's module contains the kernel, a plain-torch reference for CPUs and tests (`..._torch`, also called
-the twin), and the public function that calls the kernel. Where no kernel can run, `compilable` makes this
-function call the reference. If TRITON_INTERPRET=1 is set before the first import, Triton interprets the
-kernels (slowly) on CPU tensors, in place of the references.
+the twin), and the public function that calls the kernel. Where no kernel can run, the decorator
+`compilable` makes the public function call the reference. If TRITON_INTERPRET=1 is set before moe_exp is
+imported, Triton interprets the kernels (slowly) on CPU tensors, in place of the references.
 """
 
 import functools
@@ -152,7 +152,7 @@ def is_of_device(error: Exception) -> bool:
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """`x`, or a contiguous copy if its last dimension is strided, because kernels do not support this."""
+    """`x`, or a contiguous copy if its last dimension is strided, which kernels do not support."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -164,7 +164,7 @@ def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
 def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Tensor descriptors for TMA (Hopper and newer), which loads whole blocks without masks.
 
-    Values outside a tensor are read as zero. The argument `blocks` of `tuned` sets the block shapes.
+    Values outside a tensor are read as zero. The kernel's decorator `tuned` sets the block shapes.
 
     Returns:
         One descriptor per tensor (None for None). All descriptors are None if the device has no TMA, an
@@ -220,14 +220,14 @@ def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1, takes_all
     Args:
         num_tiles: upper limit on the number of programs.
         per_processor: number of programs that a streaming multiprocessor runs at once.
-        takes_all: ignore `leave_free`; set for kernels whose sums depend on the number of programs.
+        takes_all: whether to ignore `leave_free`, for kernels whose sums depend on the number of programs.
     """
     num_processors = max(1, processors(x.device) - (0 if takes_all else _num_free_processors))
     return min(num_tiles, num_processors * (per_processor if x.is_cuda else 1))
 
 
 def grid_of_tiles(x: Tensor, num_experts: int, num_rows: int, width: int) -> Callable[[dict[str, int]], Any]:
-    """Persistent grid over tiles of BLOCK_M rows of one expert by BLOCK_N columns."""
+    """Persistent grid over tiles, each with BLOCK_M rows of one expert and BLOCK_N columns."""
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         num_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
@@ -244,7 +244,7 @@ def processors(device: torch.device) -> int:
 
 
 def dot_constants(x: Tensor) -> dict[str, Any]:
-    """PRECISION (TF32 only if PyTorch may use it) and INTERPRET, for kernels that call `tiles.dot`."""
+    """Constants for kernels that call `tiles.dot`: PRECISION (TF32 if PyTorch may use it) and INTERPRET."""
     allows_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return {"PRECISION": "tf32" if allows_tf32 else "ieee", "INTERPRET": INTERPRETED}
 

@@ -1,6 +1,7 @@
 """Kernels that permute rows and sort chunks of rows. Shape suffixes: see `moe_exp.layers`.
 
-Forward and backward are gathers: the gradient of `gather_rows` is `combine` with the inverse index.
+Forward and backward passes are gathers: the gradient of `gather_rows` is `combine` (combine.py) with the
+inverse index.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
 
     Args:
         x: [T, D] or [T], any dtype.
-        index_R: int32 or int64, not negative: token of each row or, if `divisor` is K, slot of each row.
+        index_R: int32 or int64, not negative: each row's token, or its slot if `divisor` is the top-k K.
     """
     num_rows, width = index_R.size(0), 1 if x.dim() == 1 else x.size(1)
     out = x.new_empty(num_rows, *x.shape[1:])
@@ -104,10 +105,10 @@ def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     twin=chunk_order_torch,
 )
 def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Row order that sorts chunks by expert, then source, if rows arrive sorted by source, then expert.
+    """Row order that sorts chunks by expert, then source. Rows must arrive sorted by source, then expert.
 
     Args:
-        rows_SL: rows that each of S sources has for each of L experts, int64 or int32, on the device.
+        rows_SL: number of rows from each of S sources for each of L experts, int64 or int32, on the device.
         num_rows: R, the sum of `rows_SL`, below 2^31.
 
     Returns:

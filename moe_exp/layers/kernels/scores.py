@@ -1,4 +1,4 @@
-"""Triton functions that score fp32 logits [tokens, experts] and choose and weigh experts; router losses."""
+"""Triton code that chooses and weighs experts by fp32 logits [tokens, experts] and computes router losses."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def log_scores(z, SCORE: tl.constexpr):
 
 @jit
 def key_of(x):
-    """Maps floats to integers > LEAST in the same order; NaN is largest (as in torch.topk), -0 equals 0."""
+    """Maps floats to integers > LEAST, keeping the order; NaN is largest (as in torch.topk), -0 equals 0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The TOPK best experts and their values, [BLOCK_T, BLOCK_K], and `key` set to LEAST at these experts."""
+    """The TOPK best experts, their values (both [BLOCK_T, BLOCK_K]), and `key` with these set to LEAST."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -91,8 +91,8 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
     """Router weights of the chosen experts.
 
-    `value` contains logits if softmax follows the choice, log scores if per-expert scores are normalized, and
-    raw scores otherwise.
+    `value` contains logits if softmax is applied after the choice, log scores if sigmoid or sqrtsoftplus
+    scores are normalized, and raw scores otherwise.
     """
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
         value = tl.where(is_place, value, -float("inf"))

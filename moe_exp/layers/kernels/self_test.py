@@ -108,7 +108,7 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[Ker
 
     Args:
         part: `experts`, `routing` or `cross entropy`.
-        sizes: sizes of the model; the interpreter uses small widths instead.
+        sizes: sizes of the model; kernels interpreted on a CPU use small widths instead.
 
     Raises:
         RuntimeError: if the device is out of memory or unusable; the message names the kernel.
@@ -164,7 +164,7 @@ def compare(case: Case, device: torch.device) -> KernelCheck:
 
 
 def error_of(results: Outputs, expected: Outputs) -> float:
-    """Largest error of a row, relative to its norm or, if larger, the mean norm; inf if integers differ."""
+    """Largest row error, relative to the row's norm or, if larger, the mean norm; inf if integers differ."""
     errors = []
     for one, other in zip(results, expected, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -205,7 +205,7 @@ class _Draw:
 
 
 def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[Case]:
-    """Yields calls to be timed, at the run's sizes: each kernel with several configs, per `rows_class`."""
+    """Calls to be timed, at the run's sizes: each kernel with several configs, per class of row counts."""
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts

@@ -13,7 +13,7 @@ _BLOCK = 128
 
 @jit
 def _experts_of_block(expert, kept, slots, num_slots, num_experts):
-    """Expert of each slot; `num_experts` if dropped or invalid, `num_experts + 1` past the last slot."""
+    """Expert of each slot; `num_experts` if dropped or invalid, `num_experts + 1` from `num_slots` on."""
     is_slot = slots < num_slots
     chosen = tl.load(expert + slots, mask=is_slot, other=0).to(tl.int32)
     if kept is not None:
@@ -92,11 +92,12 @@ def slot_sort(
     """Sorts the N = T*K slots by expert, then by position; dropped slots come last.
 
     Args:
-        expert_TK: expert of every slot, int32 or int64; outside [0, E): the slot is dropped. N is below 2^31.
+        expert_TK: expert of every slot, int32 or int64; a slot with an expert outside [0, E) is dropped.
+            N must be below 2^31.
         kept_TK: bool, True for slots that are not dropped; None: no slot is dropped.
 
     Returns:
-        slot_N: slot of each row, int32.
+        slot_N: slot in each sorted row, int32.
         row_N: row of each slot, int32; N for a dropped slot.
         offsets_E1: first row of each expert; the last value is the number of kept slots.
     """

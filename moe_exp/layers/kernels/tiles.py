@@ -12,7 +12,7 @@ from moe_exp.layers.kernels.launch import jit, tl
 
 @jit
 def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Cumulative number of row tiles over experts, [BLOCK_E]; an expert without rows has no tile."""
+    """Number of row tiles up to and including each expert, [BLOCK_E]; an expert without rows has no tile."""
     # Each program finds the expert of its row tile from the offsets, in registers. So nothing needs to be
     # counted in advance for each tile size, and the host never waits for the number of tiles.
     expert = tl.arange(0, BLOCK_E)
@@ -34,7 +34,7 @@ def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
 
 @jit
 def in_groups(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Row and column index of tile `tile`; each group of GROUP_M rows of tiles is numbered by columns."""
+    """Row and column index of tile `tile`; within GROUP_M rows, tiles are numbered column by column."""
     # GROUP_M rows of tiles use the same columns consecutively, while these are in the L2 cache.
     tiles_in_group = GROUP_M * num_n
     first_m = (tile // tiles_in_group) * GROUP_M
@@ -108,7 +108,7 @@ OFFSET: tl.constexpr = tl.constexpr(ACTIVATIONS["clamped_swiglu"].offset) if tl 
 
 @jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Applies the activation function to `x`, the gate of a gated MLP."""
+    """Applies the activation function to `x`, which is the gate in a gated MLP."""
     y, _ = activate_with_derivative(x, ACTIVATION)  # Triton removes the unused derivative
     return y
 

@@ -1,4 +1,4 @@
-"""One kernel for all router steps after the logits: scores, top-k, weights, sums for losses and statistics.
+"""One kernel for all router steps after the logits: scores, top-k, weights and sums (losses, statistics).
 
 The kernel writes neither the scores of all experts nor their gradient to memory. Shape suffixes: see
 `moe_exp.layers`.
@@ -49,7 +49,7 @@ class TopK(NamedTuple):
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride):
-    """Logits (-inf past the last expert), mask of rows with a token, the same without padding."""
+    """Logits (-inf past the last expert), mask of rows with a token, and that mask without padding."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -188,7 +188,7 @@ def _backward_kernel(
 def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]:
     """Three tensors of scores, [T, E], in the dtype of the logits:
 
-    raw:    the score function of each expert, such as the sigmoid of its logit
+    raw:    each expert's value of the score function, such as the sigmoid of its logit
     log:    log of raw, up to a constant per token (unused with ReLU)
     scores: raw divided by its sum over experts
     """
@@ -206,7 +206,7 @@ def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor, Tensor]
 
 
 class ScoreFunction(NamedTuple):
-    """Per-expert score `raw(logits, log(logits))`, its logarithm `log` and `log`'s derivative `slope`."""
+    """Per-expert score `raw(logits, log_scores)`, its logarithm `log`, and `slope`, derivative of `log`."""
 
     raw: Callable[[Tensor, Tensor], Tensor]
     log: Callable[[Tensor], Tensor]
@@ -281,7 +281,7 @@ def router_topk_torch(
 
 
 def _best(choice_TE: Tensor, topk: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The K best experts of each token, and the number of slots per expert, excluding padding."""
+    """The K best experts of each token, and the number of tokens that use each expert, without padding."""
     # Not torch.topk, which does not define the order of ties.
     expert_TK = choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
     ones_TK = torch.ones_like(expert_TK)

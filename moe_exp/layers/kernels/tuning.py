@@ -33,7 +33,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class KernelConfig:
-    """Constants, `num_warps` and `num_stages` of a kernel launch; TMA=1 requires tensor descriptors.
+    """Constants, `num_warps` and `num_stages` of a launch; the constant TMA=1 requires tensor descriptors.
 
     A config that contains only LIBRARY=1 selects a PyTorch function instead of the kernel, see `tuned`.
     """
@@ -114,7 +114,7 @@ class Tuned:
         options = kwargs | {"grid": grid, "warmup": warmup}
         if self._only is not None:
             if not self._only.suits(kwargs):
-                raise UnsuitedError(f"kernel {self.name}: config {self._only}: operands not supported")
+                raise UnsuitedError(f"kernel {self.name}: config {self._only} does not support the operands")
             self._launch(self._only, args, options)
             return
         # Another start may measure another config as fastest, which sums in another order. Checked at every
@@ -185,7 +185,7 @@ class Tuned:
         return [x for x in self.configs if x not in self._dropped and x.suits(kwargs)]
 
     def take(self, choices: dict[Key, KernelConfig]) -> None:
-        """Replaces the choices (see `take_choices`), except for configs that failed in this process."""
+        """Replaces the choices (see `take_choices`), leaving out configs that failed in this process."""
         self.choices = {key: config for key, config in choices.items() if config not in self._dropped}
         self._launchers.clear()
         self.is_decided = True
@@ -200,7 +200,7 @@ class Tuned:
     def _launch(
         self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
     ) -> Any:
-        """Launches one config; returns the compiled kernel, or None if interpreted or a PyTorch function."""
+        """Launches a config; returns the compiled kernel (None for an interpreted or PyTorch function)."""
         if config.constants.get("LIBRARY"):
             assert self.library is not None
             return self.library(dict(zip(self.fn.arg_names, args, strict=False)))
@@ -274,7 +274,7 @@ class Tuned:
         return fastest
 
     def _file(self, key: Key) -> Path | None:
-        """File that shares the choice with other processes; its name hashes what the choice depends on."""
+        """File that shares the choice with other processes; named by a hash of what determines the choice."""
         on = device_facts()
         if not on:
             return None
@@ -346,14 +346,14 @@ def tuned(
     If `is_trial` is 1, the kernel must leave the output unchanged.
 
     Args:
-        configs: see KernelConfig. A launch passes HAS_TMA, which says whether there are tensor descriptors.
+        configs: see KernelConfig. In a launch, the argument HAS_TMA says if there are tensor descriptors.
             With deterministic algorithms, and in the interpreter, only the first config is used.
         key: names of kernel arguments; configs are timed again for each new combination of argument values.
         blocks: function that takes a dict of all arguments, and returns a dict from the name of each
-            descriptor argument to its block shape; called before each launch with TMA=1, which requires
+            descriptor argument to its block shape; called before each launch with TMA=1. TMA=1 requires
             2-byte values.
         library: PyTorch function that computes the same result from a dict of the positional arguments;
-            becomes the last config. A launch passes HAS_LIBRARY, which says whether `library` supports the
+            becomes the last config. In a launch, the argument HAS_LIBRARY says whether `library` supports the
             operands.
     """
     # Without `is_trial`, Triton's autotuner copies the output, which needs memory in the first backward pass.
@@ -386,7 +386,7 @@ _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 
 def rows_class(num_rows: int, num_groups: int = 1) -> int:
-    """Class of the rows per group: 0 (below 64), 1 (below 512) or 2; each class is tuned separately."""
+    """Size class of the rows per group: 0 (below 64), 1 (below 512) or 2; each class is tuned separately."""
     # Part of the tuning keys, so that a process that first generates a few tokens does not use their config
     # for training. Coarse, because every class is timed.
     return sum(num_rows >= num_groups * size for size in (64, 512))

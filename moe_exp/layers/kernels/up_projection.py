@@ -172,7 +172,7 @@ def up_projection(
 
     Returns:
         hidden [R, W] ([0, W] if not `keeps_hidden`) and the weighted activation [R, F], in the dtype of x.
-        Rows from offsets[L] on are undefined.
+        Row offsets[L] and all later rows are undefined.
     """
     hidden_RW, active_RF = _outputs(
         x, weight1_LWD, activation=activation, token_R=token_R, keeps_hidden=keeps_hidden

@@ -1,4 +1,4 @@
-"""Gradients of the experts' matrices: sums of products over rows. Rows of both operands may be gathered.
+"""Gradients of the experts' matrices: sums of products over rows. The rows may be read through an index.
 
 Each program computes one tile of an expert's matrix from all rows of the expert, without atomics, so results
 are bitwise reproducible. Shape suffixes: see `moe_exp.layers`.
@@ -137,7 +137,7 @@ def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.conste
 
 @launch.compilable("expert_order", lambda offsets_L1: offsets_L1[1:].clone())
 def expert_order(offsets_L1: Tensor) -> Tensor:
-    """Experts by number of rows, descending; ties by index. int32 [L]."""
+    """Expert indices, int32 [L], sorted by number of rows, descending; ties by index."""
     if not launch.runs_kernel(offsets_L1):
         return offsets_L1.diff().argsort(descending=True, stable=True).int()
     num_experts, offsets_L1 = offsets_L1.size(0) - 1, offsets_L1.contiguous()
@@ -177,14 +177,14 @@ def weight_grad(
         b: rows [R, N] sorted by expert, or the tensor that `b_index_R` indexes.
         a_index_R: int32, index into `a` for each sorted row; None: `a` is already sorted.
         b_index_R: int32, index into `b` for each sorted row; None: `b` is already sorted.
-        order_L: from `expert_order`, can be reused for the same offsets; None: computed here. Affects only
+        order_L: result of `expert_order`, reusable for the same offsets; None: computed here. Affects only
             the run time.
-        out: fp32 or bf16 [L, M, N] to add to in place, such as Megatron's main_grad; the last dimension must
+        out: fp32 or bf16 [L, M, N], modified in place, such as Megatron's main_grad; the last dimension must
             be contiguous.
         adds: add to `out`; False: overwrite it.
 
     Returns:
-        `out`, or a new tensor [L, M, N] in the dtype of `a`, which is zero for experts without rows.
+        `out`; if this is None, a new tensor [L, M, N] in the dtype of `a`, zero for experts without rows.
     """
     if out is None:
         return _new_grad(a, b, offsets_L1, a_index_R, b_index_R, order_L)

@@ -88,7 +88,7 @@ class CausalAttention(_SplitModule):
     attends to all keys up to its end.
 
     Args:
-        normalizes: normalize queries and keys after the rotary embedding (Megatron's own norms: before it).
+        normalizes: normalize queries and keys after the rotary embedding (Megatron does so before it).
         softcap: see AttentionRule.
         value_scale: factor on values.
         sinks_in_windows: only layers with a window have the sinks of `softmax_type=learnable`.
@@ -194,7 +194,7 @@ class CausalAttention(_SplitModule):
         return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
 
     def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-        """Result [queries, H, d] for the concatenated segments: query [queries, H, d], key [keys, G, d]."""
+        """Computes [queries, H, d] from joined documents: query [queries, H, d] and key [keys, G, d]."""
         from flash_attn import flash_attn_varlen_func
 
         query_bounds, key_bounds = documents.bounds
@@ -229,7 +229,7 @@ class CausalAttention(_SplitModule):
         return [torch.cat(pair) if len(pair[0]) else pair[1].clone() for pair in pairs]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Result [Q, B, H, v]: Q queries [Q, B, H, d] see K keys [K, B, G, d]; the last query sees all K."""
+        """Returns [Q, B, H, v] for query [Q, B, H, d] and key [K, B, G, d]; the last query sees all keys."""
         rule = self.rule
         if rule.window and (unseen := key.size(0) - query.size(0) - rule.window + 1) > 0:
             key, value = key[unseen:], value[unseen:]
@@ -255,7 +255,7 @@ class CausalAttention(_SplitModule):
             torch.maximum(self.max_logits_H, found, out=self.max_logits_H)
 
     def take_max_logits(self) -> Tensor:
-        """Returns the largest logit of each head since the last call, [H], and resets the maximum."""
+        """Returns each head's largest logit since the last call as [H], and resets the maximum."""
         assert self.max_logits_H is not None
         taken = self.max_logits_H.clone()
         self.max_logits_H.fill_(-math.inf)
@@ -284,7 +284,7 @@ class Norm:
 
 
 class ProjectionNorm(_SplitModule):
-    """RMSNorm of a query or key projection over all heads: OLMo 2 (arXiv:2501.00656, sec. 3.1), OLMoE.
+    """RMSNorm over all heads of a query or key, as in OLMo 2 (arXiv:2501.00656, sec. 3.1) and OLMoE.
 
     y = weight * x / sqrt(mean(x^2) + eps), with the mean over all H*d channels, in at least fp32. Heads and
     weights are split over tensor parallel ranks. The ranks exchange sums of squares (S*B numbers per rank)

@@ -122,7 +122,7 @@ def attend_by_blocks(
 
 
 class _Block(NamedTuple):
-    """Blocks of queries that are computed together; no two blocks share keys."""
+    """Several blocks of queries computed together; no two of these blocks share keys."""
 
     queries: slice  # from the first block's first query to the last block's last
     keys: slice
@@ -131,7 +131,7 @@ class _Block(NamedTuple):
     mask: Tensor  # additive, [rows, keys] of a block; a row: a query of one of a group's heads
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """View of x [Q, B * G, H/G, ...] by blocks, [number of blocks, B * G, queries, H/G, ...]."""
+        """Views x [Q, B * G, H/G, ...] as blocks [number of blocks, B * G, queries, H/G, ...]."""
         return x[self.queries].unfold(0, self.size, self.step).movedim(-1, 2)
 
     def stacked(self, x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _Block(NamedTuple):
         return self.rows_of(x).flatten(2, 3)
 
     def keys_of(self, x: Tensor) -> Tensor:
-        """View of x [K, B * G, channels] by blocks, [number of blocks, B * G, keys, channels]."""
+        """Views x [K, B * G, channels] as blocks [number of blocks, B * G, keys, channels]."""
         return x[self.keys].unfold(0, self.mask.size(1), self.step).movedim(-1, 2)
 
 
@@ -247,7 +247,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 def _gradients(
     of_rows: list[Tensor], k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. `of_rows`: result's gradient, query, result, log sum."""
+    """Gradients of q, k and v. `of_rows` holds the result's gradient, q, the result and its log sum."""
     grad, q, out, log_sum = of_rows
     if _has_fused(q, v, rule):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

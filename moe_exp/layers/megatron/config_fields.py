@@ -63,7 +63,7 @@ FOLLOWED, IRRELEVANT = frozenset(_FOLLOWED.split()), frozenset(_IRRELEVANT.split
 def check_fields(config: TransformerConfig) -> None:
     """Raises a ValueError for a field that changes Megatron's MoE layer but would not change ours.
 
-    It also rejects moe_ fields of newer Megatron versions, unless a field has its default value.
+    Also raises a ValueError for a moe_ field of newer Megatron versions, unless it has its default value.
     """
     defaults = {field.name: field.default for field in fields(config)}
     unknown = [

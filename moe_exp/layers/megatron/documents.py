@@ -1,7 +1,7 @@
 """Document boundaries in a micro-batch, for attention and positions. This module does not import megatron.
 
 Megatron passes a `Documents` to every layer as `packed_seq_params`, in place of PackedSeqParams, which
-describes one long sequence. Tokens keep their shape [S, B], so capacity and losses still apply per
+describes one long sequence. Tokens keep their shape [S, B], so capacity and losses are still computed per
 micro-batch or sequence. C: context-parallel size; H: query heads; G: key/value heads; d: channels per head.
 """
 
@@ -43,7 +43,7 @@ def document_positions(lengths: Lengths) -> Tensor:
 
 
 class Segment(NamedTuple):
-    """A rank's consecutive queries of one document."""
+    """Consecutive attention queries of one document on a rank."""
 
     sample: int
     document: int  # index in the sample

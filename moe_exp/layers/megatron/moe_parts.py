@@ -70,7 +70,7 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
 
 
 def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
-    """Balancing losses of a TransformerConfig, whose types and coefficients are scalars or lists."""
+    """Balancing losses of a TransformerConfig, which gives types and coefficients as scalars or lists."""
     kinds, coeffs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coeffs = list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs] * len(kinds)
@@ -98,7 +98,7 @@ class MegatronRouter(Router):
         config.init_method(self.weight)
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Updates the fractions for `global_aux_loss`; called by Megatron's finalize_model_grads."""
+        """Updates the slot counts for `global_aux_loss`; called by Megatron's finalize_model_grads."""
         self.end_of_batch(self.batch_group, GlobalFractions)
 
     def end_of_global_batch(self) -> None:
@@ -355,7 +355,8 @@ def latent_projections(
 
     The projections map from hidden to latent size and back (arXiv:2601.18089; Nemotron 3, arXiv:2512.20856).
     Every tensor parallel rank holds both projections and projects its part of the tokens. The projections'
-    gradients are summed over ranks, like the router's. `linear`: Linear, or Transformer Engine's TELinear.
+    gradients are summed over ranks, like the router's. `linear` is the
+    class of the projections: Linear, or Transformer Engine's TELinear.
     """
     # Linear is always duplicated; TELinear finds the group itself.
     mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}

@@ -1,6 +1,6 @@
-"""Layer features that Megatron lacks: norms after attention and MLP (OLMo 2, arXiv:2501.00656, section 3.2),
-attention and MLP in parallel (GPT-J, Cohere2), constant factors (Granite 3.0), and, on a GPU, one kernel for
-the residual sum after attention and the norm of this sum.
+"""Layer features that Megatron lacks: norms after attention and MLP (OLMo 2, arXiv:2501.00656, section 3.2);
+attention and MLP in parallel (GPT-J, Cohere2); constant factors on embeddings, residuals and logits
+(Granite 3.0); on a GPU, one kernel that computes both the residual sum after attention and its norm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class ResidualAdd(nn.Module):
-    """residual + multiplier * Norm(result) after attention or MLP; replaces Megatron's `*_bda` function.
+    """Computes residual + multiplier * Norm(result) after attention or MLP; replaces Megatron's
+    bias-dropout-add (`*_bda`).
 
     Args:
         norm: class of the norm; IdentityOp: no norm.
@@ -37,7 +38,7 @@ class ResidualAdd(nn.Module):
         self.multiplier = multiplier
 
     def forward(self, training: bool, is_fused: bool) -> Callable[..., Tensor]:
-        """Function of (result, bias or None), residual and dropout probability; all tensors [S, B, D]."""
+        """Returns a function of a pair (result, bias or None), residual and dropout; tensors: [S, B, D]."""
         return partial(self._add, get_bias_dropout_add(training, is_fused))
 
     def _add(
@@ -70,7 +71,8 @@ class ParallelLayer(TransformerLayer):  # type: ignore[misc]
 def change_residuals(spec: ModuleSpec, config: Any, *, placement: str, multiplier: float) -> None:
     """Changes the spec of a transformer layer for NORM_PLACEMENT and RESIDUAL_MULTIPLIER.
 
-    In checkpoints, the norms are named `post_self_attn_layernorm` and `post_mlp_layernorm`.
+    In checkpoints, norms after attention and MLP are named `post_self_attn_layernorm` and
+    `post_mlp_layernorm`.
     """
     parts = spec.submodules
     both = ("self_attn", "mlp")
@@ -95,8 +97,8 @@ def scale_ends(chunk: Any, *, embedding: float, logits: float) -> None:
 
 
 def change_norms(chunk: Any, *, qk_epsilon: float, has_bias: bool) -> None:
-    """Sets the epsilon of the query and key norms, or of the norms of their compressed vectors, to
-    `qk_epsilon` (0: no change), and removes the biases of all LayerNorms unless `has_bias` is True.
+    """Sets the epsilon of the query and key norms (with multi-latent attention, of the norms of the
+    compressed vectors) to `qk_epsilon` (0: no change). Unless `has_bias`, removes the biases of LayerNorms.
     """
     of_qk = ("q_layernorm", "k_layernorm", "kv_layernorm")
     for name, module in chunk.named_modules():
@@ -124,7 +126,7 @@ def choose_norm(device_type: str, *, problem: str = "", failure: str = "") -> tu
 
 
 class SumAndNorm:
-    """Computes the residual sum after a layer's attention together with its norm, the MLP's input."""
+    """Computes the residual sum after a layer's attention and the norm of this sum in one kernel."""
 
     def __init__(self, layer: TransformerLayer):
         self._norm = layer.pre_mlp_layernorm

@@ -1,4 +1,4 @@
-"""Rotary embedding (RoPE, arXiv:2104.09864): one kernel for queries and one for keys in each direction.
+"""Rotary embedding (RoPE, arXiv:2104.09864): one kernel each for queries and keys, in forward and backward.
 
 Shapes: S sequence length, B batch, H heads, D head size, P rotated channels of a head.
 """
@@ -28,7 +28,7 @@ _TILE = 1024  # pairs that a program rotates
 
 
 def install_rotary() -> bool:
-    """Makes Megatron use `rotate` for `apply_rope_fusion`; returns False if it keeps Transformer Engine's."""
+    """Makes Megatron use `rotate` for `apply_rope_fusion`; False if Transformer Engine's kernel remains."""
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
     return rope_utils.fused_apply_rotary_pos_emb is rotate
@@ -52,7 +52,7 @@ class TwoRotaries(nn.Module):
         self.get_rotary_seq_len = rotary.get_rotary_seq_len
 
     def get_emb(self, *args: Any, **options: Any) -> Any:
-        """Angles of all positions, without context parallelism; with YaRN, also YaRN's factor."""
+        """Angles of all positions, not split by context parallelism; with YaRN, also YaRN's factor."""
         return self._joined([rotary.get_emb(*args, **options) for rotary in self.rotaries])
 
     def forward(self, *args: Any, **options: Any) -> Any:
@@ -99,8 +99,8 @@ def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False, use_kernel: 
     Args:
         x: [S, B, H, D].
         angles: [S, 1 or B, 1, P], equal for both values of a pair; `x[..., P:]` is unchanged.
-        interleaved: pairs are adjacent values; if False, values P / 2 apart.
-        use_kernel: None: use the kernel on a GPU that runs Triton kernels.
+        interleaved: the values of a pair are adjacent; if False, they are P / 2 apart.
+        use_kernel: whether to use the kernel (None: on a GPU that runs Triton kernels).
     """
     # Cosine [..., P] and sine of every pair [..., P / 2], cached on the angles, which all layers share.
     known = vars(angles).setdefault("cos_and_sin", {})
@@ -175,7 +175,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -
 
 
 def rotated_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """Plain-torch reference of `rotated`, which rounds twice."""
+    """Plain-torch reference of `rotated`; unlike `rotated`, it rounds twice."""
     width, out = cos.size(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
     source, turned = x[..., :width], out[..., :width]
     torch.mul(source, cos, out=turned)

@@ -49,7 +49,7 @@ class ChunkHooks(ABC):
 
 
 class _Result:
-    """The result of a norm; calling `x` returns the norm's input."""
+    """The result of a norm; `x` is a function that returns the norm's input."""
 
     def __init__(self, norm: nn.Module, x: Callable[[], Tensor], result: Tensor):
         self._norm, self._x = norm, x
@@ -65,7 +65,7 @@ class _Result:
 
 
 class _Handle(NamedTuple):
-    """A saved view of a result."""
+    """A saved view of a norm's result."""
 
     result: _Result
     size: torch.Size
@@ -76,10 +76,10 @@ class _Handle(NamedTuple):
 class NormRecompute(ChunkHooks):
     """Makes the norms in a model chunk's transformer layers recompute their results in backward.
 
-    The layers after a norm save its result, which is as large as the hidden state that the norm itself saves.
-    A handle replaces the saved result; the first layer that needs the result in backward recomputes it for
-    all. Unlike Megatron's recomputation of norms, this class reads no random state, so it works in CUDA
-    graphs, and it does not depend on the order of the layers in backward.
+    A norm saves its input, and the layers after the norm also save its result, which is as large. A handle
+    replaces the saved result; the first layer that needs the result in backward recomputes it, and the other
+    layers reuse it. Unlike Megatron's recomputation of norms, this class reads no random state, so it works
+    in CUDA graphs, and it does not depend on the order of the layers in backward.
     """
 
     def __init__(self, chunk: Any):  # of GPTModel
@@ -225,7 +225,7 @@ class ActivationOffload(ChunkHooks):
         to device    attention 2   experts 1     attention 1
 
     The device thus holds the tensors of two modules. The last module's tensors stay on the device until the
-    model chunk starts its next forward pass, so a backward pass before that need not copy them back.
+    model chunk starts its next forward pass. A backward pass that comes first need not copy them back.
 
     `modules`: names of OFFLOAD_MODULES. A storage is offloaded only if one of these modules is the first to
     save it; a storage that another module saved before stays on the device anyway.

@@ -3,9 +3,9 @@
 Megatron's SequentialMLP and TEGroupedMLP write the same tensors in one of two formats. `X` stands for
 `linear_fc1.weight` [W, D], `linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
 
-- `experts.X`, with an expert axis before the axes of X. The gate is the first half of W.
+- `experts.X`, with an expert axis before the axes of X. A gate is the first half of W.
 - `experts.<expert index>.X` for each expert, if `singleton_local_shards` is set (as in Megatron-LM's training
-  script); a gated linear_fc1 is split into `X_w` (gate half) and `X_v`.
+  script); a gated linear_fc1 is split into `X_w` (gate half) and `X_v` (up half).
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ TENSORS = {
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Position of a rank's expert shard: `etp_rank` of `etp_size` within block `ep_rank` of `ep_size`."""
+    """A rank's shard: in block `ep_rank` of `ep_size` blocks of experts, part `etp_rank` of `etp_size`."""
 
     ep_rank: int
     ep_size: int
@@ -47,15 +47,15 @@ def shard_experts(
 
     Args:
         tensors: `weight1` [L, W, D], `weight2` [L, D, F], optionally `bias1` [L, W] and `bias2` [L, D]. With
-            expert tensor parallelism, W, F and (for `bias2`) D are sizes on this rank.
+            expert tensor parallelism, W, F and the D of `bias2` are this rank's sizes.
         prefix: prefix of the module, with a dot: `decoder.layers.0.mlp.experts.`.
         gated: whether W consists of a gate half and an up half.
-        sharded_offsets: axes that Megatron puts before a tensor's axes (the layer, if layers share a key).
+        sharded_offsets: (axis, index, size) of leading axes (the layer, if layers share a key).
         singleton_local_shards: use the format `experts.<expert index>.X`.
 
     Returns:
-        Dict from `prefix` + name in `tensors` to a ShardedTensor (a ShardedTensorFactory if there are several
-        shards); includes Megatron's empty `_extra_state` objects.
+        Dict from `prefix` + name in `tensors` to a ShardedTensor (a ShardedTensorFactory if the tensor is
+        saved in several parts); includes Megatron's empty `_extra_state` objects.
     """
     state: dict[str, Any] = {}
     num_local_experts, singleton = tensors["weight1"].size(0), singleton_local_shards

@@ -7,9 +7,9 @@ With hidden states h^0 of the main model after its final norm, layer k computes 
 
 and predicts t_{i+k+1}; t are tokens, Emb is the embedding, M_k a matrix and [a; b] a concatenation. All
 layers share the embedding and the output layer. Parameters are named as in Megatron-Core 0.16's
-MultiTokenPredictionBlock. This block holds the layers, but Megatron's own layers are not used: their names
-and arguments change between 0.16 and 0.19, they do not pass on `padding_mask`, and with context parallelism
-they average over each rank's own tokens.
+MultiTokenPredictionBlock. That block holds the layers of this module instead of Megatron's own layers, whose
+names and arguments change between 0.16 and 0.19. Megatron's layers also do not pass on `padding_mask`, and
+with context parallelism Megatron averages their loss over each rank's own tokens.
 """
 
 from contextlib import nullcontext
@@ -85,7 +85,7 @@ class PredictingModel(GPTModel):  # type: ignore[misc]
         self, *args: Any, future_tokens: Any = None, future_mask: Any = None, future_weight: Any = None,
         padding_mask: Any = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Like GPTModel; given the `future_...` tensors of `read_microbatch`, losses are [1+layers, B, S].
+        """Like GPTModel; with the `future_...` tensors of `read_microbatch`, returns losses [1+layers, B, S].
 
         If the loss weight is 0, the prediction layers' balancing losses have no gradient either, so these
         layers do not train, and the main model trains as if they did not exist.

@@ -28,8 +28,9 @@ def best_experts(
 def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
     """Bool mask [T, K] of each token's best slots, as few as are needed for a score sum of at least `top_p`.
 
-    At least one slot is selected; all K slots if their scores add up to less than `top_p`. Huang et al. 2024,
-    Harder Tasks Need More Experts (arXiv:2403.07652), equation 5, with at most K experts.
+    At least one slot is selected; if all K scores add up to less than `top_p`, all K slots are. This is
+    equation 5 of Huang et al. 2024, Harder Tasks Need More Experts (arXiv:2403.07652), for at most K
+    experts.
 
     Args:
         scores_TK: scores of the chosen experts, best first; the scores of all experts sum to 1.
@@ -46,12 +47,13 @@ def sinkhorn(
     logits_TE: Tensor, valid_T: Tensor | None = None, *, group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
 ) -> Tensor:  # fmt: skip
-    """exp(logits) with scaled rows and columns: all tokens have equal mass, and all experts have equal mass.
+    """exp(logits), with rows and columns scaled so that all tokens have equal mass, and all experts too.
 
-    Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified
-    Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like Megatron-Core, when
-    the mean change of the expert factors is at most `tolerance`. Unlike Megatron-Core, this function covers
-    the whole micro-batch and cannot overflow: logits are shifted per row; the row factors cancel the shift.
+    Applies Sinkhorn-Knopp to the tokens of a micro-batch on all ranks of `group`, as in Clark et al. 2022,
+    Unified Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like
+    Megatron-Core, when the mean change of the expert factors is at most `tolerance`. Unlike Megatron-Core,
+    this function covers the whole micro-batch and cannot overflow: logits are shifted per row, and the row
+    factors cancel the shift.
 
     Args:
         valid_T: bool, True for tokens that are not padding; padding has no mass.

@@ -28,7 +28,7 @@ class BalanceRule:
     initial = 0.0  # initial value of the buffers in `saved`
 
     def buffers(self, num_experts: int, device: Device) -> dict[str, Tensor]:
-        """Creates the buffers by name: fp32 [E], unless a subclass overrides this method."""
+        """Creates the buffers (keys: names); they are fp32 [E] unless a subclass overrides this method."""
         names = *self.saved, *self.counts
         return {name: torch.zeros(num_experts, dtype=torch.float32, device=device) for name in names}
 
@@ -36,7 +36,7 @@ class BalanceRule:
         """Counts the slots of a forward pass."""
 
     def count_choice(self, router: Any, choice_TE: Tensor, valid_T: Tensor | None) -> None:
-        """Counts the selection values (score plus expert bias) of a forward pass."""
+        """Adds the selection values (score plus expert bias) of a forward pass to the counts."""
 
     def count_by_score(self, router: Any, tokens_per_expert_E: Tensor) -> None:
         """Counts a micro-batch's slots per expert as the losses do: experts are chosen by score alone."""
@@ -46,7 +46,7 @@ class BalanceRule:
 
 
 class SignBias(BalanceRule):
-    """Raises an expert's bias by `bias_update_rate` if it has fewer slots than the mean, else lowers it.
+    """Changes each bias by `bias_update_rate`: up if its expert has fewer slots than the mean, else down.
 
     Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1.
     """
@@ -104,9 +104,9 @@ class GlobalFractions(BalanceRule):
 
 
 class L1Factor(BalanceRule):
-    """Multiplies the factor of `l1` by 1.2 if tokens used over K experts on average, by 1/1.2 if under K.
+    """Raises the factor of the loss `l1` if tokens used more than K experts on average; lowers it if fewer.
 
-    ReMoE (arXiv:2412.14711), equation 8.
+    A step multiplies it by 1.2 or 1/1.2: ReMoE (arXiv:2412.14711), equation 8.
     """
 
     saved = ("l1_factor",)
@@ -166,7 +166,7 @@ def count_gaps(choice_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None = Non
 
 
 def balanced_bias(bias_E: Tensor, counts_EB: Tensor, topk: int) -> Tensor:
-    """The bias plus each expert's K/E quantile of gaps, shifted to mean 0; unchanged if all counts are 0."""
+    """Adds each expert's K/E quantile of gaps to its bias, then shifts all to mean 0 (if any count > 0)."""
     cumulative_EB = counts_EB.cumsum(dim=1).double()
     total_E1 = cumulative_EB[:, -1:]
     target_E1 = total_E1 * topk / bias_E.numel()

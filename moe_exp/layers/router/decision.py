@@ -64,7 +64,7 @@ class RoutingDecision:
     def for_losses(self) -> tuple[Tensor, Tensor]:
         """Scores (zero for padding) and logits, both [T, E].
 
-        If a kernel did the routing: `score_sums_E` and `lse_squares` of `sums`.
+        If a kernel did the routing, returns `score_sums_E` and `lse_squares` of `sums` instead.
         """
         if self.sums is not None:
             return self.sums.score_sums_E, self.sums.lse_squares

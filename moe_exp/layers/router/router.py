@@ -35,7 +35,7 @@ class Router(nn.Module):
 
     The ratios s / sum(s), used in losses and as normalized weights, are computed as softmax(log s), exact to
     1e-6 in fp32 for any logits. If s underflows, unnormalized weights are 0, and the choice depends only on
-    the bias.
+    `expert_bias`.
 
     Args:
         microbatch_group: ranks that share a micro-batch's tokens; Sinkhorn balances over all these ranks.
@@ -46,10 +46,11 @@ class Router(nn.Module):
         expert_bias: [E], fp32, if configured.
         l1_factor: fp32 scalar that multiplies the coefficient of the loss `l1`; only with ReLU scores.
         slots_and_tokens: [2], int64, slots and tokens of the current global batch; only with ReLU scores.
-        gap_counts: [E, B], int64, sums of `count_gaps` in this global batch; only for quantile balancing.
+        gap_counts: [E, B], int64, this global batch's `count_gaps` histograms; only for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, initially zero.
         replay: RoutingReplay that records or replays decisions, or None.
-        needs_scores: whether losses need scores and logits, not only sums; if True, no kernel can route.
+        needs_scores: whether a loss needs the scores and logits themselves, not only their sums; if True,
+            routing cannot use the Triton kernel.
     """
 
     bias: nn.Parameter | None
@@ -156,11 +157,11 @@ class Router(nn.Module):
 
     @property
     def _counting_rules(self) -> tuple[BalanceRule, ...]:
-        """The balance rules to update in this forward pass; empty if the pass is not counted."""
+        """The balance rules that count this forward pass; empty in evaluation or if another pass counts."""
         return self.rules if self.training and is_counted_forward() else ()
 
     def count_by_score(self, tokens_per_expert_E: Tensor) -> None:
-        """Counts a micro-batch's slots per expert [E], chosen by score alone as in the losses."""
+        """Counts a micro-batch's slots per expert [E] as the losses do: experts are chosen by score alone."""
         for rule in self._counting_rules:
             rule.count_by_score(self, tokens_per_expert_E)
 
@@ -170,14 +171,14 @@ class Router(nn.Module):
 
         Args:
             group: all (data, context and tensor parallel) ranks that route tokens to these experts.
-            kinds: classes of rules to update (default: all); Megatron programs update SignBias themselves.
+            kinds: classes of rules to update (default: all); in Megatron programs, Megatron updates SignBias.
         """
         for rule in self.rules:
             if isinstance(rule, kinds or BalanceRule):
                 rule.end_of_batch(self, group)
 
     def counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor | None:
-        """Mask of the used slots, bool [T, K]; null experts are treated like others. None: all are used."""
+        """Mask of the used slots, bool [T, K]; null experts are not excluded. None: all are used."""
         if SCORES[self.config.score].uses_positive:
             return scores_TE > 0
         if self.config.top_p < 1:

@@ -5,14 +5,14 @@ heads; a is the number of heads, s the sequence length, f the width of an MLP or
 experts, K the experts per token, V the vocabulary size, w the bytes per number in the compute type (2 or 4),
 and t the tensor-parallel size. Each tensor is counted once, at the last operation that reads it:
 
-    norm             w*h input, 4 of statistics; on CPUs 8*h: PyTorch's RMSNorm keeps fp32 input and output
+    norm             w*h input, 4 for statistics; on CPUs 8*h (PyTorch's RMSNorm keeps fp32 input and output)
     QKV projection   w*h input
     attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused: w*a*s/t softmax scores, no log-sums
     projection       w*q/t input; also a transposed copy of the result, unless on a CPU or unfused
     norm, MLP        norm as above; w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t unfused
     MoE, per token   w*h input, 4*E scores, K*(8+4) choice and weights
-    MoE, per row     w*h row, 2*w*f, and w*f after the activation, which applies the router's weight, so the
-                     experts' results are not kept; EXPERT_BACKEND=triton: 2*w*f, and w*h for remote rows
+    MoE, per row     w*h row, 2*w*f, and w*f after the activation; experts' results are not kept, because
+                     activations get router weights; EXPERT_BACKEND=triton: 2*w*f, and w*h for remote rows
     latent size l    w*h and w*l inputs of the projections down and up, another w*l if the experts gather
                      their rows themselves; rows are w*l instead of w*h
     loss             4*V/t probabilities in fp32, and w*V/t logits during the loss; CROSS_ENTROPY=triton:
@@ -20,15 +20,15 @@ and t the tensor-parallel size. Each tensor is counted once, at the last operati
                      CROSS_ENTROPY=linear: w*h gradient instead of the input, and 4*h*V/t (not per
                      token) for the weight's gradient
 
-With FP8, the input of a product is kept in FP8, one byte per number. The experts' grouped GEMM has no weights
-of its own (`grouped_gemm._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
-columns, for each micro-batch: 2 bytes per weight. This size has not been validated against GPU measurements.
+With FP8, the input of a product is kept in FP8, one byte per number. The experts' grouped GEMM receives
+its weights in each call, so for each micro-batch it also keeps FP8 copies of the rank's experts, by rows and
+by columns: 2 bytes per weight. This size has not been validated against GPU measurements.
 
 The unfused case without dropout, sequence parallelism or gates is from Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout). With sequence parallelism (section 4.2.2),
-terms above without t are also divided by t. The terms for gates, grouped queries, experts and kernels are
-ours. The sums were checked against the tensors that autograd saves on a CPU, and against the peak memory of
-four GPU runs.
+arXiv:2205.05198, section 4.1 (with dropout: 34*s*b*h + 5*a*s^2*b for b sequences). With sequence parallelism
+(section 4.2.2), terms above without t are also divided by t. The terms for gates, grouped queries, experts
+and kernels are ours. The sums were checked against the tensors that autograd saves on a CPU, and against the
+peak memory of four GPU runs.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def width_of(job: PlannedJob) -> int:
 
 
 class _Account:
-    """Sums up tensor sizes. Layers use `_all_tokens` in their matrix products and `_tokens` elsewhere."""
+    """Sums up tensor sizes. Sequence parallelism splits `_tokens`; matrix products use `_all_tokens`."""
 
     def __init__(self, job: PlannedJob, hardware: Hardware, imbalance: float):
         config, on_cpu = job.config, hardware.is_cpu
@@ -306,14 +306,14 @@ class _Account:
 
     @cached_property
     def _windowed(self) -> float:
-        """Share of the layers that gather only the ends of key and value blocks: their window is short."""
+        """Share of layers whose window is so short that they gather only the ends of key and value blocks."""
         config = self._config
         fits = config.sliding_window <= config.seq_len / (2 * config.cp) + 1 and not config.document_mask
         return fits * sum(config.window_layers) / config.num_layers
 
     @cached_property
     def _writes_scores(self) -> bool:
-        """Whether attention scores are kept. Fused CPU attention supports no dropout or MLA."""
+        """Whether attention scores are kept. Fused attention on CPUs supports neither dropout nor MLA."""
         config = self._config
         by_blocks = config.sliding_window or config.attention_softcap or config.attention_sinks != "none"
         by_torch = (config.multi_latent_attention and not by_blocks) or config.attention_dropout
@@ -375,7 +375,7 @@ class _Account:
 
     @cached_property
     def _rows(self) -> float:
-        """Number of rows that a rank's experts compute; they come from the slots that all ranks send."""
+        """Number of rows that a rank's experts compute, from the slots that all ranks send."""
         config, factor = self._config, self._config.expert_capacity_factor
         if factor is not None and config.pad_to_capacity:
             return padded_slots(config, self._tokens)

@@ -1,7 +1,7 @@
-"""Time of matrix products, memory traffic, collectives and token exchange on a device. No torch.
+"""Time of matrix products, memory traffic, collectives and token exchange on a device. Imports no torch.
 
-Ranks are numbered as in Megatron: tensor-parallel ranks are adjacent, followed by context, (expert,) data and
-pipeline parallelism. A group inside a node uses the node's links; other groups use the network.
+Ranks are numbered as in Megatron: tensor-parallel ranks are adjacent, followed by context, expert (for MoE),
+data and pipeline parallelism. A group inside a node uses the node's links; other groups use the network.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Device:
         return Pass(self.product(m, n, k, count), self.product(m, k, n, count) + by_weight)
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Returns the time to move `elements` of `num_bytes` each (forward, backward; for a 2-byte dtype)."""
+        """Returns the time to move elements; their `num_bytes` (forward, backward) assume a 2-byte dtype."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)
 
@@ -152,7 +152,7 @@ class Group:
         return sent / (self.bytes_per_second * share) + self.latency_seconds
 
     def ring_share(self, constants: TimeConstants, older: float) -> float:
-        """Returns the share of `bytes_per_second` that rings reach; `older`: share on Ampere and older."""
+        """Returns the share of `bytes_per_second` that rings reach: `older` on Ampere and older GPUs."""
         if not self.hardware.is_recent:
             return older
         return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share
@@ -163,7 +163,7 @@ class Group:
 
     def all_to_all(self, num_bytes: float, share: float, *, to_nodes: float | None = None) -> float:
         """Returns the seconds of an all-to-all in which each rank splits `num_bytes` equally among all ranks.
-        `to_nodes`: total bytes sent to all nodes, if a node receives data for several ranks only once.
+        `to_nodes`: total bytes sent to all nodes, if data for several ranks of a node is sent only once.
         """
         if self.size == 1:
             return 0.0
@@ -215,7 +215,7 @@ def exchange_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstan
 
 
 def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
-    """Returns the time of the experts and the token exchange relative to a balanced load."""
+    """Returns by what factor an unbalanced load lengthens the time of the experts and the token exchange."""
     config = job.config
     is_padded = config.expert_capacity_factor is not None and config.pad_to_capacity
     is_even = job.engine.balanced or config.ep == 1 or is_padded or config.force_routing == "balanced"
@@ -223,7 +223,7 @@ def skew_of(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> fl
 
 
 def places_of_token(config: Config, num_places: float) -> float:
-    """Returns on how many of N nodes or ranks a token has experts: at most N * (1 - (1 - 1/N)^TOPK)."""
+    """Returns to how many of N nodes or ranks a token is sent: at most N * (1 - (1 - 1/N)^TOPK)."""
     places = num_places * (1 - (1 - 1 / num_places) ** config.experts_per_token)
     if config.num_router_groups:
         places = min(places, config.router_group_topk * max(1.0, num_places / config.num_router_groups))

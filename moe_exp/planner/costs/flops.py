@@ -11,23 +11,24 @@ _PRODUCT = re.compile(r"linear_\w+\.weight$|latent_proj\.weight$")  # not norms,
 def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: int | None = None) -> int:
     """Returns the model FLOPs of an iteration, forward and backward, over all ranks, for TFLOP/s and MFU.
 
-    The formula of Megatron-LM's `num_floating_point_operations` since 2025, with B samples of S tokens, L
-    layers of width h, n heads of size d in g groups, topk experts (1 if dense) of width ffn, and V tokens in
-    the vocabulary:
+    The formula is that of Megatron-LM's `num_floating_point_operations` since 2025. For B samples of S
+    tokens, L layers of width h, n heads of size d in g groups, topk experts (1 if dense) of width ffn, and V
+    tokens in the vocabulary, it is:
 
         12*B*S*L*h^2 * ((1 + g/n + S/(2*h)) * n*d/h + topk*ffn/(2*h) * (3 if gated, else 2) + V/(2*L*h))
 
-    A multiply-add is two operations, and backward costs twice as much as forward: 6 FLOPs per weight
-    that a token uses. Of the S^2 attention scores, only the half below the causal mask counts; until late
-    2024, Megatron-LM counted all of them (S/h instead of S/(2*h)). In S/(2*h), S is DOCUMENT_TOKENS with
-    DOCUMENT_MASK, and `attended_tokens` with SLIDING_WINDOW. With MOE_LATENT_SIZE=l, topk*ffn is multiplied
-    by l/h, and the two projections of an MoE layer add 4*h*l in forward. ATTENTION_GATE adds 2*h*n*d. Each of
-    the MTP_NUM_LAYERS counts as a layer, an output layer, and a projection (4*h^2 in forward). Norms,
-    softmax, router and recompute are not counted; Megatron-LM counts the norms of latent attention.
+    A multiply-add is two operations, and backward costs twice as much as forward: 6 FLOPs per weight that a
+    token uses. Of the S^2 attention scores, only the half below the causal mask counts; until late 2024,
+    Megatron-LM counted all of them (S/h instead of S/(2*h)). With DOCUMENT_MASK, S in S/(2*h) is
+    DOCUMENT_TOKENS; with SLIDING_WINDOW, it is the result of `attended_tokens`. With MOE_LATENT_SIZE=l,
+    topk*ffn is multiplied by l/h, and the two projections of an MoE layer add 4*h*l in forward.
+    ATTENTION_GATE adds 2*h*n*d. Each of the MTP_NUM_LAYERS counts as a layer, an output layer, and a
+    projection (4*h^2 in forward). Norms, softmax, router and recompute are not counted; Megatron-LM counts
+    the norms of latent attention.
 
     Args:
-        batch_size: samples of SEQ_LEN in the iteration (default: GBSZ).
-        seq_len: actual sample length (DATA_STAGES); `batch_size` still counts samples of SEQ_LEN.
+        batch_size: samples of SEQ_LEN tokens in the iteration (default: GBSZ).
+        seq_len: sample length if DATA_STAGES changes it; `batch_size` still counts samples of SEQ_LEN tokens.
     """
     tokens = (config.gbsz if batch_size is None else batch_size) * config.seq_len
     if seq_len not in (None, config.seq_len):
@@ -54,12 +55,12 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
 
 
 def attended_tokens(config: Config, tile: int = 0) -> float:
-    """Returns twice the number of keys that a query sees on average, since causal masking hides half of them.
-    Without a window, this is the sample length, or the document length with DOCUMENT_MASK. The result is the
+    """Returns twice the average number of keys that a query sees under the causal mask. Without a window,
+    this is the sample length or, with DOCUMENT_MASK, the document length. The result is the
     mean over layers with and without SLIDING_WINDOW.
 
     Args:
-        tile: number of queries that a kernel processes at once; it reads all keys that any of them needs.
+        tile: number of queries that a kernel processes at once; the kernel reads all keys that these need.
     """
     in_document = config.document_mask and config.document_tokens
     length = min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len

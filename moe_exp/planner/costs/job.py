@@ -1,4 +1,4 @@
-"""A job to plan: the settings of a run, and the program that runs it (`Engine`). No torch.
+"""A job to plan: the settings of a run, and the program that runs it (`Engine`). Needs no torch.
 
 Jobs are built from this package's settings (`PlannedJob.of`) or from measured runs of other programs
 (`measured.py`), such as Megatron-DeepSpeed with its ZeRO-1 optimizer.
@@ -93,7 +93,7 @@ class PlannedJob:
 
     @property
     def all_stage_layers(self) -> list[int]:
-        """`stage_layers`, with the MTP_NUM_LAYERS layers added to the last stage."""
+        """Number of layers of each pipeline stage; the last stage includes the MTP_NUM_LAYERS layers."""
         return [*self.stage_layers[:-1], self.stage_layers[-1] + self.config.mtp_num_layers]
 
     @cached_property

@@ -1,5 +1,5 @@
-"""Time of a layer and of the output layer for one micro-batch on one rank, and their position on the device's
-roofline (Williams et al. 2009). No torch.
+"""Time of a layer and of the output layer for one micro-batch on one rank, and the position of the layers'
+components on the device's roofline (Williams et al. 2009). Imports no torch.
 """
 
 import math
@@ -36,7 +36,7 @@ _DENSE_WEIGHTS = 6  # in a layer without experts: norms, projections, router or 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of a micro-batch, without collectives."""
+    """Seconds for a micro-batch, excluding collectives."""
 
     parts: dict[str, Pass]  # ATTENTION, MLP and MOE of a layer, and `output`: the output layer with the loss
     # of a layer without experts, and with
@@ -49,7 +49,7 @@ class LayerTimes:
         return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
 
     def repeated(self, is_moe: bool) -> dict[str, float]:
-        """Seconds of forward that backward repeats, for each value of RECOMPUTE and `Engine.recompute`."""
+        """Forward seconds repeated in backward, by value of RECOMPUTE or module of `Engine.recompute`."""
         forward = {name: one.forward for name, one in self.parts.items()}
         moe = sum(forward[name] for name in MOE) + self.starts[True] - self.starts[False]
         norms = forward["norms"] * 0.4  # their share of the residual bytes
@@ -198,7 +198,7 @@ def _core(job: PlannedJob, device: Device) -> Pass:
 
 @dataclass(frozen=True)
 class Part:
-    """Costs of a component of a layer or the output layer: forward and backward of a rank's micro-batch."""
+    """Costs of a layer's component or of the output layer: forward and backward of a rank's micro-batch."""
 
     name: str
     flops: float  # a multiply-add counts as two

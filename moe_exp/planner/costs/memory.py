@@ -149,9 +149,9 @@ def expected_imbalance(config: Config, spread: float) -> float:
     1 + spread * sqrt((EP - 1) / E).
 
     The loads of all experts have a fixed sum and a standard deviation of `spread` times their mean. The
-    summed load of a rank's n = E/EP experts then deviates by spread * sqrt((1 - n/E) / n) of its mean. The
-    first iterations of the reference runs (balancing loss 1.44) needed a spread of 0.5 on rank 0; later
-    spreads are near 0.
+    summed load of a rank's n = E/EP experts then deviates by spread * sqrt((1 - n/E) / n) of its mean. In
+    the first iterations of the reference runs, where the balancing loss was 1.44, rank 0 needed a spread of
+    0.5; in later iterations, the spread is near 0.
     """
     if not config.use_moe or config.force_routing == "balanced":
         return 1.0
@@ -159,8 +159,8 @@ def expected_imbalance(config: Config, spread: float) -> float:
 
 
 def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float]:
-    """Returns the number of micro-batches whose activations each stage keeps at once; one of v model chunks
-    counts as 1/v of a micro-batch.
+    """Returns the number of micro-batches whose activations each stage keeps at once; if a rank has
+    v model chunks, each counts as 1/v of a micro-batch.
 
     With 1F1B (Narayanan et al. 2021, arXiv:2104.04473), a stage keeps one micro-batch for itself and one for
     each later stage. With the interleaved schedule of v chunks on each of p ranks, Megatron runs
@@ -176,8 +176,8 @@ def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float
 def _bytes_per_parameter(
     job: PlannedJob, constants: MemoryConstants, hardware: Hardware
 ) -> tuple[float, float, float, float, float]:
-    """Returns a rank's bytes per parameter: weights, gradients, (sharded) optimizer state of dense
-    parameters, that of expert parameters, and extra state of the embedding and output layer.
+    """Returns a rank's bytes per parameter for weights, gradients, optimizer state of dense parameters,
+    optimizer state of expert parameters (both sharded), and extra state of the embedding and output layer.
     """
     config, engine = job.config, job.engine
     if job.of_deepspeed:

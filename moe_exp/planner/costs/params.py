@@ -1,7 +1,7 @@
 """Exact parameter counts of a model and of each rank, and the bytes of weights and optimizer state.
 
 Buffers such as the expert bias and rotary frequencies are not counted. All functions expect a valid config
-(no `problems`); sizes that do not divide evenly are rounded down.
+(`problems()` yields nothing); sizes that do not divide evenly are rounded down.
 """
 
 import re
@@ -44,7 +44,7 @@ class RankParameters:
         return self.dense + self.expert
 
     def sharded(self, config: Config) -> float:
-        """Returns the parameters per rank when they are sharded over all their replicas."""
+        """Returns the number of parameters per rank when they are sharded over all their replicas."""
         dense, expert = num_replicas(config)
         return self.dense / dense + self.expert / expert
 
@@ -123,7 +123,7 @@ def tables_of_stages(config: Config, num_stages: int) -> list[int]:
 
 
 def most_loaded_rank(config: Config) -> int:
-    """Returns the first pipeline rank with the most parameters."""
+    """Returns the first of the pipeline ranks that have the most parameters."""
     stages = parameters_of_stages(config, config.stage_layers)
     return max(range(config.pp), key=lambda pp_rank: stages[pp_rank].total)
 
@@ -140,7 +140,7 @@ def optimizer_state_bytes(config: Config, hardware: Hardware | None = None) -> f
         sgd, SGD_MOMENTUM=0                  4             0                     4       / 0
         muon, DISTRIBUTED_OPTIMIZER=false    4             4                     8       / 4
 
-    fp32 weights have no main copy. MAIN_PARAMS=remainder needs 2 bytes less; auto means remainder if the
+    fp32 weights need no main weight. MAIN_PARAMS=remainder needs 2 bytes less; auto means remainder if the
     AdamW kernel runs. 8-bit moments have an fp32 scale per block of 256 values, the block size of
     bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861, section 2). Muon keeps one moment for matrices; the
     embedding and output layer use Adam and need `embedding_moment_bytes` more per parameter. Norms and

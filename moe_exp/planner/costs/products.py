@@ -27,7 +27,7 @@ def fp8_parts(config: Config) -> tuple[bool, bool]:
     """Returns whether the routed experts compute in FP8, and whether all other linear layers do.
 
     With EXPERT_BACKEND=triton, only the experts use FP8. Other backends need Transformer Engine for FP8, so
-    IMPL=auto counts as te. Output layer, router and embedding remain in bf16.
+    IMPL=auto is treated like IMPL=te. Output layer, router and embedding remain in bf16.
     """
     if config.fp8 == "none":
         return False, False
@@ -37,7 +37,7 @@ def fp8_parts(config: Config) -> tuple[bool, bool]:
 
 
 def fp8_kept(config: Config) -> tuple[bool, bool]:
-    """Whether experts, and whether other layers, save FP8 tensors for backward (our kernels save bf16)."""
+    """Whether experts, and whether other layers, save FP8 tensors for backward (Triton experts save bf16)."""
     return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
@@ -149,7 +149,7 @@ def shared_rows(config: Config, tokens: float, sequence_parallel: bool) -> float
 
 
 def num_slots(config: Config, tokens: float, sequence_parallel: bool) -> float:
-    """Returns the slots (token-expert pairs) of a rank's experts, evenly loaded or padded to capacity."""
+    """Returns a rank's number of slots (token-expert pairs), at even load or padded to capacity."""
     factor, rows = config.expert_capacity_factor, shared_rows(config, tokens, sequence_parallel)
     if factor is not None and config.pad_to_capacity:
         return padded_slots(config, rows)
@@ -157,7 +157,7 @@ def num_slots(config: Config, tokens: float, sequence_parallel: bool) -> float:
 
 
 def projections(config: Config, query: float, heads: float, *, tp: int) -> list[tuple[float, float]]:
-    """Returns (columns, depth) of attention's input projections, for a rank's channels and heads."""
+    """Returns (columns, depth) of attention's input projections for a rank's `query` channels and `heads`."""
     hidden, latent, rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     if not config.multi_latent_attention:
         return [(query + 2 * config.num_query_groups * config.kv_channels / tp, hidden)]

@@ -1,7 +1,7 @@
 """Time lost to checkpoints, failures and evaluation, and disk space of checkpoints. No torch.
 
-With a random failure every M seconds on average and d seconds per save, a save interval of t seconds loses
-(t + d) / 2 per failure and d per save. The best interval is:
+If random failures occur every M seconds on average, a save takes d seconds, and t seconds pass between
+saves, a run loses (t + d) / 2 seconds per failure and d seconds per save. The best interval is:
 
     Young 1974 (A first order approximation to the optimum checkpoint interval, CACM 17(9)):
         t = sqrt(2 d M)
@@ -9,7 +9,7 @@ With a random failure every M seconds on average and d seconds per save, a save 
     equation 37):
         t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    for d < 2M, else t = M
 
-The cost of an interval t follows from Daly's model (equation 20), in which saves and restarts can fail:
+The time T with an interval t follows from Daly's model (equation 20), in which saves and restarts can fail:
 
     T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: seconds from a failure
                                                    to the next iteration
@@ -125,8 +125,8 @@ def disk_use(
     """Returns the disk space that a run needs up to TRAIN_ITERS. This is an upper bound, because a checkpoint
     that is kept for two reasons may count twice.
 
-    A checkpoint is removed only when the next one is complete (`which_to_remove`). The checkpoint from which
-    the run resumed is also kept.
+    A checkpoint is removed only when the next one is complete. The checkpoint from which the run resumed is
+    also kept.
 
     Args:
         iteration: the iteration that the run resumes from; 0 if it starts from scratch.

@@ -1,4 +1,4 @@
-"""Time of an iteration: products, collectives, pipeline bubble, optimizer. No torch.
+"""Time of an iteration: matrix products, collectives, pipeline bubble, optimizer. No torch.
 
 If a micro-batch takes time t_i on stage i, an iteration of m micro-batches takes sum(t) + (m - 1) * max(t)
 with the 1F1B schedule. V model chunks per rank reduce the pipeline's fill and drain time to 1/V
@@ -103,7 +103,7 @@ class StagePass:
 
 
 def stage_passes(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
-    """Returns each stage's passes. The forward pass gets half of the collectives, a third with recompute."""
+    """Returns a StagePass per stage; half of the collectives (recompute: a third) are in the forward pass."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, parts = layer_times(job, device), _parts_of_stages(job, device)
     found = []
@@ -263,9 +263,10 @@ def _data_parallel(
 def _muon_seconds(job: PlannedJob, hardware: Hardware, constants: TimeConstants) -> float:
     """Returns the seconds of Muon's products on the slowest stage; 0 for other optimizers.
 
-    Muon orthogonalizes each [r, c] matrix x, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`):
-    s = x x^T, s^2, and (b s + c s^2) x with fixed coefficients b and c. The steps take 5 * (4*r^2*c + 2*r^3)
-    FLOPs in fp32 on the whole matrix, even with TP. Ranks that hold the same matrices divide the work.
+    Muon orthogonalizes each [r, c] matrix x, r <= c, by five Newton-Schulz steps (`moe_exp.engine.muon`).
+    Each step computes s = x x^T, s^2, and (b s + c s^2) x, where b and this c are fixed coefficients. The
+    steps take 5 * (4*r^2*c + 2*r^3) FLOPs in fp32 on the whole matrix, even with TP. Ranks that hold the same
+    matrices divide the work.
     """
     config = job.config
     if config.optimizer != "muon":

@@ -1,6 +1,6 @@
-"""Layouts that a search tries, and the rules that exclude layouts. No torch.
+"""Layouts that a search tries, and the rules that exclude layouts. Does not import torch.
 
-A layout is a Config whose layout settings are set, so the rules of training apply. `Config.problems` is
+A layout is a Config with layout settings, so the rules of training apply to it. `Config.problems` is
 checked level by level (tensor and context parallelism, pipeline, experts, micro-batch), with sizes of later
 levels set to 1. A rejection at one level excludes all layouts of the later levels, so hundreds of checks
 cover millions of layouts.
@@ -62,7 +62,7 @@ class Space:
 
     @classmethod
     def of(cls, config: Config, fixed: Mapping[str, Sequence[Any]] | None = None) -> Space:
-        """Returns the values to try for a model: values from `fixed`, and defaults for other settings."""
+        """Returns the values to try for a model. Settings that are not in `fixed` get a default list."""
         fixed = fixed or {}
         world, per_node, num_experts = config.world_size, config.gpus_per_node, config.num_experts
         powers = [2**power for power in range(max(world, config.gbsz).bit_length())]
@@ -116,8 +116,8 @@ class Space:
 
 
 def recompute_settings(level: str) -> dict[str, str]:
-    """Returns the settings of a level in `Space.recompute`: a value of RECOMPUTE or a list for
-    RECOMPUTE_MODULES, plus the modules to offload, if any.
+    """Converts a level in `Space.recompute` to settings. The level is a value of RECOMPUTE or of
+    RECOMPUTE_MODULES, and may be followed by modules to offload.
     """
     again, _, moved = level.partition(_HOST)
     is_list = again not in RECOMPUTE
@@ -173,7 +173,7 @@ def _over_nodes(config: Config) -> Iterator[str]:
 
 
 def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[Family]:
-    """Yields valid layouts in `space`; counts invalid ones in `rejected`. First check `model_problems`."""
+    """Yields valid layouts in `space`; counts invalid ones in `rejected`. Call `model_problems` first."""
     for tp, cp in product(space.tp, space.cp):
         leaves = len(space.ep) * len(space.etps(tp)) * len(space.mbsz) * len(space.vpp) * len(space.recompute)
         splits = {pp: space.stages or stage_splits(config, pp) for pp in space.pp}
@@ -201,7 +201,7 @@ def _any_batch(config: Config) -> dict[str, Any]:
 
 
 def _reason(config: Config, fallback: str = "") -> str:
-    """Returns the reason of the first layout problem, else `fallback`, or '' if there are no problems."""
+    """Returns the first reason in `_REASONS` for a problem, else `fallback`; '' if there are no problems."""
     names = [line.partition("=")[0].lower() for line in config.problems()]
     return next((_REASONS[name] for name in names if name in _REASONS), fallback if names else "")
 
@@ -242,8 +242,8 @@ def _family(config: Config, space: Space, rejected: Counter[str]) -> Family:
 
 def stage_splits(config: Config, num_stages: int) -> tuple[dict[str, Any], ...]:
     """Returns the layer splits to try as dicts of settings (an empty dict: even split). With a large
-    vocabulary, there are additional splits in which the embedding and the output layer count as one layer
-    each, or the output layer as several.
+    vocabulary, one more split counts the embedding and the output layer as one layer each; with a very large
+    one, another split counts the output layer as several layers.
     """
     if num_stages == 1:
         return ({},)

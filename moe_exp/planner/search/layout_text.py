@@ -33,7 +33,7 @@ def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
 
 
 def parse_wanted(text: str, config: Config) -> dict[str, Any]:
-    """Parses a layout such as `TP=4,PP=12,DP=8`, where DP is only checked; ConfigError if invalid."""
+    """Parses a layout such as `TP=4,PP=12,DP=8`; DP is checked but not returned. ConfigError if invalid."""
     pairs, problems = {}, []
     # Split only at commas before a setting, as values may contain commas.
     for part in re.split(r",(?=[^,=]*=)", text):
@@ -67,8 +67,8 @@ def _parsed(texts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
-    """Parses `num_tokens` (300000000000, 3e11, 300B or 0.3T) and `price_per_gpu_hour`, arguments of
-    `estimate.cost_of`; ConfigError if invalid.
+    """Parses a number of tokens (300000000000, 3e11, 300B or 0.3T) and a price per GPU-hour; returns them as
+    arguments for `estimate.cost_of`. ConfigError if invalid.
     """
     budget: dict[str, Any] = {"num_tokens": None, "price_per_gpu_hour": None}
     problems = []
@@ -125,9 +125,9 @@ def exported_settings(
     """Yields the settings with which `moe-exp train` runs a layout: the layout settings, and other settings
     that differ from the preset's `defaults`. Node and host settings such as NODE_RANK are omitted.
 
-    With `overrides` (for environment variables), unused layout settings are included as empty values to
-    override an earlier layout. ValueError if the preset sets an unused layout setting, as an empty value
-    cannot override it.
+    With `overrides` (for environment variables), layout settings that the layout does not use are included
+    with empty values, so that variables of an earlier layout have no effect. ValueError if the preset sets
+    such a setting, because an empty variable does not override a preset.
     """
     yield "PRESET", config.preset
     # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS, so compare them with its defaults, not the preset's.

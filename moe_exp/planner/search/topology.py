@@ -1,7 +1,8 @@
-"""Finds the fastest layout of a model on given GPUs, and why other layouts are slower or invalid. No torch.
+"""Finds the fastest layout of a model on given GPUs, and why other layouts are slower or invalid.
 
 Memory grows with the micro-batch size and model chunks, and shrinks with recompute. For each choice of
 parallel sizes, the search therefore tries increasing micro-batch sizes with as little recompute as fits.
+Does not import torch.
 """
 
 from collections import Counter
@@ -69,8 +70,9 @@ def search(
     config: Config, hardware: Hardware, *, fixed: Mapping[str, Sequence[Any]] | None = None,
     constants: Constants | None = None,
 ) -> Search:  # fmt: skip
-    """Ranks layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration; ConfigError with all
-    `model_problems`. `fixed`: allowed values by setting. The layout of `config` is ignored.
+    """Ranks layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration. Raises a
+    ConfigError with all problems that no layout can fix. `fixed` maps settings to their allowed values. The
+    layout of `config` is ignored.
     """
     raise_for(rules.model_problems(config))
     space, constants, rejected = rules.Space.of(config, fixed), constants or load_constants(), Counter[str]()
@@ -111,7 +113,7 @@ def search_smaller(config: Config, hardware: Hardware, **options: Any) -> tuple[
 
 
 class _Evaluation:
-    """Evaluates families of layouts with as few predictions as possible."""
+    """Evaluates families (sets of similar layouts) with as few predictions as possible."""
 
     def __init__(
         self, hardware: Hardware, constants: Constants, recompute: Sequence[str], rejected: Counter[str]

@@ -1,4 +1,4 @@
-"""FP8 versions of the matrix products in `experts.fused`; arguments and results as in the bf16 kernels.
+"""FP8 versions of the matrix products in `experts.fused`; arguments and results are as in the bf16 kernels.
 
 Operands are quantized right before each product. The quantized operands are not saved, so backward has the
 same saved tensors as in bf16. Shape suffixes: see `moe_exp.layers`.

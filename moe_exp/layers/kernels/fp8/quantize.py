@@ -84,7 +84,7 @@ def _columns_kernel(
     x, index, q, scales, offsets, num_experts, num_sources, width, stride_r, BLOCK_E: tl.constexpr,
     COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes and transposes COLUMNS columns of 128 rows of one expert; rows past its last row are zero."""
+    """Quantizes and transposes COLUMNS columns of 128 rows of an expert; rows past the expert's are zero."""
     # FP8 tensor cores require that the summed dimension, here the rows, is contiguous: hence transposed.
     tile = tl.program_id(0)
     tile_ends = row_tile_ends(offsets, num_experts, _BLOCK, BLOCK_E)
@@ -111,7 +111,7 @@ def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantizes blocks along the last dimension; returns e4m3 values, and scales without that dimension."""
+    """Quantizes `x`, whose last dimension is a block; returns the e4m3 values and one scale per block."""
     magnitude = x.abs().nan_to_num(nan=0.0, posinf=torch.inf)  # NaN values stay NaN with any scale
     largest = magnitude.amax(dim=-1).clamp(min=LEAST)
     # Divide by a tensor: on a GPU, PyTorch replaces division by a number with a rounded reciprocal.
@@ -138,7 +138,7 @@ def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Ten
 
     Args:
         x: rows [R, D] or, if `index_R` is given, the tensor [T, D] to gather rows from.
-        index_R: int32, source of each row; T or more for a row of zeros.
+        index_R: int32, each row's index in `x`; T or more for a row of zeros.
     """
     (q_RD, scale_RC), x = _empty_rows(x, index_R), launch.last_contiguous(x)
     (index_R,), num_rows = launch.contiguous(index_R), q_RD.size(0)
@@ -211,7 +211,7 @@ def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = Non
 
     Args:
         x: rows [R, M] sorted by expert or, if `index_R` is given, the tensor [T, M] to gather rows from.
-        index_R: int32, source of each row; T or more for a row of zeros.
+        index_R: int32, each row's index in `x`; T or more for a row of zeros.
     """
     (q_BMR, scale_BM), x = _empty_columns(x, offsets_L1, index_R), launch.last_contiguous(x)
     (offsets_L1, index_R), num_experts = launch.contiguous(offsets_L1, index_R), offsets_L1.size(0) - 1
