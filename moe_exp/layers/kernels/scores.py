@@ -144,7 +144,7 @@ def router_losses(
 
     Args:
         counts_E: int64, slots per expert in the whole micro-batch.
-        total: number of tokens of the micro-batch; None: max(`num_tokens`, 1).
+        total: number of tokens of the micro-batch; None: `num_tokens`, which is at least 1.
 
     Returns:
         Three losses, [3]: the weighted sum aux_coeff * balance + z_coeff * z, balance, and z. Gradient of the
