@@ -80,11 +80,11 @@ REFUSED = [
     ("aux_loss_type=aux_los", "AUX_LOSS_TYPE=aux_los: aux_los is not a loss"),
     (
         "aux_loss_type=aux_loss,none",
-        "AUX_LOSS_TYPE=aux_loss,none: must not repeat a loss, nor combine none or sinkhorn with",
+        "AUX_LOSS_TYPE=aux_loss,none: must not repeat a loss; none and sinkhorn cannot be",
     ),
     (
         "aux_loss_type=aux_loss,aux_loss",
-        "AUX_LOSS_TYPE=aux_loss,aux_loss: must not repeat a loss, nor combine none or sinkhorn with",
+        "AUX_LOSS_TYPE=aux_loss,aux_loss: must not repeat a loss; none and sinkhorn cannot be",
     ),
     ("aux_loss_coeff=much", "AUX_LOSS_COEFF=much: must be a number of at least 0"),
     # Beyond all bounds
@@ -201,7 +201,10 @@ REFUSED = [
         "MOE_LATENT_SIZE=6: EXPERT_BACKEND=torch requires row sizes divisible by 16 bytes,",
     ),
     ("router_normalize=true", "ROUTER_NORMALIZE=true: ...TOPK=1"),
-    ("aux_loss_type=aux_loss,seq_aux_loss aux_loss_coeff=1,2,3", "AUX_LOSS_COEFF=1,2,3: 3 weights for 2 "),
+    (
+        "aux_loss_type=aux_loss,seq_aux_loss aux_loss_coeff=1,2,3",
+        "AUX_LOSS_COEFF=1,2,3: has 3 weights, but 2 ",
+    ),
     ("aux_loss_type=sinkhorn router_bias_update_rate=0.1", "AUX_LOSS_TYPE=sinkhorn: ...BIAS_UPDATE_RATE"),
     ("router_bias_rule=quantile router_bias_update_rate=0.1", "ROUTER_BIAS_UPDATE_RATE=0.1: ...quantile"),
     ("router_bias_rule=quantile num_router_groups=4 router_group_topk=2", "ROUTER_BIAS_RULE=...ROUTER_GROUP"),
@@ -284,7 +287,7 @@ REFUSED = [
     ),
     (
         "pp=4 pipeline_layers=2,0,2,0 gpus_per_node=4",
-        "PIPELINE_LAYERS=2,0,2,0: only the first stage (embedding) and the last (output layer)",
+        "PIPELINE_LAYERS=2,0,2,0: every stage except the first (embedding) and the last (output",
     ),
     ("pp=2 vpp=2 pipeline_layers=0,4 gpus_per_node=2", "VPP=2: requires layers in every stage"),
     (
@@ -298,7 +301,7 @@ REFUSED = [
     ),
     ("mtp_loss_coeff=0.1", "MTP_LOSS_COEFF=0.1: has no effect while MTP_NUM_LAYERS=0"),
     ("mtp_num_layers=1 mtp_loss_coeff=0.3:8,0.2:5,0.1", "MTP_LOSS_COEFF=...values end at iterations 8, 5"),
-    ("vpp=2", "VPP=2: requires several pipeline stages, but PP=1... set VPP=none or PP to at least"),
+    ("vpp=2", "VPP=2: requires several pipeline stages, but PP=1... set VPP=none, or set PP to at least"),
     ("pp=2 vpp=3 gpus_per_node=2", "VPP=3: must divide NUM_LAYERS/PP=2... set VPP to one of 1,"),
     ("pp=2 vpp=1 gpus_per_node=2", "VPP=1: must be at least 2, as one model chunk per rank cannot"),
     ("pp=2 vpp=2 gbsz=24 gpus_per_node=2", "VPP=2: requires a multiple of PP=2 micro-batches, but GBSZ /"),
@@ -312,7 +315,7 @@ REFUSED = [
     ("optimizer=sgd optimizer_state_dtype=bf16", "OPTIMIZER_STATE_DTYPE=bf16: ...Adam, but OPTIMIZER=sgd"),
     (
         "optimizer_state_dtype=bf16 adam_beta2=0.999",
-        "ADAM_BETA2=0.999: is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16, as rounding",
+        "ADAM_BETA2=0.999: is too close to 1 for OPTIMIZER_STATE_DTYPE=bf16: rounding",
     ),
     (
         "main_params=remainder dtype=fp32",
@@ -356,7 +359,7 @@ REFUSED = [
     ),
     (
         "offload_optimizer=true dtype=bf16 optimizer=adam main_params=remainder",
-        "OFFLOAD_OPTIMIZER=true: keeps main weights in fp32, but MAIN_PARAMS=rem... set MAIN_PARAMS=auto",
+        "OFFLOAD_OPTIMIZER=true: requires fp32 main weights, but MAIN_PARAMS=rem... set MAIN_PARAMS=auto",
     ),
     ("ema_decay=0.9 average_every=11 train_iters=10 warmup_iters=0", "AVERAGE_EVERY=11: ... to at most 10."),
     # Batches
@@ -398,8 +401,11 @@ REFUSED = [
         "lr_decay_style=linear:90%:101%",
         "LR_DECAY_STYLE=linear:90%:101%: the final rate of a piece must not exceed 100% of LR",
     ),
-    ("lr_decay_style=constant:80%,linear:200", "LR_DECAY_STYLE=...: piece 2 ends at iteration 200, but the "),
-    ("lr_decay_style=constant:20,linear", "...: piece 1 ends at iteration 20, but the warm-up ends at 20"),
+    (
+        "lr_decay_style=constant:80%,linear:200",
+        "LR_DECAY_STYLE=...: piece 2 ends at iteration 200, not after ",
+    ),
+    ("lr_decay_style=constant:20,linear", "...: piece 1 ends at iteration 20, not after the warm-up, which"),
     ("lr_decay_style=constant:20%,linear:301", "...: the last piece ends at iteration 301, after"),
     (
         "lr_decay_style=inverse-square-root warmup_iters=0",
@@ -414,7 +420,7 @@ REFUSED = [
         "WSD_DECAY_ITERS=301: must be from 0 to TRAIN_ITERS=300 with LR_DECAY_STYLE=power",
     ),
     ("lr_power_b=0.5", "LR_POWER_B=0.5: ... less than 0"),
-    (WSD_S, "WSD_DECAY_ENDS=: LR_DECAY_STYLE=WSD-S requires the iterations at which the"),
+    (WSD_S, "WSD_DECAY_ENDS=: LR_DECAY_STYLE=WSD-S requires the ends of all decays"),
     (f"{WSD_S} wsd_decay_ends=49,200", "WSD_DECAY_ENDS=49,200: ...to iteration 49 begins at 19, before "),
     (f"{WSD_S} wsd_decay_ends=50%,60%,50", "WSD_DECAY_ENDS=...to iteration 50 begins at 20, ... at 180."),
     (f"{WSD_S} wsd_decay_ends=271", "WSD_DECAY_ENDS=271: ... to iteration 300 begins at 270, ... at 271."),
@@ -449,7 +455,7 @@ REFUSED = [
         "LR_GROUPS=*norm*: has a wd, but only matches norms and biases, which never decay",
     ),
     # Data
-    ("train_data=a", "VALID_DATA=: required for EVAL_INTERVAL=100, as TRAIN_DATA=a is not a folder"),
+    ("train_data=a", "VALID_DATA=: must be set for EVAL_INTERVAL=100, as TRAIN_DATA=a is not a folder"),
     ("split=99,1", "SPLIT=99,1: the embedded corpus has its own validation data"),
     ("train_data=a valid_data=b split=99,1", "SPLIT=99,1: cannot be combined with VALID_DATA=b"),
     ("train_data=a split=0,1", "SPLIT=0,1: must be at most three numbers"),
