@@ -156,8 +156,8 @@ def _begin(
     begun |= read_json(path, fix=MAKE_AGAIN) if path.exists() else {"tasks": tasks}
     if begun["tasks"] != tasks:
         fix = f"set --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or add --start-over"
-        rule = f"must be {begun['tasks']}, because {stage.output} was started with {begun['tasks']} tasks"
-        raise input_error(f"tasks={tasks}", rule, fix)
+        must = f"must be {begun['tasks']}, because {stage.output} was started with {begun['tasks']} tasks"
+        raise input_error(f"tasks={tasks}", must, fix)
     # Not from this call's budget: the scattered files of the first call were sorted by these buckets.
     begun.setdefault("bucket_bytes", memory.piece_bytes)
     cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
