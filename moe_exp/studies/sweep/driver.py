@@ -271,9 +271,9 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
         if is_local:
             ended = _local_cases(left, timeout, partial(advance, 0))
         else:
-            options = child_runs.JobOptions(shlex.split(settings.sbatch), timeout, sweep.device != CPU)
-            by_name = {case.name: case for case in left}
-            ended = child_runs.run_jobs(by_name, sweep.folder / "jobs", options, child_runs.clear)
+            on_gpus, sbatch = sweep.device != CPU, shlex.split(settings.sbatch)
+            options = child_runs.JobOptions(sbatch, timeout, on_gpus, is_cleared=True)
+            ended = child_runs.run_jobs({case.name: case for case in left}, sweep.folder / "jobs", options)
             advance(0, "SLURM jobs")
         for number, (case, code) in enumerate(ended, start=1):
             counts = {"num_warmup": settings.sweep_warmup, "num_iterations": settings.sweep_iters}
