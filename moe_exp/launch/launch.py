@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem
+from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem, raise_for
 from moe_exp.config.learning_rate import BEGIN, Start, learning_rate_text, schedule_warnings
 from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.parameter_groups import group_lines
@@ -28,7 +28,7 @@ from moe_exp.launch.machine_checks import check_environment
 from moe_exp.launch.source_checks import data_warnings, source_problems, stage_lines, start_of
 from moe_exp.launch.torchrun_job import child_environment, run_job, shared_key, torchrun_command
 from moe_exp.planner.costs.params import startup_report
-from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text, run_folder_problems
+from moe_exp.runs.run_folder import RunFolder, changes_of_resume, iterations, run_folder_problems
 from moe_exp.runs.summary import Caller, finish_run
 from moe_exp.watch.excluded_nodes import exclude_list
 from moe_exp.watch.hangs.monitor import HangWatch
@@ -66,8 +66,7 @@ def train(
         config, vocabulary = with_vocab_size(config, names, RunFolder.of(config).config)
         if vocabulary:
             given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
-        if problems := [*config.problems(), *(() if dry_run else check_environment(config))]:
-            raise ConfigError(problems)
+        raise_for([*config.problems(), *(() if dry_run else check_environment(config))])
         start = start_of(config)
         if dry_run:
             return _dry_run(config, given, sources, start)
@@ -128,8 +127,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
             raise ConfigError(str(error).splitlines()) from None
     prepared = with_prepared_text(config)  # replaces text by token files and a tokenizer
     if prepared is not config:
-        if problems := [*machine_checks.data_problems(prepared), *source_problems(prepared)]:
-            raise ConfigError(problems)
+        raise_for([*machine_checks.data_problems(prepared), *source_problems(prepared)])
         _warn(data_warnings(prepared))
     if config.remote_dir or is_url(config.load_dir):
         from moe_exp.checkpoint.remote import check_writable, fetch_load_dir, fetch_run
@@ -138,7 +136,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
             if config.remote_dir and config.node_rank == 0:
                 check_writable(config)
             fetch_run(config)
-            if is_url(config.load_dir) and not RunFolder.of(config).checkpoint_iterations():
+            if is_url(config.load_dir) and not iterations(RunFolder.of(config).checkpoints):
                 fetch_load_dir(config)
         except (ValueError, OSError) as error:
             raise ConfigError([str(error)]) from None
@@ -200,8 +198,7 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
     room = () if run_folder_problems(config) else machine_checks.disk_problems(config)
     _warn([*machine_checks.check_machine(config), *room, *_warnings(config, start)])
     _report_changes(config)
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return 0
 
 
@@ -220,7 +217,7 @@ def _warnings(config: Config, start: Start) -> Iterator[str]:
 def _report_changes(config: Config) -> None:
     """Prints the settings that change on resume; `open_run_folder` records the changes later."""
     if config.node_rank == 0 and (changes := changes_of_resume(config)):
-        complain(changes_text(changes))
+        complain(f"resumed with changed settings: {', '.join(changes)}")
 
 
 def _warn(lines: Iterable[str]) -> None:

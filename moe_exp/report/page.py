@@ -156,17 +156,15 @@ def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.
     """JSON data for the page's script. `loss`: see `write_report`; `detail` scales the resolution."""
     # limits that keep the page far below 5 MB
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
-    window, unit = window_of(runs), comparison.loss_unit(runs)
+    window, unit = window_of(runs), comparison.loss_unit(runs) or NATS
     budget = detail * 600_000 / max(sum(bool(run.load) for run in runs), 1)
     return {
-        "unit": unit or NATS,
+        "unit": unit,
         "groups": grouped_by_seed([run.settings for run in runs]),
         "baseline": baseline_of(runs),
         "window_tokens": _rounded(window),
         "loss": _rounded(comparison.common_loss(runs)[0] if loss is None else loss),
-        "runs": [
-            _run(run, points, unit or NATS, window) | {"experts": _experts(run, budget)} for run in runs
-        ],
+        "runs": [_run(run, points, unit, window) | {"experts": _experts(run, budget)} for run in runs],
     }
 
 

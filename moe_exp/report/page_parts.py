@@ -344,11 +344,10 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
     """One row per rank with its latest milliseconds per iteration by phase; empty if there are no times."""
     tables = ""
     for run in (run for run in runs if run.ranks):
-        texts = [
-            [digits_text(value, 3) if isinstance(value, float) else str(value) for value in one.values()]
-            for one in run.ranks[:_MOST_ROWS]
-        ]
-        rows = [row_html(name, values) for name, *values in texts]
+        rows = []
+        for one in run.ranks[:_MOST_ROWS]:
+            name, *cells = (digits_text(v, 3) if isinstance(v, float) else str(v) for v in one.values())
+            rows.append(row_html(name, cells))
         tables += table(list(map(escape, run.ranks[0])), rows, f"Ranks of {run.name}", css="scroll tall")
     return tables and tables + how("Milliseconds, excluding waits for other ranks: a slow rank waits least.")
 

@@ -263,10 +263,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     """Unique names of run folders. Repeated names are extended by parent folder and, if needed, a number."""
     folders = [path.resolve() for path in paths]
     plain = [folder.name for folder in folders]
-    names = [
-        f"{folder.parent.name}/{folder.name}" if plain.count(folder.name) > 1 else folder.name
-        for folder in folders
-    ]
+    names = [one.name if plain.count(one.name) < 2 else f"{one.parent.name}/{one.name}" for one in folders]
     return [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1)]
 
 

@@ -89,10 +89,6 @@ class RunFolder:
         """Run folder of `config`, which need not exist."""
         return cls(Path(config.run_dir).expanduser() / config.name)
 
-    def checkpoint_iterations(self) -> list[int]:
-        """Iterations of the run's checkpoints, see `iterations`."""
-        return iterations(self.checkpoints)
-
 
 def iterations(checkpoints: Path) -> list[int]:
     """Iterations of all iter_ folders in ascending order; their checkpoints may be damaged."""
@@ -138,7 +134,7 @@ def open_run_folder(
             logger.warning(line, folder.provenance, broken)
         _, changed = _changed_settings(folder, config)
         if resumed_from is not None and (matter := changes_of_resume(config)):
-            logger.info("%s", changes_text(matter))
+            logger.info("resumed with changed settings: %s", ", ".join(matter))
             # before config.yaml changes, so that the change is not lost if this start dies
             append_event(folder.metrics, "changed_settings", resumed_from, changes=matter)
         write_atomically(folder.config, to_yaml(config))
@@ -177,9 +173,8 @@ def release_run_folders() -> int:
 
 def _held_problem(config: Config) -> list[str]:
     rule = f"another run is writing to {RunFolder.of(config).path}"
-    return [
-        problem("run_name", config.name, rule, "wait for the other run to end, or choose another RUN_NAME")
-    ]
+    fix = "wait for the other run to end, or choose another RUN_NAME"
+    return [problem("run_name", config.name, rule, fix)]
 
 
 def lock_problems(config: Config) -> list[str]:
@@ -272,11 +267,6 @@ def changes_of_resume(config: Config) -> list[str]:
     ]
 
 
-def changes_text(changes: Sequence[str]) -> str:
-    """Log line for `changes_of_resume`."""
-    return f"resumed with changed settings: {', '.join(changes)}"
-
-
 def run_folder_problems(config: Config) -> list[str]:
     """Reasons why `config` cannot use its run folder, one line each. Creates nothing."""
     folder, parts = RunFolder.of(config), Path(config.name).parts
@@ -342,12 +332,8 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
     found = []
     if other_optimizer and is_trained and not config.allow_other_optimizer:
         found.append(other_optimizer.problem(str(folder.path), OTHER_OPTIMIZER_FLAG))
-    return found + [
-        problem(
-            change.name,
-            change.value,
-            f"{folder.path} contains a model with {change.name.upper()}={change.before}",
-            f"choose another RUN_NAME to start a new run, or {change.way_back} to continue the existing run",
-        )
-        for change in changes
-    ]
+    for change in changes:
+        rule = f"{folder.path} contains a model with {change.name.upper()}={change.before}"
+        fix = f"choose another RUN_NAME to start a new run, or {change.way_back} to continue the existing run"
+        found.append(problem(change.name, change.value, rule, fix))
+    return found

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem
+from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem, raise_for
 from moe_exp.config.loading import fixed_for, given_values, with_file
 from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, as_given, blend_members, is_one_line
@@ -97,8 +97,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
     if config and slurm:
         job = RunJob(config, given, slurm, slurm.passed_variables(environ))
         problems += _place_problems(job)
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return job
 
 

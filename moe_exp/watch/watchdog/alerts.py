@@ -22,7 +22,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_exp.config import ConfigError
+from moe_exp.config import raise_for
 from moe_exp.host.files import expanded, regular
 
 PASSWORD_VARIABLE, WEBHOOK_VARIABLE = "SMTP_PASSWORD", "WATCH_WEBHOOK"
@@ -151,8 +151,7 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
     """Channels set by the options, $SMTP_PASSWORD and $WATCH_WEBHOOK; ConfigError lists all problems."""
     flags = _Flags(options, environ)
     channels = [flags.mail(), flags.webhook(), flags.alert_file()]
-    if flags.problems:
-        raise ConfigError(flags.problems)
+    raise_for(flags.problems)
     return [channel for channel in channels if channel is not None]
 
 
