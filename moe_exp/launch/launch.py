@@ -163,7 +163,8 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     if config.node_rank:
         return code
     # environment variables that a suggested command needs for the same run, except those that differ per node
-    settings = (name.upper() for name in Config.model_fields if name not in _OF_THE_NODE)
+    own = ("master_addr", "nnodes", "node_rank")
+    settings = (name.upper() for name in Config.model_fields if name not in own)
     given = {name: os.environ[name] for name in settings if os.environ.get(name)}
     program = own_command()
     typed = command or shlex.join([*program, "train", *module_arguments(flags)])
@@ -177,9 +178,6 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     print(f"\n{text}", flush=True)
     # the teardown of finished ranks may fail, for instance if a peer exited earlier
     return exit_codes.FINISHED if status == "finished" else code or exit_codes.FAILED
-
-
-_OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:

@@ -20,8 +20,6 @@ _ALWAYS = ("num_experts", "topk", "moe_type")
 _UNKNOWN, _NOT_SET, _NO_EXPERTS = "(unknown)", "(not set)", "–"
 NATS, BITS = "nats per token", "bits per byte"
 VALIDATION, TRAINING = "validation loss", "training loss"
-
-
 # axes on which costs are compared, in the order of a sentence
 COSTS = {"consumed_flops": "the FLOPs", "training_seconds": "the time", "consumed_tokens": "the tokens"}
 

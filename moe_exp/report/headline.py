@@ -169,8 +169,7 @@ def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
     dense = [group for group in groups if group.runs[0].kind == "dense"]
     if found := [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]:
         return found
-    baseline = runs[baseline_of(runs)]
-    other = next(group for group in groups if baseline in group.runs)
+    other = next(group for group in groups if runs[baseline_of(runs)] in group.runs)
     return [parity(group, other) for group in groups if group is not other]
 
 

@@ -4,7 +4,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -58,7 +58,7 @@ def write_report(
     Raises:
         ConfigError: a path is not a run folder, or `out` cannot be written; raised before any work.
     """
-    raise_for(check_out(out) + run_problems(paths))
+    raise_for([*(check_out(out) if out else ()), *run_problems(paths)])
     runs = read_runs(paths)
     text = (report_html if kind == "html" else report_markdown)(runs, title=title, loss=loss, notes=notes)
     # folder names and events may not be valid UTF-8
@@ -70,24 +70,20 @@ def write_report(
     return warnings
 
 
-def check_out(out: Path | None) -> list[str]:
+def check_out(out: Path) -> Iterator[str]:
     """Reasons why `out` cannot be written: its folder is missing, or `out` exists and is not a report."""
-    if out is None:
-        return []
     if not (folder := out.resolve().parent).is_dir():
         # a link's target is written, so its folder must exist
         rule = f"folder {folder if out.is_symlink() else out.parent} not found"
-        return [problem("out", out, rule, "create it, or choose another file")]
-    if not out.exists():
-        return []
-    if not out.is_file():  # a folder, or a device such as /dev/stdout that a rename would replace
-        return [problem("out", out, "must be a regular file", "choose another file")]
-    with out.open("rb") as file:
-        head = file.read(2000)
-    # an empty file may be replaced, for example one created by mktemp
-    if head.strip() and _GENERATOR.encode() not in head and _MARKER.encode() not in head:
-        return [problem("out", out, "exists and is not a report", "choose another file, or remove this one")]
-    return []
+        yield problem("out", out, rule, "create it, or choose another file")
+    elif out.is_file():
+        with out.open("rb") as file:
+            head = file.read(2000)
+        # an empty file may be replaced, for example one created by mktemp
+        if head.strip() and _GENERATOR.encode() not in head and _MARKER.encode() not in head:
+            yield problem("out", out, "exists and is not a report", "choose another file, or remove this one")
+    elif out.exists():  # a folder, or a device such as /dev/stdout that a rename would replace
+        yield problem("out", out, "must be a regular file", "choose another file")
 
 
 def _views(runs: Sequence[RunRecords], loss: float | None) -> tuple[list[Overview], float, str | None]:
@@ -157,7 +153,7 @@ def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.
     # limits that keep the page far below 5 MB
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), comparison.loss_unit(runs) or NATS
-    budget = detail * 600_000 / max(sum(bool(run.load) for run in runs), 1)
+    budget = detail * 600_000 / max(sum(bool(run.load.layers) for run in runs), 1)
     return {
         "unit": unit,
         "groups": grouped_by_seed([run.settings for run in runs]),
@@ -260,7 +256,7 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
     """Expert load [columns, layers, experts] as uint16 (a fair share is LOAD_SCALE), and curves per layer."""
-    if not run.load:
+    if not run.load.layers:
         return None
     num_columns = int(min(run_data.NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))
     if not num_columns:

@@ -251,7 +251,7 @@ _EXPERT_CHARTS = (
 
 def experts_html(runs: Sequence[RunRecords]) -> str:
     """Frame for the heatmaps and expert curves, and for each run a table of its layers."""
-    with_experts = [run for run in runs if run.load]
+    with_experts = [run for run in runs if run.load.layers]
     if not with_experts:
         return '<p class="note">No run has records of expert load.</p>'
     head = [

@@ -58,7 +58,7 @@ class LoadHistory:
         self._waiting: list[tuple[int, float, list[Mapping[str, Any]]]] = []
         self._bounds = np.full((self._num_columns, 2), np.nan)
         self._means: list[Floats] = []
-        self.layers: list[int] = []
+        self.layers: list[int] = []  # empty without expert records
 
     def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
         """Adds one record's `experts`; call `finish` after the last one."""
@@ -122,9 +122,6 @@ class LoadHistory:
         table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
         return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
-    def __bool__(self) -> bool:
-        return bool(self.layers)
-
     @property
     def num_experts(self) -> int:
         return self._loads_CLE.shape[2]
@@ -164,7 +161,7 @@ class RunRecords:
     train: dict[str, Floats] = field(default_factory=dict)  # AXES, CURVES, means over layers `experts/<key>`
     valid: dict[str, Floats] = field(default_factory=dict)  # AXES and VALID_CURVES
     events: list[dict[str, Any]] = field(default_factory=list)
-    load: LoadHistory = field(default_factory=lambda: LoadHistory(1))  # false without expert records
+    load: LoadHistory = field(default_factory=lambda: LoadHistory(1))
     notes: list[str] = field(default_factory=list)  # problems when reading, one sentence each
     starts: list[dict[str, Any]] = field(default_factory=list)  # from provenance.json, oldest first
     ranks: list[dict[str, Any]] = field(default_factory=list)  # of ranks.json, latest times of each rank
@@ -177,7 +174,7 @@ class RunRecords:
     def kind(self) -> str:
         """`dense`, or the MOE_TYPE."""
         if not self.settings:
-            return "MoE" if self.load else "unknown"
+            return "MoE" if self.load.layers else "unknown"
         return str(self.settings.get("moe_type", "MoE")) if self.settings.get("use_moe") else "dense"
 
     @property

@@ -172,10 +172,7 @@ def _expert_balance(
     if not measured:
         return None
     worst = max(measured, key=lambda layer: float(layer["max_over_mean"]))
-    dead = []
-    for layer in measured:
-        idle = np.flatnonzero(np.asarray(layer["tokens_per_expert"]) == 0)
-        dead += [[layer["layer"], int(expert)] for expert in idle]
+    dead = [[one["layer"], i] for one in measured for i, n in enumerate(one["tokens_per_expert"]) if n == 0]
     return {
         "worst_layer": worst["layer"],
         "max_over_mean": worst["max_over_mean"],

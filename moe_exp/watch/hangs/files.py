@@ -78,8 +78,7 @@ def write_answer(folder: Path, answer: Answer) -> None:
 
 def read_answers(folder: Path) -> list[Answer]:
     """The launchers' answers so far, in node order."""
-    answers = (_read(Answer, path) for path in sorted(folder.glob("node_*.json")))
-    return [answer for answer in answers if answer is not None]
+    return list(filter(None, (_read(Answer, path) for path in sorted(folder.glob("node_*.json")))))
 
 
 def _read(kind: Callable[..., T], path: Path) -> T | None:
@@ -106,10 +105,9 @@ def wait_for_verdict(folder: Path, seconds: float) -> bool | None:
     """Waits for the verdict and returns whether the run hangs; None if no verdict arrives in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            return bool(read_json(folder / "verdict.json")["is_hang"])
-        except (OSError, ValueError, KeyError):
-            time.sleep(_POLL_SECONDS)
+        if verdict := _read(dict[str, Any], folder / "verdict.json"):
+            return bool(verdict["is_hang"])
+        time.sleep(_POLL_SECONDS)
     return None
 
 
