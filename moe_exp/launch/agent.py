@@ -268,10 +268,8 @@ class Agent(LocalElasticAgent):
                 complain(f"the ranks are not restarted: failure {num_failures} exceeds MAX_RESTARTS={most}")
             return 0.0
         starts = ("start", "resume", "restart")
-        since = (
-            r.get("kind") for r in reversed(records) if r.get("kind") == "train" or r.get("event") in starts
-        )
-        self._num_idle = 0 if next(since, "") == "train" else self._num_idle + 1
+        kinds = [r.get("kind") for r in records if r.get("kind") == "train" or r.get("event") in starts]
+        self._num_idle = 0 if kinds[-1:] == ["train"] else self._num_idle + 1
         delay = _STORAGE_DELAY_SECONDS if action == "wait" else 0.0
         if self._num_idle:
             # no rank has trained since the last start: the next one may fail too, so avoid a tight loop

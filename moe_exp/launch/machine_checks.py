@@ -401,9 +401,8 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
         return [], [], []
     iteration = max(there, default=0)
     # the next save is at a multiple of SAVE_INTERVAL, or at the end
-    next_save = c.train_iters
-    if c.save_interval:
-        next_save = min(next_save, (iteration // c.save_interval + 1) * c.save_interval)
+    interval = c.save_interval or c.train_iters
+    next_save = min(c.train_iters, (iteration // interval + 1) * interval)
     until_end = disk_use(c, iteration=iteration, there=there)
     short = c.model_copy(update={"train_iters": next_save})
     next_bytes = disk_use(short, iteration=iteration, there=there).needed_bytes

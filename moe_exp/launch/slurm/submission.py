@@ -212,7 +212,6 @@ def script_of(job: RunJob) -> str:
 def _options(job: RunJob) -> list[str]:
     slurm, config = job.slurm, job.config
     is_array = slurm.chain == "array" and slurm.num_jobs > 1
-    named = {name: getattr(slurm, name) for name in ("partition", "account", "qos", "constraint")}
     options = {
         "job-name": job.name,
         "nodes": config.nnodes,
@@ -224,15 +223,13 @@ def _options(job: RunJob) -> list[str]:
         "chdir": Path.cwd(),
         # ALL would pass the submitting shell's variables, NONE those of a login shell
         "export": ",".join([*PASSED_ALWAYS, *job.passed]),
-        **{name: value for name, value in named.items() if value},
     }
+    for name in ("partition", "account", "qos", "constraint", "cpus_per_task", "nice"):
+        if value := getattr(slurm, name):
+            options[name.replace("_", "-")] = value
     asks_for_gpus = any(option.startswith(("--gpus", "--gres")) for option in slurm.extra_options)
     if not slurm.cpu_nodes and not asks_for_gpus:
         options["gpus-per-node"] = config.gpus_per_node
-    if slurm.cpus_per_task:
-        options["cpus-per-task"] = slurm.cpus_per_task
-    if slurm.nice:
-        options["nice"] = slurm.nice
     if slurm.exclusive:
         options["mem"] = 0  # all memory; an exclusive job may otherwise get that of one core
     if is_array:

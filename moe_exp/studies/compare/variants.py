@@ -164,15 +164,12 @@ def flops_per_token(config: Config) -> float:
     return flops_per_iteration(config, 1) / config.seq_len
 
 
-def active_parameters(config: Config) -> float:
-    """Returns the number of parameters that a token uses: all parameters in a dense model."""
-    return count_parameters(config).active_per_token
-
-
 # Quantity by which sizes are matched. With `time`, FLOPs per token are matched as well.
 MEASURES: dict[Match, Callable[[Config], float]] = {
-    "flops": flops_per_token, "active-params": active_parameters, "time": flops_per_token,
-}  # fmt: skip
+    "flops": flops_per_token,
+    "active-params": lambda config: count_parameters(config).active_per_token,
+    "time": flops_per_token,
+}
 MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
 
 

@@ -30,6 +30,7 @@ from moe_exp.host.progress import progress
 from moe_exp.launch.machine_checks import check_files, check_machine
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.measured import GIBIBYTE
+from moe_exp.planner.prediction import predict
 from moe_exp.studies import child_runs
 from moe_exp.studies.child_runs import MEASURED_ONLY, Case, at_work, given_settings
 from moe_exp.studies.sweep import table
@@ -171,7 +172,9 @@ class Sweep:
             result = Result("left")
         device, memory = result.device or self.device, result.memory_bytes
         gpu, status, reason = self.settings.gpu or profile_of(device), str(result.status), result.reason
-        prediction = None if case.problems else table.prediction_of(case.config, device, gpu)
+        prediction = None
+        if gpu and not case.problems:
+            prediction = predict(table.job_of(case.config, device), load_hardware(gpu))
         if status == "left" and case.problems:
             status, reason = "rejected", " ".join(case.problems)
         elif status == "left" and not self.settings.run_oom:

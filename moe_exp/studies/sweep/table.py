@@ -18,7 +18,7 @@ from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.measured import GIBIBYTE, row_of_job
-from moe_exp.planner.prediction import Prediction, predict
+from moe_exp.planner.prediction import predict
 from moe_exp.studies.child_runs import LONGEST, Case, median_seconds, records_after, why_it_failed
 
 CPU = "CPU"
@@ -121,11 +121,6 @@ class Row:
 def job_of(config: Config, device: str) -> PlannedJob:
     """Job that predicts the kind of memory that runs measure: resident (CPU), allocated by PyTorch (GPU)."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
-
-
-def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
-    """Returns a prediction that is comparable with measurements; None without a hardware profile."""
-    return predict(job_of(config, device), load_hardware(gpu)) if gpu else None
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:

@@ -33,7 +33,7 @@ def moe_models(draw):
 def test_a_dense_model_matches_within_one_percent(given_settings, match):
     moe, dense = match_sizes(make_variants("dmoe,dense", [], given_settings), match)
     assert list(moe.config.problems()) == [] and list(dense.config.problems()) == []
-    measure = variants.flops_per_token if match == "flops" else variants.active_parameters
+    measure = variants.MEASURES[match]
     assert measure(dense.config) == pytest.approx(measure(moe.config), rel=0.01)
     changed = moe.config.model_dump().items() ^ dense.config.model_dump().items()
     assert {name for name, _ in changed} <= {"use_moe", "ffn_hidden_size"}
@@ -66,7 +66,7 @@ def test_the_router_counts_as_active_parameters():
     settings = SMALL | {"num_experts": 256, "topk": 4}
     moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "active-params")
     # Four experts of 256; 256 rows of 128 router weights are 256 / 3 channels of an MLP of three matrices.
-    active = variants.active_parameters
+    active = variants.MEASURES["active-params"]
     exact = variants.matched_width(dense.config, active(moe.config), active)
     assert exact == dense.config.ffn_hidden_size and abs(exact - (1024 + 256 / 3)) <= 32
     assert abs(apart(dense.config, moe.config, "active-params")) <= 2e-3
