@@ -20,7 +20,6 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text import facts_for_ranks, plan_text, with_prepared_text
 from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.host import exit_codes
-from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import expanded, is_url
 from moe_exp.host.processes import own_command, signals_handled
 from moe_exp.launch import machine_checks
@@ -79,7 +78,7 @@ def train(
         if raises:
             raise
         for line in error.problems:
-            complain(line)
+            exit_codes.complain(line)
         return exit_codes.BAD_INPUT
 
 
@@ -215,12 +214,12 @@ def _warnings(config: Config, start: Start) -> Iterator[str]:
 def _report_changes(config: Config) -> None:
     """Prints the settings that change on resume; `open_run_folder` records the changes later."""
     if config.node_rank == 0 and (changes := changes_of_resume(config)):
-        complain(f"resumed with changed settings: {', '.join(changes)}")
+        exit_codes.complain(f"resumed with changed settings: {', '.join(changes)}")
 
 
 def _warn(lines: Iterable[str]) -> None:
     for line in lines:
-        complain(f"warning: {line}")
+        exit_codes.complain(f"warning: {line}")
 
 
 def dry_run_text(

@@ -292,7 +292,7 @@ def report_markdown(
 ) -> str:
     """Renders a short report as Markdown. Its first line marks the file as a report."""
     views, chosen, unit = _views(runs, loss)
-    names, warnings = [run.name for run in runs], warnings_of(runs)
+    names, warnings = [run.name for run in runs], list(warnings_of(runs))
     rows = parts.overview_rows(views)
     if unit and math.isfinite(chosen):
         costs = [parts.cost_texts(view.cost) for view in views]

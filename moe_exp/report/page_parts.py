@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from itertools import pairwise
@@ -81,7 +81,7 @@ def how(rule: str) -> str:
     return f'<details class="how"><summary>how?</summary><p>{escape(rule)}</p></details>'
 
 
-def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
+def result_html(runs: Sequence[RunRecords], warnings: Iterable[str]) -> str:
     """Headline, warnings, losses at equal tokens, FLOPs and time, and the cost of reaching the same loss."""
     text, about_seeds = headline.headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]

@@ -120,18 +120,17 @@ def _place_problems(job: RunJob) -> Iterator[str]:
             yield problem("container", job.slurm.container, rule, fix)
 
 
-def planned_commands(job: RunJob) -> list[str]:
+def planned_commands(job: RunJob) -> Iterator[str]:
     """The sbatch commands that `submit` would run, as shell lines."""
     path, number = shlex.quote(str(job.folder / "TIME.sbatch")), job.slurm.num_jobs
     jobs = [f"job {this} of {number}" for this in range(1, number + 1)]
     if job.slurm.chain == "array" or number == 1:
         jobs = [f"a job array: {number} jobs, one after another" if number > 1 else "one job"]
     # the id of a job is unknown until it has been submitted
-    lines, after = [], job.slurm.jobs_before
+    after = job.slurm.jobs_before
     for this, what in enumerate(jobs, 1):
-        lines.append(" ".join(["sbatch --parsable", *_dependency(after), f"{path}  # {what}"]))
+        yield " ".join(["sbatch --parsable", *_dependency(after), f"{path}  # {what}"])
         after = [f"ID_OF_JOB_{this}"]
-    return lines
 
 
 def submit(job: RunJob) -> list[str]:

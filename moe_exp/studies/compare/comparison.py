@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -24,14 +24,7 @@ from moe_exp.report.comparison import NATS, TRAINING, Overview, run_curve, windo
 from moe_exp.report.headline import Axis
 from moe_exp.report.run_data import RunRecords, read_run
 from moe_exp.studies.child_runs import Case, given_settings
-from moe_exp.studies.compare.variants import (
-    MEASURES,
-    Match,
-    Variant,
-    make_variants,
-    match_sizes,
-    reference_of,
-)
+from moe_exp.studies.compare.variants import Match, Variant, make_variants, match_sizes, reference_of
 
 
 @dataclass(frozen=True)
@@ -46,8 +39,9 @@ class Options:
     timeout: float = 0.0  # time limit of a run (seconds); 0: none
 
     def problems(self) -> Iterator[str]:
-        if self.match not in MEASURES:
-            yield problem("match", self.match, "unknown quantity", f"use one of {', '.join(MEASURES)}")
+        if self.match not in get_args(Match):
+            fix = f"use one of {', '.join(get_args(Match))}"
+            yield problem("match", self.match, "unknown quantity", fix)
         if self.repeats < 1:
             fix = "set it to the number of runs per variant"
             yield problem("repeats", self.repeats, "must be at least 1", fix)
