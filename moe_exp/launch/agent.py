@@ -124,7 +124,7 @@ class Agent(LocalElasticAgent):
                 self._stand_by()
                 result = self._check()
                 if result is not None and (
-                    result.state is WorkerState.SUCCEEDED or not self._may_start_again(result)
+                    result.state is WorkerState.SUCCEEDED or not self._may_start_again()
                 ):
                     return result
                 if self._has_moved() and not self._start_again():
@@ -194,7 +194,7 @@ class Agent(LocalElasticAgent):
         own = {rank: result.failures[rank] for rank in dead if rank in result.failures}
         return RunResult(WorkerState.FAILED, failures=own)
 
-    def _may_start_again(self, result: RunResult) -> bool:
+    def _may_start_again(self) -> bool:
         """Reports a failure to the other nodes; returns False if the ranks must not restart."""
         reported = reported_exit_code()
         if reported == exit_codes.START_AGAIN:
@@ -284,9 +284,7 @@ class Agent(LocalElasticAgent):
         complain(f"the ranks are restarting ({why}){when}")
         return delay
 
-    def _diagnosed(
-        self, records: Sequence[Record], iteration: int, failures: Sequence[dict[str, Any]]
-    ) -> str:
+    def _diagnosed(self, records: Sequence[Record], iteration: int, failures: Sequence[Record]) -> str:
         """Diagnoses the failures; if needed, excludes a bad node or ends the job. Returns the action."""
         # imported here, because only failures need the tables and their packages
         from moe_exp.watch.diagnosis import diagnose_failures

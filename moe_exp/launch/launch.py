@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem, raise_for
-from moe_exp.config.learning_rate import BEGIN, Start, learning_rate_text, schedule_warnings
+from moe_exp.config.learning_rate import Start, learning_rate_text, schedule_warnings
 from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.config.presets import preset_values
@@ -222,9 +222,7 @@ def _warn(lines: Iterable[str]) -> None:
         exit_codes.complain(f"warning: {line}")
 
 
-def dry_run_text(
-    config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
-) -> str:
+def dry_run_text(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> str:
     """Settings with their sources (from `sources` if listed there), the torchrun command, and the report."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():

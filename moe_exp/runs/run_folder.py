@@ -233,11 +233,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
     # inside a git hook, GIT_DIR etc. point to the hook's repository
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environ)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    with suppress(OSError, subprocess.SubprocessError):  # git is missing, slow or outside a repository
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environ, check=True)
+        return done.stdout.strip()
+    return None
 
 
 # Parts of the settings whose changes are reported at a resume, the most important first.

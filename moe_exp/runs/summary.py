@@ -3,7 +3,7 @@
 import re
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 from moe_exp.config import Config
 from moe_exp.config.setting_types import as_given
 from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED, WOULD_REPEAT
 from moe_exp.host.files import write_json
-from moe_exp.runs.curves import draw_loss_curve
+from moe_exp.runs.curves import Floats, Records, draw_loss_curve
 from moe_exp.runs.records import Record, iter_metrics
 from moe_exp.runs.run_folder import RunFolder
 
@@ -85,8 +84,8 @@ def finish_run(
 def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, Any] | None]:
     """Records stripped of `experts` (gigabytes in a long run), and the load balance of the experts."""
     kept: list[Record] = []
-    last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
-    slots: dict[tuple[int, int], npt.NDArray[np.float64]] = {}  # sums over all train records, by (layer, E)
+    last: Records = ()  # layers of the last train record
+    slots: dict[tuple[int, int], Floats] = {}  # sums over all train records, by (layer, E)
     for record in records:
         if record["kind"] == "train":
             last = record.get("experts") or []
@@ -99,7 +98,7 @@ def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, An
 
 
 def summarize(
-    config: Config, records: Sequence[Mapping[str, Any]], balance: Mapping[str, Any] | None,
+    config: Config, records: Records, balance: Mapping[str, Any] | None,
     folder: RunFolder, wall_seconds: float, status: Status, code: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Content of summary.json; losses are in nats per token, None if not measured or not finite.
@@ -153,20 +152,18 @@ def summarize(
     }
 
 
-def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _latest_start(records: Records) -> Records:
     """Records since the last `start` or `resume`; all train and valid records if there is no such event."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
 
-def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+def _median(records: Records, key: str) -> float | None:
     values = [float(record[key]) for record in records if record[key] is not None]
     return statistics.median(values) if values else None
 
 
-def _expert_balance(
-    last: Sequence[Mapping[str, Any]], slots: Mapping[tuple[int, int], npt.NDArray[np.float64]]
-) -> dict[str, Any] | None:
+def _expert_balance(last: Records, slots: Mapping[tuple[int, int], Floats]) -> dict[str, Any] | None:
     """Load balance at the last train record, and MaxVio over the whole run."""
     measured = [layer for layer in last if layer["max_over_mean"] is not None]
     if not measured:

@@ -53,11 +53,11 @@ def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
     variants, reference, match = comparison.variants, comparison.reference, comparison.options.match
     widths = []
     for config in (one.config for one in variants):
-        width = f"{config.expert_ffn_size}" if config.use_moe else f"{config.ffn_hidden_size}"
+        width = f"{config.ffn_hidden_size}"
         if config.use_moe:
-            width += f" in {config.moe_latent_size} channels" if config.moe_latent_size else ""
-            width += f", {config.topk} of {config.num_experts}"
-            width += f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
+            latent = f" in {config.moe_latent_size} channels" if config.moe_latent_size else ""
+            shared = f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
+            width = f"{config.expert_ffn_size}{latent}, {config.topk} of {config.num_experts}{shared}"
         widths.append(width)
     counts = [count_parameters(one.config) for one in variants]
     return {

@@ -14,9 +14,8 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import Nodes, device_name
 from moe_exp.host.files import read_json, write_atomically, write_json
 from moe_exp.host.processes import free_port
-from moe_exp.host.progress import progress
+from moe_exp.host.progress import Advance, progress
 from moe_exp.launch.machine_checks import check_files, check_machine
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.measured import GIBIBYTE
@@ -272,7 +271,7 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
         ensure_embedded_corpus(Path(left[0].config.data_dir))
     with progress("sweep", len(left), unit="cases") as advance:
         if is_local:
-            ended = _local_cases(left, timeout, partial(advance, 0))
+            ended = _local_cases(left, timeout, advance)
         else:
             on_gpus, sbatch = sweep.device != CPU, shlex.split(settings.sbatch)
             options = child_runs.JobOptions(sbatch, timeout, on_gpus, is_cleared=True)
@@ -288,14 +287,12 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
             advance(1)
 
 
-def _local_cases(
-    cases: Sequence[Case], timeout: int, report: Callable[[str], None]
-) -> Iterator[tuple[Case, int | None]]:
+def _local_cases(cases: Sequence[Case], timeout: int, advance: Advance) -> Iterator[tuple[Case, int | None]]:
     """Runs the cases; yields each case with its launcher's exit code, or with None after a timeout."""
     # Without the sweep's lists, which would look like misspelled run settings.
     environ = child_runs.run_environment(also_without=SweepSettings.model_fields)
     for case in cases:
-        report(case.name)
+        advance(0, case.name)
         child_runs.clear(case)
         yield case, child_runs.run_to_end(case.flags, case.log, timeout=timeout, environ=environ)
 

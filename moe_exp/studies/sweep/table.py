@@ -64,9 +64,7 @@ class Result:
             raise ValueError(f"{path}: {rule}.") from None
 
 
-def result_of(
-    case: Case, code: int | None, *, timeout: int = 0, num_warmup: int, num_iterations: int
-) -> Result:
+def result_of(case: Case, code: int | None, *, timeout: int, num_warmup: int, num_iterations: int) -> Result:
     """Returns the result of a case whose launcher has ended with exit `code` (None: it timed out, or the code
     is unknown). `timeout`: time limit of a local case (seconds); 0: SLURM enforces it.
     """

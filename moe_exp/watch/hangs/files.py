@@ -83,11 +83,10 @@ def read_answers(folder: Path) -> list[Answer]:
 
 def _read(kind: Callable[..., T], path: Path) -> T | None:
     """Content of a JSON file; None if it is missing or incomplete."""
-    try:
+    with suppress(OSError, ValueError, TypeError):
         # open it without a stat first: only opening makes a network file system refresh its cache
         return kind(**read_json(path))
-    except (OSError, ValueError, TypeError):
-        return None
+    return None
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:
