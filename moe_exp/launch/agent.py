@@ -412,8 +412,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rdzv_handler=rounds, max_restarts=config.max_restarts, monitor_interval=config.monitor_interval,
     )  # fmt: skip
     assert config.logs_specs is not None
-    options = {"logs_specs": config.logs_specs, "start_method": config.start_method}
-    agent = Agent(spec, rounds, received, **options)
+    agent = Agent(spec, rounds, received, logs_specs=config.logs_specs, start_method=config.start_method)
     SubprocessHandler._popen = lambda _, *args: agent.standbys.start_rank(*args)  # type: ignore[method-assign]
     result = agent.run()
     agent.standbys.end()

@@ -43,9 +43,8 @@ CURVES = (
     "tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "peak_memory_bytes",
     "memory_allocated_bytes",
 )  # fmt: skip
-_COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte", "ema_lm_loss")
-_TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
+_TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, "consumed_samples"), (*AXES, *VALID_CURVES)
 
 
 class LoadHistory:

@@ -32,7 +32,6 @@ class Fault:
 
 
 _ENDED = "none: caused by another error or a terminated process"
-_LATER = "reset the GPU after the job has ended"
 # Description, cause, advice and, where it excludes the host, True, by Xid number
 _XIDS: dict[int, tuple[Any, ...]] = {
     8: ("GPU stopped processing", "driver", RESET),
@@ -46,7 +45,7 @@ _XIDS: dict[int, tuple[Any, ...]] = {
     48: ("double-bit memory error (ECC)", "hardware", DRAIN, True),
     61: ("internal micro-controller halted", "driver", RESET, True),
     62: ("internal micro-controller halted", "hardware", RESET, True),
-    63: ("memory row was retired or remapped", "hardware", _LATER),
+    63: ("memory row was retired or remapped", "hardware", "reset the GPU after the job has ended"),
     64: ("memory row could not be retired or remapped", "hardware", DRAIN, True),
     68: ("video engine exception", "driver", RESET),
     69: ("exception in a graphics class", "program", PROGRAM),
@@ -71,10 +70,6 @@ XIDS = {number: Fault(f"Xid {number}: {what}", *rest) for number, (what, *rest) 
 
 
 _MORE_MEMORY = "request more memory for the job, or lower NUM_WORKERS or GPUS_PER_NODE"
-_VOCABULARY = "check tokenizer and VOCAB_SIZE of the data"
-_FILE = "replace the damaged file, or read an older checkpoint"
-_MISSING = "check path and permissions"
-_INSTALL = "install versions that fit each other"
 _SERVICE = "none if the service is back"
 _TRACEBACK = "read its traceback"
 _SHM = "enlarge /dev/shm (docker --shm-size), or set NUM_WORKERS=0"
@@ -136,7 +131,7 @@ _MESSAGES: tuple[tuple[Any, ...], ...] = (
     ("network card failed", "network", NETWORK, True,
      r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive"
      r"|mlx5_core .*(health compromised|fatal|assert|health recovery failed)|infiniband.*(error|failed)"),
-    ("token number outside of the vocabulary", "data", _VOCABULARY, False,
+    ("token number outside of the vocabulary", "data", "check tokenizer and VOCAB_SIZE of the data", False,
      r"srcIndex < srcSelectDimSize|index out of range in self|Assertion `t >= 0 && t < n_classes"
      r"|token.*(>=|exceeds|larger than|outside).*vocab"),
     ("assertion failed in a kernel", "program", PROGRAM, False, r"device-side assert"),
@@ -191,7 +186,7 @@ _MESSAGES: tuple[tuple[Any, ...], ...] = (
      r"|\b40[13]\b.*(Client|Forbidden)|403 Forbidden|NoCredentialsError|GatedRepo|gated repo"
      r"|RepositoryNotFound|NoSuchBucket|NoSuchKey|CERTIFICATE_VERIFY_FAILED|API key|AuthenticationError"
      r"|failed to authenticate|InvalidToken|could not read Username"),
-    ("damaged file", "data", _FILE, False,
+    ("damaged file", "data", "replace the damaged file, or read an older checkpoint", False,
      r"PytorchStreamReader failed|failed finding central directory|SafetensorError"
      r"|MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeader|UnpicklingError|unpickling|Ran out of input"
      r"|BadZipFile|JSONDecodeError|UnicodeDecodeError|ArrowInvalid|Parquet|zlib\.error|BadGzipFile"
@@ -213,7 +208,7 @@ _MESSAGES: tuple[tuple[Any, ...], ...] = (
      r"|\.cache/)|(torch_extensions|triton|inductor|\.cache/)\S* ?.*(cannot open shared|No such file"
      r"|not empty|File exists)"),
     ("port is taken", "crash", "choose another MASTER_PORT", False, r"EADDRINUSE|address already in use"),
-    ("installed versions do not fit", "settings", _INSTALL, False,
+    ("installed versions do not fit", "settings", "install versions that fit each other", False,
      r"ModuleNotFoundError|ImportError|undefined symbol|cannot open shared object"
      r"|GLIBC\w*_[\d.]+' not found|no kernel image is available|driver version is insufficient"
      r"|not compatible with the current PyTorch|plugin.*(mismatch|version)|unsupported (GPU|gpu|compute)"
@@ -221,7 +216,7 @@ _MESSAGES: tuple[tuple[Any, ...], ...] = (
      r"|nvcc fatal|CUDA_HOME|VersionConflict|DistributionNotFound|binary incompatibility"
      r"|size changed, may indicate|numpy.* failed to import|Illegal instruction"
      r"|forward compatibility was attempted|version mismatch|incompatible with|is too old"),
-    ("file is missing or unreadable", "settings", _MISSING, False,
+    ("file is missing or unreadable", "settings", "check path and permissions", False,
      r"FileNotFoundError|No such file or directory|PermissionError|Permission denied|NotADirectoryError"
      r"|IsADirectoryError|does not exist|couldn't find|not a directory"),
     ("setting was refused", "settings", "correct the setting", False,

@@ -26,7 +26,6 @@ from moe_exp.config import raise_for
 from moe_exp.host.files import expanded, regular
 
 PASSWORD_VARIABLE, WEBHOOK_VARIABLE = "SMTP_PASSWORD", "WATCH_WEBHOOK"
-_MAIL_FLAGS = ("mail_to", "mail_from", "smtp", "smtp_user")
 _SECONDS = 30.0  # timeout for a server
 _LONGEST_TEXT = 3500  # characters; Slack truncates longer ones
 
@@ -167,7 +166,7 @@ class _Flags:
         self.problems.append(f"{name}={value}: {rule}. Fix: {fix}.")
 
     def mail(self) -> Mail | None:
-        given = {name: self.options.get(name) or "" for name in _MAIL_FLAGS}
+        given = {name: self.options.get(name) or "" for name in ("mail_to", "mail_from", "smtp", "smtp_user")}
         if not (to := tuple(given["mail_to"].replace(",", " ").split())):
             if given["smtp"]:
                 self._wrong("--smtp", given["smtp"], "requires --mail-to", "set --mail-to or omit --smtp")
