@@ -140,7 +140,7 @@ def report_html(
     }
     # With many runs, reduce the points of the curves until the page is small enough.
     for detail in (1.0, 0.5, 0.2, 0.05):
-        fields["data"] = embedded(page_data(runs, loss, detail))
+        fields["data"] = embedded(page_data(runs, detail))
         text = parts.filled("page.html", fields)
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
@@ -148,8 +148,8 @@ def report_html(
     raise ValueError(problem("run", f"{len(runs)} folders", rule, "give fewer runs"))
 
 
-def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
-    """JSON data for the page's script. `loss`: see `write_report`; `detail` scales the resolution."""
+def page_data(runs: Sequence[RunRecords], detail: float = 1.0) -> dict[str, Any]:
+    """JSON data for the page's script; `detail` scales the resolution."""
     # limits that keep the page far below 5 MB
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
     window, unit = window_of(runs), comparison.loss_unit(runs) or NATS
@@ -158,8 +158,6 @@ def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.
         "unit": unit,
         "groups": grouped_by_seed([run.settings for run in runs]),
         "baseline": baseline_of(runs),
-        "window_tokens": _rounded(window),
-        "loss": _rounded(comparison.common_loss(runs)[0] if loss is None else loss),
         "runs": [_run(run, points, unit, window) | {"experts": _experts(run, budget)} for run in runs],
     }
 
@@ -189,7 +187,6 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
     changed = np.maximum(after - 1, 0).astype(int)
     return {
         "name": run.name,
-        "kind": run.kind,
         "seed": run.settings.get("seed"),
         "bits_per_nat": _rounded(comparison.bits_per_nat(run)) if unit == BITS else None,
         "x": {key: _list(values[ends]) for key, values in axes.items()},
