@@ -32,7 +32,7 @@ class Fault:
 
 
 _ENDED = "none: caused by another error or a terminated process"
-# Description, cause, advice and, where it excludes the host, True, by Xid number
+# By Xid number: description, cause, advice, and True if jobs should avoid the host
 _XIDS: dict[int, tuple[Any, ...]] = {
     8: ("GPU stopped processing", "driver", RESET),
     13: ("exception in a kernel", "kernel", PROGRAM),
