@@ -123,9 +123,7 @@ class Agent(LocalElasticAgent):
                 self._pass_signals_on()
                 self._stand_by()
                 result = self._check()
-                if result is not None and (
-                    result.state is WorkerState.SUCCEEDED or not self._may_start_again()
-                ):
+                if result is not None and (not result.is_failed() or not self._may_start_again()):
                     return result
                 if self._has_moved() and not self._start_again():
                     return result or failed
