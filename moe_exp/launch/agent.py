@@ -123,9 +123,7 @@ class Agent(LocalElasticAgent):
                 self._pass_signals_on()
                 self._stand_by()
                 result = self._check()
-                if result is not None and (
-                    result.state is WorkerState.SUCCEEDED or not self._may_start_again(result)
-                ):
+                if result is not None and (not result.is_failed() or not self._may_start_again()):
                     return result
                 if self._has_moved() and not self._start_again():
                     return result or failed
@@ -194,7 +192,7 @@ class Agent(LocalElasticAgent):
         own = {rank: result.failures[rank] for rank in dead if rank in result.failures}
         return RunResult(WorkerState.FAILED, failures=own)
 
-    def _may_start_again(self, result: RunResult) -> bool:
+    def _may_start_again(self) -> bool:
         """Reports a failure to the other nodes; returns False if the ranks must not restart."""
         reported = reported_exit_code()
         if reported == exit_codes.START_AGAIN:
@@ -268,10 +266,8 @@ class Agent(LocalElasticAgent):
                 complain(f"the ranks are not restarted: failure {num_failures} exceeds MAX_RESTARTS={most}")
             return 0.0
         starts = ("start", "resume", "restart")
-        since = (
-            r.get("kind") for r in reversed(records) if r.get("kind") == "train" or r.get("event") in starts
-        )
-        self._num_idle = 0 if next(since, "") == "train" else self._num_idle + 1
+        kinds = [r.get("kind") for r in records if r.get("kind") == "train" or r.get("event") in starts]
+        self._num_idle = 0 if kinds[-1:] == ["train"] else self._num_idle + 1
         delay = _STORAGE_DELAY_SECONDS if action == "wait" else 0.0
         if self._num_idle:
             # no rank has trained since the last start: the next one may fail too, so avoid a tight loop
@@ -286,9 +282,7 @@ class Agent(LocalElasticAgent):
         complain(f"the ranks are restarting ({why}){when}")
         return delay
 
-    def _diagnosed(
-        self, records: Sequence[Record], iteration: int, failures: Sequence[dict[str, Any]]
-    ) -> str:
+    def _diagnosed(self, records: Sequence[Record], iteration: int, failures: Sequence[Record]) -> str:
         """Diagnoses the failures; if needed, excludes a bad node or ends the job. Returns the action."""
         # imported here, because only failures need the tables and their packages
         from moe_exp.watch.diagnosis import diagnose_failures
@@ -416,8 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rdzv_handler=rounds, max_restarts=config.max_restarts, monitor_interval=config.monitor_interval,
     )  # fmt: skip
     assert config.logs_specs is not None
-    options = {"logs_specs": config.logs_specs, "start_method": config.start_method}
-    agent = Agent(spec, rounds, received, **options)
+    agent = Agent(spec, rounds, received, logs_specs=config.logs_specs, start_method=config.start_method)
     SubprocessHandler._popen = lambda _, *args: agent.standbys.start_rank(*args)  # type: ignore[method-assign]
     result = agent.run()
     agent.standbys.end()

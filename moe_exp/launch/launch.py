@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem
-from moe_exp.config.learning_rate import BEGIN, Start, learning_rate_text, schedule_warnings
+from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem, raise_for
+from moe_exp.config.learning_rate import Start, learning_rate_text, schedule_warnings
 from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.config.presets import preset_values
@@ -20,7 +20,6 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text import facts_for_ranks, plan_text, with_prepared_text
 from moe_exp.data.tokens.manifests import with_vocab_size
 from moe_exp.host import exit_codes
-from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import expanded, is_url
 from moe_exp.host.processes import own_command, signals_handled
 from moe_exp.launch import machine_checks
@@ -28,7 +27,7 @@ from moe_exp.launch.machine_checks import check_environment
 from moe_exp.launch.source_checks import data_warnings, source_problems, stage_lines, start_of
 from moe_exp.launch.torchrun_job import child_environment, run_job, shared_key, torchrun_command
 from moe_exp.planner.costs.params import startup_report
-from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text, run_folder_problems
+from moe_exp.runs.run_folder import RunFolder, changes_of_resume, iterations, run_folder_problems
 from moe_exp.runs.summary import Caller, finish_run
 from moe_exp.watch.excluded_nodes import exclude_list
 from moe_exp.watch.hangs.monitor import HangWatch
@@ -66,8 +65,7 @@ def train(
         config, vocabulary = with_vocab_size(config, names, RunFolder.of(config).config)
         if vocabulary:
             given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
-        if problems := [*config.problems(), *(() if dry_run else check_environment(config))]:
-            raise ConfigError(problems)
+        raise_for([*config.problems(), *(() if dry_run else check_environment(config))])
         start = start_of(config)
         if dry_run:
             return _dry_run(config, given, sources, start)
@@ -80,7 +78,7 @@ def train(
         if raises:
             raise
         for line in error.problems:
-            complain(line)
+            exit_codes.complain(line)
         return exit_codes.BAD_INPUT
 
 
@@ -128,8 +126,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
             raise ConfigError(str(error).splitlines()) from None
     prepared = with_prepared_text(config)  # replaces text by token files and a tokenizer
     if prepared is not config:
-        if problems := [*machine_checks.data_problems(prepared), *source_problems(prepared)]:
-            raise ConfigError(problems)
+        raise_for([*machine_checks.data_problems(prepared), *source_problems(prepared)])
         _warn(data_warnings(prepared))
     if config.remote_dir or is_url(config.load_dir):
         from moe_exp.checkpoint.remote import check_writable, fetch_load_dir, fetch_run
@@ -138,7 +135,7 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
             if config.remote_dir and config.node_rank == 0:
                 check_writable(config)
             fetch_run(config)
-            if is_url(config.load_dir) and not RunFolder.of(config).checkpoint_iterations():
+            if is_url(config.load_dir) and not iterations(RunFolder.of(config).checkpoints):
                 fetch_load_dir(config)
         except (ValueError, OSError) as error:
             raise ConfigError([str(error)]) from None
@@ -165,7 +162,8 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     if config.node_rank:
         return code
     # environment variables that a suggested command needs for the same run, except those that differ per node
-    settings = (name.upper() for name in Config.model_fields if name not in _OF_THE_NODE)
+    own = ("master_addr", "nnodes", "node_rank")
+    settings = (name.upper() for name in Config.model_fields if name not in own)
     given = {name: os.environ[name] for name in settings if os.environ.get(name)}
     program = own_command()
     typed = command or shlex.join([*program, "train", *module_arguments(flags)])
@@ -179,9 +177,6 @@ def launch(config: Config, flags: Mapping[str, Any], *, command: str = "") -> in
     print(f"\n{text}", flush=True)
     # the teardown of finished ranks may fail, for instance if a peer exited earlier
     return exit_codes.FINISHED if status == "finished" else code or exit_codes.FAILED
-
-
-_OF_THE_NODE = ("master_addr", "nnodes", "node_rank")
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
@@ -200,8 +195,7 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
     room = () if run_folder_problems(config) else machine_checks.disk_problems(config)
     _warn([*machine_checks.check_machine(config), *room, *_warnings(config, start)])
     _report_changes(config)
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return 0
 
 
@@ -220,17 +214,15 @@ def _warnings(config: Config, start: Start) -> Iterator[str]:
 def _report_changes(config: Config) -> None:
     """Prints the settings that change on resume; `open_run_folder` records the changes later."""
     if config.node_rank == 0 and (changes := changes_of_resume(config)):
-        complain(changes_text(changes))
+        exit_codes.complain(f"resumed with changed settings: {', '.join(changes)}")
 
 
 def _warn(lines: Iterable[str]) -> None:
     for line in lines:
-        complain(f"warning: {line}")
+        exit_codes.complain(f"warning: {line}")
 
 
-def dry_run_text(
-    config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start = BEGIN
-) -> str:
+def dry_run_text(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> str:
     """Settings with their sources (from `sources` if listed there), the torchrun command, and the report."""
     lines, of_preset = [], preset_values(config.preset)
     for name, value in config.model_dump().items():

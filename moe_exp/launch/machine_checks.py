@@ -32,12 +32,13 @@ from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.planner.costs.saves import disk_use, keep_last_that_fits
 from moe_exp.planner.estimate import memory_advice, predicted_on
-from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, lock_problems, run_folder_problems
+from moe_exp.runs import run_folder
+from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, iterations
 
 
 def check_environment(config: Config) -> list[str]:
     """All problems that prevent a run from starting on this machine."""
-    return check_machine(config) + (check_files(config) or lock_problems(config))
+    return check_machine(config) + (check_files(config) or run_folder.lock_problems(config))
 
 
 def check_machine(config: Config) -> list[str]:
@@ -63,7 +64,7 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
         *_remote_dir(config),
         *_upcycle_from(config),
         *_data_dir(config),
-        *(folder := run_folder_problems(config)),
+        *(folder := run_folder.run_folder_problems(config)),
         *(disk_problems(config) if with_space and not folder else ()),
     ]
 
@@ -394,15 +395,14 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
         return [], [], []
     folder = RunFolder.of(c)
     try:
-        place, there = existing_place(folder.path), folder.checkpoint_iterations()
+        place, there = existing_place(folder.path), iterations(folder.checkpoints)
         free_bytes = shutil.disk_usage(place).free
     except OSError:
         return [], [], []
     iteration = max(there, default=0)
     # the next save is at a multiple of SAVE_INTERVAL, or at the end
-    next_save = c.train_iters
-    if c.save_interval:
-        next_save = min(next_save, (iteration // c.save_interval + 1) * c.save_interval)
+    interval = c.save_interval or c.train_iters
+    next_save = min(c.train_iters, (iteration // interval + 1) * interval)
     until_end = disk_use(c, iteration=iteration, there=there)
     short = c.model_copy(update={"train_iters": next_save})
     next_bytes = disk_use(short, iteration=iteration, there=there).needed_bytes

@@ -1,7 +1,7 @@
 """Compares runs: differing settings, and the cost of reaching a loss."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,8 +20,6 @@ _ALWAYS = ("num_experts", "topk", "moe_type")
 _UNKNOWN, _NOT_SET, _NO_EXPERTS = "(unknown)", "(not set)", "–"
 NATS, BITS = "nats per token", "bits per byte"
 VALIDATION, TRAINING = "validation loss", "training loss"
-
-
 # axes on which costs are compared, in the order of a sentence
 COSTS = {"consumed_flops": "the FLOPs", "training_seconds": "the time", "consumed_tokens": "the tokens"}
 
@@ -348,17 +346,16 @@ def differing_settings(runs: Sequence[RunRecords]) -> list[tuple[str, list[str]]
     return rows
 
 
-def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
+def warnings_of(runs: Sequence[RunRecords]) -> Iterator[str]:
     """Caveats of a comparison, such as mixed tokenizers, gaps and unreadable data."""
-    found = []
     if is_mixed(runs):
         which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs if has_loss(run))
         use = "losses per token are not comparable, and bits per byte are not known"
         if loss_unit(runs) == BITS:
             use = "losses are compared in bits per byte"
-        found.append(f"The runs have different tokenizers ({which}): {use}.")
+        yield f"The runs have different tokenizers ({which}): {use}."
     if not is_validated_alike(runs):
-        found.append("The runs were validated on different data, so they are ranked by training loss.")
+        yield "The runs were validated on different data, so they are ranked by training loss."
     # other programs on the machine disturb times, but not losses
     uneven = []
     for run in runs:
@@ -373,15 +370,14 @@ def warnings_of(runs: Sequence[RunRecords]) -> list[str]:
             uneven.append(f"{run.name} {by}, from {rate_text(low)} to {rate_text(high)} tokens/s")
     if uneven:
         rule = "Throughput varied by more than 20% (5th to 95th percentile) within a run"
-        found.append(f"{rule}, so run times are not reliable: {'; '.join(uneven)}.")
+        yield f"{rule}, so run times are not reliable: {'; '.join(uneven)}."
     window = window_of(runs)
     for run in runs:
         if num := int((~np.isfinite(run.train["lm_loss"])).sum()):
             gaps = f"{num} of {run.num_records} records have a loss that is not a number"
-            found.append(f"{run.name}: {gaps} (gaps in the curve).")
+            yield f"{run.name}: {gaps} (gaps in the curve)."
         if not run.num_records:
-            found.append(f"{run.name}: no train records yet.")
+            yield f"{run.name}: no train records yet."
         elif has_loss(run) and (reason := why_not_compared(run, window)):
-            found.append(f"{run.name} {reason}; comparisons of the cost to reach a loss exclude this run.")
-        found += [f"{run.name}: {note}." for note in run.notes]
-    return found
+            yield f"{run.name} {reason}; comparisons of the cost to reach a loss exclude this run."
+        yield from (f"{run.name}: {note}." for note in run.notes)

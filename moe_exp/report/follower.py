@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -28,7 +28,7 @@ class WorstLayer(NamedTuple):
 
     layer: int
     max_over_mean: float | None
-    num_dead: int
+    num_dead: int  # experts with less than 1% of the layer's mean load
     num_experts: int
     dropped: float | None
     entropy: float | None
@@ -203,12 +203,6 @@ def number_text(value: Any, form: str, factor: float = 1.0) -> str:
     return "-" if known is None else format(known * factor, form)
 
 
-def dead_experts(tokens_per_expert: Sequence[float]) -> int:
-    """Number of experts with less than 1% of the layer's mean load; 0 if there are no tokens."""
-    fair = sum(tokens_per_expert) / max(1, len(tokens_per_expert))
-    return sum(tokens < 0.01 * fair for tokens in tokens_per_expert)
-
-
 def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
     """MoE layers of a train record, sorted by the load of each layer's busiest expert."""
     found = []
@@ -219,7 +213,9 @@ def layers_by_load(record: Mapping[str, Any]) -> list[WorstLayer]:
         keys = ("max_over_mean", "dropped_fraction", "router_entropy")
         peak, dropped, entropy = (number(layer.get(key)) for key in keys)
         index = layer["layer"] if isinstance(layer.get("layer"), int) else 0
-        found.append(WorstLayer(index, peak, dead_experts(tokens), len(tokens), dropped, entropy))
+        fair = sum(tokens) / max(1, len(tokens))
+        num_dead = sum(count < 0.01 * fair for count in tokens)
+        found.append(WorstLayer(index, peak, num_dead, len(tokens), dropped, entropy))
     return sorted(found, key=lambda layer: -(layer.max_over_mean or 0.0))
 
 

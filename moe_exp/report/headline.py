@@ -1,6 +1,6 @@
 """Writes the first sentence of a report: which run is better at equal tokens, and by how much."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -148,19 +148,17 @@ RANKING_RULE = (
 )
 
 
-def other_winners(runs: Sequence[RunRecords]) -> list[str]:
+def other_winners(runs: Sequence[RunRecords]) -> Iterator[str]:
     """Sentences for equal FLOPs and equal time, each only if its winner does not win at equal tokens."""
     if not (by_tokens := ranking(runs)):
-        return []
-    lines = []
+        return
     # without tokens, which the headline already covers
     for one in filter(None, (ranking(runs, axis) for axis in list(AXES)[1:])):
         best, second = one.standings[:2]
         if one.lead and best.group.name != by_tokens.standings[0].group.name:
             losses = f"{one.what} {loss_text(best.loss)} against {loss_text(second.loss)} {one.unit}"
             after = f"after {amount_text(one.axis, one.at)} each"
-            lines.append(f"At equal {AXES[one.axis]}, {best.group.name} is better: {losses}, {after}.")
-    return lines
+            yield f"At equal {AXES[one.axis]}, {best.group.name} is better: {losses}, {after}."
 
 
 def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
@@ -169,8 +167,7 @@ def pairs(runs: Sequence[RunRecords]) -> list[Parity]:
     dense = [group for group in groups if group.runs[0].kind == "dense"]
     if found := [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]:
         return found
-    baseline = runs[baseline_of(runs)]
-    other = next(group for group in groups if baseline in group.runs)
+    other = next(group for group in groups if runs[baseline_of(runs)] in group.runs)
     return [parity(group, other) for group in groups if group is not other]
 
 

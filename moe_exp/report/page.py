@@ -4,7 +4,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -58,7 +58,7 @@ def write_report(
     Raises:
         ConfigError: a path is not a run folder, or `out` cannot be written; raised before any work.
     """
-    raise_for(check_out(out) + run_problems(paths))
+    raise_for([*(check_out(out) if out else ()), *run_problems(paths)])
     runs = read_runs(paths)
     text = (report_html if kind == "html" else report_markdown)(runs, title=title, loss=loss, notes=notes)
     # folder names and events may not be valid UTF-8
@@ -70,24 +70,20 @@ def write_report(
     return warnings
 
 
-def check_out(out: Path | None) -> list[str]:
+def check_out(out: Path) -> Iterator[str]:
     """Reasons why `out` cannot be written: its folder is missing, or `out` exists and is not a report."""
-    if out is None:
-        return []
     if not (folder := out.resolve().parent).is_dir():
         # a link's target is written, so its folder must exist
         rule = f"folder {folder if out.is_symlink() else out.parent} not found"
-        return [problem("out", out, rule, "create it, or choose another file")]
-    if not out.exists():
-        return []
-    if not out.is_file():  # a folder, or a device such as /dev/stdout that a rename would replace
-        return [problem("out", out, "must be a regular file", "choose another file")]
-    with out.open("rb") as file:
-        head = file.read(2000)
-    # an empty file may be replaced, for example one created by mktemp
-    if head.strip() and _GENERATOR.encode() not in head and _MARKER.encode() not in head:
-        return [problem("out", out, "exists and is not a report", "choose another file, or remove this one")]
-    return []
+        yield problem("out", out, rule, "create it, or choose another file")
+    elif out.is_file():
+        with out.open("rb") as file:
+            head = file.read(2000)
+        # an empty file may be replaced, for example one created by mktemp
+        if head.strip() and _GENERATOR.encode() not in head and _MARKER.encode() not in head:
+            yield problem("out", out, "exists and is not a report", "choose another file, or remove this one")
+    elif out.exists():  # a folder, or a device such as /dev/stdout that a rename would replace
+        yield problem("out", out, "must be a regular file", "choose another file")
 
 
 def _views(runs: Sequence[RunRecords], loss: float | None) -> tuple[list[Overview], float, str | None]:
@@ -144,7 +140,7 @@ def report_html(
     }
     # With many runs, reduce the points of the curves until the page is small enough.
     for detail in (1.0, 0.5, 0.2, 0.05):
-        fields["data"] = embedded(page_data(runs, loss, detail))
+        fields["data"] = embedded(page_data(runs, detail))
         text = parts.filled("page.html", fields)
         if len(text.encode(errors="replace")) < MOST_BYTES:
             return text
@@ -152,21 +148,17 @@ def report_html(
     raise ValueError(problem("run", f"{len(runs)} folders", rule, "give fewer runs"))
 
 
-def page_data(runs: Sequence[RunRecords], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
-    """JSON data for the page's script. `loss`: see `write_report`; `detail` scales the resolution."""
+def page_data(runs: Sequence[RunRecords], detail: float = 1.0) -> dict[str, Any]:
+    """JSON data for the page's script; `detail` scales the resolution."""
     # limits that keep the page far below 5 MB
     points = round(detail * min(1000, max(40, 8000 // max(len(runs), 1))))
-    window, unit = window_of(runs), comparison.loss_unit(runs)
-    budget = detail * 600_000 / max(sum(bool(run.load) for run in runs), 1)
+    window, unit = window_of(runs), comparison.loss_unit(runs) or NATS
+    budget = detail * 600_000 / max(sum(bool(run.load.layers) for run in runs), 1)
     return {
-        "unit": unit or NATS,
+        "unit": unit,
         "groups": grouped_by_seed([run.settings for run in runs]),
         "baseline": baseline_of(runs),
-        "window_tokens": _rounded(window),
-        "loss": _rounded(comparison.common_loss(runs)[0] if loss is None else loss),
-        "runs": [
-            _run(run, points, unit or NATS, window) | {"experts": _experts(run, budget)} for run in runs
-        ],
+        "runs": [_run(run, points, unit, window) | {"experts": _experts(run, budget)} for run in runs],
     }
 
 
@@ -195,7 +187,6 @@ def _run(run: RunRecords, points: int, unit: str, window: float) -> dict[str, An
     changed = np.maximum(after - 1, 0).astype(int)
     return {
         "name": run.name,
-        "kind": run.kind,
         "seed": run.settings.get("seed"),
         "bits_per_nat": _rounded(comparison.bits_per_nat(run)) if unit == BITS else None,
         "x": {key: _list(values[ends]) for key, values in axes.items()},
@@ -262,7 +253,7 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 def _experts(run: RunRecords, budget: float) -> dict[str, Any] | None:
     """Expert load [columns, layers, experts] as uint16 (a fair share is LOAD_SCALE), and curves per layer."""
-    if not run.load:
+    if not run.load.layers:
         return None
     num_columns = int(min(run_data.NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))
     if not num_columns:
@@ -298,7 +289,7 @@ def report_markdown(
 ) -> str:
     """Renders a short report as Markdown. Its first line marks the file as a report."""
     views, chosen, unit = _views(runs, loss)
-    names, warnings = [run.name for run in runs], warnings_of(runs)
+    names, warnings = [run.name for run in runs], list(warnings_of(runs))
     rows = parts.overview_rows(views)
     if unit and math.isfinite(chosen):
         costs = [parts.cost_texts(view.cost) for view in views]

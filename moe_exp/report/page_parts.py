@@ -3,7 +3,7 @@
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from itertools import pairwise
@@ -81,7 +81,7 @@ def how(rule: str) -> str:
     return f'<details class="how"><summary>how?</summary><p>{escape(rule)}</p></details>'
 
 
-def result_html(runs: Sequence[RunRecords], warnings: Sequence[str]) -> str:
+def result_html(runs: Sequence[RunRecords], warnings: Iterable[str]) -> str:
     """Headline, warnings, losses at equal tokens, equal FLOPs or equal time, and costs of the same loss."""
     text, about_seeds = headline.headline(runs)
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
@@ -251,7 +251,7 @@ _EXPERT_CHARTS = (
 
 def experts_html(runs: Sequence[RunRecords]) -> str:
     """Frame for the heatmaps and expert curves, and for each run a table of its layers."""
-    with_experts = [run for run in runs if run.load]
+    with_experts = [run for run in runs if run.load.layers]
     if not with_experts:
         return '<p class="note">No run has records of expert load.</p>'
     head = [
@@ -344,11 +344,10 @@ def ranks_html(runs: Sequence[RunRecords]) -> str:
     """One row per rank with its latest milliseconds per iteration by phase; empty if there are no times."""
     tables = ""
     for run in (run for run in runs if run.ranks):
-        texts = [
-            [digits_text(value, 3) if isinstance(value, float) else str(value) for value in one.values()]
-            for one in run.ranks[:_MOST_ROWS]
-        ]
-        rows = [row_html(name, values) for name, *values in texts]
+        rows = []
+        for one in run.ranks[:_MOST_ROWS]:
+            name, *cells = (digits_text(v, 3) if isinstance(v, float) else str(v) for v in one.values())
+            rows.append(row_html(name, cells))
         tables += table(list(map(escape, run.ranks[0])), rows, f"Ranks of {run.name}", css="scroll tall")
     return tables and tables + how("Milliseconds, excluding waits for other ranks: a slow rank waits least.")
 

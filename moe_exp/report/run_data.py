@@ -43,9 +43,8 @@ CURVES = (
     "tokens_per_second", "tflops_per_gpu", "elapsed_time_per_iteration_ms", "peak_memory_bytes",
     "memory_allocated_bytes",
 )  # fmt: skip
-_COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte", "ema_lm_loss")
-_TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
+_TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, "consumed_samples"), (*AXES, *VALID_CURVES)
 
 
 class LoadHistory:
@@ -58,7 +57,7 @@ class LoadHistory:
         self._waiting: list[tuple[int, float, list[Mapping[str, Any]]]] = []
         self._bounds = np.full((self._num_columns, 2), np.nan)
         self._means: list[Floats] = []
-        self.layers: list[int] = []
+        self.layers: list[int] = []  # empty without expert records
 
     def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
         """Adds one record's `experts`; call `finish` after the last one."""
@@ -122,9 +121,6 @@ class LoadHistory:
         table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
         return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
-    def __bool__(self) -> bool:
-        return bool(self.layers)
-
     @property
     def num_experts(self) -> int:
         return self._loads_CLE.shape[2]
@@ -164,7 +160,7 @@ class RunRecords:
     train: dict[str, Floats] = field(default_factory=dict)  # AXES, CURVES, means over layers `experts/<key>`
     valid: dict[str, Floats] = field(default_factory=dict)  # AXES and VALID_CURVES
     events: list[dict[str, Any]] = field(default_factory=list)
-    load: LoadHistory = field(default_factory=lambda: LoadHistory(1))  # false without expert records
+    load: LoadHistory = field(default_factory=lambda: LoadHistory(1))
     notes: list[str] = field(default_factory=list)  # problems when reading, one sentence each
     starts: list[dict[str, Any]] = field(default_factory=list)  # from provenance.json, oldest first
     ranks: list[dict[str, Any]] = field(default_factory=list)  # of ranks.json, latest times of each rank
@@ -177,7 +173,7 @@ class RunRecords:
     def kind(self) -> str:
         """`dense`, or the MOE_TYPE."""
         if not self.settings:
-            return "MoE" if self.load else "unknown"
+            return "MoE" if self.load.layers else "unknown"
         return str(self.settings.get("moe_type", "MoE")) if self.settings.get("use_moe") else "dense"
 
     @property
@@ -263,10 +259,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     """Unique names of run folders. Repeated names are extended by parent folder and, if needed, a number."""
     folders = [path.resolve() for path in paths]
     plain = [folder.name for folder in folders]
-    names = [
-        f"{folder.parent.name}/{folder.name}" if plain.count(folder.name) > 1 else folder.name
-        for folder in folders
-    ]
+    names = [one.name if plain.count(one.name) < 2 else f"{one.parent.name}/{one.name}" for one in folders]
     return [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1)]
 
 

@@ -162,9 +162,7 @@ def _report_api() -> Any:
     return api
 
 
-def build_report(
-    runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE"
-) -> Any:
+def build_report(runs: Sequence[MirroredRun], *, project: str, entity: str, title: str) -> Any:
     """Builds the report without sending it (wandb_workspaces.reports.v2.Report); see `wandb_report`."""
     if len(title) > _LONGEST_TITLE:
         rule, fix = f"must have at most {_LONGEST_TITLE} characters, not {len(title)}", "shorten it"

@@ -65,7 +65,7 @@ def marks_of(records: Iterable[Mapping[str, Any]]) -> list[Mark]:
     return sorted(found.values(), key=lambda mark: mark.after)
 
 
-def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+def draw_loss_curve(records: Records, path: Path, title: str) -> None:
     """Plots losses, learning rate and `marks_of` against iterations as a PNG; ValueError without losses."""
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
@@ -106,9 +106,7 @@ def wrapped(title: str) -> str:
     return "\n".join(line.strip() for line in re.findall(r".{1,101}(?:_(?=[A-Za-z])|\s|$)|.{1,101}", title))
 
 
-def _draw_losses(
-    axes: Any, train: Sequence[Mapping[str, Any]], valid: Sequence[Mapping[str, Any]]
-) -> list[Any]:
+def _draw_losses(axes: Any, train: Records, valid: Records) -> list[Any]:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     iterations = [record["iteration"] for record in train]
@@ -151,7 +149,7 @@ def _draw_marks(axes: Any, marks: Iterable[tuple[Mark, float]], color: str) -> N
         )  # fmt: skip
 
 
-def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+def _numbers(records: Records, key: str) -> list[float]:
     return [math.nan if record[key] is None else float(record[key]) for record in records]
 
 

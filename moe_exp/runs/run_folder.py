@@ -89,10 +89,6 @@ class RunFolder:
         """Run folder of `config`, which need not exist."""
         return cls(Path(config.run_dir).expanduser() / config.name)
 
-    def checkpoint_iterations(self) -> list[int]:
-        """Iterations of the run's checkpoints, see `iterations`."""
-        return iterations(self.checkpoints)
-
 
 def iterations(checkpoints: Path) -> list[int]:
     """Iterations of all iter_ folders in ascending order; their checkpoints may be damaged."""
@@ -138,7 +134,7 @@ def open_run_folder(
             logger.warning(line, folder.provenance, broken)
         _, changed = _changed_settings(folder, config)
         if resumed_from is not None and (matter := changes_of_resume(config)):
-            logger.info("%s", changes_text(matter))
+            logger.info("resumed with changed settings: %s", ", ".join(matter))
             # before config.yaml changes, so that the change is not lost if this start dies
             append_event(folder.metrics, "changed_settings", resumed_from, changes=matter)
         write_atomically(folder.config, to_yaml(config))
@@ -177,9 +173,8 @@ def release_run_folders() -> int:
 
 def _held_problem(config: Config) -> list[str]:
     rule = f"another run is writing to {RunFolder.of(config).path}"
-    return [
-        problem("run_name", config.name, rule, "wait for the other run to end, or choose another RUN_NAME")
-    ]
+    fix = "wait for the other run to end, or choose another RUN_NAME"
+    return [problem("run_name", config.name, rule, fix)]
 
 
 def lock_problems(config: Config) -> list[str]:
@@ -238,11 +233,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
     # inside a git hook, GIT_DIR etc. point to the hook's repository
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environ)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    with suppress(OSError, subprocess.SubprocessError):  # git is missing, slow or outside a repository
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environ, check=True)
+        return done.stdout.strip()
+    return None
 
 
 # Parts of the settings whose changes are reported at a resume, the most important first.
@@ -270,11 +264,6 @@ def changes_of_resume(config: Config) -> list[str]:
         for name, traits in TRAITS.items()
         if traits.part == part and traits.compared and name in changed and name not in _UNREPORTED
     ]
-
-
-def changes_text(changes: Sequence[str]) -> str:
-    """Log line for `changes_of_resume`."""
-    return f"resumed with changed settings: {', '.join(changes)}"
 
 
 def run_folder_problems(config: Config) -> list[str]:
@@ -342,12 +331,8 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
     found = []
     if other_optimizer and is_trained and not config.allow_other_optimizer:
         found.append(other_optimizer.problem(str(folder.path), OTHER_OPTIMIZER_FLAG))
-    return found + [
-        problem(
-            change.name,
-            change.value,
-            f"{folder.path} contains a model with {change.name.upper()}={change.before}",
-            f"choose another RUN_NAME to start a new run, or {change.way_back} to continue the existing run",
-        )
-        for change in changes
-    ]
+    for change in changes:
+        rule = f"{folder.path} contains a model with {change.name.upper()}={change.before}"
+        fix = f"choose another RUN_NAME to start a new run, or {change.way_back} to continue the existing run"
+        found.append(problem(change.name, change.value, rule, fix))
+    return found

@@ -3,7 +3,7 @@
 import re
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 from moe_exp.config import Config
 from moe_exp.config.setting_types import as_given
 from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED, WOULD_REPEAT
 from moe_exp.host.files import write_json
-from moe_exp.runs.curves import draw_loss_curve
+from moe_exp.runs.curves import Floats, Records, draw_loss_curve
 from moe_exp.runs.records import Record, iter_metrics
 from moe_exp.runs.run_folder import RunFolder
 
@@ -85,8 +84,8 @@ def finish_run(
 def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, Any] | None]:
     """Records stripped of `experts` (gigabytes in a long run), and the load balance of the experts."""
     kept: list[Record] = []
-    last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
-    slots: dict[tuple[int, int], npt.NDArray[np.float64]] = {}  # sums over all train records, by (layer, E)
+    last: Records = ()  # layers of the last train record
+    slots: dict[tuple[int, int], Floats] = {}  # sums over all train records, by (layer, E)
     for record in records:
         if record["kind"] == "train":
             last = record.get("experts") or []
@@ -99,7 +98,7 @@ def split_experts(records: Iterable[Record]) -> tuple[list[Record], dict[str, An
 
 
 def summarize(
-    config: Config, records: Sequence[Mapping[str, Any]], balance: Mapping[str, Any] | None,
+    config: Config, records: Records, balance: Mapping[str, Any] | None,
     folder: RunFolder, wall_seconds: float, status: Status, code: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Content of summary.json; losses are in nats per token, None if not measured or not finite.
@@ -153,29 +152,24 @@ def summarize(
     }
 
 
-def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _latest_start(records: Records) -> Records:
     """Records since the last `start` or `resume`; all train and valid records if there is no such event."""
     starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
 
-def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+def _median(records: Records, key: str) -> float | None:
     values = [float(record[key]) for record in records if record[key] is not None]
     return statistics.median(values) if values else None
 
 
-def _expert_balance(
-    last: Sequence[Mapping[str, Any]], slots: Mapping[tuple[int, int], npt.NDArray[np.float64]]
-) -> dict[str, Any] | None:
+def _expert_balance(last: Records, slots: Mapping[tuple[int, int], Floats]) -> dict[str, Any] | None:
     """Load balance at the last train record, and MaxVio over the whole run."""
     measured = [layer for layer in last if layer["max_over_mean"] is not None]
     if not measured:
         return None
     worst = max(measured, key=lambda layer: float(layer["max_over_mean"]))
-    dead = []
-    for layer in measured:
-        idle = np.flatnonzero(np.asarray(layer["tokens_per_expert"]) == 0)
-        dead += [[layer["layer"], int(expert)] for expert in idle]
+    dead = [[one["layer"], i] for one in measured for i, n in enumerate(one["tokens_per_expert"]) if n == 0]
     return {
         "worst_layer": worst["layer"],
         "max_over_mean": worst["max_over_mean"],
@@ -196,24 +190,24 @@ def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | No
     return "\n  ".join([head, *results]) + "\n  ".join(["\nWhat to try next", *next_lines])
 
 
-def _result_lines(summary: Mapping[str, Any]) -> list[str]:
+def _result_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     loss = "never measured"
     if summary["min_lm_loss"] is not None:
         ends = (summary["first_lm_loss"], summary["last_lm_loss"])
         loss = " -> ".join("not a number" if value is None else f"{value:.4f}" for value in ends)
         loss += f" (lowest {summary['min_lm_loss']:.4f} at iteration {summary['min_lm_loss_iteration']})"
-    lines = [f"lm loss      {loss}"]
+    yield f"lm loss      {loss}"
     if summary["last_valid_lm_loss"] is not None:
         ema = summary["last_valid_ema_lm_loss"]
         averaged = f", averaged weights {ema:.4f}" if ema is not None else ""
         perplexity = f"(perplexity {summary['last_valid_ppl']:.2f})"
-        lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} {perplexity}{averaged}")
+        yield f"validation   {summary['last_valid_lm_loss']:.4f} {perplexity}{averaged}"
     logged = summary["logged_iteration"]
     until = f" up to iteration {logged}, the last logged iteration" if logged < summary["iteration"] else ""
     speeds = [("tokens_per_second", "{:,.0f} tokens/s"), ("ms_per_iteration", "{:.1f} ms per iteration")]
     speeds.append(("tflops_per_gpu", "{:.3g} TFLOP/s per rank"))
     speed = ", ".join(text.format(summary[key]) for key, text in speeds if summary[key] is not None)
-    lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{f' ({speed})' if speed else ''}")
+    yield f"tokens       {summary['consumed_tokens']:,}{until}{f' ({speed})' if speed else ''}"
     if balance := summary["expert_balance"]:
         text = f"the busiest expert gets {balance['max_over_mean']:.2f} times its fair share"
         text += f" (layer {balance['worst_layer']}"
@@ -224,33 +218,32 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
             text += f", MaxVio over the run {run_max_vio:.2f}"
         if dropped := balance["dropped_fraction"]:
             text += f", up to {dropped:.1%} of slots dropped"
-        lines.append(f"experts      {text}")
+        yield f"experts      {text}"
     if summary["nan_iterations"] or summary["skipped_iterations"]:
         not_finite, skipped = summary["nan_iterations"], summary["skipped_iterations"]
-        lines.append(f"problems     {not_finite} iterations with non-finite loss, {skipped} skipped")
+        yield f"problems     {not_finite} iterations with non-finite loss, {skipped} skipped"
     checkpoints = summary["checkpoints"]
     newest = f", newest: checkpoints/{checkpoints[-1]}" if checkpoints else ""
-    lines.append(f"checkpoints  {len(checkpoints)}{newest}")
-    lines.append(f"run folder   {summary['run_folder']}")
-    return lines
+    yield f"checkpoints  {len(checkpoints)}{newest}"
+    yield f"run folder   {summary['run_folder']}"
 
 
-def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> list[str]:
+def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> Iterator[str]:
     folder, program = shlex.quote(summary["run_folder"]), caller.program
-    lines = _going_on(summary, config, folder)
+    yield from _going_on(summary, config, folder)
     if summary["logged_iteration"]:
-        lines.append(f"{program} report {folder}   # HTML page with curves and expert load")
+        yield f"{program} report {folder}   # HTML page with curves and expert load"
     if summary["checkpoints"] and (config.tokenizer or not config.train_data):
         prompt = "The" if config.train_data else "def main("
-        lines.append(f"{program} generate --checkpoint {folder} --prompt {shlex.quote(prompt)}")
+        yield f"{program} generate --checkpoint {folder} --prompt {shlex.quote(prompt)}"
     if summary["checkpoints"] and summary["transformers"]:
         names = ("exported" + f"_{number}" * (number > 1) for number in count(1))
         target = next(name for name in names if not Path(name).exists())
-        lines.append(f"{program} convert to-hf {folder} {target}   # for transformers and vLLM")
+        yield f"{program} convert to-hf {folder} {target}   # for transformers and vLLM"
     if summary["last_lm_loss"] is None and summary["nan_iterations"]:
-        lines.append(f"LR={config.lr / 4:g} with another RUN_NAME   # the loss is no longer finite")
-    has_failed = summary["status"] == "failed" or summary["exit_code"] == FAILED
-    return lines if has_failed else lines + _other_runs(config, caller)
+        yield f"LR={config.lr / 4:g} with another RUN_NAME   # the loss is no longer finite"
+    if summary["status"] != "failed" and summary["exit_code"] != FAILED:
+        yield from _other_runs(config, caller)
 
 
 def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[str]:
@@ -279,10 +272,10 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
     return lines
 
 
-def _other_runs(config: Config, caller: Caller) -> list[str]:
+def _other_runs(config: Config, caller: Caller) -> Iterator[str]:
     """Commands derived from the user's command, for runs to compare with this run."""
     if config.nnodes > 1 or "--resume" in caller.command:
-        return []
+        return
     others: list[tuple[str, str, dict[str, Any]]] = []
     # LOAD_DIR has a checkpoint of this kind of model, which the other kind cannot load
     fresh, new = ({"load_dir": ""}, ", from new weights") if config.load_dir else ({}, "")
@@ -294,11 +287,9 @@ def _other_runs(config: Config, caller: Caller) -> list[str]:
             others.append(("ep2", "experts distributed over two ranks", {"ep": 2} | ranks))
     else:
         others.append(("moe", f"the same model with experts{new}", {"use_moe": True} | fresh))
-    lines = []
     for suffix, what, changes in others:
         if config.run_name:  # names built from the settings change anyway
             changes |= {"run_name": f"{config.run_name}_{suffix}"}
         with suppress(ValidationError):
             if not any(caller.problems(Config(**{**config.model_dump(), **changes}))):
-                lines.append(f"{caller.command_with(**changes)}   # {what}")
-    return lines
+                yield f"{caller.command_with(**changes)}   # {what}"

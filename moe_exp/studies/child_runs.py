@@ -13,12 +13,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import psutil
@@ -109,11 +108,8 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
 @contextmanager
 def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> Iterator[None]:
     """Like `held`, but also turns SIGTERM and SIGHUP into KeyboardInterrupt and prints how to resume."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with held(folder, name, what), signals_handled(interrupt, signals=(signal.SIGTERM, signal.SIGHUP)):
+    handled = signals_handled(signal.default_int_handler, signals=(signal.SIGTERM, signal.SIGHUP))
+    with held(folder, name, what), handled:
         try:
             yield
         except KeyboardInterrupt:
@@ -226,23 +222,15 @@ class JobOptions:
     sbatch: Sequence[str]  # the user's options
     time_limit_seconds: int
     on_gpus: bool  # whether to request a GPU per rank, unless `sbatch` has such an option
+    is_cleared: bool = False  # whether a case loses what an earlier attempt has left
 
 
-def run_jobs(
-    cases: Mapping[str, Case],
-    jobs: Path,
-    options: JobOptions,
-    prepare: Callable[[Case], None] = lambda case: None,
-) -> Iterator[tuple[Case, int | None]]:
+def run_jobs(cases: Mapping[str, Case], jobs: Path, options: JobOptions) -> Iterator[tuple[Case, int | None]]:
     """Submits the `cases` (by job name) for which no earlier call submitted a job. Yields each case when its
     job ends, with the exit code of the launchers, or None if the job has left no exit code.
 
-    Args:
-        jobs: folder of NAME.sh (script), NAME.id (job id) and NAME.code (exit code).
-        prepare: called with each case before the case is submitted.
-
-    Raises:
-        ValueError: if sbatch is missing or fails.
+    `jobs`: folder of NAME.sh (script), NAME.id (job id) and NAME.code (exit code). Raises ValueError if
+    sbatch is missing or fails.
     """
     missing = "EXECUTOR=slurm: sbatch not found. Fix: run on a login node, or set EXECUTOR=local."
     fix = f"correct the options SBATCH={shlex.join(options.sbatch)}"
@@ -250,7 +238,8 @@ def run_jobs(
     for name, case in cases.items():
         script, job, code = (jobs / f"{name}.{suffix}" for suffix in ("sh", "id", "code"))
         if not job.exists():
-            prepare(case)
+            if options.is_cleared:
+                clear(case)
             for path in (script, case.log):
                 path.parent.mkdir(parents=True, exist_ok=True)
             code.unlink(missing_ok=True)  # left by a command that was killed after it removed the job id

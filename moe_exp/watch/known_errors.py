@@ -7,6 +7,7 @@ addresses.
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 # In display order: a cause may lead to those after it.
 CAUSES = (
@@ -31,9 +32,8 @@ class Fault:
 
 
 _ENDED = "none: caused by another error or a terminated process"
-_LATER = "reset the GPU after the job has ended"
-# Description, cause and advice by Xid number
-_XIDS = {
+# By Xid number: description, cause, advice, and True if jobs should avoid the host
+_XIDS: dict[int, tuple[Any, ...]] = {
     8: ("GPU stopped processing", "driver", RESET),
     13: ("exception in a kernel", "kernel", PROGRAM),
     31: ("kernel accessed an unmapped address", "kernel", PROGRAM),
@@ -41,43 +41,35 @@ _XIDS = {
     38: ("driver firmware error", "driver", RESET),
     43: ("GPU stopped processing a program", "kernel", PROGRAM),
     45: ("program's channels were cleaned up", "consequence", _ENDED),
-    46: ("GPU stopped processing", "driver", RESET),
-    48: ("double-bit memory error (ECC)", "hardware", DRAIN),
-    61: ("internal micro-controller halted", "driver", RESET),
-    62: ("internal micro-controller halted", "hardware", RESET),
-    63: ("memory row was retired or remapped", "hardware", _LATER),
-    64: ("memory row could not be retired or remapped", "hardware", DRAIN),
+    46: ("GPU stopped processing", "driver", RESET, True),
+    48: ("double-bit memory error (ECC)", "hardware", DRAIN, True),
+    61: ("internal micro-controller halted", "driver", RESET, True),
+    62: ("internal micro-controller halted", "hardware", RESET, True),
+    63: ("memory row was retired or remapped", "hardware", "reset the GPU after the job has ended"),
+    64: ("memory row could not be retired or remapped", "hardware", DRAIN, True),
     68: ("video engine exception", "driver", RESET),
     69: ("exception in a graphics class", "program", PROGRAM),
-    74: ("NVLink error", "hardware", DRAIN),
-    79: ("GPU has fallen off the bus", "hardware", DRAIN),
+    74: ("NVLink error", "hardware", DRAIN, True),
+    79: ("GPU has fallen off the bus", "hardware", DRAIN, True),
     92: ("many single-bit memory errors", "hardware", "monitor the GPU: its memory may be about to fail"),
-    94: ("memory error contained to one program (ECC)", "hardware", RESET),
-    95: ("uncontained memory error (ECC)", "hardware", DRAIN),
+    94: ("memory error contained to one program (ECC)", "hardware", RESET, True),
+    95: ("uncontained memory error (ECC)", "hardware", DRAIN, True),
     109: ("context switch timed out", "driver", RESET),
-    110: ("security fault", "hardware", RESET),
-    119: ("GPU system processor does not respond (GSP)", "driver", RESET),
-    120: ("GPU system processor failed (GSP)", "driver", RESET),
+    110: ("security fault", "hardware", RESET, True),
+    119: ("GPU system processor does not respond (GSP)", "driver", RESET, True),
+    120: ("GPU system processor failed (GSP)", "driver", RESET, True),
     121: ("corrected error on the link between chips (C2C)", "hardware", "monitor the GPU"),
     122: ("driver cannot read the GPU's flash memory", "hardware", RESET),
-    136: ("link training failed", "hardware", DRAIN),
-    140: ("unrecovered memory error (ECC)", "hardware", DRAIN),
-    143: ("GPU initialization failed", "hardware", DRAIN),
-    154: ("driver requests a reset or a reboot", "hardware", RESET),
-    **dict.fromkeys(range(144, 151), ("NVLink 5 error", "hardware", DRAIN)),
+    136: ("link training failed", "hardware", DRAIN, True),
+    140: ("unrecovered memory error (ECC)", "hardware", DRAIN, True),
+    143: ("GPU initialization failed", "hardware", DRAIN, True),
+    154: ("driver requests a reset or a reboot", "hardware", RESET, True),
+    **dict.fromkeys(range(144, 151), ("NVLink 5 error", "hardware", DRAIN, True)),
 }
-_BAD_XIDS = {46, 48, 61, 62, 64, 74, 79, 94, 95, 110, 119, 120, 136, 140, 143, *range(144, 151), 154}
-XIDS = {
-    number: Fault(f"Xid {number}: {what}", cause, advice, number in _BAD_XIDS)
-    for number, (what, cause, advice) in _XIDS.items()
-}
+XIDS = {number: Fault(f"Xid {number}: {what}", *rest) for number, (what, *rest) in _XIDS.items()}
 
 
 _MORE_MEMORY = "request more memory for the job, or lower NUM_WORKERS or GPUS_PER_NODE"
-_VOCABULARY = "check tokenizer and VOCAB_SIZE of the data"
-_FILE = "replace the damaged file, or read an older checkpoint"
-_MISSING = "check path and permissions"
-_INSTALL = "install versions that fit each other"
 _SERVICE = "none if the service is back"
 _TRACEBACK = "read its traceback"
 _SHM = "enlarge /dev/shm (docker --shm-size), or set NUM_WORKERS=0"
@@ -92,7 +84,7 @@ _BEFORE = r"^(\S*\[?rank ?\d+\]?:\s*|\d+: |\[[^\]]*\]:?\s*|\S+: (?=\[rank))*"
 
 # Name, cause, advice and `excludes` of each fault, and its pattern. The first match counts, so specific
 # patterns come before general ones.
-_MESSAGES = (
+_MESSAGES: tuple[tuple[Any, ...], ...] = (
     ("uncorrectable memory error (ECC)", "hardware", DRAIN, True,
      r"uncorrectable ECC error|CUDA_ERROR_ECC_UNCORRECTABLE|cudaErrorECCUncorrectable|(GPU"
      r"|amdgpu).*uncorrectable (hardware )?errors? (detected|count: [1-9])"),
@@ -139,7 +131,7 @@ _MESSAGES = (
     ("network card failed", "network", NETWORK, True,
      r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive"
      r"|mlx5_core .*(health compromised|fatal|assert|health recovery failed)|infiniband.*(error|failed)"),
-    ("token number outside of the vocabulary", "data", _VOCABULARY, False,
+    ("token number outside of the vocabulary", "data", "check tokenizer and VOCAB_SIZE of the data", False,
      r"srcIndex < srcSelectDimSize|index out of range in self|Assertion `t >= 0 && t < n_classes"
      r"|token.*(>=|exceeds|larger than|outside).*vocab"),
     ("assertion failed in a kernel", "program", PROGRAM, False, r"device-side assert"),
@@ -194,7 +186,7 @@ _MESSAGES = (
      r"|\b40[13]\b.*(Client|Forbidden)|403 Forbidden|NoCredentialsError|GatedRepo|gated repo"
      r"|RepositoryNotFound|NoSuchBucket|NoSuchKey|CERTIFICATE_VERIFY_FAILED|API key|AuthenticationError"
      r"|failed to authenticate|InvalidToken|could not read Username"),
-    ("damaged file", "data", _FILE, False,
+    ("damaged file", "data", "replace the damaged file, or read an older checkpoint", False,
      r"PytorchStreamReader failed|failed finding central directory|SafetensorError"
      r"|MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeader|UnpicklingError|unpickling|Ran out of input"
      r"|BadZipFile|JSONDecodeError|UnicodeDecodeError|ArrowInvalid|Parquet|zlib\.error|BadGzipFile"
@@ -216,7 +208,7 @@ _MESSAGES = (
      r"|\.cache/)|(torch_extensions|triton|inductor|\.cache/)\S* ?.*(cannot open shared|No such file"
      r"|not empty|File exists)"),
     ("port is taken", "crash", "choose another MASTER_PORT", False, r"EADDRINUSE|address already in use"),
-    ("installed versions do not fit", "settings", _INSTALL, False,
+    ("installed versions do not fit", "settings", "install versions that fit each other", False,
      r"ModuleNotFoundError|ImportError|undefined symbol|cannot open shared object"
      r"|GLIBC\w*_[\d.]+' not found|no kernel image is available|driver version is insufficient"
      r"|not compatible with the current PyTorch|plugin.*(mismatch|version)|unsupported (GPU|gpu|compute)"
@@ -224,7 +216,7 @@ _MESSAGES = (
      r"|nvcc fatal|CUDA_HOME|VersionConflict|DistributionNotFound|binary incompatibility"
      r"|size changed, may indicate|numpy.* failed to import|Illegal instruction"
      r"|forward compatibility was attempted|version mismatch|incompatible with|is too old"),
-    ("file is missing or unreadable", "settings", _MISSING, False,
+    ("file is missing or unreadable", "settings", "check path and permissions", False,
      r"FileNotFoundError|No such file or directory|PermissionError|Permission denied|NotADirectoryError"
      r"|IsADirectoryError|does not exist|couldn't find|not a directory"),
     ("setting was refused", "settings", "correct the setting", False,
@@ -298,10 +290,7 @@ _MESSAGES = (
      r"moe-exp: rank \d+ on \S+( \(\S+\))? (has )?failed: [A-Z]\w*"
      r"|" + _BEFORE + r"([A-Za-z_]\w*\.)*([A-Z]\w*(Error|Exception)|UnsupportedOperation)(: |$)"),
 )  # fmt: skip
-PATTERNS = [
-    (re.compile(pattern, re.IGNORECASE), Fault(name, cause, advice, excludes))
-    for name, cause, advice, excludes, pattern in _MESSAGES
-]
+PATTERNS = [(re.compile(pattern, re.IGNORECASE), Fault(*fault)) for *fault, pattern in _MESSAGES]
 
 # These Xids state their severity; jobs may survive the ones that match.
 _MILD = {

@@ -17,7 +17,7 @@ from moe_exp.config.settings_file import read_settings
 from moe_exp.host.files import bytes_text
 from moe_exp.planner.costs.saves import DiskUse, daly_interval, disk_use, lost_share, young_interval
 from moe_exp.runs.records import Record, iter_metrics, time_of
-from moe_exp.runs.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder, iterations
 
 # Events that end all ranks. Those within _ONE_FAILURE_SECONDS count as one failure: every rank reports it.
 FAILURES = ("rank_failed", "hang", "replicas_differ", "sdc")
@@ -150,7 +150,7 @@ def storage_of(path: Path) -> Storage:
     lines = iter_metrics(folder.metrics) if folder and folder.metrics.exists() else []
     # `experts` of all records may take gigabytes
     found = measured([record | {"experts": None} for record in lines])
-    there = folder.checkpoint_iterations() if folder else ()
+    there = iterations(folder.checkpoints) if folder else ()
     use = disk_use(config, iteration=max(there, default=0), there=there, one_bytes=found.checkpoint_bytes)
     return Storage(config, found, use, tuple(there))
 

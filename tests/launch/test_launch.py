@@ -20,6 +20,7 @@ from helpers.warm_runs import answer_warm
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp.cli import main
 from moe_exp.config import Config, load_config
+from moe_exp.config.learning_rate import BEGIN
 from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, report_exit_code, reported_exit_code
@@ -118,7 +119,7 @@ def test_dry_run_text_says_where_a_setting_comes_from(monkeypatch):
     monkeypatch.setenv("PRESET", "cpu")
     monkeypatch.setenv("NUM_EXPERTS", "16")
     flags = {"topk": "2", "lr": None, "train_iters": "50"}
-    text = dry_run_text(load_config(flags), flags, {"seed": "a file"})
+    text = dry_run_text(load_config(flags), flags, {"seed": "a file"}, BEGIN)
     for line in (
         "TOPK=2 +# command line", "NUM_EXPERTS=16 +# environment", "NUM_LAYERS=4 +# preset cpu",
         "WARMUP_ITERS=5 +# from TRAIN_ITERS", "SEED=1234 +# a file", "VPP=none", "USE_MOE=true",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moe_exp.report.follower import Follower, dead_experts, layers_by_load
+from moe_exp.report.follower import Follower, layers_by_load
 from moe_exp.report.live import buckets, plot, sparkline, watch
 from moe_exp.report.run_data import read_run
 from moe_exp.runs.records import drop_records_after
@@ -311,9 +311,10 @@ def test_bad_input_is_told_together(tmp_path: Path) -> None:
 
 
 def test_dead_experts_and_the_worst_layer() -> None:
-    assert dead_experts([100, 100, 0, 0]) == 2
-    assert dead_experts([9950, 0.5 * 99, 1, 100]) == 1  # fair share 2525.1, of which 1% is 25.3
-    assert dead_experts([0, 0]) == 0 and dead_experts([]) == 0
+    cases = {(100, 100, 0, 0): 2, (9950, 0.5 * 99, 1, 100): 1, (0, 0): 0, (): 0}  # 1% of 2525.1 is 25.3
+    for tokens, num_dead in cases.items():
+        (layer,) = layers_by_load({"experts": [{"tokens_per_expert": list(tokens)}]})
+        assert layer.num_dead == num_dead
     found = [(layer.layer, layer.num_dead, layer.num_experts) for layer in layers_by_load(train(1))]
     assert found == [(3, 1, 2), (1, 0, 2)]
     assert layers_by_load({"experts": None}) == [] and layers_by_load({}) == []

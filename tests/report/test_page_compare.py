@@ -142,10 +142,10 @@ def test_a_printed_loss_is_one_that_was_reached(tmp_path):
 
 def test_the_last_of_many_validations_is_on_the_page(tmp_path):
     (run,) = runs_of(tmp_path, {"a": ([5] * 2500, 10, 1, DENSE)})
-    assert len(page_data([run], None)["runs"][0]["x"]["iteration"]) == 1000
+    assert len(page_data([run])["runs"][0]["x"]["iteration"]) == 1000
     for number in (1, 4000, 4001):
         run.valid = {key: np.arange(1.0, number + 1) for key in run.valid}
-        losses = page_data([run], None)["runs"][0]["valid"]["lm_loss"]
+        losses = page_data([run])["runs"][0]["valid"]["lm_loss"]
         assert losses[-1] == number and len(losses) <= 2001
 
 
@@ -161,9 +161,9 @@ def test_a_run_without_a_loss_has_no_say_in_the_unit(tmp_path):
     runs = runs_of(tmp_path, losses)
     for run in runs[:2]:
         validate(run, bits=2.0)
-    assert (common_loss(runs), page_data(runs, None)["unit"]) == ((2, comparison.BITS), comparison.BITS)
+    assert (common_loss(runs), page_data(runs)["unit"]) == ((2, comparison.BITS), comparison.BITS)
     text = "The runs have different tokenizers (a: a; b: b): losses are compared in bits per byte."
-    assert warnings_of(runs)[0] == text
+    assert next(warnings_of(runs)) == text
     assert "2.0000 bits per byte" in report_html(runs)
     assert loss_unit([runs[0], runs[2]]) == comparison.NATS
 
@@ -173,12 +173,12 @@ def test_mixed_tokenizers_use_bits_per_byte_where_they_are_known(tmp_path):
     runs = runs_of(tmp_path, losses)
     assert loss_unit(runs) is None
     assert "tokenizers differ" in parity_text(pairs(runs)[0])
-    assert "losses per token are not comparable, and bits per byte are not known" in warnings_of(runs)[0]
+    assert "losses per token are not comparable, and bits per byte are not known" in next(warnings_of(runs))
     for run, bits in zip(runs, (2.0, 1.5), strict=True):  # 0.5 and 0.375 bits a nat
         validate(run, bits)
     (found,) = pairs(runs)
     assert (found.unit, found.loss) == (comparison.BITS, 2.25)  # 4 * 0.5 = 2.0 and 6 * 0.375 = 2.25
-    assert "losses are compared in bits per byte" in warnings_of(runs)[0]
+    assert "losses are compared in bits per byte" in next(warnings_of(runs))
 
 
 def test_settings_that_differ(tmp_path):
@@ -193,7 +193,7 @@ def test_settings_that_differ(tmp_path):
 
 
 def test_gaps_are_told(tmp_path):
-    found = warnings_of(read_runs(dense_and_moe(tmp_path)))
+    found = list(warnings_of(read_runs(dense_and_moe(tmp_path))))
     assert found == ["experts: 2 of 40 records have a loss that is not a number (gaps in the curve)."]
 
 
@@ -211,7 +211,7 @@ def test_changed_settings_and_data_stages_are_marked(tmp_path):
     before, resume = event("start", 0, "09:00:00"), event("resume", 5, "09:30:00")
     records = [before, records[0], resume, records[1], changed, stage, records[2]]
     runs = read_runs([write_run(tmp_path / "resumed", records)])
-    found = page_data(runs, None)["runs"][0]["changes"]
+    found = page_data(runs)["runs"][0]["changes"]
     assert found["iteration"] == [5, 10, 10] and found["kind"] == ["resume", "settings", "stage"]
     texts = ["resume after iteration 5", "resume after iteration 12: LR 0.001 -> 0.003, TP 1 -> 2"]
     assert found["text"] == [*texts, "data stage 1 from iteration 13: 0.5 a 0.5 b, SEQ_LEN 4096"]

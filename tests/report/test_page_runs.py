@@ -18,7 +18,7 @@ def test_a_run_as_the_trainer_leaves_it(tmp_path):
     dense, moe = read_runs(dense_and_moe(tmp_path))
     assert (dense.kind, moe.kind, dense.status, dense.num_records) == ("dense", "dmoe", "finished", 40)
     assert (len(dense.valid["iteration"]), len(moe.events)) == (4, 4)
-    assert not dense.load and moe.load.layers == [1, 2] and moe.load.num_experts == 4
+    assert not dense.load.layers and moe.load.layers == [1, 2] and moe.load.num_experts == 4
     # Validation lacks FLOPs here: those of the train record of the same iteration.
     assert moe.valid["consumed_flops"].tolist() == [15000, 30000, 45000, 60000]
     assert np.isnan(moe.train["lm_loss"][10:12]).all() and not dense.notes and not moe.notes

@@ -57,7 +57,8 @@ def needs_wandb() -> None:
 
 def spec_of(paths: list[Path], **options: Any) -> dict[str, Any]:
     """What would be sent, after a round through wandb's models in both directions."""
-    report = build_report(mirrored_runs(paths, project="p"), project="p", entity="me", **options)
+    options = {"project": "p", "entity": "me", "title": "Dense against MoE"} | options
+    report = build_report(mirrored_runs(paths, project="p"), **options)
     from wandb_workspaces.reports.v2 import internal  # after it was imported with its warnings off
 
     sent = report._to_model().spec.model_dump_json(by_alias=True, exclude_none=True)

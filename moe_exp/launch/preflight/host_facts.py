@@ -15,7 +15,6 @@ from typing import Any
 from moe_exp.runs.run_folder import existing_place, package_versions
 from moe_exp.watch.blame import hardware_faults
 
-SHARED_MEMORY = Path("/dev/shm")
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 
 
@@ -24,7 +23,7 @@ def host_facts(run_dir: Path) -> dict[str, Any]:
     disks = {
         "RUN_DIR": disk(existing_place(run_dir.expanduser().absolute())),
         "temporary folder": disk(Path(tempfile.gettempdir())),
-        "/dev/shm": disk(SHARED_MEMORY),
+        "/dev/shm": disk(Path("/dev/shm")),
     }
     return {"disks": disks, "versions": versions(), "kernel_faults": kernel_faults()}
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError
+from moe_exp.config import Config, raise_for
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import read_json
@@ -23,7 +23,7 @@ from moe_exp.launch.preflight.verdicts import Finding, NodeVerdict, Verdict
 from moe_exp.launch.torchrun_job import child_environment, kill_job, port_problem, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.records import append_event
-from moe_exp.runs.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder, iterations
 from moe_exp.watch.excluded_nodes import exclude_list
 from moe_exp.watch.hangs.heartbeat import rank_file
 
@@ -45,8 +45,7 @@ def preflight(config: Config, *, hosts: str = "") -> Verdict:
     $SLURM_JOB_NODELIST). Raises ValueError if node 0 cannot be reached, MASTER_PORT is taken, NNODES differs
     between nodes, or two nodes have the same NODE_RANK.
     """
-    if problems := list(config.node_rank_problems()):
-        raise ConfigError(problems)
+    raise_for(config.node_rank_problems())
     with contextlib.ExitStack() as stack:
         server = None
         # 1. The nodes meet. If some do not join within PREFLIGHT_TIMEOUT, the verdict names only those.
@@ -199,7 +198,7 @@ def passes(config: Config) -> bool:
         hosts = [node.host for node in verdict.to_exclude()]
         details = {"grade": verdict.grade, "seconds": round(time.monotonic() - start, 1)}
         details |= {"findings": verdicts.findings_lines(verdict), "exclude": hosts}
-        append_event(folder.metrics, "preflight", max(folder.checkpoint_iterations(), default=0), **details)
+        append_event(folder.metrics, "preflight", max(iterations(folder.checkpoints), default=0), **details)
         wait_for_port(config)
     if verdict.grade != "failed":
         return True

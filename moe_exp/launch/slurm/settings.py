@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from moe_exp.config import ConfigError, problem
+from moe_exp.config import ConfigError, problem, raise_for
 from moe_exp.config.loading import explain, given_values
 from moe_exp.config.setting_types import NonNegative, PathText, Positive, one_line, shown
 from moe_exp.host.slurm_queue import slurm_seconds
@@ -125,8 +125,7 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
         named = re.compile(rf"\b({'|'.join(name.upper() for name in wrong)})\b")
         others = [line for line in _problems(rest, environ) if not named.search(line)]
         raise ConfigError([*explain(error, SlurmSettings), *others]) from None
-    if problems := list(_problems(settings, environ)):
-        raise ConfigError(problems)
+    raise_for(_problems(settings, environ))
     return settings
 
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem
+from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem, raise_for
 from moe_exp.config.loading import fixed_for, given_values, with_file
 from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, as_given, blend_members, is_one_line
@@ -97,8 +97,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
     if config and slurm:
         job = RunJob(config, given, slurm, slurm.passed_variables(environ))
         problems += _place_problems(job)
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     return job
 
 
@@ -121,18 +120,17 @@ def _place_problems(job: RunJob) -> Iterator[str]:
             yield problem("container", job.slurm.container, rule, fix)
 
 
-def planned_commands(job: RunJob) -> list[str]:
+def planned_commands(job: RunJob) -> Iterator[str]:
     """The sbatch commands that `submit` would run, as shell lines."""
     path, number = shlex.quote(str(job.folder / "TIME.sbatch")), job.slurm.num_jobs
     jobs = [f"job {this} of {number}" for this in range(1, number + 1)]
     if job.slurm.chain == "array" or number == 1:
         jobs = [f"a job array: {number} jobs, one after another" if number > 1 else "one job"]
     # the id of a job is unknown until it has been submitted
-    lines, after = [], job.slurm.jobs_before
+    after = job.slurm.jobs_before
     for this, what in enumerate(jobs, 1):
-        lines.append(" ".join(["sbatch --parsable", *_dependency(after), f"{path}  # {what}"]))
+        yield " ".join(["sbatch --parsable", *_dependency(after), f"{path}  # {what}"])
         after = [f"ID_OF_JOB_{this}"]
-    return lines
 
 
 def submit(job: RunJob) -> list[str]:
@@ -213,7 +211,6 @@ def script_of(job: RunJob) -> str:
 def _options(job: RunJob) -> list[str]:
     slurm, config = job.slurm, job.config
     is_array = slurm.chain == "array" and slurm.num_jobs > 1
-    named = {name: getattr(slurm, name) for name in ("partition", "account", "qos", "constraint")}
     options = {
         "job-name": job.name,
         "nodes": config.nnodes,
@@ -225,15 +222,13 @@ def _options(job: RunJob) -> list[str]:
         "chdir": Path.cwd(),
         # ALL would pass the submitting shell's variables, NONE those of a login shell
         "export": ",".join([*PASSED_ALWAYS, *job.passed]),
-        **{name: value for name, value in named.items() if value},
     }
+    for name in ("partition", "account", "qos", "constraint", "cpus_per_task", "nice"):
+        if value := getattr(slurm, name):
+            options[name.replace("_", "-")] = value
     asks_for_gpus = any(option.startswith(("--gpus", "--gres")) for option in slurm.extra_options)
     if not slurm.cpu_nodes and not asks_for_gpus:
         options["gpus-per-node"] = config.gpus_per_node
-    if slurm.cpus_per_task:
-        options["cpus-per-task"] = slurm.cpus_per_task
-    if slurm.nice:
-        options["nice"] = slurm.nice
     if slurm.exclusive:
         options["mem"] = 0  # all memory; an exclusive job may otherwise get that of one core
     if is_array:

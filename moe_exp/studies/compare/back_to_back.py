@@ -18,11 +18,10 @@ from moe_exp.report.page import write_report
 from moe_exp.runs.records import last_records
 from moe_exp.studies import child_runs
 from moe_exp.studies.child_runs import Case, median_seconds, records_after, run_to_end, why_it_failed
-from moe_exp.studies.compare.comparison import Comparison, Ended, as_json, is_finished, read_ended
-from moe_exp.studies.compare.table import plan_text, result_text
+from moe_exp.studies.compare.comparison import Comparison, Ended, is_finished, read_ended
+from moe_exp.studies.compare.table import as_json, plan_text, result_text
 from moe_exp.studies.compare.variants import Variant
 
-PAGE = "report.html"
 _PACE_ITERATIONS, _PACE_WARMUP = 12, 4
 
 
@@ -80,7 +79,7 @@ def run_comparison(comparison: Comparison) -> int:
             child_runs.wait_until_free(run.folder)
         check_runs([run for run in runs if not is_finished(run)])
         ended: dict[str, Ended] = {}
-        text, warnings, page = "", list[str](), folder / PAGE
+        text, warnings, page = "", list[str](), folder / "report.html"
         for number, run in enumerate(runs, start=1):
             ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
             print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)

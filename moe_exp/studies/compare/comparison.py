@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -23,18 +23,8 @@ from moe_exp.host.files import read_json, write_json
 from moe_exp.report.comparison import NATS, TRAINING, Overview, run_curve, window_of
 from moe_exp.report.headline import Axis
 from moe_exp.report.run_data import RunRecords, read_run
-from moe_exp.runs.records import json_value
 from moe_exp.studies.child_runs import Case, given_settings
-from moe_exp.studies.compare.variants import (
-    MEASURES,
-    Match,
-    Variant,
-    differences,
-    make_variants,
-    match_sizes,
-    reference_of,
-    with_iterations,
-)
+from moe_exp.studies.compare.variants import Match, Variant, make_variants, match_sizes, reference_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +39,9 @@ class Options:
     timeout: float = 0.0  # time limit of a run (seconds); 0: none
 
     def problems(self) -> Iterator[str]:
-        if self.match not in MEASURES:
-            yield problem("match", self.match, "unknown quantity", f"use one of {', '.join(MEASURES)}")
+        if self.match not in get_args(Match):
+            fix = f"use one of {', '.join(get_args(Match))}"
+            yield problem("match", self.match, "unknown quantity", fix)
         if self.repeats < 1:
             fix = "set it to the number of runs per variant"
             yield problem("repeats", self.repeats, "must be at least 1", fix)
@@ -110,9 +101,8 @@ class Comparison:
     def paced(self, seconds: Mapping[str, float]) -> Comparison:
         """Returns the comparison adjusted to equal training times, given seconds per iteration by variant."""
         budget = self.options.seconds or self.reference.config.train_iters * seconds[self.reference.name]
-        counts = [max(1, round(budget / seconds[one.name])) for one in self.variants]
-        chosen = [with_iterations(*pair) for pair in zip(self.variants, counts, strict=True)]
-        return replace(self, variants=tuple(chosen))
+        paced = (one.lasting(max(1, round(budget / seconds[one.name]))) for one in self.variants)
+        return replace(self, variants=tuple(paced))
 
     def known_pace(self) -> dict[str, float]:
         """Returns the seconds per iteration by variant, as measured by earlier calls."""
@@ -133,24 +123,17 @@ class Comparison:
         """Raises ConfigError if earlier runs had other settings. Must be called before `paced`."""
         if not (kept := self._kept()):
             return
-        fix = "restore the old value, or use another RUN_NAME"
-        problems = [
-            problem(name, value, f"must not change; {self.folder} was started with {kept.get(name)}", fix)
-            for name, value in (("match", self.options.match), ("seconds", self.options.seconds))
-            if kept.get(name) != value
-        ]
+        fix, problems = "restore the old value, or use another RUN_NAME", []
+        for name, value in (("match", self.options.match), ("seconds", self.options.seconds)):
+            if kept.get(name) != value:
+                rule = f"must not change; {self.folder} was started with {kept.get(name)}"
+                problems.append(problem(name, value, rule, fix))
         for variant in self.variants:
             before = kept["variants"].get(variant.name, {}).get("settings", {})
-            problems += [
-                problem(
-                    name,
-                    value,
-                    f"must not change; {variant.name} in {self.folder} was started with {before[name]}",
-                    fix,
-                )
-                for name, value in variant.compared.items()
-                if name in before and before[name] != value
-            ]
+            for name, value in variant.compared.items():
+                if name in before and before[name] != value:
+                    rule = f"must not change; {variant.name} in {self.folder} was started with {before[name]}"
+                    problems.append(problem(name, value, rule, fix))
         raise_for(problems)
 
     def _kept(self) -> dict[str, Any]:
@@ -229,24 +212,3 @@ def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, lis
     end = min(float(x[-1]) for x, _ in curves.values())
     values = {index: float(np.interp(end, x, loss, left=np.nan)) for index, (x, loss) in curves.items()}
     return end, [values.get(index) for index in range(len(ended))]
-
-
-def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
-    """Returns the results of each run by variant, with the settings in which the variants differ."""
-    different = differences(comparison.variants)
-    reported = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
-    return {
-        variant.name: {
-            "settings": {name: values[index] for name, values in different.items()},
-            "runs": [
-                {
-                    "seed": one.run.config.seed,
-                    "status": one.status,
-                    **{name: json_value(getattr(one.numbers, name)) for name in reported},
-                }
-                for one in ended
-                if one.run.variant == variant.name
-            ],
-        }
-        for index, variant in enumerate(comparison.variants)
-    }

@@ -1,4 +1,4 @@
-"""Plan and Markdown report of a comparison. No torch."""
+"""Plan of a comparison, and its results as Markdown and JSON. No torch."""
 
 import math
 import statistics
@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
+from typing import Any
 
 from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.comparison import COSTS, VALIDATION, Group, Parity, in_words, parity
 from moe_exp.report.headline import AXES, amount_text, opposite_text, pair_text, ranking
+from moe_exp.runs.records import json_value
 from moe_exp.studies.compare.comparison import Comparison, Ended, losses_at_shared_end
 from moe_exp.studies.compare.variants import MATCHED_BY, apart, differences, flops_per_token
 
@@ -51,11 +53,11 @@ def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
     variants, reference, match = comparison.variants, comparison.reference, comparison.options.match
     widths = []
     for config in (one.config for one in variants):
-        width = f"{config.expert_ffn_size}" if config.use_moe else f"{config.ffn_hidden_size}"
+        width = f"{config.ffn_hidden_size}"
         if config.use_moe:
-            width += f" in {config.moe_latent_size} channels" if config.moe_latent_size else ""
-            width += f", {config.topk} of {config.num_experts}"
-            width += f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
+            latent = f" in {config.moe_latent_size} channels" if config.moe_latent_size else ""
+            shared = f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
+            width = f"{config.expert_ffn_size}{latent}, {config.topk} of {config.num_experts}{shared}"
         widths.append(width)
     counts = [count_parameters(one.config) for one in variants]
     return {
@@ -112,6 +114,20 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     if comparison.options.repeats > 1:
         note += " ± is the standard deviation over seeds; brackets are 90% intervals of means (Student's t)."
     return "\n".join([*lines, "", note, ""])
+
+
+def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
+    """Returns the results of each run by variant, with the settings in which the variants differ."""
+    different, found = differences(comparison.variants), {}
+    reported = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
+    for index, variant in enumerate(comparison.variants):
+        runs = []
+        for one in (one for one in ended if one.run.variant == variant.name):
+            numbers = {name: json_value(getattr(one.numbers, name)) for name in reported}
+            runs.append({"seed": one.run.config.seed, "status": one.status, **numbers})
+        settings = {name: values[index] for name, values in different.items()}
+        found[variant.name] = {"settings": settings, "runs": runs}
+    return found
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:

@@ -58,6 +58,25 @@ class Variant:
         flags = {**self.flags, **settings}
         return Variant(self.name, self.own, flags, load_config(flags, {}))
 
+    def lasting(self, iterations: int) -> Variant:
+        """Returns the variant with TRAIN_ITERS=`iterations` and its learning rate schedule scaled alike."""
+        before, share = self.config, iterations / self.config.train_iters
+        if share == 1:
+            return self
+
+        def scaled(value: int) -> int:
+            return max(1, round(value * iterations / before.train_iters)) if value else 0
+
+        # 0 remains 0, which means TRAIN_ITERS. A short run keeps at least one iteration of each phase.
+        decay = scaled(before.decay_iters)
+        last = decay or iterations
+        changes: dict[str, Any] = {"train_iters": iterations, "decay_iters": decay}
+        changes["warmup_iters"] = min(before.warmup_iters, last - 1)
+        changes["wsd_decay_iters"] = min(scaled(before.wsd_decay_iters), last)
+        old = {name: str(getattr(before, name)) for name in POINTS}
+        texts = {name: scaled_points(text, share) for name, text in old.items()}
+        return self.having(**changes, **{name: text for name, text in texts.items() if text != old[name]})
+
 
 def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -> list[Variant]:
     """Parses the variants of a comparison; ConfigError with all problems.
@@ -80,10 +99,8 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
                 raise ConfigError([problem("variant", text, "duplicate name", "choose a unique name")])
             variants.append(Variant.of(name, own, given))
         except ConfigError as error:
-            problems += [
-                line if text in line or ":" not in text else f"VARIANT={text}: {line}"
-                for line in error.problems
-            ]
+            head = f"VARIANT={text}: " if ":" in text else ""
+            problems += [line if text in line else head + line for line in error.problems]
     if len(variants) < 2 and not problems:
         fix = "add another variant, as in --runs dmoe,dense"
         rule = "a comparison requires at least two variants"
@@ -147,15 +164,12 @@ def flops_per_token(config: Config) -> float:
     return flops_per_iteration(config, 1) / config.seq_len
 
 
-def active_parameters(config: Config) -> float:
-    """Returns the number of parameters that a token uses: all parameters in a dense model."""
-    return count_parameters(config).active_per_token
-
-
 # Quantity by which sizes are matched. With `time`, FLOPs per token are matched as well.
 MEASURES: dict[Match, Callable[[Config], float]] = {
-    "flops": flops_per_token, "active-params": active_parameters, "time": flops_per_token,
-}  # fmt: skip
+    "flops": flops_per_token,
+    "active-params": lambda config: count_parameters(config).active_per_token,
+    "time": flops_per_token,
+}
 MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
 
 
@@ -206,25 +220,3 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
             problems.append(problem("variant", variant.name, rule, fix))
     raise_for(problems)
     return matched
-
-
-def with_iterations(variant: Variant, iterations: int) -> Variant:
-    """Returns the variant with TRAIN_ITERS=`iterations` and its learning rate schedule scaled to match."""
-    before = variant.config
-    if iterations == before.train_iters:
-        return variant
-
-    def scaled(value: int) -> int:
-        return max(1, round(value * iterations / before.train_iters)) if value else 0
-
-    # 0 remains 0, which means TRAIN_ITERS. A short run keeps at least one iteration of each phase.
-    decay = scaled(before.decay_iters)
-    last = decay or iterations
-    warmup = min(before.warmup_iters, last - 1)
-    wsd = min(scaled(before.wsd_decay_iters), last)
-    old = {name: str(getattr(before, name)) for name in POINTS}
-    texts = {name: scaled_points(text, iterations / before.train_iters) for name, text in old.items()}
-    texts = {name: text for name, text in texts.items() if text != old[name]}
-    return variant.having(
-        train_iters=iterations, decay_iters=decay, warmup_iters=warmup, wsd_decay_iters=wsd, **texts
-    )

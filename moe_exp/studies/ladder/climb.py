@@ -11,7 +11,6 @@ from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.quantities import duration
 from moe_exp.studies.child_runs import Case, JobOptions, at_work, run_jobs, wait_until_free
 from moe_exp.studies.compare import back_to_back
-from moe_exp.studies.compare.back_to_back import check_runs, run_one
 from moe_exp.studies.compare.comparison import Comparison, Ended, is_finished, read_ended
 from moe_exp.studies.ladder import results
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
@@ -25,7 +24,7 @@ def check(ladder: Ladder) -> None:
     """Raises ConfigError for invalid settings, or if the folder's runs were started with other settings."""
     back_to_back.need_packages("ladder", "scipy", "matplotlib")
     for comparison in ladder.rungs:
-        check_runs(comparison.runs(), Config.problems)
+        back_to_back.check_runs(comparison.runs(), Config.problems)
         comparison.compare_with_before()
     for name in ("config.yaml", "compare.json"):
         if (ladder.folder / name).exists():
@@ -55,7 +54,7 @@ def run_ladder(ladder: Ladder, executor: str = "local", sbatch: Sequence[str] = 
     if executor == "local":
         for run in left:
             wait_until_free(run.folder)
-        check_runs(left)
+        back_to_back.check_runs(left)
     with at_work(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder", executor=executor):
         print(results.plan_text(ladder), end="\n\n", flush=True)
         reasons = _climb(ladder, executor, sbatch, left)
@@ -106,7 +105,7 @@ def _ended(
     """Runs the `waiting` runs on this node or as SLURM jobs, and yields their results as they end."""
     if executor == "local":
         for comparison, run in waiting:
-            yield run_one(comparison, run, f"{comparison.folder.name}/{run.name}")
+            yield back_to_back.run_one(comparison, run, f"{comparison.folder.name}/{run.name}")
         return
     first = ladder.rungs[0]
     # Jobs always get a limit, so that a run that hangs does not occupy its nodes forever.

@@ -27,7 +27,7 @@ from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.studies.child_runs import given_settings
 from moe_exp.studies.compare.comparison import Comparison, Options
-from moe_exp.studies.compare.variants import Variant, apart, with_iterations
+from moe_exp.studies.compare.variants import Variant, apart
 
 PUBLISHED = Path(__file__).parents[1] / "ladders"
 
@@ -203,7 +203,7 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
     config = base.model_copy(update=shape)
     # Constant tokens per parameter at the same global batch size.
     iterations = max(1, round(base.train_iters * _body(config) / _body(base)))
-    lengths = with_iterations(Variant("", {}, base.model_dump(), base), iterations).config
+    lengths = Variant("", {}, base.model_dump(), base).lasting(iterations).config
     rate = 1.0 if base.parametrization == "mup" else share**-0.5
     return {
         **shape,

@@ -91,9 +91,9 @@ class Fit:
         """Returns the loss that a variant's law gives at `compute`, with the law's confidence interval."""
         return estimate(self.laws[name].loss(compute), [one[name].loss(compute) for one in self.draws])
 
-    def prediction(self, name: str, compute: float, noise: Noise, num_seeds: int, seed: int = 2) -> Estimate:
+    def prediction(self, name: str, compute: float, noise: Noise, num_seeds: int) -> Estimate:
         """Like `loss`, but with a prediction interval for a mean over `num_seeds` future runs."""
-        error = noise.of_mean(num_seeds, np.random.default_rng(seed), len(self.draws))
+        error = noise.of_mean(num_seeds, np.random.default_rng(2), len(self.draws))
         draws = [one[name].loss(compute) + own for one, own in zip(self.draws, error, strict=True)]
         return estimate(self.laws[name].loss(compute), draws)
 
@@ -254,10 +254,10 @@ class Speedup:
     trend: Estimate
 
 
-def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str, *, seed: int = 1) -> Speedup:
+def speedups(fit: Fit, variants: Mapping[str, Points], name: str, baseline: str) -> Speedup:
     """Returns the speedup of a variant per rung: the ratio of baseline to variant compute at equal loss."""
     points, means = variants[name], variants[name].means
-    noise, generator = Noise.of(variants), np.random.default_rng(seed)
+    noise, generator = Noise.of(variants), np.random.default_rng(1)
     values = _ratios(fit.laws[baseline], points.compute, means)
     drawn = [_ratios(laws[baseline], points.compute, noise.drawn(points, generator)) for laws in fit.draws]
     rungs = []

@@ -14,9 +14,8 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,11 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import Nodes, device_name
 from moe_exp.host.files import read_json, write_atomically, write_json
 from moe_exp.host.processes import free_port
-from moe_exp.host.progress import progress
+from moe_exp.host.progress import Advance, progress
 from moe_exp.launch.machine_checks import check_files, check_machine
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.measured import GIBIBYTE
+from moe_exp.planner.prediction import predict
 from moe_exp.studies import child_runs
 from moe_exp.studies.child_runs import MEASURED_ONLY, Case, at_work, given_settings
 from moe_exp.studies.sweep import table
@@ -171,7 +171,9 @@ class Sweep:
             result = Result("left")
         device, memory = result.device or self.device, result.memory_bytes
         gpu, status, reason = self.settings.gpu or profile_of(device), str(result.status), result.reason
-        prediction = None if case.problems else table.prediction_of(case.config, device, gpu)
+        prediction = None
+        if gpu and not case.problems:
+            prediction = predict(table.job_of(case.config, device), load_hardware(gpu))
         if status == "left" and case.problems:
             status, reason = "rejected", " ".join(case.problems)
         elif status == "left" and not self.settings.run_oom:
@@ -269,11 +271,11 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
         ensure_embedded_corpus(Path(left[0].config.data_dir))
     with progress("sweep", len(left), unit="cases") as advance:
         if is_local:
-            ended = _local_cases(left, timeout, partial(advance, 0))
+            ended = _local_cases(left, timeout, advance)
         else:
-            options = child_runs.JobOptions(shlex.split(settings.sbatch), timeout, sweep.device != CPU)
-            by_name = {case.name: case for case in left}
-            ended = child_runs.run_jobs(by_name, sweep.folder / "jobs", options, child_runs.clear)
+            on_gpus, sbatch = sweep.device != CPU, shlex.split(settings.sbatch)
+            options = child_runs.JobOptions(sbatch, timeout, on_gpus, is_cleared=True)
+            ended = child_runs.run_jobs({case.name: case for case in left}, sweep.folder / "jobs", options)
             advance(0, "SLURM jobs")
         for number, (case, code) in enumerate(ended, start=1):
             counts = {"num_warmup": settings.sweep_warmup, "num_iterations": settings.sweep_iters}
@@ -285,14 +287,12 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
             advance(1)
 
 
-def _local_cases(
-    cases: Sequence[Case], timeout: int, report: Callable[[str], None]
-) -> Iterator[tuple[Case, int | None]]:
+def _local_cases(cases: Sequence[Case], timeout: int, advance: Advance) -> Iterator[tuple[Case, int | None]]:
     """Runs the cases; yields each case with its launcher's exit code, or with None after a timeout."""
     # Without the sweep's lists, which would look like misspelled run settings.
     environ = child_runs.run_environment(also_without=SweepSettings.model_fields)
     for case in cases:
-        report(case.name)
+        advance(0, case.name)
         child_runs.clear(case)
         yield case, child_runs.run_to_end(case.flags, case.log, timeout=timeout, environ=environ)
 

@@ -18,7 +18,7 @@ from moe_exp.planner.costs.job import PlannedJob
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.measured import GIBIBYTE, row_of_job
-from moe_exp.planner.prediction import Prediction, predict
+from moe_exp.planner.prediction import predict
 from moe_exp.studies.child_runs import LONGEST, Case, median_seconds, records_after, why_it_failed
 
 CPU = "CPU"
@@ -64,9 +64,7 @@ class Result:
             raise ValueError(f"{path}: {rule}.") from None
 
 
-def result_of(
-    case: Case, code: int | None, *, timeout: int = 0, num_warmup: int, num_iterations: int
-) -> Result:
+def result_of(case: Case, code: int | None, *, timeout: int, num_warmup: int, num_iterations: int) -> Result:
     """Returns the result of a case whose launcher has ended with exit `code` (None: it timed out, or the code
     is unknown). `timeout`: time limit of a local case (seconds); 0: SLURM enforces it.
     """
@@ -121,11 +119,6 @@ class Row:
 def job_of(config: Config, device: str) -> PlannedJob:
     """Job that predicts memory as runs measure it: resident on a CPU, allocated by PyTorch on a GPU."""
     return replace(PlannedJob.of(config), measured_by="rss" if device == CPU else "allocated")
-
-
-def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
-    """Returns a prediction that is comparable with measurements; None without a hardware profile."""
-    return predict(job_of(config, device), load_hardware(gpu)) if gpu else None
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:

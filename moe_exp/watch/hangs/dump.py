@@ -27,7 +27,6 @@ from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import latest_calls
 from moe_exp.watch.hangs.files import parse_stacks, write_dump
-from moe_exp.watch.hangs.heartbeat import Heartbeat
 
 STOPPED, TRACED = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP
 DISK, GONE = psutil.STATUS_DISK_SLEEP, "gone"
@@ -103,7 +102,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
         list(pool.map(dump, pids))
 
 
-def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
+def rank_facts(pid: int, beat: heartbeat.Heartbeat | None) -> dict[str, Any]:
     """Host, pid, state (from psutil, or TRACED or GONE), kernel function, number of GPUs, and heartbeat."""
     state = GONE
     with suppress(psutil.Error):

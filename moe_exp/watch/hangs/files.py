@@ -78,17 +78,15 @@ def write_answer(folder: Path, answer: Answer) -> None:
 
 def read_answers(folder: Path) -> list[Answer]:
     """The launchers' answers so far, in node order."""
-    answers = (_read(Answer, path) for path in sorted(folder.glob("node_*.json")))
-    return [answer for answer in answers if answer is not None]
+    return list(filter(None, (_read(Answer, path) for path in sorted(folder.glob("node_*.json")))))
 
 
 def _read(kind: Callable[..., T], path: Path) -> T | None:
     """Content of a JSON file; None if it is missing or incomplete."""
-    try:
+    with suppress(OSError, ValueError, TypeError):
         # open it without a stat first: only opening makes a network file system refresh its cache
         return kind(**read_json(path))
-    except (OSError, ValueError, TypeError):
-        return None
+    return None
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:
@@ -106,10 +104,9 @@ def wait_for_verdict(folder: Path, seconds: float) -> bool | None:
     """Waits for the verdict and returns whether the run hangs; None if no verdict arrives in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            return bool(read_json(folder / "verdict.json")["is_hang"])
-        except (OSError, ValueError, KeyError):
-            time.sleep(_POLL_SECONDS)
+        if verdict := _read(dict[str, Any], folder / "verdict.json"):
+            return bool(verdict["is_hang"])
+        time.sleep(_POLL_SECONDS)
     return None
 
 

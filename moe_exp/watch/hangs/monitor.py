@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -78,7 +78,7 @@ def elapsed_seconds(beat: Heartbeat, now: float, running_since: float) -> float:
     return spent + now - max(beat.since, running_since)
 
 
-class HangWatch:
+class HangWatch(AbstractContextManager["HangWatch"]):
     """Context manager that monitors the ranks of this node; start the ranks with `environment`."""
 
     def __init__(self, config: Config, run: RunFolder):
@@ -90,9 +90,6 @@ class HangWatch:
         self._answered = files.latest_request(self._hang)
         self._thread: threading.Thread | None = None
         self._hung, self._hung_at, self._stopping_since = "", math.inf, math.inf
-
-    def __enter__(self) -> HangWatch:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.wait()

@@ -22,11 +22,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_exp.config import ConfigError
+from moe_exp.config import raise_for
 from moe_exp.host.files import expanded, regular
 
 PASSWORD_VARIABLE, WEBHOOK_VARIABLE = "SMTP_PASSWORD", "WATCH_WEBHOOK"
-_MAIL_FLAGS = ("mail_to", "mail_from", "smtp", "smtp_user")
 _SECONDS = 30.0  # timeout for a server
 _LONGEST_TEXT = 3500  # characters; Slack truncates longer ones
 
@@ -151,8 +150,7 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
     """Channels set by the options, $SMTP_PASSWORD and $WATCH_WEBHOOK; ConfigError lists all problems."""
     flags = _Flags(options, environ)
     channels = [flags.mail(), flags.webhook(), flags.alert_file()]
-    if flags.problems:
-        raise ConfigError(flags.problems)
+    raise_for(flags.problems)
     return [channel for channel in channels if channel is not None]
 
 
@@ -168,7 +166,7 @@ class _Flags:
         self.problems.append(f"{name}={value}: {rule}. Fix: {fix}.")
 
     def mail(self) -> Mail | None:
-        given = {name: self.options.get(name) or "" for name in _MAIL_FLAGS}
+        given = {name: self.options.get(name) or "" for name in ("mail_to", "mail_from", "smtp", "smtp_user")}
         if not (to := tuple(given["mail_to"].replace(",", " ").split())):
             if given["smtp"]:
                 self._wrong("--smtp", given["smtp"], "requires --mail-to", "set --mail-to or omit --smtp")

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from moe_exp.config import ConfigError
+from moe_exp.config import ConfigError, raise_for
 from moe_exp.host.files import expanded, write_json
 from moe_exp.host.slurm_queue import NoSqueue, Queue, QueueError, read_queue
 from moe_exp.runs.run_folder import RunFolder
@@ -259,8 +259,7 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
     if options.get("test_alert") and not problems and not channels:
         fix = "set --mail-to, --webhook-file or --alert-file"
         problems.append(f"--test-alert: requires a channel. Fix: {fix}.")
-    if problems:
-        raise ConfigError(problems)
+    raise_for(problems)
     limits = Limits(times["stuck"] or None, times["ahead"], times["wait"])
     named = zip(run_dirs, names or [""] * len(run_dirs), strict=True)
     runs = [(Path(path).absolute(), name) for path, name in named]

@@ -8,7 +8,7 @@ from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError
 from moe_exp.config.parsers import POINTS
 from moe_exp.studies.compare import variants
-from moe_exp.studies.compare.variants import Variant, apart, make_variants, match_sizes, with_iterations
+from moe_exp.studies.compare.variants import Variant, apart, make_variants, match_sizes
 
 
 @st.composite
@@ -33,7 +33,7 @@ def moe_models(draw):
 def test_a_dense_model_matches_within_one_percent(given_settings, match):
     moe, dense = match_sizes(make_variants("dmoe,dense", [], given_settings), match)
     assert list(moe.config.problems()) == [] and list(dense.config.problems()) == []
-    measure = variants.flops_per_token if match == "flops" else variants.active_parameters
+    measure = variants.MEASURES[match]
     assert measure(dense.config) == pytest.approx(measure(moe.config), rel=0.01)
     changed = moe.config.model_dump().items() ^ dense.config.model_dump().items()
     assert {name for name, _ in changed} <= {"use_moe", "ffn_hidden_size"}
@@ -66,7 +66,7 @@ def test_the_router_counts_as_active_parameters():
     settings = SMALL | {"num_experts": 256, "topk": 4}
     moe, dense = match_sizes(make_variants("dmoe,dense", [], settings), "active-params")
     # Four experts of 256; 256 rows of 128 router weights are 256 / 3 channels of an MLP of three matrices.
-    active = variants.active_parameters
+    active = variants.MEASURES["active-params"]
     exact = variants.matched_width(dense.config, active(moe.config), active)
     assert exact == dense.config.ffn_hidden_size and abs(exact - (1024 + 256 / 3)) <= 32
     assert abs(apart(dense.config, moe.config, "active-params")) <= 2e-3
@@ -93,27 +93,27 @@ def test_the_schedule_goes_with_the_iterations():
     settings = SMALL | dict(zip(names, (100, 80, 10, 20), strict=True)) | {"lr_decay_style": "WSD"}
     variant = Variant.of("a", {}, settings)
     for chosen in ((150, 120, 10, 30), (5, 4, 3, 1)):
-        found = with_iterations(variant, chosen[0]).config
+        found = variant.lasting(chosen[0]).config
         assert tuple(getattr(found, name) for name in names) == chosen
         assert list(found.problems()) == []
-    assert with_iterations(variant, 100) is variant
-    two = with_iterations(Variant.of("a", {}, SMALL), 2)
+    assert variant.lasting(100) is variant
+    two = Variant.of("a", {}, SMALL).lasting(2)
     assert list(two.config.problems()) == [] and two.config.warmup_iters == 1
     cosine = {"decay_iters": 0, "lr_decay_style": "cosine", "wsd_decay_iters": 0}
-    assert with_iterations(Variant.of("b", {}, settings | cosine), 50).config.decay_iters == 0
+    assert Variant.of("b", {}, settings | cosine).lasting(50).config.decay_iters == 0
 
 
 def test_points_of_the_schedule_go_with_the_iterations():
     settings = SMALL | {"train_iters": 100, "decay_iters": 0, "warmup_iters": 10, "wsd_decay_iters": 10}
     pieces = {"lr_decay_style": "constant:40,cosine:70%:10%,linear:90:50%,linear"}
-    longer = with_iterations(Variant.of("a", {}, settings | pieces), 150)
+    longer = Variant.of("a", {}, settings | pieces).lasting(150)
     assert longer.config.lr_decay_style == "constant:60,cosine:70%:10%,linear:135:50%,linear"
     cycles = {"lr_decay_style": "WSD-S", "wsd_decay_ends": "30,50%,75"}
-    longer = with_iterations(Variant.of("a", {}, settings | cycles), 150)
+    longer = Variant.of("a", {}, settings | cycles).lasting(150)
     assert longer.config.wsd_decay_ends == "45,50%,112"
     assert list(longer.config.problems()) == [] and longer.flags["lr_decay_style"] == "WSD-S"
     values = {"mtp_num_layers": 1, "mtp_loss_coeff": "1:30,0.3:50%,1"}
-    longer = with_iterations(Variant.of("a", {}, settings | values), 150)
+    longer = Variant.of("a", {}, settings | values).lasting(150)
     assert longer.config.mtp_loss_coeff == "1:45,0.3:50%,1"
-    shares = with_iterations(Variant.of("a", {}, settings), 150)
+    shares = Variant.of("a", {}, settings).lasting(150)
     assert set(POINTS).isdisjoint(shares.flags.keys() - SMALL.keys())

@@ -14,12 +14,11 @@ from moe_exp.report.run_data import read_runs
 from moe_exp.studies.compare.comparison import (
     Comparison,
     Options,
-    as_json,
     is_finished,
     losses_at_shared_end,
     read_ended,
 )
-from moe_exp.studies.compare.table import plan_text, result_text
+from moe_exp.studies.compare.table import as_json, plan_text, result_text
 
 
 def record(iteration: int, loss: float | None, **more) -> dict:

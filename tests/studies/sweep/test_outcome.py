@@ -108,7 +108,7 @@ def result(folder: RunFolder, log: Path, **more) -> Result:
     place = {"run_dir": str(folder.path.parent), "run_name": folder.path.name}
     config = load_config({"preset": "cpu", **place}, {})
     case = Case("case", {"tp": "2"}, config, log)
-    return result_of(case, **{"code": 0, "num_warmup": 2, "num_iterations": 5} | more)
+    return result_of(case, **{"code": 0, "timeout": 0, "num_warmup": 2, "num_iterations": 5} | more)
 
 
 def test_the_median_after_the_warm_up(tmp_path):

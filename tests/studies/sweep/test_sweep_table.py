@@ -125,7 +125,7 @@ def test_out_of_memory_by_prediction():
     # What the device has to hold decides, which is more than what is measured.
     job = replace(table.job_of(config, A100), measured_by="nvidia-smi")
     needed = predict(job, load_hardware("A100-80GB")).needed_bytes / GIB
-    assert needed > table.prediction_of(config, A100, "A100-80GB").needed_bytes / GIB
+    assert needed > predict(table.job_of(config, A100), load_hardware("A100-80GB")).needed_bytes / GIB
     assert (is_oom(config, A100, "A100-80GB") == "") == (needed <= 80)
     large = config.model_copy(update={"num_layers": 10 * config.num_layers})
     assert "A100-80GB has 80.0 GiB. Fix: set RUN_OOM=true" in is_oom(large, A100, "A100-80GB")
@@ -134,7 +134,7 @@ def test_out_of_memory_by_prediction():
     config = load_config({"preset": "cpu", "gpus_per_node": 1}, {})
     many = config.model_copy(update={"gpus_per_node": 64, "gbsz": 64 * config.gbsz})
     assert is_oom(config, "CPU", "CPU") == ""
-    needed = 64 * table.prediction_of(many, "CPU", "CPU").needed_bytes / GIB
+    needed = 64 * predict(table.job_of(many, "CPU"), load_hardware("CPU")).needed_bytes / GIB
     assert is_oom(many, "CPU", "CPU").startswith(f"is predicted to need {needed:.1f} GiB, but CPU has ")
 
 
